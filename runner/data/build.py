@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
+from runner.data.batch_layout import PAIRS, BatchLayout
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.split_checks import first_samples, splits_problems
 from runner.data.splits import Splits
@@ -76,8 +77,8 @@ def _shape_problem(meta: Mapping[str, Any], example: Any) -> str:
 
 def _classes_problem(meta: Mapping[str, Any], dataset: Any) -> str:
     """Return why data.meta.classes is too small; empty where it is right or not stated."""
-    if isinstance(dataset, TensorDataset) and not dataset.tensors[1].is_floating_point():
-        largest_label, index = dataset.tensors[1].flatten().max(0)
+    if isinstance(dataset, TensorDataset) and not dataset.tensors[-1].is_floating_point():
+        largest_label, index = dataset.tensors[-1].flatten().max(0)
         classes = int(largest_label) + 1
         sample = f": sample {int(index)} has the label {int(largest_label)}"
     else:
@@ -99,21 +100,22 @@ def _classes_problem(meta: Mapping[str, Any], dataset: Any) -> str:
 
 
 def _first_input(dataset: Any) -> Any:
-    """Return the input of a data set's first example.
+    """Return the input of a data set's first example; of several inputs or fields, None.
 
     Raises:
-        ConfigError: the example is not a pair (input, target).
+        ConfigError: the example has another layout than those of runner.data.batch_layout.
     """
     first = dataset[0]
-    if not isinstance(first, tuple | list):
-        received = type(first).__name__
-    elif len(first) != 2:
-        received = f"{type(first).__name__} of {len(first)}"
-    else:
-        return first[0]
+    if isinstance(first, Mapping):
+        return None
+    if isinstance(first, tuple | list) and len(first) > 1:
+        return first[0] if len(first) == 2 else None
+    received = type(first).__name__
+    if isinstance(first, tuple | list):
+        received = f"{received} of {len(first)}"
     raise ConfigError(
-        f"data: the train set yields a {received}; it needs a __getitem__ "
-        "that yields (input, target)."
+        f"data: the train set yields a {received}; it needs a __getitem__ that yields (input, "
+        "target), several inputs with the target last, or a dict of fields (docs/own-code.md)."
     )
 
 
@@ -143,8 +145,19 @@ def build_loaders(
         "batch_size": spec.train.batch_size,
         "seed": spec.seed,
         "device": device,
-        "options": LoaderOptions(spec.train.num_workers, place, spec.train.data_on_device),
+        "options": LoaderOptions(
+            spec.train.num_workers, place, spec.train.data_on_device, _batch_layout(spec)
+        ),
     }
     shuffle = bool(spec.data.get("shuffle", True))
     train = Loader(splits.train, shuffle=shuffle, **shared)
     return train, Loader(splits.val, shuffle=False, **shared)
+
+
+def _batch_layout(spec: RunSpec) -> BatchLayout:
+    """Return how the run's task splits a batch."""
+    if "_target_" not in spec.task:
+        return PAIRS
+    # The task itself is asked, as a class of the user's may name its fields.
+    task = build_group("task", spec.task)
+    return BatchLayout(task.input_fields, task.target_field, task.passes_target)

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from runner.data.batch_layout import PAIRS, Batch, BatchLayout
 from runner.data.collate import CollateFailure, WholeBatch, collate
 from runner.data.device_transfer import hold_on_device, move_batches
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError
-
-Batch = tuple[Any, Any]
 
 # A prime above the number of epochs and of an epoch's batches: no two of them share a seed.
 _SEED_STRIDE = 1_000_003
@@ -30,7 +29,7 @@ _SEED_STRIDE = 1_000_003
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """Where a loader's batches are loaded; none of it changes their content.
+    """Where a loader's batches are loaded, and how they are split.
 
     Attributes:
         workers: loading processes, which stay until Loader.close(); see Loader.uses_workers.
@@ -38,11 +37,13 @@ class LoaderOptions:
             batch has fewer examples than there are processes, gets the batch's first example.
         on_device: true, false or auto: hold data that are in memory on the device; see
             device_transfer.hold_on_device.
+        layout: splits each batch into the inputs of the model and the target.
     """
 
     workers: int = 0
     place: ProcessRank = SINGLE_PROCESS
     on_device: bool | str = False
+    layout: BatchLayout = PAIRS
 
 
 DEFAULT_OPTIONS = LoaderOptions()
@@ -56,7 +57,7 @@ class Loader:
     DataLoader, whose processes call `batch(indices)` where the data set has it.
 
     Args:
-        dataset: yields (input, target).
+        dataset: yields (input, target), or what its batches' layout says.
         batch_size: examples in a micro-batch.
         shuffle: a new order in each epoch.
         seed: determines the orders, together with the epoch's number.
@@ -88,6 +89,7 @@ class Loader:
         self.device = device
         self.workers = options.workers
         self.place = options.place
+        self.layout = options.layout
         self.wait_context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.examples = len(dataset)  # type: ignore[arg-type]
         if not self.examples:
@@ -146,7 +148,7 @@ class Loader:
         if self.device_dataset is not None and chosen:
             # One copy of all indices, in place of one for each batch.
             chosen = torch.cat([*chosen]).to(self.device).split([len(i) for i in chosen])
-        batches = self._load(chosen, epoch, start)
+        batches = map(self.layout.split, self._load(chosen, epoch, start))
         held_on_gpu = self.device_dataset is not None and self.device.type == "cuda"
         if self.device.type == "cpu" or held_on_gpu:
             return batches

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from runner.data.collate import collate
 from runner.data.loader import Loader
 
 
@@ -45,11 +45,12 @@ def samples_of_step(loader: Loader, accumulate: int, step: int) -> StepSamples:
     return StepSamples(step, epoch, [indices.tolist() for indices in step_batches])
 
 
-def targets_of_samples(dataset: Any, indices: Sequence[int]) -> Tensor:
-    """Return the targets of these samples as the data set holds them, stacked: [samples, ...]."""
+def targets_of_samples(loader: Loader, indices: Sequence[int]) -> Any:
+    """Return the targets of these samples as the data set holds them: [samples, ...]."""
+    dataset: Any = loader.dataset
     chosen = torch.tensor(indices)
     if type(dataset) is TensorDataset:
-        return dataset.tensors[1][chosen]
+        return dataset.tensors[-1][chosen]
     if hasattr(dataset, "batch"):
-        return dataset.batch(chosen)[1]
-    return torch.stack([torch.as_tensor(dataset[index][1]) for index in indices])
+        return loader.layout.split(dataset.batch(chosen))[1]
+    return loader.layout.split(collate([dataset[index] for index in indices]))[1]

@@ -74,7 +74,7 @@ def explain_uncounted_labels(loader: Loader, samples: Sequence[int], task: Task)
         samples: indices of the samples of the step.
         task: counts the labels.
     """
-    if _has_labels(task, targets_of_samples(loader.dataset, samples)):
+    if _has_labels(task, targets_of_samples(loader, samples)):
         return None
     return (
         f"No label of its {len(samples)} samples counts ({_LEFT_OUT}), and a mean over none is "
@@ -113,8 +113,7 @@ def _portions(loader: Loader) -> Iterator[tuple[Tensor, Batch]]:
     if type(dataset) is TensorDataset:
         for indices in torch.arange(loader.examples).split(ROWS_PER_PIECE):
             part = slice(int(indices[0]), int(indices[-1]) + 1)
-            inputs, target = (tensor[part] for tensor in dataset.tensors)
-            yield indices, (inputs, target)
+            yield indices, loader.layout.split([tensor[part] for tensor in dataset.tensors])
         return
     # In an epoch's order, so that shuffled data is checked at random places.
     chosen = loader.order(1).split(loader.batch_size)[:MAX_CHECKED_BATCHES]

@@ -31,6 +31,7 @@ from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate
 from runner.training.model import restore_model
+from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError
@@ -158,7 +159,7 @@ def _compile_for_batches(state: TrainState, validation: Loader) -> None:
     for start in {0, len(validation) - 1}:
         inputs, _ = next(validation.epoch(0, start))
         with state.precision.eval_context(state.model), state.precision.forward(state.device):
-            state.model(state.precision.cast(inputs))
+            call_model(state.model, state.precision.cast(inputs))
 
 
 def _timed_evaluation(

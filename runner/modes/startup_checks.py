@@ -12,6 +12,7 @@ from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 from runner.modes import batch_errors
 from runner.modes.context import RunContext
 from runner.modes.training_errors import explain_dead_workers
+from runner.training.model_call import describe_call
 from runner.training.state import TrainState
 from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, RunnerError
@@ -78,10 +79,16 @@ def _unshardable_part(state: TrainState) -> str:
     return "sparse gradients" if state.sparse_gradient_parameters else ""
 
 
-def try_batch(run: RunContext, state: TrainState, loader: Loader) -> None:
+def try_batch(run: RunContext, state: TrainState, loader: Loader, says_layout: bool = True) -> None:
     """Compute one forward and loss in evaluation mode, which changes nothing.
 
     So an error here means that model, data and task do not fit, not that the training failed.
+
+    Args:
+        run: the run.
+        state: its model is called.
+        loader: its first batch is taken.
+        says_layout: say how a batch that is more than a tensor reaches the model.
 
     Raises:
         ConfigError: they do not fit; the message says what to change.
@@ -92,6 +99,9 @@ def try_batch(run: RunContext, state: TrainState, loader: Loader) -> None:
         for key in ("model", "data", "task")
     }
     names["precision"] = run.precision.name
+    layout = describe_call(state.plain_model, inputs)
+    if layout and says_layout:
+        run.say(layout)
     state.model.eval()
     with batch_errors.outputs_of(state.plain_model) as outputs:
         try:

@@ -140,7 +140,7 @@ def _train_loop(
     probe = DtypeProbe(state.model)
     if spec.train.compile:  # compiled modules do not show their dtypes to the probe
         with run.signals.interruptible(), probe:
-            try_batch(run, state, loaders[1])
+            try_batch(run, state, loaders[1], says_layout=False)
     prepare_model(spec, run.precision, run.device, state.plain_model)
     start_step = resumed.content["step"] if resumed else 0
     callbacks = TrainingCallbacks(run, state, loaders[0], start_step)

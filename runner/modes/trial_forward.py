@@ -19,6 +19,7 @@ from runner.precision.conversion_proof import (
 )
 from runner.precision.precision import ConversionReport, Precision
 from runner.training.model import BuiltModel
+from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import write_json
@@ -213,7 +214,7 @@ class _Trial:
             precision.forward(self.device),
             watch,
         ):
-            model(inputs)
+            call_model(model, inputs)
 
 
 @contextmanager

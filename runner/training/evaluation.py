@@ -7,6 +7,7 @@ from torch import Tensor
 
 from runner.data.loader import Loader
 from runner.precision.casting import cast_nest
+from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.stop_signals import until_interrupted
 
@@ -40,7 +41,7 @@ def evaluate(
             if should_stop():
                 return None
             with precision.forward(state.device):
-                output = state.model(precision.cast(inputs))
+                output = call_model(state.model, precision.cast(inputs))
             # In the loss's dtype and outside autocast, so that no metric is computed in half
             # precision. The task adds up in the widest float of the device.
             dtype = precision.loss_dtype

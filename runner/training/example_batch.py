@@ -6,7 +6,7 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.loader import Batch
 from runner.training.tasks.classification import Classification
-from runner.training.tasks.language import Language
+from runner.training.tasks.language import CausalLM, Language, TokenClassification
 from runner.training.tasks.regression import Regression
 from runner.utils.errors import RunnerError
 
@@ -39,7 +39,10 @@ def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
     shape = meta["input"]
     classes = meta["classes"]
     dtype = getattr(torch, meta.get("dtype", "float32"))
-    if isinstance(task, Language):
+    if isinstance(task, CausalLM | TokenClassification):
+        tokens = torch.randint(classes, (size, shape[0]), device=device)
+        return tokens, tokens
+    if isinstance(task, Language) and not task.passes_target:
         # Inputs and targets of a language model are one sequence, shifted by a token.
         tokens = torch.randint(classes, (size, shape[0] + 1), device=device)
         return tokens[:, :-1], tokens[:, 1:]

@@ -19,6 +19,7 @@ from runner.config.schema import RunSpec
 from runner.data.build import build_loaders, build_splits
 from runner.precision.casting import cast_nest
 from runner.training.example_batch import ForecastUnavailable, example_batch
+from runner.training.model_call import call_model
 from runner.utils.errors import ConfigError, RunnerError
 
 _CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.devic
     inputs = cast_nest(inputs, _dtype(model))
     try:
         with torch.no_grad(), _evaluating(model):
-            model(inputs)
+            call_model(model, inputs)
     except RunnerError:
         raise
     except Exception as error:

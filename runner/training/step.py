@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from runner.data.batch_layout import Batch
 from runner.precision.casting import cast_nest
 from runner.precision.loss_scale import HostFlag
+from runner.training.model_call import call_model
 from runner.training.records import DeviceStepRecord
 from runner.training.sparse_gradients import coalesce_gradients, gradient_values
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step_metrics import measure_step
 from runner.training.tasks.task import labels_of
 from runner.utils.tensors import widest_float
-
-Batch = tuple[Any, Any]
 
 
 def examples_in(batch: Batch) -> int:
@@ -32,10 +33,16 @@ def examples_in(batch: Batch) -> int:
     A batch that holds a tensor in neither place counts as one example.
     """
     inputs, target = batch
-    counted = target if isinstance(target, Tensor) else inputs
-    if not isinstance(counted, Tensor) or counted.ndim == 0:
+    counted = target if isinstance(target, Tensor) else _first_tensor(inputs)
+    if counted is None or counted.ndim == 0:
         return 1
     return counted.shape[0]  # len() of a tensor costs 3 µs more, in every step
+
+
+def _first_tensor(nest: Any) -> Tensor | None:
+    if isinstance(nest, Tensor):
+        return nest
+    return next((leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)), None)
 
 
 def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
@@ -43,7 +50,7 @@ def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
     precision = state.precision
     task = state.task
     with precision.forward(state.device):
-        output = state.model(precision.cast(inputs))
+        output = call_model(state.model, precision.cast(inputs))
         # Within these contexts autocast chooses the dtypes of the loss, too.
         if precision.autocast_loss:
             return task.loss(output, precision.cast(target))

@@ -42,4 +42,5 @@ def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
 
 @pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Items(), Batches()])
 def test_targets_are_those_of_the_data_set(dataset):
-    assert targets_of_samples(dataset, [3, 0, 7]).tolist() == [3, 0, 7]
+    loader = Loader(dataset, 3, shuffle=True, seed=4, device=torch.device("cpu"))
+    assert targets_of_samples(loader, [3, 0, 7]).tolist() == [3, 0, 7]

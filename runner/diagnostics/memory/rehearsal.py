@@ -26,6 +26,7 @@ from runner.precision.precision import Precision
 from runner.training.compile import prepare_model
 from runner.training.evaluation import Stagnation
 from runner.training.model import BuiltModel, build_model
+from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.training.step import train_step
@@ -92,7 +93,7 @@ class Rehearsal:
         precision = state.precision
         state.model.eval()
         with precision.eval_context(state.plain_model), precision.forward(state.device):
-            output = state.model(precision.cast(inputs))
+            output = call_model(state.model, precision.cast(inputs))
         dtype = precision.loss_dtype
         state.task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
 

@@ -1,30 +1,41 @@
 """Classification: one class per example."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import Task, count_labels, labels_out_of_range, mean, stack, wide
+from runner.training.tasks.task import count_labels, labels_out_of_range, mean, stack, wide
+from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import ConfigError
 
 
-class Classification(Task):
+class Classification(TensorTask):
     """Cross entropy over logits [B, C] and integer targets [B], of which -100 does not count.
 
     Args:
         label_smoothing: share of each target spread over all classes, in [0, 1) (Szegedy et al.
             2015, arXiv:1512.00567). The training loss has it, val/loss has not, so that runs
             stay comparable.
+        inputs, target, output: see TensorTask.
 
     Raises:
         ConfigError: label_smoothing is out of range.
     """
 
+    takes = "logits [B, C]"
     quality: ClassVar[str] = "val/accuracy"
     direction = "max"
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        label_smoothing: float = 0.0,
+        inputs: Sequence[str] | None = None,
+        target: str | None = None,
+        output: str | int | None = None,
+    ) -> None:
+        super().__init__(inputs, target, output)
         if not 0 <= label_smoothing < 1:
             raise ConfigError(
                 f"task=classification: label_smoothing={label_smoothing} is not in [0, 1). "
@@ -38,14 +49,16 @@ class Classification(Task):
         Raises:
             ValueError: shapes or dtypes are not those of classification.
         """
-        _check(output, target)
-        return F.cross_entropy(output, target, label_smoothing=self.label_smoothing)
+        logits = self.select(output)
+        _check(logits, target)
+        return F.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, correct predictions, labels that count]."""
-        _check(output, target)
-        losses = F.cross_entropy(output, target, reduction="none").to(wide(output))
-        correct = (output.argmax(1) == target).sum()
+        logits = self.select(output)
+        _check(logits, target)
+        losses = F.cross_entropy(logits, target, reduction="none").to(wide(logits))
+        correct = (logits.argmax(1) == target).sum()
         return stack(losses.sum(), correct, count_labels(target))
 
     def labels(self, target: Tensor) -> Tensor:

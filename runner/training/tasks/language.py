@@ -1,37 +1,53 @@
-"""Language modelling: the next token at every position."""
+"""Tasks with a class at every position: language modelling and the classification of tokens."""
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import Task, count_labels, labels_out_of_range, mean, stack, wide
+from runner.training.tasks.task import count_labels, labels_out_of_range, mean, stack, wide
+from runner.training.tasks.tensor_task import TensorTask
 
 
-class Language(Task):
-    """Cross entropy over logits [B, T, V] and tokens int64 [B, T].
+class Language(TensorTask):
+    """Cross entropy over logits [B, T, V] and tokens int64 [B, T], aligned with each other.
 
     Every position weighs 1, and one whose token is -100 (padding, a prompt) does not count.
     """
 
+    takes = "logits [B, T, V]"
     quality: ClassVar[str] = "val/loss"
     direction = "min"
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def aligned(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [B, T, V] and the tokens [B, T] that they predict.
+
+        Raises:
+            ValueError: the shapes do not match.
+        """
+        logits = self.select(output)
+        if logits.dim() != 3 or target.shape != logits.shape[:2]:
+            name = type(self).__name__.lower()
+            raise ValueError(
+                f"{name} needs logits [B, T, V] and tokens [B, T], got "
+                f"{list(logits.shape)} and {list(target.shape)}"
+            )
+        return logits, target
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
         """Return the mean cross entropy per token, in nats.
 
         Raises:
             ValueError: the shapes do not match.
         """
-        _check(output, target)
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+        logits, tokens = self.aligned(output, target)
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
-    def totals(self, output: Tensor, target: Tensor) -> Tensor:
+    def totals(self, output: Any, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, tokens that count]."""
-        _check(output, target)
-        losses = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
-        return stack(losses.to(wide(output)).sum(), count_labels(target))
+        logits, tokens = self.aligned(output, target)
+        return stack(_summed_losses(logits, tokens), count_labels(tokens))
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many tokens count."""
@@ -47,17 +63,74 @@ class Language(Task):
         return {"val/loss": loss, "val/perplexity": _exp(loss)}
 
 
+class CausalLM(Language):
+    """Next-token prediction whose targets are the input tokens, as Hugging Face's `labels` are.
+
+    The logits [B, T, V] of each position predict the token of the next one, so the first token of
+    the labels int64 [B, T] and the last logits are left out.
+    """
+
+    takes = "logits [B, T, V]"
+
+    def aligned(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [B, T - 1, V] and the tokens [B, T - 1] that they predict."""
+        logits, tokens = super().aligned(output, target)
+        return logits[:, :-1], tokens[:, 1:]
+
+    def labels(self, target: Tensor) -> Tensor:
+        """Return how many tokens count."""
+        return count_labels(target[:, 1:])
+
+
+class Seq2Seq(Language):
+    """An encoder-decoder's target tokens, which the model takes, too, and shifts by itself.
+
+    The model makes its decoder's inputs from `labels`, as Hugging Face's T5 and BART do; the logits
+    [B, T, V] are aligned with the labels int64 [B, T].
+    """
+
+    takes = "logits [B, T, V]"
+    passes_target = True
+
+
+class TokenClassification(Language):
+    """A class for every token: logits [B, T, C] and labels int64 [B, T], of which -100 does not
+    count."""
+
+    takes = "logits [B, T, C]"
+    quality: ClassVar[str] = "val/accuracy"
+    direction = "max"
+
+    def totals(self, output: Any, target: Tensor) -> Tensor:
+        """Return [summed cross entropy in nats, correct predictions, labels that count]."""
+        logits, labels = self.aligned(output, target)
+        correct = (logits.argmax(-1) == labels).sum()
+        return stack(_summed_losses(logits, labels), correct, count_labels(labels))
+
+    def summarise(self, totals: list[float]) -> dict[str, float]:
+        """Return val/loss in nats per label and val/accuracy in [0, 1]."""
+        loss, correct, count = totals
+        return {"val/loss": mean(loss, count), "val/accuracy": mean(correct, count)}
+
+
+class MaskedLM(TokenClassification):
+    """The tokens under a mask: logits [B, T, V] and labels int64 [B, T], -100 where no token was
+    masked; val/accuracy is the share of masked tokens that are guessed right."""
+
+    takes = "logits [B, T, V]"
+    quality: ClassVar[str] = "val/loss"
+    direction = "min"
+
+
+def _summed_losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the sum of the cross entropies in nats, in the widest float of the device."""
+    losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
+    return losses.to(wide(logits)).sum()
+
+
 def _exp(value: float) -> float:
     try:
         return math.exp(value)
     # Above a loss of about 709 nats math.exp raises; a diverged run reports infinity and continues.
     except OverflowError:
         return math.inf
-
-
-def _check(output: Tensor, target: Tensor) -> None:
-    if output.dim() != 3 or target.shape != output.shape[:2]:
-        raise ValueError(
-            "language needs logits [B, T, V] and tokens [B, T], got "
-            f"{list(output.shape)} and {list(target.shape)}"
-        )

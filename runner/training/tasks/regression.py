@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import Task, mean, stack, wide
+from runner.training.tasks.task import mean, stack, wide
+from runner.training.tasks.tensor_task import TensorTask
 
 
-class Regression(Task):
+class Regression(TensorTask):
     """Mean squared error between real tensors of one shape [B, ...]."""
 
+    takes = "real numbers in the shape of the target"
     quality: ClassVar[str] = "val/loss"
     direction = "min"
 
@@ -21,14 +23,16 @@ class Regression(Task):
         Raises:
             ValueError: the shapes differ (broadcasting would hide it), or either is not real.
         """
-        _check(output, target)
-        return F.mse_loss(output, target)
+        numbers = self.select(output)
+        _check(numbers, target)
+        return F.mse_loss(numbers, target)
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed squared error, elements]."""
-        _check(output, target)
+        numbers = self.select(output)
+        _check(numbers, target)
         # Widened before squaring: at errors of 1e-12 the rounding of the squares would show.
-        error = output.to(wide(output)) - target.to(wide(output))
+        error = numbers.to(wide(numbers)) - target.to(wide(numbers))
         return stack(error.square().sum(), error.numel())
 
     def labels(self, target: Tensor) -> Tensor:

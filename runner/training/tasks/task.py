@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,6 +23,12 @@ class Task(ABC):
     """The metric that runs are compared by, e.g. "val/accuracy"."""
     direction: ClassVar[Literal["max", "min"]]
     """Whether `quality` is better high ("max") or low ("min")."""
+    input_fields: Sequence[str] | None = None
+    """Fields of a dict batch that the model takes; None for all but the target."""
+    target_field: str | None = None
+    """The field of a dict batch that holds the target; None looks for the usual names."""
+    passes_target: bool = False
+    """Whether the model takes the target, too, as one that returns its loss does."""
 
     @abstractmethod
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -1,0 +1,158 @@
+"""Split batches of the usual layouts into the inputs of the model and the target of the task.
+
+| a batch | inputs | target |
+| --- | --- | --- |
+| (input, target) | input, as it is | the second |
+| (input, input, ..., target) | PositionalInputs | the last |
+| a dict, as Hugging Face's collators return it | KeywordInputs | the field of the labels |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._pytree import (
+    MappingKey,
+    SequenceKey,
+    register_pytree_node,
+)
+
+from runner.utils.errors import ConfigError
+
+Batch = tuple[Any, Any]
+
+TARGET_FIELDS = ("labels", "label", "targets", "target")
+"""Names of a dict batch's field that holds the target, unless task.target names one."""
+
+
+class KeywordInputs(dict[str, Any]):
+    """Inputs of a batch that the model takes as keyword arguments, by their names."""
+
+
+class PositionalInputs(list[Any]):
+    """Inputs of a batch that the model takes as positional arguments."""
+
+
+def _register_containers() -> None:
+    """Have torch's functions for nested containers look into both classes."""
+    register_pytree_node(
+        KeywordInputs,
+        lambda inputs: ([*inputs.values()], [*inputs]),
+        lambda values, names: KeywordInputs(zip(names, values, strict=True)),
+        serialized_type_name="runner.data.batch_layout.KeywordInputs",
+        flatten_with_keys_fn=_flatten_keywords,
+    )
+    register_pytree_node(
+        PositionalInputs,
+        lambda inputs: ([*inputs], None),
+        lambda values, _: PositionalInputs(values),
+        serialized_type_name="runner.data.batch_layout.PositionalInputs",
+        flatten_with_keys_fn=_flatten_positions,
+    )
+
+
+def _flatten_keywords(inputs: Any) -> Any:
+    keyed = [(MappingKey(name), v) for name, v in inputs.items()]
+    return keyed, [*inputs]
+
+
+def _flatten_positions(inputs: Any) -> Any:
+    keyed = [(SequenceKey(i), v) for i, v in enumerate(inputs)]
+    return keyed, None
+
+
+_register_containers()
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Which parts of a batch go to the model, and which to the task.
+
+    Attributes:
+        inputs: fields that the model takes; None for all but the target. Those of a tuple are named
+            in its order, and become keyword arguments.
+        target: the field of the target; None looks for one of TARGET_FIELDS.
+        passes_target: whether the model takes the target, too, because it computes the loss.
+    """
+
+    inputs: tuple[str, ...] | None = None
+    target: str | None = None
+    passes_target: bool = False
+
+    def split(self, batch: Any) -> Batch:
+        """Return the inputs and the target of a batch.
+
+        Raises:
+            ConfigError: the batch lacks a field, or has another layout.
+        """
+        is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+        if is_pair and self.inputs is None and not self.passes_target:
+            return batch[0], batch[1]
+        if isinstance(batch, Mapping):
+            return self._split_fields(batch)
+        if isinstance(batch, tuple | list) and len(batch) > 1:
+            return self._split_sequence(batch)
+        raise ConfigError(
+            f"data: a batch is a {type(batch).__name__}. Yield (input, target), several inputs "
+            "with the target last, or a dict of fields (docs/own-code.md)."
+        )
+
+    def _split_fields(self, batch: Mapping[str, Any]) -> Batch:
+        target_field = self._target_field(batch)
+        target = batch[target_field]
+        missing = [name for name in self.inputs or () if name not in batch]
+        if missing:
+            raise ConfigError(
+                f"task.inputs names {', '.join(missing)}, and a batch has the fields "
+                f"{_listed(batch)}. Type task.inputs=[{','.join(_others(batch, target_field))}]."
+            )
+        names = self.inputs or _others(batch, target_field)
+        inputs = KeywordInputs({name: batch[name] for name in names})
+        if self.passes_target:
+            inputs[target_field] = target
+        return inputs, target
+
+    def _target_field(self, batch: Mapping[str, Any]) -> str:
+        """Return the name of the field that holds the target."""
+        names = (self.target,) if self.target is not None else TARGET_FIELDS
+        for name in names:
+            if name in batch:
+                return name
+        looked_for = f"task.target={self.target}" if self.target else "a field of labels"
+        raise ConfigError(
+            f"data: a batch has the fields {_listed(batch)}; {looked_for} is not among them. Type "
+            "task.target=<the field that holds the labels>."
+        )
+
+    def _split_sequence(self, batch: Sequence[Any]) -> Batch:
+        *inputs, target = batch
+        if self.inputs is not None:
+            if len(self.inputs) != len(inputs):
+                raise ConfigError(
+                    f"task.inputs={_typed(self.inputs)} names {len(self.inputs)} inputs, and a "
+                    f"batch has {len(inputs)} before its target. Name each."
+                )
+            named = KeywordInputs(zip(self.inputs, inputs, strict=True))
+            if self.passes_target:
+                named[self.target or TARGET_FIELDS[0]] = target
+            return named, target
+        if self.passes_target:
+            inputs.append(target)
+        return PositionalInputs(inputs), target
+
+
+PAIRS = BatchLayout()
+"""The layout of tasks that name no fields."""
+
+
+def _others(batch: Mapping[str, Any], target_field: str) -> list[str]:
+    """Return the fields of a batch without the target."""
+    return [name for name in batch if name != target_field]
+
+
+def _listed(batch: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, batch)) or "(none)"
+
+
+def _typed(names: Sequence[str]) -> str:
+    return f"[{','.join(names)}]"

@@ -1,0 +1,96 @@
+"""Call a model with the inputs of a batch: as one argument, as positional ones or as keywords."""
+
+from collections.abc import Mapping
+from inspect import Parameter, Signature, signature
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from runner.data.batch_layout import KeywordInputs, PositionalInputs
+
+# By model and then by the names of a batch's fields: the names of those that its forward takes.
+_accepted_names: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], tuple[str, ...] | None]] = (
+    WeakKeyDictionary()
+)
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Return a model's output for the inputs of a batch.
+
+    A tensor is the model's one argument. KeywordInputs are keyword arguments, without the fields
+    that the forward does not take; PositionalInputs are positional arguments. A dict from a pair
+    (dict, target) is given as keyword arguments if the forward takes them all, else as one
+    argument; any other nest is one argument.
+
+    Args:
+        model: may be wrapped by torch.compile or DDP.
+        inputs: of a batch, cast to the precision.
+    """
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if type(inputs) is PositionalInputs:
+        return model(*inputs)
+    if isinstance(inputs, Mapping):
+        names = _names_for(model, inputs)
+        if names is not None:
+            return model(**{name: inputs[name] for name in names})
+    return model(inputs)
+
+
+def describe_call(model: nn.Module, inputs: Any) -> str:
+    """Return how a batch that is not a single tensor reaches a model, in words; empty for one."""
+    forward = f"{type(plain_module(model)).__name__}.forward"
+    if type(inputs) is PositionalInputs:
+        return f"{len(inputs)} inputs of a batch go to {forward} by position"
+    if not isinstance(inputs, Mapping):
+        return ""
+    names = _names_for(model, inputs)
+    if names is None:
+        return f"the inputs of a batch go to {forward} as one dict: {', '.join(map(str, inputs))}"
+    left_out = [str(name) for name in inputs if name not in names]
+    unused = f"; not taken by it: {', '.join(left_out)}" if left_out else ""
+    return f"{', '.join(names)} of a batch go to {forward}{unused}"
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of torch.compile and DDP."""
+    model = getattr(model, "_orig_mod", model)
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _names_for(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the names that are given as keywords; None where the dict is one argument."""
+    by_fields = _accepted_names.setdefault(model, {})
+    fields = tuple(inputs)
+    if fields not in by_fields:
+        parameters = signature(plain_module(model).forward).parameters
+        are_arguments = type(inputs) is KeywordInputs
+        by_fields[fields] = _accepted(parameters, fields, are_arguments)
+    return by_fields[fields]
+
+
+def _accepted(
+    parameters: Mapping[str, Parameter], fields: tuple[str, ...], are_arguments: bool
+) -> tuple[str, ...] | None:
+    """Return which fields a forward takes as keywords.
+
+    Args:
+        parameters: of the forward.
+        fields: names of the inputs.
+        are_arguments: whether they were a dict batch, whose further fields are left out; else
+            the forward takes all of them as keywords or the dict as one argument.
+    """
+    if are_arguments:
+        kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        taken = {name for name, p in parameters.items() if p.kind in kinds}
+        names = tuple(name for name in fields if name in taken)
+        takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+        # A wrapper `forward(self, **inputs)` gets every field, and `forward(self, inputs)` the
+        # dict. Hugging Face's models have names and **kwargs, into which no other field belongs.
+        return names or (fields if takes_any else None)
+    try:
+        Signature([*parameters.values()]).bind(**dict.fromkeys(fields))
+    except TypeError:
+        return None
+    return fields

@@ -1,0 +1,34 @@
+"""The task of a Hugging Face model, by the kind of the model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from runner.training.tasks.classification import Classification
+from runner.training.tasks.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
+from runner.training.tasks.tensor_task import TensorTask
+from runner.utils.errors import ConfigError
+
+TASKS: Mapping[str, type[TensorTask]] = {
+    "causal_lm": CausalLM,
+    "masked_lm": MaskedLM,
+    "seq2seq_lm": Seq2Seq,
+    "sequence_classification": Classification,
+    "token_classification": TokenClassification,
+    "image_classification": Classification,
+}
+"""The tasks by the kinds of models, as model.kind names them."""
+
+
+def task_for(kind: str, **options: Any) -> TensorTask:
+    """Return the task of a kind of model.
+
+    Args:
+        kind: a key of TASKS.
+        options: of the task's constructor.
+
+    Raises:
+        ConfigError: the kind is not known.
+    """
+    if kind not in TASKS:
+        raise ConfigError(f"model.kind={kind} is not known. Allowed: {', '.join(TASKS)}.")
+    return TASKS[kind](**options)

@@ -1,0 +1,91 @@
+"""The loss that the model itself returns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from runner.training.tasks.task import Task, mean, stack
+from runner.utils.errors import ConfigError
+
+
+class ModelLoss(Task):
+    """The loss that the model returns for inputs and labels, as Hugging Face's models do.
+
+    The model is given the target among its inputs. Each example weighs alike: a model that averages
+    over labels of which some do not count is weighted exactly by the task of its kind
+    (task=causal_lm, ...).
+
+    Args:
+        inputs: fields of a dict batch that the model takes besides the target; None for all.
+        target: the field of a dict batch that holds the target; None looks for labels, label,
+            targets, target.
+        output: key, attribute or place of the loss in the model's output; None takes a scalar as
+            it is, `loss` of an output that has it, and the sum of a dict of losses.
+    """
+
+    quality: ClassVar[str] = "val/loss"
+    direction = "min"
+    passes_target = True
+
+    def __init__(
+        self,
+        inputs: Sequence[str] | None = None,
+        target: str | None = None,
+        output: str | int | None = None,
+    ) -> None:
+        self.input_fields = None if inputs is None else tuple(inputs)
+        self.target_field = target
+        self.output_field = output
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Return the model's loss: a scalar.
+
+        Raises:
+            ConfigError: the output has no loss.
+        """
+        found = self._loss_in(output)
+        if isinstance(found, Tensor) and found.numel() == 1:
+            return found.reshape(())
+        raise ConfigError(
+            f"task=model_loss: the model returns no loss, but a {type(output).__name__}. Have it "
+            "return its loss for the labels that it is given, type task.output=<where it is>, or "
+            "the task= that computes it."
+        )
+
+    def _loss_in(self, output: Any) -> Any:
+        wanted = self.output_field
+        if wanted is None and isinstance(output, Tensor):
+            return output
+        if wanted is None and isinstance(output, Mapping) and "loss" not in output:
+            # Detection models return the terms of their loss by name.
+            terms = [value for value in output.values() if _is_scalar(value)]
+            return sum(terms) if len(terms) == len(output) else None
+        if isinstance(wanted, int):
+            return output[wanted]
+        name = wanted or "loss"
+        return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+    def totals(self, output: Any, target: Any) -> Tensor:
+        """Return [the loss times the examples of the batch, its examples]."""
+        loss = self.loss(output, target)
+        examples = _examples(target)
+        return stack(loss * examples, examples)
+
+    def summarise(self, totals: list[float]) -> dict[str, float]:
+        """Return val/loss, the mean over the examples."""
+        return {"val/loss": mean(*totals)}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _examples(target: Any) -> int:
+    """Return the examples of a target: the length of its first tensor, or of a list."""
+    if isinstance(target, list):
+        return len(target)
+    tensors = (leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.ndim)
+    first = next(tensors, None)
+    return 1 if first is None else len(first)

@@ -1,0 +1,82 @@
+"""The base of the built-in tasks, whose loss takes one tensor of the model's output."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from runner.training.tasks.task import Task
+from runner.utils.errors import ConfigError
+
+
+class TensorTask(Task):
+    """A task whose loss takes one tensor of the model's output, and whose batches may have fields.
+
+    Args:
+        inputs: fields of a dict batch that the model takes; None for all but the target. They name
+            the inputs of a tuple batch, in its order.
+        target: the field of a dict batch that holds the target; None looks for labels, label,
+            targets, target.
+        output: key or attribute of the model's output, or place in a tuple (from 0), that the loss
+            takes; None takes a tensor as it is, and the logits of any other output.
+    """
+
+    takes: ClassVar[str] = ""
+    """The tensor that the loss takes, in words."""
+
+    def __init__(
+        self,
+        inputs: Sequence[str] | None = None,
+        target: str | None = None,
+        output: str | int | None = None,
+    ) -> None:
+        self.input_fields = None if inputs is None else tuple(inputs)
+        self.target_field = target
+        self.output_field = output
+
+    def select(self, output: Any) -> Tensor:
+        """Return the tensor of a model's output that the loss takes.
+
+        Raises:
+            ConfigError: the output has no such part.
+        """
+        if isinstance(output, Tensor):
+            return output
+        wanted = "logits" if self.output_field is None else self.output_field
+        found = _part(output, wanted)
+        if isinstance(found, Tensor):
+            return found
+        raise ConfigError(
+            f"{_stated(self.output_field)}: the model returns a {_described(output)}, and "
+            f"{wanted} of it is no tensor. Type task.output=<{_choices(output)}>."
+        )
+
+
+def _part(output: Any, wanted: str | int) -> Any:
+    """Return a part of an output by key, attribute or place; None where there is none."""
+    if isinstance(output, Mapping):
+        return output.get(wanted)
+    if isinstance(output, tuple | list) and isinstance(wanted, int):
+        return output[wanted] if -len(output) <= wanted < len(output) else None
+    return getattr(output, wanted, None) if isinstance(wanted, str) else None
+
+
+def _stated(field: str | int | None) -> str:
+    return "task.output is not given" if field is None else f"task.output={field}"
+
+
+def _described(output: Any) -> str:
+    """Return an output in words."""
+    name = type(output).__name__
+    if isinstance(output, Mapping):
+        return f"{name} with the keys {', '.join(map(str, output))}"
+    return f"{name} of {len(output)}" if isinstance(output, tuple | list) else name
+
+
+def _choices(output: Any) -> str:
+    """Return what task.output may be for an output."""
+    if isinstance(output, Mapping):
+        return " or ".join(key for key, part in output.items() if isinstance(part, Tensor))
+    if isinstance(output, tuple | list):
+        return f"0 to {len(output) - 1}"
+    return "its attribute"
