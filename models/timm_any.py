@@ -1,0 +1,70 @@
+"""Any image model of timm, by name, with random weights or those of a local file."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+
+def timm_any(
+    name: str,
+    classes: int,
+    input_shape: Sequence[int],
+    checkpoint_path: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Build a timm model; nothing is downloaded.
+
+    Args:
+        name: as timm.list_models() lists it.
+        classes: number of logits.
+        input_shape: [channels, height, width]; vision transformers are built for this size.
+        checkpoint_path: a local file of weights that timm reads (.safetensors, .pth); a head for
+            another number of classes has to be left out of it.
+        options: further keywords of timm.create_model.
+
+    Returns:
+        A module from float [B, channels, height, width] to logits [B, classes].
+
+    Raises:
+        ValueError: timm is not installed, or the name, the file or an option cannot be used.
+    """
+    try:
+        import timm
+    except ImportError as error:
+        raise ValueError(
+            "timm is not installed here. Type pip install 'precision-runner[timm]'"
+        ) from error
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=5, cutoff=0.4)
+        hint = f"close matches: {', '.join(close)}" if close else "see timm.list_models()"
+        raise ValueError(f"timm has no model {name!r}; {hint}")
+    if checkpoint_path is not None and not Path(checkpoint_path).is_file():
+        raise ValueError(f"checkpoint_path={checkpoint_path} is no file")
+    channels, height, width = input_shape
+    keywords = {"num_classes": classes, "in_chans": channels, **(options or {})}
+    if "img_size" in _entry_keywords(timm, name):
+        keywords.setdefault("img_size", (height, width))
+    try:
+        return timm.create_model(
+            name, pretrained=False, checkpoint_path=checkpoint_path or "", **keywords
+        )
+    except (RuntimeError, AssertionError) as error:
+        first_lines = " ".join(str(error).split("\n")[:2])
+        raise ValueError(f"timm cannot build {name}: {first_lines}") from error
+
+
+def _entry_keywords(timm: Any, name: str) -> frozenset[str]:
+    """Return the keywords of the class that a model's name builds, as far as they are known."""
+    from inspect import signature
+
+    module = timm.models.model_entrypoint(name).__module__
+    known = vars(__import__(module, fromlist=["_"]))
+    # Vision transformers and their kind take the size of their images; convolutions do not.
+    class_names = ("VisionTransformer", "SwinTransformer", "Beit", "Cait", "XCiT", "MlpMixer")
+    for class_name in class_names:
+        if class_name in known and known[class_name].__module__ == module:
+            return frozenset(signature(known[class_name]).parameters)
+    return frozenset()
