@@ -18,8 +18,9 @@ METRICS = {
     "delayed scaling, at each transfer)",
     "fp8/scale/<module>": "scale in force for the module's input (the same)",
     "val/loss": "mean over the labels of the validation set that count (-100 does not)",
-    "val/accuracy": "share of right classes, of the labels that count (task=classification)",
-    "val/perplexity": "exp of val/loss (task=language)",
+    "val/accuracy": "share of right classes, of the labels that count (tasks of classes)",
+    "val/perplexity": "exp of val/loss (task=language, causal_lm, seq2seq)",
+    "val/iou": "intersection over union, mean of the classes that occur (task=segmentation)",
     "guard/stagnant_share": "share of half-precision elements with a gradient that a step left "
     "where they were (true half precisions, at each evaluation)",
     "numerics/underflow_share": "share of values that become zero in the format that the run "

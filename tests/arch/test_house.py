@@ -25,7 +25,12 @@ PUBLIC = [path for path in CODE if path.parts[0] in ("runner", "models")]
 YAMLS = sorted(path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml"))
 OPTIONS = [path for path in YAMLS if len(path.parts) == 2]
 # What an option asks of the command in addition to its own name.
-WITH = {"imagefolder": ["data.meta.classes=2"], "replay": ["batch=b.json"]}
+WITH = {
+    "data=imagefolder": ["data.meta.classes=2"],
+    "debug=replay": ["batch=b.json"],
+    "model=hf": ["model.kind=causal_lm"],
+    "task=hf": ["model=hf", "model.kind=causal_lm"],
+}
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -92,7 +97,8 @@ def test_every_option_composes_and_its_keywords_bind(path, compose):
         return
     if option == "ray" and not find_spec("ray"):
         pytest.skip("Ray is not installed here")
-    spec = compose(f"{group}={option}", *WITH.get(option, []))
+    choice = f"{group}={option}"
+    spec = compose(choice, *WITH.get(choice, []))
     assert check_targets(spec) == []
     assert [p for p in spec.problems() if "checkpoint" not in p] == []
 

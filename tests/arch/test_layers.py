@@ -101,7 +101,10 @@ def test_the_config_package_needs_hydra_only(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "models").glob("*.py")), ids=lambda p: p.name)
 def test_models_are_plain(path):
-    assert tops(imports(path.relative_to(ROOT))) <= {"torch", "torchvision"}
+    """Libraries of extras are imported where a model of theirs is built."""
+    path = path.relative_to(ROOT)
+    assert tops(imports(path, top_only=True)) <= {"torch", "torchvision"}
+    assert tops(imports(path)) <= {"torch", "torchvision", "timm", "transformers", "yaml"}
 
 
 def test_mlflow_is_imported_where_it_is_spoken_to_only():

@@ -37,14 +37,14 @@ class Empty(Images):
         raise IndexError(index)
 
 
-class Records(Images):
+class Unpaired(Images):
     def __getitem__(self, index):
-        return {"x": 1}
+        return torch.zeros(1)
 
 
-class Triples(Images):
+class Alone(Images):
     def __getitem__(self, index):
-        return 1, 2, 3
+        return (1,)
 
 
 def tensors(classes=3):
@@ -99,8 +99,8 @@ def test_real_targets_have_no_classes():
     [
         ("lonely", {}, r"must return \(train, val\), two map-style data sets; it returned a list"),
         ("unsized", {}, r"the train set is a list_iterator; it needs __len__ and __getitem__"),
-        ("images", {"kind": "Records"}, "yields a dict;"),
-        ("images", {"kind": "Triples"}, "a tuple of 3"),
+        ("images", {"kind": "Unpaired"}, "yields a Tensor;"),
+        ("images", {"kind": "Alone"}, "a tuple of 1"),
         ("images", {"kind": "Empty"}, "data: the train set is empty"),
         # As a damaged checkpoint may hold it.
         ("tensors", {"meta": 5}, "data.meta=5: it is a mapping"),

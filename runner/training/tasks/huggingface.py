@@ -1,7 +1,6 @@
 """The task of a Hugging Face model, by the kind of the model."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
@@ -19,16 +18,21 @@ TASKS: Mapping[str, type[TensorTask]] = {
 """The tasks by the kinds of models, as model.kind names them."""
 
 
-def task_for(kind: str, **options: Any) -> TensorTask:
+def task_for(
+    kind: str,
+    inputs: Sequence[str] | None = None,
+    target: str | None = None,
+    output: str | int | None = None,
+) -> TensorTask:
     """Return the task of a kind of model.
 
     Args:
         kind: a key of TASKS.
-        options: of the task's constructor.
+        inputs, target, output: see TensorTask.
 
     Raises:
         ConfigError: the kind is not known.
     """
     if kind not in TASKS:
         raise ConfigError(f"model.kind={kind} is not known. Allowed: {', '.join(TASKS)}.")
-    return TASKS[kind](**options)
+    return TASKS[kind](inputs=inputs, target=target, output=output)

@@ -14,13 +14,15 @@ FILES = sorted((Path(__file__).parents[3] / "conf" / "task").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_config_builds_a_task(path):
-    keywords = OmegaConf.to_container(OmegaConf.load(path))
+    config = OmegaConf.create({"model": {"kind": "masked_lm"}, "task": OmegaConf.load(path)})
+    keywords = OmegaConf.to_container(config, resolve=True)["task"]
     module, name = keywords.pop("_target_").rsplit(".", 1)
     target = getattr(importlib.import_module(module), name)
     task = target(**keywords)
     assert isinstance(task, Task)
     assert task.direction in ("min", "max")
     parameters = inspect.signature(target).parameters.values()
+    keywords.pop("kind", None)
     assert keywords == {p.name: p.default for p in parameters if p.default is not p.empty}
 
 

@@ -1,0 +1,85 @@
+"""The tasks of Hugging Face's kinds of models compute what torch's functions do."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from runner.training.tasks.huggingface import TASKS, task_for
+from runner.training.tasks.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
+from runner.training.tasks.model_loss import ModelLoss
+from runner.training.tasks.segmentation import Segmentation
+from runner.utils.errors import ConfigError
+
+LOGITS = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([[1, 2, 3, -100, -100], [4, 5, 6, 0, 1]])
+
+
+def summary(task, output, target):
+    return task.summarise(task.totals(output, target).tolist())
+
+
+def test_a_causal_model_predicts_the_next_of_its_own_tokens():
+    task = CausalLM()
+    expected = F.cross_entropy(LOGITS[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten())
+    assert torch.equal(task.loss({"logits": LOGITS}, LABELS), expected)
+    assert task.labels(LABELS) == 6
+    assert summary(task, LOGITS, LABELS)["val/loss"] == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("kind", [MaskedLM, TokenClassification])
+def test_tokens_are_counted_where_they_have_a_label(kind):
+    found = summary(kind(), LOGITS, LABELS)
+    counted = LABELS != -100
+    right = (LOGITS.argmax(-1) == LABELS)[counted]
+    assert found["val/accuracy"] == pytest.approx(right.float().mean().item())
+    expected = F.cross_entropy(LOGITS[counted], LABELS[counted]).item()
+    assert found["val/loss"] == pytest.approx(expected)
+
+
+def test_pixels_are_counted_by_class():
+    logits = LOGITS[:, :3].unsqueeze(-1)  # [2, 3, 7, 1]
+    target = torch.tensor([[0, 1, 2, 0, 1, 2, -100], [1, 1, 1, 1, 1, 1, 1]]).unsqueeze(-1)
+    found = summary(Segmentation(), logits, target)
+    predicted = logits.argmax(1)
+    counted = target != -100
+    ratios = []
+    for label in range(3):
+        both = ((predicted == label) & (target == label) & counted).sum()
+        either = ((predicted == label) | (target == label)) & counted
+        ratios.append((both / either.sum()).item())
+    assert found["val/iou"] == pytest.approx(sum(ratios) / 3)
+    expected = F.cross_entropy(logits, target)
+    assert found["val/loss"] == pytest.approx(expected.item())
+    assert torch.equal(Segmentation().loss(logits, target), expected)
+
+
+@pytest.mark.parametrize(
+    ("output", "options"),
+    [
+        (torch.tensor(2.0), {}),
+        ({"loss": torch.tensor(2.0), "logits": LOGITS}, {}),
+        ({"boxes": torch.tensor(0.5), "classes": torch.tensor(1.5)}, {}),
+        ((LOGITS, torch.tensor(2.0)), {"output": 1}),
+    ],
+)
+def test_the_loss_of_a_model_is_taken(output, options):
+    task = ModelLoss(**options)
+    assert task.loss(output, LABELS) == 2
+    assert summary(task, output, LABELS) == {"val/loss": 2}
+
+
+def test_outputs_without_what_a_task_takes_are_refused():
+    with pytest.raises(ConfigError, match=r"keys hidden, and logits of it is no tensor"):
+        CausalLM().loss({"hidden": LOGITS}, LABELS)
+    with pytest.raises(ConfigError, match=r"Type task\.output=<0 to 1>"):
+        CausalLM(output=2).loss((LOGITS, LOGITS), LABELS)
+    with pytest.raises(ConfigError, match="the model returns no loss"):
+        ModelLoss().loss({"logits": LOGITS}, LABELS)
+    assert torch.equal(CausalLM(output=1).select((None, LOGITS)), LOGITS)
+
+
+def test_every_kind_of_model_has_its_task():
+    assert {kind: type(task_for(kind)) for kind in TASKS} == TASKS
+    assert TASKS["seq2seq_lm"] is Seq2Seq
+    with pytest.raises(ConfigError, match="Allowed: causal_lm, masked_lm"):
+        task_for("causal")
