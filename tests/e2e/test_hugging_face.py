@@ -1,0 +1,259 @@
+"""Models of Hugging Face and timm from yaml alone, on batches of fields as their collators make."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+SETS = '''
+import torch
+from torch.utils.data import Dataset
+
+
+class Fields(Dataset):
+    """Examples of random tokens or pixels, as dicts with the fields of a kind of model."""
+
+    def __init__(self, count, kind):
+        self.kind = kind
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(4, 64, (12,), generator=generator)
+        fields = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "id": index}
+        if self.kind == "image_classification":
+            pixels = torch.randn(3, 16, 16, generator=generator)
+            return {"pixel_values": pixels, "labels": index % 4}
+        if self.kind == "sequence_classification":
+            return {**fields, "label": index % 4}
+        if self.kind == "token_classification":
+            return {**fields, "labels": tokens % 4}
+        labels = tokens.clone()
+        labels[:6] = -100
+        return {**fields, "labels": labels}
+
+
+def fields(kind="causal_lm"):
+    return Fields(16, kind), Fields(8, kind)
+'''
+DATA = "_target_: lab.fields.fields\nkind: ${model.kind}\nmeta:\n  input: [12]\n  classes: 64\n"
+TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+BERT = {"model_type": "bert", "intermediate_size": 64, **TEXT}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+}
+CONFIGS = {
+    "causal_lm": GPT2,
+    "masked_lm": BERT,
+    "seq2seq_lm": {
+        "model_type": "t5",
+        "d_model": 32,
+        "d_ff": 64,
+        "d_kv": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "vocab_size": 64,
+        "decoder_start_token_id": 0,
+    },
+    "sequence_classification": BERT,
+    "token_classification": BERT,
+    "image_classification": {
+        "model_type": "vit",
+        "image_size": 16,
+        "patch_size": 8,
+        "intermediate_size": 64,
+        **TEXT,
+    },
+}
+RUN = (
+    "--config-dir",
+    "lab/conf",
+    "data=fields",
+    "tracking=none",
+    "train.batch_size=4",
+    "train.max_steps=3",
+    "optimizer=sgd",
+    "optimizer.lr=0.1",
+    "optimizer.momentum=0.0",
+    "optimizer.weight_decay=0.0",
+)
+
+
+@pytest.fixture
+def job(lab, main):
+    """Run a Hugging Face model of a kind on the data set of its fields."""
+    (lab / "lab" / "fields.py").write_text(SETS)
+    (lab / "lab" / "conf" / "data" / "fields.yaml").write_text(DATA)
+
+    def run(kind, *args, **config):
+        (lab / "config.json").write_text(json.dumps({**CONFIGS[kind], **config}))
+        return main(*RUN, "model=hf", f"model.kind={kind}", "model.config=config.json", *args)
+
+    return run
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_kind_of_model_trains_from_yaml_alone(job, lab, result, kind):
+    classes = ["model.classes=4"] if kind.endswith("classification") else []
+    done = job(kind, "precision=bf16-mixed", *classes)
+    assert done.rc == 0, done.stderr
+    assert " of a batch go to " in done.stdout
+    names = {"val/loss"}
+    if kind == "masked_lm" or classes:
+        names.add("val/accuracy")
+    else:
+        names.add("val/perplexity")
+    assert set(result(lab)["metrics"]) == names
+
+
+def test_the_losses_are_those_of_a_loop_by_hand(job, lab, result, monkeypatch):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    done = job("causal_lm", "data.shuffle=false", "checkpoint.safetensors=true")
+    assert done.rc == 0, done.stderr
+
+    monkeypatch.syspath_prepend(str(lab))
+    from lab.fields import Fields
+
+    config = {key: value for key, value in GPT2.items() if key != "model_type"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", **config), dtype=torch.float32
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, batch in zip(range(3), DataLoader(Fields(16, "causal_lm"), 4), strict=False):
+        _loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    from safetensors.torch import load_file
+
+    folder = lab / result(lab)["folder"]
+    saved = load_file(folder / "model.safetensors")
+    own = model.state_dict()
+    assert all(torch.equal(saved[name], own[name]) for name in saved)
+    model.eval()
+    with torch.no_grad():
+        losses = [_loss(model, b).item() for b in DataLoader(Fields(8, "causal_lm"), 4)]
+    expected = pytest.approx(sum(losses) / 2, rel=1e-6)
+    assert result(lab)["metrics"]["val/loss"] == expected
+
+
+def _loss(model, batch):
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    labels = batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels)
+
+
+def test_the_loss_of_the_model_itself_is_the_same(job, lab, result):
+    assert job("causal_lm").rc == 0
+    ours = result(lab)["metrics"]["val/loss"]
+    assert job("causal_lm", "task=model_loss").rc == 0
+    assert result(lab)["metrics"]["val/loss"] == pytest.approx(ours, rel=1e-5)
+
+
+def test_pretrained_weights_come_from_a_local_folder(job, lab, result):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(**{key: value for key, value in GPT2.items() if key != "model_type"})
+    pretrained = GPT2LMHeadModel(config)
+    pretrained.save_pretrained(lab / "pretrained")
+    settings = ["model.config=null", "model.path=pretrained", "optimizer.lr=0.0"]
+    done = job("causal_lm", *settings, "checkpoint.safetensors=true")
+    assert done.rc == 0, done.stderr
+    from safetensors.torch import load_file
+
+    saved = load_file(lab / result(lab)["folder"] / "model.safetensors")
+    own = pretrained.state_dict()
+    assert all(torch.equal(saved[name], own[name]) for name in saved)
+
+
+def test_a_resumed_run_and_an_evaluation_build_the_model_again(job, lab, main, result):
+    assert job("causal_lm", "checkpoint.every_steps=2", "train.max_steps=2").rc == 0
+    folder = result(lab)["folder"]
+    done = main(f"checkpoint.resume={folder}", "train.max_steps=3")
+    assert done.rc == 0, done.stderr
+    resumed = result(lab)["metrics"]
+    done = main("mode=evaluate", f"checkpoint={folder}", "tracking=none")
+    assert done.rc == 0, done.stderr
+    assert result(lab)["metrics"] == resumed
+    assert job("causal_lm").rc == 0
+    assert result(lab)["metrics"] == resumed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["precision=16-mixed"],
+        ["precision=bf16-true"],
+        ["precision=transformer-engine", "precision.emulate=true"],
+        ["precision=bnb-nf4", "adapter=lora"],
+        ["train.activation_checkpointing=true"],
+        ["train.accumulate=2", "numerics.every=1"],
+        ["mode=plan"],
+    ],
+    ids=" ".join,
+)
+def test_what_a_run_offers_works_with_batches_of_fields(job, options):
+    done = job("causal_lm", *options)
+    assert done.rc == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["task.target=answer"], "task.target=answer is not among them. Type task.target="),
+        (["task.inputs=[tokens]"], "Type task.inputs=[input_ids,attention_mask,id]"),
+        (["task.output=scores"], "scores of it is no tensor. Type task.output=<logits"),
+        (["model.kind=causal"], "kind=causal is not known. Allowed: causal_lm"),
+        (["model.config={n_layer: 2}"], "says which model to build"),
+        (["model.config={model_type: gpt22}"], "model_type=gpt22 is not known to transformers"),
+        (["model.config=absent.yaml"], "config=absent.yaml is no file"),
+        (["model.path=absent"], "path=absent has no config.json"),
+        (["model.path=remote"], "needs code of its own (auto_map in config.json)"),
+        (["model.path=unsafe"], "path=unsafe has no *.safetensors"),
+        (["model.config={model_type: vit}"], "Unrecognized configuration class"),
+    ],
+)
+def test_what_does_not_fit_is_one_message(job, lab, options, said):
+    for name, settings in (("remote", {"auto_map": {"AutoModel": "x.Y"}}), ("unsafe", {})):
+        (lab / name).mkdir()
+        (lab / name / "config.json").write_text(json.dumps({**GPT2, **settings}))
+    done = job("causal_lm", *options)
+    assert done.rc == 2, done.stdout
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+TIMM = ("data=digits", "tracking=none", "train.max_steps=2", "precision=bf16-mixed")
+
+
+def test_a_timm_model_trains_by_its_name(main):
+    done = main("model=timm", "model.name=test_vit", "model.options={patch_size: 2}", *TIMM)
+    assert done.rc == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["model.name=test_resnt"], "timm has no model 'test_resnt'; close matches: test_resnet"),
+        (["model.checkpoint_path=absent.pth"], "checkpoint_path=absent.pth is no file"),
+        (["model.name=test_vit", "model.options={widh: 3}"], "widh"),
+    ],
+)
+def test_a_timm_model_that_cannot_be_built_is_one_message(main, options, said):
+    done = main("model=timm", "model.name=test_resnet", *TIMM, *options)
+    assert done.rc == 2, done.stdout
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
