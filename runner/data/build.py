@@ -64,9 +64,9 @@ def _check_meta(spec: RunSpec, dataset: Any) -> None:
 def _shape_problem(meta: Mapping[str, Any], example: Any) -> str:
     """Return why data.meta.input is wrong; empty where it is right or not stated."""
     shape = list(getattr(example, "shape", []))
-    if "input" not in meta or not isinstance(example, Tensor):
+    stated = meta.get("input")
+    if stated is None or not isinstance(example, Tensor):
         return ""
-    stated = meta["input"]
     if isinstance(stated, Sequence) and shape == list(stated):
         return ""
     return (

@@ -27,6 +27,8 @@ OPTIONS = [path for path in YAMLS if len(path.parts) == 2]
 # What an option asks of the command in addition to its own name.
 WITH = {
     "data=imagefolder": ["data.meta.classes=2"],
+    "data=npz": ["data.path=data.npz", "data.meta.input=[1,8,8]", "data.meta.classes=2"],
+    "data=parquet": ["data.path=rows", "data.meta.input=[1,8,8]", "data.meta.classes=2"],
     "debug=replay": ["batch=b.json"],
     "model=hf": ["model.kind=causal_lm"],
     "task=hf": ["model=hf", "model.kind=causal_lm"],

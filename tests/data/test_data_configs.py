@@ -13,11 +13,16 @@ WITHOUT_FILES = ["digits", "text", "synthetic_images", "synthetic_tokens", "sign
 
 
 def load(path):
-    """Return the target, its keywords, the facts and the task that a data config gives."""
+    """Return the target, its keywords, the facts and the task that a data config gives.
+
+    Files of any data give no task: model=hf or the command does.
+    """
     config = OmegaConf.create({"data": OmegaConf.load(path)})
-    task = config.data.pop("defaults")[0]["override /task@_global_.task"]
+    defaults = config.data.pop("defaults", [{"override /task@_global_.task": "hf"}])
+    task = defaults[0]["override /task@_global_.task"]
     meta = config.data.meta
-    keywords = {k: v for k, v in config.data.items() if k not in ("meta", "_target_")}
+    node = OmegaConf.to_container(config.data)
+    keywords = {k: v for k, v in node.items() if k not in ("meta", "_target_")}
     module, name = config.data["_target_"].rsplit(".", 1)
     return getattr(importlib.import_module(module), name), keywords, meta, task
 
@@ -26,9 +31,8 @@ def load(path):
 def test_config_says_what_the_signature_says(path):
     target, keywords, meta, task = load(path)
     parameters = inspect.signature(target).parameters.values()
-    assert {k: tuple(v) if k == "shape" else v for k, v in keywords.items()} == {
-        p.name: p.default for p in parameters
-    }
+    defaults = {p.name: "???" if p.default is p.empty else p.default for p in parameters}
+    assert {k: tuple(v) if k == "shape" else v for k, v in keywords.items()} == defaults
     assert set(meta) - {"dtype"} == {"input", "classes"}
     assert (FOLDER.parent / "task" / f"{task}.yaml").exists()
 
