@@ -192,6 +192,40 @@ def test_a_resumed_run_and_an_evaluation_build_the_model_again(job, lab, main, r
     assert result(lab)["metrics"] == resumed
 
 
+def test_the_four_lines_of_the_docs_train_on_a_parquet_file(lab, root, main, result):
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    page = (root / "docs" / "own-code.md").read_text()
+    yaml = page.partition("```yaml\n# lab/conf/experiment/tune.yaml\n")[2].partition("```")[0]
+    experiment = lab / "lab" / "conf" / "experiment" / "tune.yaml"
+    experiment.parent.mkdir()
+    experiment.write_text(yaml)
+    words = {word: i for i, word in enumerate(("[UNK]", "a", "b", "c"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    fast.save_pretrained(lab / "models" / "tiny")
+    config = {key: value for key, value in GPT2.items() if key != "model_type"}
+    tiny = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **config))
+    tiny.save_pretrained(lab / "models" / "tiny")
+    pq.write_table(pa.table({"body": ["a b c a b", "c c b"] * 20}), lab / "rows.parquet")
+    done = main(
+        "--config-dir",
+        "lab/conf",
+        "experiment=tune",
+        "precision=bf16-mixed",
+        "tracking=none",
+        "train.max_steps=3",
+        "train.batch_size=8",
+    )
+    assert done.rc == 0, done.stderr
+    assert "input_ids, attention_mask of a batch go to GPT2LMHeadModel.forward" in done.stdout
+    assert 1 < result(lab)["metrics"]["val/perplexity"] < 100
+
+
 @pytest.mark.parametrize(
     "options",
     [
