@@ -115,18 +115,11 @@ def _returns_structure(failure: BatchFailure) -> bool:
 
 def _say_structure(failure: BatchFailure) -> str:
     output = failure.outputs[-1]
-    logits = isinstance(output, Mapping) and "logits" in output
-    if logits or hasattr(output, "logits"):
-        # transformers' ModelOutput is a mapping with attributes, a plain dict has none.
-        how = 'return output["logits"]' if type(output) is dict else "return output.logits"
-    elif isinstance(output, tuple | list):
-        how = "return output[0]"
-    else:
-        how = "return one tensor"
+    how = "return output[0]" if isinstance(output, tuple | list) else "return one tensor"
     return (
         f"The model returns a {_kind(output)}; task={failure.names['task']} takes a tensor, "
-        f"{failure.expected_output}. End the model's forward with `{how}`, in a module of your "
-        "own around it (docs/own-code.md), or write a task that takes what it returns."
+        f"{failure.expected_output}. Type task.output=<its key or place> to take a part of it, or "
+        f"end the model's forward with `{how}` (docs/own-code.md)."
     )
 
 

@@ -164,23 +164,6 @@ MESSAGES = [
         ],
     ),
     (
-        "Gpt",
-        "data=tensors data.kind=tokens task=language",
-        [
-            "returns a CausalLMOutputWithCrossAttentions with the keys logits",
-            "logits [B, T, V]",
-            "`return output.logits`",
-        ],
-    ),
-    (
-        "Gpt",
-        "data=rows data.kind=dict task=language",
-        [
-            "yields as inputs a dict with the keys input_ids, attention_mask",
-            "`def forward(self, inputs): return self.net(**inputs)`",
-        ],
-    ),
-    (
         "Two",
         "data=rows",
         [

@@ -249,7 +249,7 @@ def test_what_a_run_offers_works_with_batches_of_fields(job, options):
     [
         (["task.target=answer"], "task.target=answer is not among them. Type task.target="),
         (["task.inputs=[tokens]"], "Type task.inputs=[input_ids,attention_mask,id]"),
-        (["task.output=scores"], "scores of it is no tensor. Type task.output=<logits"),
+        (["task.output=scores"], "that part of it is no tensor. Type task.output=<logits"),
         (["model.kind=causal"], "kind=causal is not known. Allowed: causal_lm"),
         (["model.config={n_layer: 2}"], "says which model to build"),
         (["model.config={model_type: gpt22}"], "model_type=gpt22 is not known to transformers"),

@@ -34,21 +34,26 @@ class TensorTask(Task):
         self.target_field = target
         self.output_field = output
 
-    def select(self, output: Any) -> Tensor:
-        """Return the tensor of a model's output that the loss takes.
+    def select(self, output: Any) -> Any:
+        """Return the part of a model's output that the loss takes.
+
+        An output without logits is returned as it is where task.output names no part; the loss
+        refuses it.
 
         Raises:
-            ConfigError: the output has no such part.
+            ConfigError: the output has no part as task.output names it.
         """
         if isinstance(output, Tensor):
             return output
-        wanted = "logits" if self.output_field is None else self.output_field
-        found = _part(output, wanted)
+        if self.output_field is None:
+            logits = _part(output, "logits")
+            return logits if isinstance(logits, Tensor) else output
+        found = _part(output, self.output_field)
         if isinstance(found, Tensor):
             return found
         raise ConfigError(
-            f"{_stated(self.output_field)}: the model returns a {_described(output)}, and "
-            f"{wanted} of it is no tensor. Type task.output=<{_choices(output)}>."
+            f"task.output={self.output_field}: the model returns a {_described(output)}, and that "
+            f"part of it is no tensor. Type task.output=<{_choices(output)}>."
         )
 
 
@@ -59,10 +64,6 @@ def _part(output: Any, wanted: str | int) -> Any:
     if isinstance(output, tuple | list) and isinstance(wanted, int):
         return output[wanted] if -len(output) <= wanted < len(output) else None
     return getattr(output, wanted, None) if isinstance(wanted, str) else None
-
-
-def _stated(field: str | int | None) -> str:
-    return "task.output is not given" if field is None else f"task.output={field}"
 
 
 def _described(output: Any) -> str:

@@ -69,8 +69,8 @@ def test_the_loss_of_a_model_is_taken(output, options):
 
 
 def test_outputs_without_what_a_task_takes_are_refused():
-    with pytest.raises(ConfigError, match=r"keys hidden, and logits of it is no tensor"):
-        CausalLM().loss({"hidden": LOGITS}, LABELS)
+    with pytest.raises(ConfigError, match=r"keys hidden, and that part of it is no tensor"):
+        CausalLM(output="logits").loss({"hidden": LOGITS}, LABELS)
     with pytest.raises(ConfigError, match=r"Type task\.output=<0 to 1>"):
         CausalLM(output=2).loss((LOGITS, LOGITS), LABELS)
     with pytest.raises(ConfigError, match="the model returns no loss"):
