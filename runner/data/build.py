@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from runner.config.loading_keys import data_target_node, target_name
+from runner.config.loading_targets import build_loading_target
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
+from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.split_checks import first_samples, splits_problems
 from runner.data.splits import Splits
@@ -27,7 +30,7 @@ def build_splits(spec: RunSpec) -> Splits:
         ConfigError: the target does not return two map-style data sets, its examples are not
             (input, target), or data.meta contradicts them.
     """
-    returned = build_group("data", spec.data)
+    returned = build_group("data", data_target_node(spec.data))
     problems = list(splits_problems(returned, spec.data["_target_"]))
     if problems:
         raise ConfigError(*problems)
@@ -54,7 +57,9 @@ def _check_meta(spec: RunSpec, dataset: Any) -> None:
             f"data.meta={meta}: it is a mapping that the model's config reads. Type for example "
             "data.meta.classes=10."
         )
-    answers = (_shape_problem(meta, _first_input(dataset)), _classes_problem(meta, dataset))
+    # A collator takes examples of any kind, and may give its batches another shape.
+    first_input = None if spec.data.get("collate") else _first_input(dataset)
+    answers = (_shape_problem(meta, first_input), _classes_problem(meta, dataset))
     problems = [answer for answer in answers if answer]
     if problems:
         raise ConfigError(*problems)
@@ -143,8 +148,25 @@ def build_loaders(
         "batch_size": spec.train.batch_size,
         "seed": spec.seed,
         "device": device,
-        "options": LoaderOptions(spec.train.num_workers, place, spec.train.data_on_device),
+        "options": LoaderOptions(
+            spec.train.num_workers, place, spec.train.data_on_device, collator=_collator(spec)
+        ),
     }
     shuffle = bool(spec.data.get("shuffle", True))
     train = Loader(splits.train, shuffle=shuffle, **shared)
     return train, Loader(splits.val, shuffle=False, **shared)
+
+
+def _collator(spec: RunSpec) -> Collator | None:
+    """Return what data.collate names; None where examples are stacked."""
+    value = spec.data.get("collate")
+    if value is None:
+        return None
+    collator = build_loading_target("collate", value)
+    name = target_name(value)
+    if not callable(collator):
+        raise ConfigError(
+            f"data.collate={name} returns a {type(collator).__name__}, which takes no examples. "
+            "Name a function of the list of examples, or a class whose objects are called with it."
+        )
+    return Collator(name, collator)

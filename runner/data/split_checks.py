@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
+from runner.data.collate import makes_batches
+
 _RETURN = "return (train, val), two map-style data sets"
 _DOCS = "See docs/own-code.md."
 
@@ -76,7 +78,7 @@ def _dataset_problem(name: str, dataset: Any) -> str | None:
 def first_samples(dataset: Any, count: int) -> Dataset[Any]:
     """Return the first examples of a data set, with its `batch(indices)` where it has that."""
     few = range(min(count, len(dataset)))
-    return _BatchSubset(dataset, few) if hasattr(dataset, "batch") else Subset(dataset, few)
+    return _BatchSubset(dataset, few) if makes_batches(dataset) else Subset(dataset, few)
 
 
 class _BatchSubset(Subset[Any]):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
+from runner.data.collate import makes_batches
 from runner.data.loader import Loader
 
 
@@ -45,11 +45,15 @@ def samples_of_step(loader: Loader, accumulate: int, step: int) -> StepSamples:
     return StepSamples(step, epoch, [indices.tolist() for indices in step_batches])
 
 
-def targets_of_samples(dataset: Any, indices: Sequence[int]) -> Tensor:
+def targets_of_samples(loader: Loader, indices: Sequence[int]) -> Tensor:
     """Return the targets of these samples as the data set holds them, stacked: [samples, ...]."""
+    dataset: Any = loader.dataset
     chosen = torch.tensor(indices)
-    if type(dataset) is TensorDataset:
+    if loader.slices_tensors:
         return dataset.tensors[1][chosen]
-    if hasattr(dataset, "batch"):
+    if makes_batches(dataset):
         return dataset.batch(chosen)[1]
-    return torch.stack([torch.as_tensor(dataset[index][1]) for index in indices])
+    examples = [dataset[index] for index in indices]
+    if loader.collator is not None:
+        return loader.collator(examples)[1]
+    return torch.stack([torch.as_tensor(target) for _, target in examples])

@@ -5,6 +5,8 @@ The checks that may stop a run before it starts are in startup_checks.py.
 
 from typing import Any
 
+from torch.utils.data import TensorDataset
+
 from runner.data import fingerprint
 from runner.data.loader import Loader
 from runner.data.splits import Splits
@@ -28,8 +30,14 @@ def log_data_sets(run: RunContext, splits: Splits) -> None:
         run.tracker.inputs(fingerprint.describe_data(name, redact_values(run.spec.data), splits))
 
 
-def log_workers(run: RunContext, loader: Loader) -> None:
-    """Say that train.num_workers has no effect where the data is in memory."""
+def log_loading(run: RunContext, loader: Loader) -> None:
+    """Say what data.collate and train.num_workers change, or do not, for data in memory."""
+    if loader.collator and type(loader.dataset) is TensorDataset:
+        name = run.origin.option_name("data", run.spec.data)
+        run.say(
+            f"data.collate={loader.collator.name} takes single examples: those of data={name} are "
+            "loaded one by one, in place of slices of its tensors."
+        )
     if loader.workers and not loader.uses_workers:
         name = run.origin.option_name("data", run.spec.data)
         run.say(

@@ -16,7 +16,7 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.startup_checks import check_data, check_strategy, try_batch
-from runner.modes.startup_report import describe_model, log_data_sets, log_workers
+from runner.modes.startup_report import describe_model, log_data_sets, log_loading
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.training_errors import explain_training_errors, raise_diverged
 from runner.modes.training_outputs import (
@@ -121,7 +121,7 @@ def _loaders(run: RunContext) -> tuple[Loader, Loader]:
         for loader in loaders:
             loader.wait_context = run.signals.interruptible
     log_data_sets(run, splits)
-    log_workers(run, loaders[0])
+    log_loading(run, loaders[0])
     check_data(run, loaders)
     # Again, after the data: the weights follow from the seed, whatever numbers a data set draws.
     seed_all(run.spec.seed)

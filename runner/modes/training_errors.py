@@ -196,7 +196,7 @@ def _first_bad_sample(run: RunContext, loader: Loader, samples: Sequence[int]) -
         return " Labels go from 0 to the number of the model's outputs less one."
     with suppress(Exception):  # an error of the explanation must not hide the one it explains
         for part in torch.tensor(samples).split(loader.batch_size):
-            target = targets_of_samples(loader.dataset, part.tolist())
+            target = targets_of_samples(loader, part.tolist())
             wrong = run.task.misplaced(target, classes)
             if wrong is not None and wrong.any():
                 first = int(wrong.nonzero()[0])
