@@ -7,7 +7,7 @@ path as text. The runner builds them with loading_targets.py.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-LEADING_COUNTS = {"collate": 0}
+LEADING_COUNTS = {"collate": 0, "sampler": 1}
 """Number of arguments that the runner passes before the keywords, by key."""
 
 

@@ -25,6 +25,11 @@ def loading_problems(data: Mapping[str, Any]) -> Iterator[str]:
                 f"data.{key} is read by the runner, and {data['_target_']} takes a keyword {key} "
                 "of its own. Give that another name."
             )
+    if data.get("sampler") is not None and data.get("shuffle", True) is False:
+        yield (
+            "data.shuffle=false contradicts data.sampler, which decides the order of the training "
+            "data. Leave one of them out."
+        )
 
 
 def build_loading_target(key: str, value: str | Mapping[str, Any], *leading: object) -> Any:

@@ -5,11 +5,12 @@ before any data are read, so a wrong value is refused here.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from runner.config.loading_keys import data_target_node, target_name
 from runner.config.loading_targets import build_loading_target
@@ -17,10 +18,11 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
+from runner.data.sampling import SamplerOrder
 from runner.data.split_checks import first_samples, named_sets, splits_problems
 from runner.data.splits import RunData, Splits, set_labels
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, RunnerError
 
 
 def build_splits(spec: RunSpec) -> Splits:
@@ -198,21 +200,21 @@ def build_run_loaders(
                 for label in empty
             )
         )
-    shared = {
-        "batch_size": spec.train.batch_size,
-        "seed": spec.seed,
-        "device": device,
-        "options": LoaderOptions(
-            spec.train.num_workers, place, spec.train.data_on_device, collator=_collator(spec)
-        ),
-    }
-    shuffle = bool(spec.data.get("shuffle", True))
-    # Validation and test batches keep the data set's order.
-    validation, test = (
-        {name: Loader(dataset, shuffle=False, **shared) for name, dataset in sets.items()}
-        for sets in (data.validation, data.test)
+    options = LoaderOptions(
+        spec.train.num_workers, place, spec.train.data_on_device, collator=_collator(spec)
     )
-    return RunLoaders(Loader(data.splits.train, shuffle=shuffle, **shared), validation, test)
+    train_options = replace(options, sampler=_sampler(spec, data.splits.train))
+    shared = {"batch_size": spec.train.batch_size, "seed": spec.seed, "device": device}
+    shuffle = bool(spec.data.get("shuffle", True))
+
+    def in_order(sets: Mapping[str, Dataset]) -> dict[str, Loader]:
+        return {
+            name: Loader(dataset, shuffle=False, options=options, **shared)
+            for name, dataset in sets.items()
+        }
+
+    train = Loader(data.splits.train, shuffle=shuffle, options=train_options, **shared)
+    return RunLoaders(train, in_order(data.validation), in_order(data.test))
 
 
 def _collator(spec: RunSpec) -> Collator | None:
@@ -228,3 +230,24 @@ def _collator(spec: RunSpec) -> Collator | None:
             "Name a function of the list of examples, or a class whose objects are called with it."
         )
     return Collator(name, collator)
+
+
+def _sampler(spec: RunSpec, dataset: Any) -> SamplerOrder | None:
+    """Return the order of data.sampler, called with the training set; None without one."""
+    value = spec.data.get("sampler")
+    # An evaluation reads no training examples.
+    if value is None or spec.mode == "evaluate":
+        return None
+    name = target_name(value)
+    try:
+        sampler = build_loading_target("sampler", value, dataset)
+    except RunnerError:
+        raise
+    except Exception as error:
+        kind = type(dataset).__name__
+        raise ConfigError(
+            f"data.sampler={name} fails on the training set, a {kind}: {type(error).__name__}: "
+            f"{error}. It is called with that data set and returns a torch.utils.data.Sampler "
+            "(docs/own-code.md)."
+        ) from error
+    return SamplerOrder(name, sampler, len(dataset))

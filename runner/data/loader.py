@@ -7,23 +7,22 @@ so, too: what a collator draws (masked tokens) depends neither on the number of 
 dropout, and a validation batch is the same in each evaluation.
 """
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from runner.data.collate import CollateFailure, Collator, WholeBatch, collate, makes_batches
 from runner.data.device_transfer import hold_on_device, move_batches
+from runner.data.sampling import SamplerOrder
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError
-from runner.utils.reproducibility import host_rng_state, set_host_rng_state
+from runner.utils.reproducibility import host_rng_state, seed_host, set_host_rng_state
 
 Batch = tuple[Any, Any]
 
@@ -42,12 +41,14 @@ class LoaderOptions:
         on_device: true, false or auto: hold data that are in memory on the device; see
             device_transfer.hold_on_device.
         collator: makes the batches of lists of examples; None stacks them.
+        sampler: decides which examples an epoch has and in which order; None takes each once.
     """
 
     workers: int = 0
     place: ProcessRank = SINGLE_PROCESS
     on_device: bool | str = False
     collator: Collator | None = None
+    sampler: SamplerOrder | None = None
 
 
 DEFAULT_OPTIONS = LoaderOptions()
@@ -64,7 +65,7 @@ class Loader:
     Args:
         dataset: yields (input, target).
         batch_size: examples in a micro-batch.
-        shuffle: a new order in each epoch.
+        shuffle: a new order in each epoch, where no sampler decides it.
         seed: determines the orders, together with the epoch's number.
         device: where batches go.
         options: how many processes load, which part, and what is held on the device.
@@ -95,6 +96,7 @@ class Loader:
         self.workers = options.workers
         self.place = options.place
         self.collator = options.collator
+        self.sampler = options.sampler
         self.wait_context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.examples = len(dataset)  # type: ignore[arg-type]
         if not self.examples:
@@ -111,7 +113,12 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of micro-batches in an epoch."""
-        return -(-self.examples // self.batch_size)
+        return -(-self.epoch_examples // self.batch_size)
+
+    @property
+    def epoch_examples(self) -> int:
+        """Return the number of examples in an epoch: those of the data set, or of the sampler."""
+        return self.examples if self.sampler is None else self.sampler.length
 
     @property
     def uses_workers(self) -> bool:
@@ -125,7 +132,9 @@ class Loader:
         return type(self.dataset) is TensorDataset and self.collator is None
 
     def order(self, epoch: int) -> Tensor:
-        """Return the indices of an epoch's examples, int64 [examples]."""
+        """Return the indices of an epoch's examples, int64 [epoch_examples]."""
+        if self.sampler is not None:
+            return self.sampler.indices(self.seed * _SEED_STRIDE + epoch, epoch)
         if not self.shuffle:
             return torch.arange(self.examples)
         generator = torch.Generator().manual_seed(self.seed * _SEED_STRIDE + epoch)
@@ -134,7 +143,7 @@ class Loader:
     def examples_in(self, number: int) -> int:
         """Return how many examples an epoch's batch of this number (from 0) has in all
         processes."""
-        return min(self.batch_size, self.examples - number * self.batch_size)
+        return min(self.batch_size, self.epoch_examples - number * self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return this process's part of each batch of an epoch, from batch `start` (from 0) on."""
@@ -290,9 +299,7 @@ class _SeededDataset(Dataset[Any]):
     def __getitems__(self, seeded_batch: list[int]) -> Any:
         """Return the examples of a batch, given as its seed followed by their indices."""
         seed, *indices = seeded_batch
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        seed_host(seed)
         if makes_batches(self.dataset):
             return WholeBatch(self.dataset.batch(torch.tensor(indices)))
         get_items = getattr(self.dataset, "__getitems__", None)

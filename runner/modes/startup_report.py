@@ -63,7 +63,12 @@ def _count(dataset: Any) -> int:
 
 
 def log_loading(run: RunContext, loader: Loader) -> None:
-    """Say what data.collate and train.num_workers change, or do not, for data in memory."""
+    """Say what data.sampler changes, and data.collate and train.num_workers for data in memory."""
+    if loader.sampler:
+        run.say(
+            f"data.sampler={loader.sampler.name}: an epoch has {loader.epoch_examples} examples, "
+            f"drawn from {loader.examples}"
+        )
     if loader.collator and type(loader.dataset) is TensorDataset:
         name = run.origin.option_name("data", run.spec.data)
         run.say(

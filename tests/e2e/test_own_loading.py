@@ -1,4 +1,4 @@
-"""Collators of a user's own, from the command line."""
+"""Collators and samplers of a user's own, from the command line."""
 
 import json
 
@@ -9,7 +9,7 @@ import os
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, Dataset, SequentialSampler, WeightedRandomSampler
 
 
 class Bag(nn.Module):
@@ -72,6 +72,19 @@ def raises_late(pairs):
 
 
 LENGTH = 5
+
+
+def second_half(dataset):
+    weights = [float(index >= len(dataset) // 2) for index in range(len(dataset))]
+    return WeightedRandomSampler(weights, 16)
+
+
+def batched(dataset):
+    return BatchSampler(SequentialSampler(dataset), 4, drop_last=False)
+
+
+def needs_labels(dataset):
+    return dataset.labels
 '''
 
 
@@ -163,6 +176,64 @@ def test_an_evaluation_takes_the_collator_of_the_training(own_collate, main, tmp
 )
 def test_a_collator_that_cannot_be_used_gets_one_message(own_collate, words, parts):
     done = own_collate(*words)
+    assert done.rc == 2, done
+    assert "Traceback" not in done.stderr + done.stdout
+    for part in parts:
+        assert part in done.stderr
+
+
+SAMPLED = ("data.collate=runner.data.padding.pad", "data.sampler=own_loading.second_half")
+
+
+def test_a_run_with_a_sampler_is_resumed_with_the_same_order(own_collate, main, tmp_path):
+    done = own_collate(*SAMPLED, "train.max_steps=5", "hydra.run.dir=whole")
+    assert done.rc == 0, done.stderr
+    line = "data.sampler=own_loading.second_half: an epoch has 16 examples, drawn from 24"
+    assert line in done.stdout
+    done = own_collate(*SAMPLED, "train.max_steps=3", "hydra.run.dir=part")
+    assert done.rc == 0, done.stderr
+    done = main("checkpoint.resume=part", "train.max_steps=5")
+    assert done.rc == 0, done.stderr
+    assert outcome(tmp_path / "part") == outcome(tmp_path / "whole")
+    done = main("mode=evaluate", "checkpoint=whole", "tracking=none", "hydra.run.dir=evaluated")
+    assert done.rc == 0, done.stderr
+    assert outcome(tmp_path / "evaluated")[1] == outcome(tmp_path / "whole")[1]
+
+
+def test_a_sampler_of_torch_needs_no_code(quick):
+    sampler = "data.sampler={_target_: torch.utils.data.RandomSampler, replacement: true, "
+    done = quick(f"{sampler}num_samples: 64}}", "train.max_steps=2")
+    assert done.rc == 0, done.stderr
+    assert "an epoch has 64 examples" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (
+            ["data.sampler=own_loading.batched"],
+            ["data.sampler=own_loading.batched cannot be used: it yields a list. Yield one index"],
+        ),
+        (
+            ["data.sampler=own_loading.needs_labels"],
+            [
+                "data.sampler=own_loading.needs_labels fails on the training set, a Sentences",
+                "AttributeError",
+            ],
+        ),
+        (
+            ["data.sampler=own_loading.second_half", "data.shuffle=false"],
+            ["data.shuffle=false contradicts data.sampler"],
+        ),
+        (["data.sampler=own_loading.LENGTH"], ["data.sampler=own_loading.LENGTH is a int"]),
+        (
+            ["data.sampler={_target_: own_loading.second_half, size: 3}"],
+            ["data.sampler.size=3: own_loading.second_half takes no size"],
+        ),
+    ],
+)
+def test_a_sampler_that_cannot_be_used_gets_one_message(own_collate, words, parts):
+    done = own_collate("data.collate=runner.data.padding.pad", *words)
     assert done.rc == 2, done
     assert "Traceback" not in done.stderr + done.stdout
     for part in parts:
