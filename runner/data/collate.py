@@ -17,6 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import default_collate
 
 from runner.utils.errors import RunnerError
+from runner.utils.stop_signals import Stopped
 
 _PARTS = ("input", "target")
 _OWN_COLLATOR = (
@@ -57,6 +58,8 @@ class Collator:
         examples = list(examples)
         try:
             batch = self.function(examples)
+        except Stopped:
+            raise  # a signal, which is no failure of the function
         except Exception as error:  # of whatever type the function raises
             return CollateFailure(self._problem(len(examples), _reason(error)))
         if batch is None:
@@ -102,6 +105,8 @@ def collate(examples: Any) -> Any:
         return examples.batch
     try:
         return default_collate(examples)
+    except Stopped:
+        raise
     except Exception as error:  # of whatever type the examples' own classes raise
         return CollateFailure(collate_problem(examples, error))
 

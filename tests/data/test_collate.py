@@ -1,5 +1,6 @@
 """Collators of one's own: what they are given, where they run, and what they may not do."""
 
+import signal
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 from runner.data.collate import Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
 from runner.utils.errors import ConfigError
+from runner.utils.stop_signals import Stopped
 
 CPU = torch.device("cpu")
 X, Y = torch.arange(20.0).view(10, 2), torch.arange(10)
@@ -100,6 +102,14 @@ def test_what_a_collator_draws_depends_on_seed_and_epoch_alone():
 def test_a_collator_that_fails_is_named(function, message, workers):
     with pytest.raises(ConfigError, match=message):
         next(loader(Items(), function, workers).epoch(1))
+
+
+def test_a_signal_is_no_failure_of_a_collator():
+    def stopped(pairs):
+        raise Stopped(signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        next(loader(Items(), stopped).epoch(1))
 
 
 def test_a_collator_beside_another_way_to_make_batches_is_refused():
