@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from runner.config.loading_keys import loading_paths
 from runner.config.signature import describe_key_location
 from runner.config.targets import locate
 from runner.utils.errors import ConfigError
@@ -26,6 +27,9 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], type]] = {
 }
 """By group: packages whose classes are trusted in addition to the runner's options, and the base
 class that they must have."""
+
+_OWN_FUNCTIONS: Mapping[str, tuple[str, ...]] = {"data": ("runner.data.padding.pad",)}
+"""By group: functions of the runner that no option names."""
 
 
 def check_trusted(
@@ -55,8 +59,8 @@ def check_trusted(
     """
     problems = []
     for group in groups:
-        ours = _targets(typed.get(group))
-        for target in () if is_signed else _targets(spec.get(group)):
+        ours = _group_targets(group, typed.get(group))
+        for target in () if is_signed else _group_targets(group, spec.get(group)):
             if target not in ours and not _is_known(group, target):
                 problems.append(
                     f"{key}={where} names {group}._target_={target}, which is neither the "
@@ -85,6 +89,11 @@ def _masked_keys(name: str, value: Any) -> Iterator[str]:
         yield name
 
 
+def _group_targets(group: str, node: Any) -> list[Any]:
+    """Return the targets of a group's node, those that are given as text included."""
+    return [*_targets(node), *(loading_paths(node) if group == "data" else ())]
+
+
 def _targets(node: Any) -> list[Any]:
     """Return the targets at any depth: own code may call those nested in its arguments."""
     if isinstance(node, list | tuple):
@@ -98,7 +107,7 @@ def _targets(node: Any) -> list[Any]:
 def _is_known(group: str, target: Any) -> bool:
     if not isinstance(target, str):
         return False
-    if target in _options(group):
+    if target in _options(group) or target in _OWN_FUNCTIONS.get(group, ()):
         return True
     prefixes, base_class = _KINDS.get(group, ((), object))
     if target.startswith(prefixes):

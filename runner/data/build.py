@@ -5,39 +5,51 @@ before any data are read, so a wrong value is refused here.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
+from runner.config.loading_keys import data_target_node, target_name
+from runner.config.loading_targets import build_loading_target
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.batch_layout import PAIRS, BatchLayout
+from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
-from runner.data.split_checks import first_samples, splits_problems
-from runner.data.splits import Splits
+from runner.data.sampling import SamplerOrder
+from runner.data.split_checks import first_samples, named_sets, splits_problems
+from runner.data.splits import RunData, Splits, set_labels
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, RunnerError
 
 
 def build_splits(spec: RunSpec) -> Splits:
-    """Return the data sets of a run; with debug.overfit both are the same few examples.
+    """Return the training set and the first validation set of a run; see build_data."""
+    return build_data(spec).splits
+
+
+def build_data(spec: RunSpec) -> RunData:
+    """Return the data sets of a run; with debug.overfit train and val are the same few examples.
 
     Raises:
-        ConfigError: the target does not return two map-style data sets, its examples are not
+        ConfigError: the target does not return map-style data sets, its examples are not
             (input, target), or data.meta contradicts them.
     """
-    returned = build_group("data", spec.data)
+    returned = build_group("data", data_target_node(spec.data))
     problems = list(splits_problems(returned, spec.data["_target_"]))
     if problems:
         raise ConfigError(*problems)
-    splits = Splits(*returned)
-    _check_meta(spec, splits.train)
+    train, val, *test = returned
+    _check_meta(spec, train)
+    test_sets = named_sets(test[0]) if test else {}
     if spec.debug.overfit:
-        few = first_samples(splits.train, spec.debug.overfit)
-        return Splits(few, few)
-    return splits
+        few = first_samples(train, spec.debug.overfit)
+        return RunData(Splits(few, few), {"": few}, test_sets)
+    validation = named_sets(val)
+    return RunData(Splits(train, next(iter(validation.values()))), validation, test_sets)
 
 
 def _check_meta(spec: RunSpec, dataset: Any) -> None:
@@ -55,7 +67,9 @@ def _check_meta(spec: RunSpec, dataset: Any) -> None:
             f"data.meta={meta}: it is a mapping that the model's config reads. Type for example "
             "data.meta.classes=10."
         )
-    answers = (_shape_problem(meta, _first_input(dataset)), _classes_problem(meta, dataset))
+    # A collator takes examples of any kind, and may give its batches another shape.
+    first_input = None if spec.data.get("collate") else _first_input(dataset)
+    answers = (_shape_problem(meta, first_input), _classes_problem(meta, dataset))
     problems = [answer for answer in answers if answer]
     if problems:
         raise ConfigError(*problems)
@@ -136,22 +150,113 @@ def build_loaders(
     Raises:
         ConfigError: a set is empty.
     """
-    empty = [name for name, dataset in splits._asdict().items() if not len(dataset)]
+    loaders = build_run_loaders(spec, RunData(splits, {"": splits.val}, {}), device, place)
+    return loaders.train, loaders.val
+
+
+class RunLoaders(NamedTuple):
+    """The loaders of a run's data sets, each of one process's part of every batch.
+
+    Attributes:
+        train: of the training set.
+        validation: of the validation sets by name, see RunData.
+        test: of the test sets by name; empty with debug.overfit.
+    """
+
+    train: Loader
+    validation: Mapping[str, Loader]
+    test: Mapping[str, Loader]
+
+    @property
+    def val(self) -> Loader:
+        """Return the loader of the validation set that runs are compared by, the first."""
+        return next(iter(self.validation.values()))
+
+    @property
+    def labelled(self) -> dict[str, Loader]:
+        """Return every loader, by the labels of set_labels."""
+        evaluated = {**set_labels("val", self.validation), **set_labels("test", self.test)}
+        return {"train": self.train, **evaluated}
+
+    def close(self) -> None:
+        """End the loading processes."""
+        for loader in self.labelled.values():
+            loader.close()
+
+
+def build_run_loaders(
+    spec: RunSpec, data: RunData, device: torch.device, place: ProcessRank = SINGLE_PROCESS
+) -> RunLoaders:
+    """Return the loaders of all data sets of a run; see build_loaders for the arguments.
+
+    Raises:
+        ConfigError: a set is empty.
+    """
+    if spec.debug.overfit:
+        data = data._replace(test={})
+    empty = [label for label, dataset in data.labelled.items() if not len(dataset)]  # type: ignore[arg-type]
     if empty:
         raise ConfigError(
-            *(f"data: the {name} set is empty: it yields no example to work on." for name in empty)
+            *(
+                f"data: the {label} set is empty: it yields no example to work on."
+                for label in empty
+            )
         )
-    shared = {
-        "batch_size": spec.train.batch_size,
-        "seed": spec.seed,
-        "device": device,
-        "options": LoaderOptions(
-            spec.train.num_workers, place, spec.train.data_on_device, _batch_layout(spec)
-        ),
-    }
+    options = LoaderOptions(
+        spec.train.num_workers,
+        place,
+        spec.train.data_on_device,
+        layout=_batch_layout(spec),
+        collator=_collator(spec),
+    )
+    train_options = replace(options, sampler=_sampler(spec, data.splits.train))
+    shared = {"batch_size": spec.train.batch_size, "seed": spec.seed, "device": device}
     shuffle = bool(spec.data.get("shuffle", True))
-    train = Loader(splits.train, shuffle=shuffle, **shared)
-    return train, Loader(splits.val, shuffle=False, **shared)
+
+    def in_order(sets: Mapping[str, Dataset]) -> dict[str, Loader]:
+        return {
+            name: Loader(dataset, shuffle=False, options=options, **shared)
+            for name, dataset in sets.items()
+        }
+
+    train = Loader(data.splits.train, shuffle=shuffle, options=train_options, **shared)
+    return RunLoaders(train, in_order(data.validation), in_order(data.test))
+
+
+def _collator(spec: RunSpec) -> Collator | None:
+    """Return what data.collate names; None where examples are stacked."""
+    value = spec.data.get("collate")
+    if value is None:
+        return None
+    collator = build_loading_target("collate", value)
+    name = target_name(value)
+    if not callable(collator):
+        raise ConfigError(
+            f"data.collate={name} returns a {type(collator).__name__}, which takes no examples. "
+            "Name a function of the list of examples, or a class whose objects are called with it."
+        )
+    return Collator(name, collator)
+
+
+def _sampler(spec: RunSpec, dataset: Any) -> SamplerOrder | None:
+    """Return the order of data.sampler, called with the training set; None without one."""
+    value = spec.data.get("sampler")
+    # An evaluation reads no training examples.
+    if value is None or spec.mode == "evaluate":
+        return None
+    name = target_name(value)
+    try:
+        sampler = build_loading_target("sampler", value, dataset)
+    except RunnerError:
+        raise
+    except Exception as error:
+        kind = type(dataset).__name__
+        raise ConfigError(
+            f"data.sampler={name} fails on the training set, a {kind}: {type(error).__name__}: "
+            f"{error}. It is called with that data set and returns a torch.utils.data.Sampler "
+            "(docs/own-code.md)."
+        ) from error
+    return SamplerOrder(name, sampler, len(dataset))
 
 
 def _batch_layout(spec: RunSpec) -> BatchLayout:

@@ -19,15 +19,17 @@ from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import Subset
 
 from runner.config.targets import target_arguments
-from runner.data.splits import Splits
+from runner.data.splits import RunData, Splits
 
 SAMPLE_COUNT = 64  # examples that a digest covers at most
 DIGEST_BYTES = 8
-_MLFLOW_CONTEXTS = {"train": "training", "val": "validation"}
+_MLFLOW_CONTEXTS = {"train": "training", "val": "validation", "test": "testing"}
 
 
-def describe_data(name: str, node: Mapping[str, Any], splits: Splits) -> list[dict[str, Any]]:
-    """Return the descriptions of the training and the validation set, as MLflow's inputs of a run.
+def describe_data(
+    name: str, node: Mapping[str, Any], data: Splits | RunData
+) -> list[dict[str, Any]]:
+    """Return the descriptions of a run's data sets, as MLflow's inputs of a run.
 
     The digest is over the number of examples and up to 64 of them, evenly spaced, so it is the
     same in every process; on another machine where the data set computes the same bits there.
@@ -38,24 +40,31 @@ def describe_data(name: str, node: Mapping[str, Any], splits: Splits) -> list[di
     Args:
         name: of the data config.
         node: its target and keywords.
-        splits: the data sets.
+        data: the data sets.
 
     Returns:
-        For each split name, context, digest (16 hex digits), source_type (local, or code), source,
-        schema and profile: strings, JSON in the last three; schema is None where a sample is
-        neither a tensor or number nor a flat nest of them.
+        For each data set name, context, digest (16 hex digits), source_type (local, or code),
+        source, schema and profile: strings, JSON in the last three; schema is None where a sample
+        is neither a tensor or number nor a flat nest of them.
     """
     kind, source = _source(node)
+    sets = data.labelled if isinstance(data, RunData) else data._asdict()
     return [
         {
             "name": name,
-            "context": _MLFLOW_CONTEXTS[split],
+            "context": _mlflow_context(label),
             "source_type": kind,
             "source": json.dumps(source, default=str),
-            **_dataset_facts(getattr(splits, split), node),
+            **_dataset_facts(dataset, node),
         }
-        for split in _MLFLOW_CONTEXTS
+        for label, dataset in sets.items()
     ]
+
+
+def _mlflow_context(label: str) -> str:
+    """Return what a data set is used for, in MLflow's words: `validation`, `validation/<name>`."""
+    kind, slash, name = label.partition("/")
+    return f"{_MLFLOW_CONTEXTS[kind]}{slash}{name}"
 
 
 def _source(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

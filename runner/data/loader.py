@@ -2,26 +2,28 @@
 
 Any batch of any epoch can be loaded alone, with the same examples and the same random augmentation:
 resume and replay rely on it. So the order never depends on the global random state, and a loading
-process draws its random numbers from a seed of the batch.
+process draws its random numbers from a seed of the batch. With data.collate the main process does
+so, too: what a collator draws (masked tokens) depends neither on the number of processes nor on
+dropout, and a validation batch is the same in each evaluation.
 """
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from runner.data.batch_layout import PAIRS, Batch, BatchLayout
-from runner.data.collate import CollateFailure, WholeBatch, collate
+from runner.data.collate import CollateFailure, Collator, WholeBatch, collate, makes_batches
 from runner.data.device_transfer import hold_on_device, move_batches
+from runner.data.sampling import SamplerOrder
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError
+from runner.utils.reproducibility import host_rng_state, seed_host, set_host_rng_state
 
 # A prime above the number of epochs and of an epoch's batches: no two of them share a seed.
 _SEED_STRIDE = 1_000_003
@@ -29,7 +31,7 @@ _SEED_STRIDE = 1_000_003
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """Where a loader's batches are loaded, and how they are split.
+    """Where and how a loader's batches are loaded, and how they are split.
 
     Attributes:
         workers: loading processes, which stay until Loader.close(); see Loader.uses_workers.
@@ -38,12 +40,16 @@ class LoaderOptions:
         on_device: true, false or auto: hold data that are in memory on the device; see
             device_transfer.hold_on_device.
         layout: splits each batch into the inputs of the model and the target.
+        collator: makes the batches of lists of examples; None stacks them.
+        sampler: decides which examples an epoch has and in which order; None takes each once.
     """
 
     workers: int = 0
     place: ProcessRank = SINGLE_PROCESS
     on_device: bool | str = False
     layout: BatchLayout = PAIRS
+    collator: Collator | None = None
+    sampler: SamplerOrder | None = None
 
 
 DEFAULT_OPTIONS = LoaderOptions()
@@ -54,18 +60,19 @@ class Loader:
 
     A TensorDataset, data held on the device and, without loading processes, a data set with
     `batch(indices)` are gathered in whole batches here; anything else goes through torch's
-    DataLoader, whose processes call `batch(indices)` where the data set has it.
+    DataLoader, whose processes call `batch(indices)` where the data set has it. With a collator
+    every data set is loaded example by example.
 
     Args:
         dataset: yields (input, target), or what its batches' layout says.
         batch_size: examples in a micro-batch.
-        shuffle: a new order in each epoch.
+        shuffle: a new order in each epoch, where no sampler decides it.
         seed: determines the orders, together with the epoch's number.
         device: where batches go.
         options: how many processes load, which part, and what is held on the device.
 
     Raises:
-        ConfigError: the data set is empty, or cannot be held.
+        ConfigError: the data set is empty, cannot be held, or makes batches beside a collator.
 
     Attributes:
         wait_context: makes the context around each wait for a loading process, which a signal may
@@ -90,28 +97,46 @@ class Loader:
         self.workers = options.workers
         self.place = options.place
         self.layout = options.layout
+        self.collator = options.collator
+        self.sampler = options.sampler
         self.wait_context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.examples = len(dataset)  # type: ignore[arg-type]
         if not self.examples:
             raise ConfigError(
                 "The data set is empty: it yields no example to train or evaluate on."
             )
-        self.device_dataset = hold_on_device(dataset, device, options.on_device)
+        self.device_dataset = None
+        if self.collator is None:
+            self.device_dataset = hold_on_device(dataset, device, options.on_device)
+        else:
+            _check_collator(self.collator, dataset, options.on_device)
         self._worker_batches: list[list[int]] = []  # of the epoch that the processes load
         self._worker_loader: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
         """Return the number of micro-batches in an epoch."""
-        return -(-self.examples // self.batch_size)
+        return -(-self.epoch_examples // self.batch_size)
+
+    @property
+    def epoch_examples(self) -> int:
+        """Return the number of examples in an epoch: those of the data set, or of the sampler."""
+        return self.examples if self.sampler is None else self.sampler.length
 
     @property
     def uses_workers(self) -> bool:
         """Return whether processes load the data; False where tensors are only sliced."""
-        in_memory = self.device_dataset is not None or type(self.dataset) is TensorDataset
-        return self.workers > 0 and not in_memory
+        return self.workers > 0 and not self.slices_tensors and self.device_dataset is None
+
+    @property
+    def slices_tensors(self) -> bool:
+        """Return whether batches are slices of a TensorDataset's tensors."""
+        # Not of a subclass, whose __getitem__ may change the examples.
+        return type(self.dataset) is TensorDataset and self.collator is None
 
     def order(self, epoch: int) -> Tensor:
-        """Return the indices of an epoch's examples, int64 [examples]."""
+        """Return the indices of an epoch's examples, int64 [epoch_examples]."""
+        if self.sampler is not None:
+            return self.sampler.indices(self.seed * _SEED_STRIDE + epoch, epoch)
         if not self.shuffle:
             return torch.arange(self.examples)
         generator = torch.Generator().manual_seed(self.seed * _SEED_STRIDE + epoch)
@@ -120,7 +145,7 @@ class Loader:
     def examples_in(self, number: int) -> int:
         """Return how many examples an epoch's batch of this number (from 0) has in all
         processes."""
-        return min(self.batch_size, self.examples - number * self.batch_size)
+        return min(self.batch_size, self.epoch_examples - number * self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return this process's part of each batch of an epoch, from batch `start` (from 0) on."""
@@ -161,11 +186,11 @@ class Loader:
     def _load(self, chosen: Sequence[Tensor], epoch: int, start: int) -> Iterator[Any]:
         """Return the batches of these indices, where the data set is."""
         dataset: Any = self.dataset if self.device_dataset is None else self.device_dataset
-        if type(dataset) is TensorDataset:
+        if self.slices_tensors:
             return (_gather(dataset, indices) for indices in chosen)
-        if hasattr(dataset, "batch") and not self.uses_workers:
-            return (dataset.batch(indices) for indices in chosen)  # type: ignore[attr-defined]
-        if not self.workers:
+        if makes_batches(dataset) and not self.uses_workers:
+            return (dataset.batch(indices) for indices in chosen)
+        if not self.workers and self.collator is None:
             batches = [indices.tolist() for indices in chosen]
             return _raise_collate_failures(self._dataloader(dataset, batches))
         # 2**40: processes draw from seeds that no epoch of another process has.
@@ -175,7 +200,29 @@ class Loader:
             [(first_seed + position) % 2**63, *indices.tolist()]
             for position, indices in enumerate(chosen)
         ]
+        if not self.workers:
+            return _raise_collate_failures(self._load_seeded(seeded_batches))
         return self._load_in_workers(seeded_batches)
+
+    def _load_seeded(self, seeded_batches: list[list[int]]) -> Iterator[Any]:
+        """Yield batches as a loading process makes them, in this process.
+
+        Args:
+            seeded_batches: of each batch its seed, then its indices.
+        """
+        dataset = _SeededDataset(self.dataset)
+        for seeded_batch in seeded_batches:
+            random_state = host_rng_state()
+            try:
+                batch = self.collate(dataset.__getitems__(seeded_batch))
+            finally:
+                set_host_rng_state(random_state)
+            yield batch
+
+    @property
+    def collate(self) -> Callable[[Any], Any]:
+        """Return the function that makes a batch, or a CollateFailure, of a list of examples."""
+        return self.collator or collate
 
     def _load_in_workers(self, seeded_batches: list[list[int]]) -> Iterator[Any]:
         """Yield batches from the loading processes, which load those of one epoch at a time.
@@ -203,7 +250,7 @@ class Loader:
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             pin_memory=self.device.type == "cuda",
-            collate_fn=collate,
+            collate_fn=self.collate,
             # Seeds the workers; without it each epoch draws from the stream that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
             worker_init_fn=init_worker,
@@ -214,11 +261,26 @@ def _gather(dataset: TensorDataset, indices: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.index_select(0, indices) for tensor in dataset.tensors)
 
 
+def _check_collator(collator: Collator, dataset: Any, on_device: bool | str) -> None:
+    """Raise ConfigError where a collator has nothing to do, or contradicts train.data_on_device."""
+    if makes_batches(dataset):
+        raise ConfigError(
+            f"data.collate={collator.name}: the data set, a {type(dataset).__name__}, makes its "
+            "own batches by batch(indices). Leave data.collate out, or take that method out."
+        )
+    if on_device is True:
+        raise ConfigError(
+            f"train.data_on_device=true slices batches on the device, and data.collate="
+            f"{collator.name} makes them on the host of single examples. Type "
+            "train.data_on_device=auto, or leave data.collate out."
+        )
+
+
 def _raise_collate_failures(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield batches.
 
     Raises:
-        ConfigError: the examples of a batch cannot be stacked.
+        ConfigError: a batch cannot be made of its examples.
     """
     for batch in batches:
         if isinstance(batch, CollateFailure):
@@ -239,10 +301,8 @@ class _SeededDataset(Dataset[Any]):
     def __getitems__(self, seeded_batch: list[int]) -> Any:
         """Return the examples of a batch, given as its seed followed by their indices."""
         seed, *indices = seeded_batch
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        if hasattr(self.dataset, "batch"):
+        seed_host(seed)
+        if makes_batches(self.dataset):
             return WholeBatch(self.dataset.batch(torch.tensor(indices)))
         get_items = getattr(self.dataset, "__getitems__", None)
         if get_items:

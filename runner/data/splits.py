@@ -1,13 +1,15 @@
 """Define Splits, which a data target returns, and the helpers that several targets share."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from runner.utils.errors import ConfigError
+
+_Set = TypeVar("_Set")
 
 
 class Splits(NamedTuple):
@@ -20,6 +22,33 @@ class Splits(NamedTuple):
 
     train: Dataset
     val: Dataset
+
+
+class RunData(NamedTuple):
+    """The data sets of a run.
+
+    Attributes:
+        splits: the training set, and the validation set whose metrics runs are compared by.
+        validation: every validation set by its name, the one of `splits` first; the name of an
+            only one is empty.
+        test: every test set by its name, which is empty for an only one; none where the data
+            target returns none.
+    """
+
+    splits: Splits
+    validation: Mapping[str, Dataset]
+    test: Mapping[str, Dataset]
+
+    @property
+    def labelled(self) -> dict[str, Dataset]:
+        """Return every data set, by the labels of set_labels."""
+        evaluated = {**set_labels("val", self.validation), **set_labels("test", self.test)}
+        return {"train": self.splits.train, **evaluated}
+
+
+def set_labels(kind: str, sets: Mapping[str, _Set]) -> dict[str, _Set]:
+    """Return sets by the text that messages and metrics name them by: `val`, or `val/<name>`."""
+    return {f"{kind}/{name}" if name else kind: found for name, found in sets.items()}
 
 
 def image_tensors(

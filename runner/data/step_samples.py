@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import TensorDataset
 
-from runner.data.collate import collate
+from runner.data.collate import collate, makes_batches
 from runner.data.loader import Loader
 
 
@@ -49,8 +48,9 @@ def targets_of_samples(loader: Loader, indices: Sequence[int]) -> Any:
     """Return the targets of these samples as the data set holds them: [samples, ...]."""
     dataset: Any = loader.dataset
     chosen = torch.tensor(indices)
-    if type(dataset) is TensorDataset:
+    if loader.slices_tensors:
         return dataset.tensors[-1][chosen]
-    if hasattr(dataset, "batch"):
+    if makes_batches(dataset):
         return loader.layout.split(dataset.batch(chosen))[1]
-    return loader.layout.split(collate([dataset[index] for index in indices]))[1]
+    join = loader.collator or collate
+    return loader.layout.split(join([dataset[index] for index in indices]))[1]

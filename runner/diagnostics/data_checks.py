@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import TensorDataset
 
 from runner.data.loader import Batch, Loader
 from runner.data.step_samples import targets_of_samples
@@ -46,7 +45,7 @@ def data_problems(loader: Loader, split: str, task: Task, classes: int | None) -
         labelled = labelled or _has_labels(task, target)
         for name, nest in (("inputs", inputs), ("targets", target)):
             not_finite[name] += indices[_not_finite(nest, len(indices))].tolist()
-        wrong = task.misplaced(target, classes) if classes and isinstance(target, Tensor) else None
+        wrong = _misplaced(task, target, classes, len(indices))
         if wrong is not None and wrong.any():
             if first_mislabelled is None:
                 first_mislabelled = target[wrong][0]
@@ -88,6 +87,16 @@ def _has_labels(task: Task, target: Any) -> bool:
     return labels is None or bool(labels)
 
 
+def _misplaced(task: Task, target: Any, classes: int | None, count: int) -> Tensor | None:
+    """Return which of `count` samples have a label outside the classes: bool [count].
+
+    None where the task has no labels, or a collator has made another number of rows of them.
+    """
+    if not classes or not isinstance(target, Tensor) or len(target) != count:
+        return None
+    return task.misplaced(target, classes)
+
+
 def label_problem(target: Tensor, classes: int) -> str:
     """Return what is wrong with one sample's label, or with one of its tokens."""
     wrong = target[((target < 0) & (target != IGNORED)) | (target >= classes)]
@@ -108,9 +117,8 @@ def _whose(samples: list[int], split: str, checked: int) -> str:
 
 def _portions(loader: Loader) -> Iterator[tuple[Tensor, Batch]]:
     """Yield the indices of samples and their batch."""
-    dataset = loader.dataset
-    # Not a subclass: its __getitem__ may change the samples.
-    if type(dataset) is TensorDataset:
+    dataset: Any = loader.dataset
+    if loader.slices_tensors:
         for indices in torch.arange(loader.examples).split(ROWS_PER_PIECE):
             part = slice(int(indices[0]), int(indices[-1]) + 1)
             yield indices, loader.layout.split([tensor[part] for tensor in dataset.tensors])

@@ -19,7 +19,7 @@ from runner.config import trusted_targets
 from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
-from runner.data.build import build_loaders, build_splits
+from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
@@ -29,7 +29,7 @@ from runner.modes.startup_report import describe_model, log_data_sets
 from runner.modes.training_outputs import save_dtypes
 from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation import evaluate
+from runner.training.evaluation import evaluate_test, evaluate_validation
 from runner.training.model import restore_model
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
@@ -104,7 +104,8 @@ def _evaluate_checkpoint(
     spec = run.spec
     start = perf_counter()
     prepare_process(run)
-    validation = _validation_loader(run)
+    loaders = _evaluation_loaders(run)
+    validation = loaders.val
     # Again, after the data: the model follows from the seed, whatever numbers a data set draws.
     seed_all(spec.seed)
     make = partial(restore_model, spec, run.precision, run.device, saved)
@@ -121,7 +122,7 @@ def _evaluate_checkpoint(
         prepare_model(spec, run.precision, run.device, built.model)
         if spec.train.compile:
             _compile_for_batches(state, validation)
-        metrics, rate = _timed_evaluation(run, state, validation)
+        metrics, rate = _timed_evaluation(run, state, loaders)
     values = {**metrics, "memory/peak_mib": run.accelerator.peak_memory_mib()}
     if rate is not None:
         values["perf/examples_per_second"] = rate
@@ -142,13 +143,15 @@ def _evaluate_checkpoint(
     return RunOutcome(result, built.report)
 
 
-def _validation_loader(run: RunContext) -> Loader:
-    """Build the validation loader, log the data set and check it for bad values."""
-    splits = build_splits(run.spec)
-    _, loader = build_loaders(run.spec, splits, run.device, run.strategy.place)
-    log_data_sets(run, splits)
-    check_data(run, (None, loader))
-    return loader
+def _evaluation_loaders(run: RunContext) -> RunLoaders:
+    """Build the loaders, log the data sets and check those that are evaluated for bad values."""
+    data = build_data(run.spec)
+    loaders = build_run_loaders(run.spec, data, run.device, run.strategy.place)
+    log_data_sets(run, data)
+    evaluated = loaders.labelled
+    del evaluated["train"]
+    check_data(run, evaluated)
+    return loaders
 
 
 @torch.no_grad()
@@ -163,16 +166,21 @@ def _compile_for_batches(state: TrainState, validation: Loader) -> None:
 
 
 def _timed_evaluation(
-    run: RunContext, state: TrainState, validation: Loader
+    run: RunContext, state: TrainState, loaders: RunLoaders
 ) -> tuple[dict[str, float], float | None]:
     """Return the metrics, and examples per second; None for less than MIN_TIMED_SECONDS."""
     start = perf_counter()
-    metrics = evaluate(state, validation, run.stop_requested)
+    metrics = evaluate_validation(state, loaders.validation, run.stop_requested)
     run.signals.check()
     assert metrics is not None
+    test_metrics = evaluate_test(state, loaders.test, run.stop_requested)
+    run.signals.check()
+    assert test_metrics is not None
     seconds = perf_counter() - start
-    rate = validation.examples / seconds if seconds >= MIN_TIMED_SECONDS else None
-    return metrics, rate
+    evaluated = [*loaders.validation.values(), *loaders.test.values()]
+    examples = sum(loader.examples for loader in evaluated)
+    rate = examples / seconds if seconds >= MIN_TIMED_SECONDS else None
+    return metrics | test_metrics, rate
 
 
 def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:

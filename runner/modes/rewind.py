@@ -20,14 +20,14 @@ from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
-from runner.data.build import build_loaders, build_splits
+from runner.data.build import build_data, build_run_loaders
 from runner.data.loader import Batch
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes import run_metadata
 from runner.modes.trial_forward import build_proven_model
 from runner.precision.precision import Precision
 from runner.training import state_dict
-from runner.training.evaluation import evaluate
+from runner.training.evaluation import evaluate_validation
 from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
 from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
@@ -142,11 +142,12 @@ def rewind_to_step(
     # Seeded twice, as mode=train does: whatever random numbers the data draws, the model's weights
     # are those of the seed.
     seed_all(spec.seed)
-    loader, validation = build_loaders(spec, build_splits(spec), device)
+    loaders = build_run_loaders(spec, build_data(spec), device)
+    loader = loaders.train
     seed_all(spec.seed)
     make = model_builder(spec, precision, device, start)
     built = build_proven_model(
-        make, precision, device, spec.seed, lambda: next(validation.epoch(0))[0]
+        make, precision, device, spec.seed, lambda: next(loaders.val.epoch(0))[0]
     )
     with precision.session(built.model, device):
         steps = total_steps(spec.train, loader)
@@ -160,4 +161,4 @@ def rewind_to_step(
                 return
             train_step(state, micros)
             if is_evaluation_step(spec.train, loader, state.step):
-                evaluate(state, validation)  # its data may draw random numbers
+                evaluate_validation(state, loaders.validation)  # data may draw random numbers

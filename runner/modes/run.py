@@ -14,6 +14,7 @@ from rich.console import Console
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
+from runner.config.loading_targets import loading_problems
 from runner.config.resolve import flatten
 from runner.config.schema import ADVISE_USAGE_MESSAGE, RunSpec
 from runner.config.targets import build_group, check_targets
@@ -142,6 +143,7 @@ def _checked_spec(
     if spec.mode == "evaluate" and not problems:
         evaluated, spec, origin = plan_evaluation(spec, origin)
     problems += check_targets(spec)
+    problems += loading_problems(spec.data)
     if problems:
         raise ConfigError(*problems)
     return evaluated, spec, origin

@@ -3,6 +3,8 @@
 Errors that the training loop raises later are explained by training_errors.py.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from runner.config.schema import TrainSpec
@@ -18,12 +20,12 @@ from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, RunnerError
 
 
-def check_data(run: RunContext, loaders: tuple[Loader | None, Loader]) -> None:
+def check_data(run: RunContext, loaders: Mapping[str, Loader]) -> None:
     """Check the data sets before anything is computed from them, and act as guard.data says.
 
     Args:
         run: the run.
-        loaders: of the training and the validation set; an evaluation has no first one.
+        loaders: of the data sets, by their labels in messages.
 
     Raises:
         DataError: with every problem.
@@ -33,10 +35,9 @@ def check_data(run: RunContext, loaders: tuple[Loader | None, Loader]) -> None:
         return
     problems: list[str] = []
     classes = (run.spec.data.get("meta") or {}).get("classes")
-    for split, loader in zip(("train", "val"), loaders, strict=True):
-        if loader is not None:
-            with explain_dead_workers(run, split):
-                problems += data_problems(loader, split, run.task, classes)
+    for label, loader in loaders.items():
+        with explain_dead_workers(run, label):
+            problems += data_problems(loader, label, run.task, classes)
     if action == "stop" and problems:
         raise DataError("\n".join([*problems, "To train on them all the same: guard.data=warn."]))
     for problem in problems:

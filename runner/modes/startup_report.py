@@ -3,11 +3,14 @@
 The checks that may stop a run before it starts are in startup_checks.py.
 """
 
+from collections.abc import Iterator
 from typing import Any
+
+from torch.utils.data import TensorDataset
 
 from runner.data import fingerprint
 from runner.data.loader import Loader
-from runner.data.splits import Splits
+from runner.data.splits import RunData
 from runner.modes.context import RunContext
 from runner.training.model import BuiltModel
 from runner.training.pretrained import starts_random
@@ -20,16 +23,58 @@ _MAX_BYPASSED_NAMES = 4
 """Names of bypassed layers that a line shows before it says "and others"."""
 
 
-def log_data_sets(run: RunContext, splits: Splits) -> None:
-    """Record which data sets the run reads."""
+def log_data_sets(run: RunContext, data: RunData) -> None:
+    """Record which data sets the run reads, and say what several of them are for."""
+    for line in _uses_of_sets(run, data):
+        run.say(line)
     # The digest reads samples, so it is computed only for a tracker that stores it.
     if run.tracker.takes_runs:
         name = run.origin.option_name("data", run.spec.data)
-        run.tracker.inputs(fingerprint.describe_data(name, redact_values(run.spec.data), splits))
+        run.tracker.inputs(fingerprint.describe_data(name, redact_values(run.spec.data), data))
 
 
-def log_workers(run: RunContext, loader: Loader) -> None:
-    """Say that train.num_workers has no effect where the data is in memory."""
+def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:
+    """Yield what named validation sets and test sets are used for."""
+    if len(data.validation) > 1 or "" not in data.validation:
+        sizes = ", ".join(f"{name} ({_count(found)})" for name, found in data.validation.items())
+        first = next(iter(data.validation))
+        yield (
+            f"validation sets: {sizes}; runs are compared by {run.task.quality} of {first}, the "
+            "first of them"
+        )
+    if not data.test:
+        return
+    if run.spec.debug.overfit:
+        yield "test set: not evaluated with debug.overfit"
+        return
+    sizes = ", ".join(f"{name or 'test'} ({_count(found)})" for name, found in data.test.items())
+    if run.spec.mode == "evaluate":
+        yield f"test sets: {sizes}; their metrics are called test/..."
+        return
+    yield (
+        f"test sets: {sizes}; evaluated once, at the end, with the last weights and not the best "
+        "ones; their metrics are called test/..."
+    )
+
+
+def _count(dataset: Any) -> int:
+    """Return the number of examples of a data set, which torch's Dataset declares no len() for."""
+    return len(dataset)
+
+
+def log_loading(run: RunContext, loader: Loader) -> None:
+    """Say what data.sampler changes, and data.collate and train.num_workers for data in memory."""
+    if loader.sampler:
+        run.say(
+            f"data.sampler={loader.sampler.name}: an epoch has {loader.epoch_examples} examples, "
+            f"drawn from {loader.examples}"
+        )
+    if loader.collator and type(loader.dataset) is TensorDataset:
+        name = run.origin.option_name("data", run.spec.data)
+        run.say(
+            f"data.collate={loader.collator.name} takes single examples: those of data={name} are "
+            "loaded one by one, in place of slices of its tensors."
+        )
     if loader.workers and not loader.uses_workers:
         name = run.origin.option_name("data", run.spec.data)
         run.say(

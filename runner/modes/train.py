@@ -10,13 +10,12 @@ from time import perf_counter
 from typing import NamedTuple
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.data.build import build_loaders, build_splits
-from runner.data.loader import Loader
+from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.startup_checks import check_data, check_strategy, try_batch
-from runner.modes.startup_report import describe_model, log_data_sets, log_workers
+from runner.modes.startup_report import describe_model, log_data_sets, log_loading
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.training_errors import explain_training_errors, raise_diverged
 from runner.modes.training_outputs import (
@@ -32,10 +31,12 @@ from runner.precision.precision import ConversionReport
 from runner.training.callbacks.callback import dispatch
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import check_compile_options, prepare_model
+from runner.training.evaluation import evaluate_test
 from runner.training.loop import fit, total_steps
 from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
 from runner.utils.errors import CheckpointError
+from runner.utils.formatting import format_number, now_ms
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import MIB, tensor_bytes
 from runner.utils.terminal import quote_command
@@ -80,25 +81,28 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
     with run.signals.interruptible():
         loaders = _loaders(run)
         make = model_builder(spec, run.precision, run.device, resumed)
-        built = prove_conversion(run, make, loaders[1])
+        built = prove_conversion(run, make, loaders.val)
         check_compile_options(spec, run.precision, run.device, built.model)
     with run.precision.session(built.model, run.device):
         with run.signals.interruptible():
             sizes = describe_model(run, built)
-            steps = total_steps(spec.train, loaders[0])
+            steps = total_steps(spec.train, loaders.train)
             setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
             state = build_state(setup, built.model, steps)
             check_strategy(state, spec.train)
             _separate_random_streams(run)
-            memory.begin_steps(state, loaders[0])
-            try_batch(run, state, loaders[1])
+            memory.begin_steps(state, loaders.train)
+            try_batch(run, state, loaders.val)
         proof = FirstStepProof(run, state, built.report)
         outcome = _train_loop(run, state, loaders, resumed, proof)
         summary = outcome.summary.result_values()
+        if not outcome.failure:
+            test_metrics = _test_metrics(run, state, loaders)
+            summary["metrics"] = {**summary["metrics"], **test_metrics}
         # Taken before the export, which has a peak of its own.
         sizes["peak_memory_mib"] = save_processes(run, summary)
         if not outcome.failure:
-            save_model(run, state, loaders[1])
+            save_model(run, state, loaders.val)
         sizes["planned_steps"] = steps
         sizes |= outcome.report.tags()  # the first step may have proven more layers
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
@@ -111,18 +115,18 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
     return RunOutcome(result, outcome.report)
 
 
-def _loaders(run: RunContext) -> tuple[Loader, Loader]:
-    """Build and check the training and the validation loader; seed the generators for the model."""
+def _loaders(run: RunContext) -> RunLoaders:
+    """Build and check the loaders of all data sets; seed the generators for the model."""
     prepare_process(run)
-    splits = build_splits(run.spec)
+    data = build_data(run.spec)
     place = run.strategy.place
-    loaders = build_loaders(run.spec, splits, run.device, place)
+    loaders = build_run_loaders(run.spec, data, run.device, place)
     if place.world_size == 1:  # else the others would not know that a wait was interrupted
-        for loader in loaders:
+        for loader in loaders.labelled.values():
             loader.wait_context = run.signals.interruptible
-    log_data_sets(run, splits)
-    log_workers(run, loaders[0])
-    check_data(run, loaders)
+    log_data_sets(run, data)
+    log_loading(run, loaders.train)
+    check_data(run, loaders.labelled)
     # Again, after the data: the weights follow from the seed, whatever numbers a data set draws.
     seed_all(run.spec.seed)
     return loaders
@@ -131,7 +135,7 @@ def _loaders(run: RunContext) -> tuple[Loader, Loader]:
 def _train_loop(
     run: RunContext,
     state: TrainState,
-    loaders: tuple[Loader, Loader],
+    loaders: RunLoaders,
     resumed: LoadedCheckpoint | None,
     proof: FirstStepProof,
 ) -> LoopOutcome:
@@ -140,30 +144,30 @@ def _train_loop(
     probe = DtypeProbe(state.model)
     if spec.train.compile:  # compiled modules do not show their dtypes to the probe
         with run.signals.interruptible(), probe:
-            try_batch(run, state, loaders[1], says_layout=False)
+            try_batch(run, state, loaders.val, says_layout=False)
     prepare_model(spec, run.precision, run.device, state.plain_model)
     start_step = resumed.content["step"] if resumed else 0
-    callbacks = TrainingCallbacks(run, state, loaders[0], start_step)
+    callbacks = TrainingCallbacks(run, state, loaders.train, start_step)
     if resumed is not None:
-        _restore(run, callbacks, resumed, total_steps(spec.train, loaders[0]))
+        _restore(run, callbacks, resumed, total_steps(spec.train, loaders.train))
     records = fit(
         state,
-        *loaders,
+        loaders.train,
+        loaders.validation,
         spec.train,
         step_context=_step_contexts(run, callbacks, probe, proof),
         flush_every=spec.checkpoint.every_steps,
         should_stop=run.stop_requested,
     )
     try:
-        with explain_training_errors(run, state, loaders):
+        with explain_training_errors(run, state, (loaders.train, loaders.val)):
             for record in records:
                 dispatch(callbacks.callbacks, record)
                 if callbacks.should_stop:
                     break
     finally:
         callbacks.close()
-        for loader in loaders:
-            loader.close()
+        loaders.close()
     # A signal that reached one process stops all of them.
     run.signals.record_remote_signal(run.strategy.all_reduce_max(run.signals.number or 0))
     unsaved = _save_weights(run, callbacks)
@@ -173,6 +177,29 @@ def _train_loop(
     save_loss_scale(run, callbacks.summary, state.step)
     stopped_step = callbacks.guard.stopped_step
     return LoopOutcome(callbacks.summary, proof.report, failure, stopped_step, unsaved)
+
+
+def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> dict[str, float]:
+    """Evaluate the test sets on the weights as they are, and log their metrics.
+
+    Returns:
+        The metrics; empty without a test set, and where the run is asked to stop, for a resumed run
+        evaluates them at its end.
+    """
+    if not loaders.test or run.stop_requested():
+        return {}
+    first = next(iter(loaders.test.values()))
+    try:
+        with explain_training_errors(run, state, (loaders.train, first)):
+            metrics = evaluate_test(state, loaders.test, run.stop_requested)
+    finally:
+        loaders.close()
+    if metrics is None:
+        return {}
+    run.tracker.log_metrics([(state.step, now_ms(), metrics)])
+    shown = [f"{name} {format_number(value)}" for name, value in metrics.items()]
+    run.say("  ".join(["test", *shown]))
+    return metrics
 
 
 def _restore(

@@ -21,6 +21,9 @@ METRICS = {
     "val/accuracy": "share of right classes, of the labels that count (tasks of classes)",
     "val/perplexity": "exp of val/loss (task=language, causal_lm, seq2seq)",
     "val/iou": "intersection over union, mean of the classes that occur (task=segmentation)",
+    "val/<name>/<metric>": "of one of several validation sets; of the first set val/<metric>, too",
+    "test/<metric>": "a metric of the test set, with the last weights, once at the end; "
+    "test/<name>/<metric> of several",
     "guard/stagnant_share": "share of half-precision elements with a gradient that a step left "
     "where they were (true half precisions, at each evaluation)",
     "numerics/underflow_share": "share of values that become zero in the format that the run "

@@ -1,6 +1,6 @@
-"""Evaluate a model on the validation data, and measure updates that leave weights unchanged."""
+"""Evaluate a model on data sets, and measure updates that leave weights unchanged."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -56,6 +56,64 @@ def evaluate(
     if should_stop() or totals is None:
         return None
     return task.summarise(strategy.sum(totals).tolist())
+
+
+def evaluate_validation(
+    state: TrainState,
+    loaders: Mapping[str, Loader],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Return the metrics of all validation sets.
+
+    Args:
+        state: see evaluate.
+        loaders: of the sets by name; that of an only one may be empty.
+        should_stop: see evaluate.
+
+    Returns:
+        The metrics of the first set, named val/<metric>, and for each set that has a name
+        val/<name>/<metric>; None if stopped.
+    """
+    metrics: dict[str, float] = {}
+    for name, loader in loaders.items():
+        found = evaluate(state, loader, should_stop)
+        if found is None:
+            return None
+        if not metrics:
+            metrics.update(found)
+        if name:
+            metrics |= {f"val/{name}/{_short(key)}": value for key, value in found.items()}
+    return metrics
+
+
+def evaluate_test(
+    state: TrainState,
+    loaders: Mapping[str, Loader],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Return the metrics of all test sets, named test/<metric> or test/<name>/<metric>.
+
+    Args:
+        state: see evaluate.
+        loaders: of the sets by name; that of an only one is empty.
+        should_stop: see evaluate.
+
+    Returns:
+        The metrics; empty without a test set, None if stopped.
+    """
+    metrics: dict[str, float] = {}
+    for name, loader in loaders.items():
+        found = evaluate(state, loader, should_stop)
+        if found is None:
+            return None
+        start = f"test/{name}/" if name else "test/"
+        metrics |= {f"{start}{_short(key)}": value for key, value in found.items()}
+    return metrics
+
+
+def _short(metric: str) -> str:
+    """Return a validation metric's name without `val/`."""
+    return metric.removeprefix("val/")
 
 
 class Stagnation:

@@ -1,6 +1,6 @@
 """The training loop: a generator of records. Only its caller can end it early."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from math import inf
@@ -8,7 +8,7 @@ from time import perf_counter, time
 
 from runner.config.schema import TrainSpec
 from runner.data.loader import Batch, Loader
-from runner.training.evaluation import Stagnation, evaluate
+from runner.training.evaluation import Stagnation, evaluate_validation
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import EvalRecord, Record
 from runner.training.state import TrainState
@@ -63,7 +63,7 @@ def accumulation_batches(
 def fit(  # noqa: PLR0913
     state: TrainState,
     loader: Loader,
-    validation: Loader,
+    validation: Loader | Mapping[str, Loader],
     train: TrainSpec,
     *,
     flush_every: int | None = None,
@@ -80,7 +80,8 @@ def fit(  # noqa: PLR0913
     Args:
         state: changed in place.
         loader: training micro-batches.
-        validation: batches for the evaluations.
+        validation: batches for the evaluations; of several sets by their names, see
+            evaluate_validation.
         train: lengths and intervals.
         flush_every: an interval at which every record must have arrived (checkpoints).
         should_stop: asked after each step and between the batches of an evaluation; True ends the
@@ -88,6 +89,8 @@ def fit(  # noqa: PLR0913
         step_context: returns the context in which the step of a number runs (probes).
     """
     blocks = RecordBuffer(state)
+    if isinstance(validation, Loader):
+        validation = {"": validation}
     try:
         yield from _steps(
             state, blocks, loader, validation, train, flush_every, should_stop, step_context
@@ -105,7 +108,7 @@ def _steps(  # noqa: PLR0913 - those of fit, and its buffer
     state: TrainState,
     blocks: RecordBuffer,
     loader: Loader,
-    validation: Loader,
+    validation: Mapping[str, Loader],
     train: TrainSpec,
     flush_every: int | None,
     should_stop: Callable[[], bool],
@@ -155,11 +158,11 @@ def _lacks_evaluation(state: TrainState, train: TrainSpec, loader: Loader) -> bo
 
 
 def _evaluation(
-    state: TrainState, validation: Loader, should_stop: Callable[[], bool]
+    state: TrainState, validation: Mapping[str, Loader], should_stop: Callable[[], bool]
 ) -> Iterator[EvalRecord]:
     """Yield the record of an evaluation; nothing if the run is asked to stop meanwhile."""
     random_state = host_rng_state()
-    metrics = evaluate(state, validation, should_stop)
+    metrics = evaluate_validation(state, validation, should_stop)
     if metrics is None:
         # The resumed run evaluates from the start, so what the data has drawn here is put back.
         set_host_rng_state(random_state)

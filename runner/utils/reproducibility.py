@@ -60,6 +60,14 @@ def set_host_rng_state(states: tuple[Any, ...]) -> None:
     np.random.set_state(states[2])
 
 
+def seed_host(seed: int) -> None:
+    """Seed the host's generators: torch's, Python's, NumPy's. Those of devices stay as they are."""
+    # torch.manual_seed would seed the devices' generators, too, which dropout draws from.
+    torch.random.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # NumPy takes 32 bits only
+
+
 def _restore_env(key: str, value: str | None) -> None:
     if value is None:
         os.environ.pop(key, None)

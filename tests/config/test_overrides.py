@@ -54,6 +54,14 @@ def test_tags_need_no_mark():
     ]
 
 
+def test_what_loads_data_needs_no_mark():
+    assert rewrite_arguments(["data.collate=a.b", "data.sampler._target_=a.c", "data.root=x"]) == [
+        "++data.collate=a.b",
+        "++data.sampler._target_=a.c",
+        "data.root=x",
+    ]
+
+
 def test_checkpoint_is_short_for_its_path(tmp_path):
     assert rewrite_arguments(["checkpoint=ab12"]) == ["checkpoint.path=ab12"]
     assert rewrite_arguments(["checkpoint=a,b"]) == ["checkpoint.path=a,b"]  # a sweep

@@ -16,7 +16,7 @@ KNOWN = {
         "mine.Net",
         "pack.nets.net",
     ),
-    "data": ("runner.data.datasets.digits.digits", "mine.Net"),
+    "data": ("runner.data.datasets.digits.digits", "mine.Net", "runner.data.padding.pad"),
     "optimizer": ("torch.optim.NAdam", "runner.training.lowbit_optimizers.AdamW8bit"),
     "scheduler": ("torch.optim.lr_scheduler.StepLR",),
 }
@@ -89,6 +89,15 @@ def test_one_of_several_optimizers():
     spec = {"optimizer": {"a": {"_target_": "torch.optim.SGD"}, "b": {"_target_": "os.mkdir"}}}
     with pytest.raises(ConfigError, match=r"names optimizer\._target_=os\.mkdir"):
         trusted_targets.check_trusted(spec, ["optimizer"], {}, "x.pt", "checkpoint")
+
+
+def test_a_collator_that_is_given_as_text():
+    spec = {"data": {"_target_": "mine.Net", "collate": "os.system"}}
+    with pytest.raises(ConfigError, match=r"names data\._target_=os\.system"):
+        trusted_targets.check_trusted(spec, ["data"], {}, "x.pt", "checkpoint")
+    trusted_targets.check_trusted(
+        spec, ["data"], {"data": {"collate": "os.system"}}, "x.pt", "checkpoint"
+    )
 
 
 def test_a_secret_that_was_left_out_is_asked_for():

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from runner.data.loader import Loader
+from runner.data.collate import Collator
+from runner.data.loader import Loader, LoaderOptions
 from runner.data.step_samples import samples_of_step, targets_of_samples
 from runner.training.loop import accumulation_batches
 
@@ -44,3 +45,10 @@ def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
 def test_targets_are_those_of_the_data_set(dataset):
     loader = Loader(dataset, 3, shuffle=True, seed=4, device=torch.device("cpu"))
     assert targets_of_samples(loader, [3, 0, 7]).tolist() == [3, 0, 7]
+
+
+def test_targets_of_a_collator_are_those_that_it_makes():
+    options = LoaderOptions(collator=Collator("mine", lambda pairs: (0, [y + 1 for _, y in pairs])))
+    device = torch.device("cpu")
+    loader = Loader(Items(), 3, shuffle=True, seed=4, device=device, options=options)
+    assert targets_of_samples(loader, [3, 0, 7]) == [4, 1, 8]

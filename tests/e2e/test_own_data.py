@@ -60,9 +60,17 @@ KINDS = {
     "stream": lambda: (Stream(), tensors()),
     "no_items": lambda: (tensors(), NoItems()),
     "no_length": lambda: (NoLength(), tensors()),
-    "three": lambda: (tensors(), tensors(), tensors()),
+    "four": lambda: (tensors(), tensors(), tensors(), tensors()),
     "dict": lambda: {"train": tensors(), "val": tensors()},
-    "vals": lambda: (tensors(), {"seen": tensors(), "unseen": tensors()}),
+    "trains": lambda: ({"seen": tensors(), "unseen": tensors()}, tensors()),
+    "no_vals": lambda: (tensors(), {}),
+    "odd_names": lambda: (tensors(), {"a/b": tensors(), "loss": tensors(), 3: tensors()}),
+    "a_val": lambda: (tensors(), {"seen": tensors(), "unseen": NoLength()}, Stream()),
+    "all": lambda: (
+        tensors(), {"seen": tensors(), "unseen": tensors()}, {"near": tensors(), "far": tensors()}
+    ),
+    "pair": lambda: (tensors(), tensors()),
+    "test": lambda: (tensors(), tensors(), tensors()),
     "ragged": lambda: (Ragged(), tensors()),
     "ragged_val": lambda: (tensors(), Ragged()),
     "padded": lambda: (Padded(), tensors()),
@@ -97,16 +105,15 @@ def run(quick, tmp_path):
         ("stream", ["the train set is a Stream, an IterableDataset", "__getitem__(index)"]),
         ("no_items", ["the val set is a NoItems; it needs", "lacks __getitem__."]),
         ("no_length", ["the train set is a NoLength; it needs", "lacks __len__."]),
-        ("three", ["returned 3 values; it must return (train, val)", "mode=evaluate"]),
+        ("four", ["returned 4 values; it must return (train, val)", "go into a dict"]),
         ("dict", ["returned a dict with the keys train, val; it must return (train, val)"]),
         (
-            "vals",
-            [
-                "the val set is a dict with the keys seen, unseen",
-                "ConcatDataset",
-                "mode=evaluate checkpoint=<run> data=<yours>",
-            ],
+            "trains",
+            ["the train set is a dict with the keys seen, unseen", "ConcatDataset"],
         ),
+        ("no_vals", ["the dict of val sets is empty"]),
+        ("odd_names", ["a val set is called 'a/b'", "is called 'loss'", "is called 3, which"]),
+        ("a_val", ["the val/unseen set is a NoLength", "the test set is a Stream"]),
         (
             "ragged",
             [
@@ -150,3 +157,57 @@ def test_processes_that_have_nothing_to_load_are_named(quick):
     done = quick("train.num_workers=2")
     assert done.rc == 0
     assert "train.num_workers=2 starts no process: data=digits is in memory" in done.stdout
+
+
+def test_several_validation_sets_and_test_sets(run, main, tmp_path):
+    done = run("data.kind=all", "train.max_steps=4", "train.early_stop=5", "hydra.run.dir=run")
+    assert done.rc == 0, done.stderr
+    first = "validation sets: seen (8), unseen (8); runs are compared by val/accuracy of seen"
+    assert first in done.stdout
+    assert "test sets: near (8), far (8); evaluated once, at the end, with the last" in done.stdout
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    metrics = result["metrics"]
+    sets = ("val", "val/seen", "val/unseen", "test/near", "test/far")
+    assert set(metrics) == {f"{name}/{key}" for name in sets for key in ("loss", "accuracy")}
+    assert metrics["val/loss"] == metrics["val/seen/loss"] != metrics["val/unseen/loss"]
+    assert result["quality"] == "val/accuracy"
+    assert "test/far/loss" in done.stdout
+
+    done = main("mode=evaluate", "checkpoint=run", "tracking=none", "hydra.run.dir=evaluated")
+    assert done.rc == 0, done.stderr
+    evaluated = json.loads((tmp_path / "evaluated" / "result.json").read_text())
+    assert set(evaluated["metrics"]) == set(metrics)
+    assert "val/unseen/loss" in evaluated["as_trained"]
+
+
+def test_a_test_set_changes_neither_training_nor_validation(run, tmp_path):
+    results = {}
+    for kind in ("pair", "test"):
+        done = run(f"data.kind={kind}", "seed=1", f"hydra.run.dir={kind}")
+        assert done.rc == 0, done.stderr
+        results[kind] = json.loads((tmp_path / kind / "result.json").read_text())
+    without, beside = (results[kind]["metrics"] for kind in ("pair", "test"))
+    assert without == {key: value for key, value in beside.items() if key.startswith("val/")}
+    assert set(beside) - set(without) == {"test/loss", "test/accuracy"}
+    assert results["pair"]["train_loss"] == results["test"]["train_loss"]
+
+
+def test_a_run_that_was_stopped_evaluates_the_test_set_when_it_ends(run, main, tmp_path):
+    whole = run("data.kind=test", "train.max_steps=6", "hydra.run.dir=whole")
+    assert whole.rc == 0, whole.stderr
+    done = run("data.kind=test", "train.max_steps=4", "hydra.run.dir=part")
+    assert done.rc == 0, done.stderr
+    done = main("checkpoint.resume=part", "train.max_steps=6")
+    assert done.rc == 0, done.stderr
+    assert done.stdout.count("\ntest  test/loss") == 1
+    ended, resumed = (
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "part")
+    )
+    assert resumed["metrics"] == ended["metrics"]
+
+
+def test_few_examples_leave_the_test_set_out(run):
+    done = run("data.kind=test", "debug.overfit=4")
+    assert done.rc == 0, done.stderr
+    assert "test set: not evaluated with debug.overfit" in done.stdout
+    assert "test/loss" not in done.stdout

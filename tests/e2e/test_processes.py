@@ -1,5 +1,6 @@
 """Runs of several processes as their users start, stop and see them."""
 
+import json
 import os
 import signal
 
@@ -29,6 +30,37 @@ def test_a_strategy_of_several_processes_needs_them(quick):
         done = quick(f"strategy={kind}")
         assert done.rc == 2
         assert f"-m runner strategy={kind}" in done.stderr
+
+
+OWN_LOADING = """
+from torch.utils.data import RandomSampler
+from runner.data.padding import pad
+
+def sets(count):
+    return Rows(count), {"seen": Rows(7), "unseen": Rows(5)}, Rows(6)
+
+def few(dataset):
+    return RandomSampler(dataset, num_samples=16)
+"""
+
+
+@pytest.mark.slow
+def test_own_batches_order_and_test_sets_are_those_of_one_process(torchrun, main, lab):
+    with (lab / "lab" / "data.py").open("a") as file:
+        file.write(OWN_LOADING)
+    words = (
+        *("--config-dir", "lab/conf", "model=mlp", "data=mine", "data._target_=lab.data.sets"),
+        *("data.collate=lab.data.pad", "data.sampler=lab.data.few", "train.batch_size=8"),
+        *("train.max_steps=5", "tracking=none"),
+    )
+    assert main(*words, "hydra.run.dir=one").rc == 0
+    process = torchrun(*words, "strategy=ddp", "hydra.run.dir=two")
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err[-2000:]
+    one, two = (json.loads((lab / n / "result.json").read_text()) for n in ("one", "two"))
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-4)
+    assert {"val/unseen/loss", "test/loss"} < two["metrics"].keys()
+    assert out.count("test/loss") == 2  # a line and a row of the table
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.invocation import override_texts
+from runner.config.loading_targets import loading_problems
 from runner.config.overrides import PRECISION_ALIASES
 from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
@@ -177,7 +178,7 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
     spec = resolve_spec(run_config)
     precision = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
     spec = replace(spec, precision=precision)
-    problems = [*spec.problems(), *check_targets(spec)]
+    problems = [*spec.problems(), *check_targets(spec), *loading_problems(spec.data)]
     if problems:
         raise ConfigError(*problems)
     return spec

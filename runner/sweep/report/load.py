@@ -216,7 +216,7 @@ def _stored_values(run: "StoredRun") -> dict[str, Any]:
     """Return the fields of a result that a run's last metrics and tags hold."""
     quality = next((key for key in ("val/accuracy", "val/loss") if key in run.metrics), "")
     values: dict[str, Any] = {
-        "metrics": {key: v for key, v in run.metrics.items() if key.startswith("val/")},
+        "metrics": {key: v for key, v in run.metrics.items() if key.startswith(("val/", "test/"))},
         "quality": quality,
         "direction": "max" if quality == "val/accuracy" else "min",
         "train_loss": run.metrics.get("train/loss"),

@@ -1,0 +1,117 @@
+"""Take the order of training examples from a sampler of the user's: data.sampler."""
+
+from collections.abc import Iterable
+from itertools import islice
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.reproducibility import host_rng_state, seed_host, set_host_rng_state
+
+
+class SamplerOrder:
+    """The indices that a sampler yields in each epoch, determined by seed and epoch alone.
+
+    The sampler is iterated anew for each epoch, with torch's, numpy's and Python's generators and
+    the sampler's own `generator` seeded. The process's random streams stay as they were.
+
+    Args:
+        name: dotted path that data.sampler names.
+        sampler: yields indices of the training set, one at a time.
+        examples: of the training set.
+
+    Raises:
+        ConfigError: the sampler has no length, yields something else than indices, or other ones
+            for the same seed and epoch.
+
+    Attributes:
+        length: indices in an epoch, which may be fewer or more than the training set has.
+    """
+
+    def __init__(self, name: str, sampler: Any, examples: int) -> None:
+        self.name = name
+        self.sampler = sampler
+        self.examples = examples
+        if isinstance(sampler, DistributedSampler):
+            raise self._error(
+                "it is a DistributedSampler, and the runner itself divides each batch among the "
+                "processes. Name a sampler of all examples"
+            )
+        if not (isinstance(sampler, Iterable) and hasattr(sampler, "__len__")):
+            raise self._error(
+                f"it is a {type(sampler).__name__}. Return a torch.utils.data.Sampler with "
+                "__iter__ and __len__"
+            )
+        self.length = len(sampler)  # type: ignore[arg-type]
+        if not self.length:
+            raise self._error("it is empty. Have it yield at least one index")
+        if not torch.equal(self.indices(0, 1), self.indices(0, 1)):
+            raise self._error(
+                "it yields other indices when it is iterated a second time for the same seed and "
+                "epoch, so that no run could be resumed. Draw them from torch's, numpy's or "
+                "Python's global generators, which are seeded, or from an attribute `generator`"
+            )
+
+    def indices(self, seed: int, epoch: int) -> Tensor:
+        """Return the indices of an epoch, int64 [length].
+
+        Args:
+            seed: determines them together with the epoch.
+            epoch: its number, for samplers with `set_epoch`.
+
+        Raises:
+            ConfigError: the sampler raises, or yields something else than `length` indices.
+        """
+        random_state = host_rng_state()
+        try:
+            return self._drawn(seed, epoch)
+        except RunnerError:
+            raise
+        except Exception as error:
+            raise self._error(f"{type(error).__name__}: {error}") from error
+        finally:
+            set_host_rng_state(random_state)
+
+    def _drawn(self, seed: int, epoch: int) -> Tensor:
+        seed_host(seed)
+        generator = getattr(self.sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        # One more than there should be: a sampler may be endless.
+        drawn = list(islice(iter(self.sampler), self.length + 1))
+        for value in drawn:
+            self._check_index(value)
+        if len(drawn) != self.length:
+            count = "more" if len(drawn) > self.length else str(len(drawn))
+            raise self._error(
+                f"its length is {self.length}, and it yields {count}. Have it yield as many "
+                "indices in each epoch as len() says"
+            )
+        return torch.tensor([index(value) for value in drawn])
+
+    def _check_index(self, value: Any) -> None:
+        """Raise ConfigError where a value is no index of the training set."""
+        if isinstance(value, list | tuple):
+            raise self._error(
+                f"it yields a {type(value).__name__}. Yield one index at a time, not batches: "
+                "train.batch_size of them make a batch"
+            )
+        try:
+            number = index(value)
+        except TypeError as error:
+            kind = type(value).__name__
+            raise self._error(f"it yields a {kind}. Yield indices, whole numbers") from error
+        if not 0 <= number < self.examples:
+            raise self._error(
+                f"it yields {number}, and the training set has the indices 0 to "
+                f"{self.examples - 1}. Yield those"
+            )
+
+    def _error(self, reason: str) -> ConfigError:
+        return ConfigError(f"data.sampler={self.name} cannot be used: {reason}.")
