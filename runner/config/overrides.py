@@ -33,8 +33,9 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     """Return a command in the form that Hydra parses, with its overrides before its flags.
 
     Short precision names become full ones, numbers that name an option are quoted,
-    `checkpoint=<file>` becomes checkpoint.path=, and tags are marked as new keys. A command with
-    hydra.sweep.dir and hydra.job.num is one job of a sweep, and runs in that job's folder.
+    `checkpoint=<file>` becomes checkpoint.path=, and tags and the runner's keys of optimizers and
+    schedules are marked as new keys. A command with hydra.sweep.dir and hydra.job.num is one job of
+    a sweep, and runs in that job's folder.
     """
     # Hydra fails at `precision=16`, which it reads as a number, and at `model=vit -m seed=0,1`:
     # its parser wants all overrides next to each other.
@@ -44,7 +45,7 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     while rest:
         text = rest.pop(0)
         if not text.startswith("-"):
-            overrides.append(_mark_tag(_rewrite_path(_quote_option(text))))
+            overrides.append(_mark_new_key(_rewrite_path(_quote_option(text))))
             continue
         flags.append(text)
         if text in _FLAGS_WITH_VALUE and rest and "=" not in rest[0]:
@@ -168,9 +169,19 @@ def path_exists(path: str) -> bool:
         return False
 
 
-def _mark_tag(text: str) -> str:
-    """Mark a tag as a new key: Hydra refuses unknown keys, and users name their tags freely."""
-    return f"++{text}" if text.startswith("tracking.tags.") else text
+_RECIPE_KEYS = re.compile(
+    r"(optimizer\.(\w+\.)?(groups|no_decay_on|layer_decay)|scheduler\.warmup)="
+)
+"""Keys that fit each optimizer and each schedule, so that no yaml lists them."""
+
+
+def _mark_new_key(text: str) -> str:
+    """Mark a key that no yaml lists as a new one, which Hydra would refuse otherwise.
+
+    Users name their tags freely.
+    """
+    is_new = text.startswith("tracking.tags.") or _RECIPE_KEYS.match(text)
+    return f"++{text}" if is_new else text
 
 
 def override_key(override: str) -> str:

@@ -18,6 +18,12 @@ LEADING_ARGUMENT_COUNTS = {"optimizer": 1, "scheduler": 1}
 # Keys of a group that describe it to the runner and are not passed to its target.
 DESCRIPTIVE_KEYS = {"_target_", "meta", "match", "shuffle"}
 
+RUNNER_KEYS = {
+    "optimizer": ("groups", "no_decay_on", "layer_decay"),
+    "scheduler": ("warmup",),
+}
+"""Keys that the runner reads and does not pass to the target, by group."""
+
 # Groups that every run needs; a scheduler or an adapter may be none.
 REQUIRED_GROUPS = ("strategy", "precision", "model", "data", "task", "optimizer", "tracking")
 
@@ -25,6 +31,21 @@ REQUIRED_GROUPS = ("strategy", "precision", "model", "data", "task", "optimizer"
 def target_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that a group node passes to its target."""
     return {key: value for key, value in node.items() if key not in DESCRIPTIVE_KEYS}
+
+
+def runner_keys(group: str, target: Any) -> set[str]:
+    """Return the keys of RUNNER_KEYS that a target does not take itself, by a parameter's name."""
+    try:
+        own = signature(target).parameters
+    except (TypeError, ValueError):
+        return set(RUNNER_KEYS.get(group, ()))
+    return {key for key in RUNNER_KEYS.get(group, ()) if key not in own}
+
+
+def without_runner_keys(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's node with a target, without the keys that the runner reads."""
+    keys = runner_keys(group, locate(node["_target_"]))
+    return {key: value for key, value in node.items() if key not in keys}
 
 
 def locate(path: str) -> Callable[..., Any]:
@@ -98,7 +119,8 @@ def check_targets(spec: RunSpec) -> list[str]:
         except ConfigError as error:
             problems += [f"{key}._target_={problem}" for problem in error.problems]
             continue
-        problems += _argument_problems(key, node, target, leading)
+        own_node = without_runner_keys(key.partition(".")[0], node)
+        problems += _argument_problems(key, own_node, target, leading)
     return problems
 
 

@@ -10,7 +10,9 @@ from runner.data.loader import Loader
 from runner.data.splits import Splits
 from runner.modes.context import RunContext
 from runner.training.model import BuiltModel
+from runner.training.parameter_groups import describe_groups
 from runner.training.pretrained import starts_random
+from runner.training.state import TrainState
 from runner.utils.files import write_json
 from runner.utils.formatting import format_percent, now_ms
 from runner.utils.secrets import redact_values
@@ -74,6 +76,13 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         "converted_weights": tags.get("converted_weights", ""),
         "trains": trainable / every if every and trains else None,
     }
+
+
+def describe_optimizers(run: RunContext, state: TrainState) -> None:
+    """Print the groups of parameters that settings made, with their learning rates."""
+    line = describe_groups(state.optimizers)
+    if line:
+        run.say(line)
 
 
 def print_trainable(run: RunContext, trainable: int, every: int) -> None:

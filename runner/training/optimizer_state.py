@@ -196,7 +196,10 @@ def _apply_hyperparameters(
 ) -> None:
     """Set the hyperparameters that were typed for the resume."""
     for group in optimizer.param_groups:
+        own = group.get("own_options", ())
         for key, (old, new) in changed.items():
+            if key in own:
+                continue
             # A schedule may have changed the rate since the start, so the new rate enters as a
             # ratio: the schedule continues as it would from a start at the new rate.
             if key == "lr" and isinstance(old, int | float) and old:

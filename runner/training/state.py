@@ -28,15 +28,23 @@ class ScheduledOptimizer:
             without a schedule. A schedule counts applied steps only, and a read of the flag right
             after its step would make the host wait for the device.
         params: the optimizer's parameters, in the order of its groups.
+        name: where a run has several optimizers; empty for the only one.
+        group_names: of the optimizer's groups of parameters; empty where no setting made them.
     """
 
     optimizer: Optimizer
     scheduler: Any = None
     pending_found_inf: HostFlag | None = None
     params: list[Tensor] = field(default_factory=list)
+    name: str = ""
+    group_names: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # Of a group without a name, or of several optimizers, the optimizer's own name counts.
+        for group in self.optimizer.param_groups:
+            words = [self.name, group.get("name", "")]
+            self.group_names.append(".".join(word for word in words if word))
 
     @property
     def lr(self) -> float:
@@ -108,7 +116,27 @@ class TrainState:
         model = getattr(self.model, "_orig_mod", self.model)
         return model.module if isinstance(model, DistributedDataParallel) else model
 
+    def named_rates(self) -> dict[str, float]:
+        """Return the learning rate in force of each named group of parameters; empty for most runs.
+
+        Groups that share a name, as those with and without weight decay, share the rate, too.
+        """
+        rates: dict[str, float] = {}
+        for name, scheduled, index in self._named_groups:
+            rates[name] = scheduled.optimizer.param_groups[index]["lr"]
+        return rates
+
     # These lists are cached: a step reads them, and a walk over the modules costs host time.
+    @cached_property
+    def _named_groups(self) -> list[tuple[str, ScheduledOptimizer, int]]:
+        """Return the name, the optimizer and the index of each named group of parameters."""
+        groups: list[tuple[str, ScheduledOptimizer, int]] = []
+        for scheduled in self.optimizers:
+            for index, name in enumerate(scheduled.group_names):
+                if name:
+                    groups.append((name, scheduled, index))
+        return groups
+
     @cached_property
     def trainable_parameters(self) -> list[Tensor]:
         """Return the parameters that the optimizers update, in the optimizers' order."""

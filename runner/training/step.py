@@ -5,7 +5,7 @@ for the device in every step, and the device for the host's next launch. The val
 on the device until record_buffer.py copies a block of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import nan
 from time import perf_counter, time
@@ -96,6 +96,7 @@ def train_step(
         values.scale,
         values.found_inf,
         measured,
+        values.rates,
     )
 
 
@@ -107,6 +108,7 @@ class _StepValues(NamedTuple):
     norms: Tensor
     scale: Tensor | None
     found_inf: Tensor | None
+    rates: Mapping[str, float]
 
 
 def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _StepValues:
@@ -126,10 +128,11 @@ def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
         if scheduled.pending_found_inf is not None:
             scheduled.advance_schedule()
     lr = state.optimizers[0].lr
+    rates = state.named_rates()
     state.run_update_hook()
     _optimizer_step(state, found_infs)
     found_inf = found_infs[0] if len(found_infs) == 1 else _any_found_inf(found_infs)
-    return _StepValues(lr, loss, norms, scale, found_inf)
+    return _StepValues(lr, loss, norms, scale, found_inf, rates)
 
 
 def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
@@ -303,4 +306,4 @@ def _closure_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[in
     if scheduled.scheduler is not None:
         scheduled.scheduler.step()
     loss, norms = first[0]
-    return _StepValues(lr, loss, norms, None, None)
+    return _StepValues(lr, loss, norms, None, None, {})

@@ -34,7 +34,8 @@ def test_every_metric_that_the_code_logs_is_documented(root):
     code = "\n".join(path.read_text() for path in (root / "runner").rglob("*.py"))
     logged = set(re.findall(r'"((?:train|loss_scale|perf|memory|val|guard|numerics)/\w+)"', code))
     per_module = {f"{stem}/<module>" for stem in re.findall(r'"(fp8/\w+)/', code)}
-    assert logged | per_module == set(METRICS)
+    per_group = {f"{stem}/<group>" for stem in re.findall(r'"(lr)/', code)}
+    assert logged | per_module | per_group == set(METRICS)
 
 
 def test_the_text_of_mode_names_every_mode(generate):
