@@ -41,6 +41,8 @@ class TrainSpec:
         accumulate: micro-batches whose gradients are accumulated for one optimizer step.
         clip_norm: largest 2-norm of the unscaled gradients, to which larger ones are scaled down;
             null does not clip.
+        freeze: patterns of dotted names of parameters or modules that do not train, as in
+            [embeddings,*.norm].
         eval_every: optimizer steps between evaluations; null evaluates at the end of each epoch.
         log_every: optimizer steps between transfers of the metrics from the device to the host.
         compile: compile the model with torch.compile: true or default, another mode of
@@ -65,6 +67,7 @@ class TrainSpec:
     batch_size: int = 64
     accumulate: int = 1
     clip_norm: float | None = None
+    freeze: list[str] = field(default_factory=list)
     eval_every: int | None = None
     log_every: int = 20
     compile: bool | str = False

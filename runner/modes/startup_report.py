@@ -9,6 +9,7 @@ from runner.data import fingerprint
 from runner.data.loader import Loader
 from runner.data.splits import Splits
 from runner.modes.context import RunContext
+from runner.training.freezing import describe_frozen
 from runner.training.model import BuiltModel
 from runner.training.parameter_groups import describe_groups
 from runner.training.pretrained import starts_random
@@ -60,6 +61,8 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     if run.precision.emulated:
         tags["emulated"] = "true"
     trains = run.spec.mode == "train"
+    if trains and run.spec.train.freeze:
+        run.say(describe_frozen(built.model))
     # Only a training says it: in an evaluation nothing trains anyway.
     if trains and trainable < every:
         tags["trainable"] = f"{trainable}/{every}"

@@ -202,14 +202,20 @@ def _depths(key: str, model: nn.Module) -> dict[str, int]:
     return depths
 
 
-def _no_match(given: str, match: Any, named: Collection[str]) -> str:
+def nearest_names(pattern: str, named: Collection[str]) -> str:
+    """Return the names of parameters and of their modules that are most like a pattern."""
     names = dict.fromkeys(named)
     for name in named:
         segments = name.split(".")
         names |= dict.fromkeys(".".join(segments[:depth]) for depth in range(1, len(segments)))
-    near = get_close_matches(_patterns(match)[0], list(names), n=4, cutoff=0.4) or [*named][:6]
+    near = get_close_matches(pattern, list(names), n=4, cutoff=0.4) or [*named][:6]
+    return ", ".join(near)
+
+
+def _no_match(given: str, match: Any, named: Collection[str]) -> str:
+    near = nearest_names(_patterns(match)[0], named)
     return (
-        f"{given} matches no parameter that it could take. Nearest names: {', '.join(near)}. "
+        f"{given} matches no parameter that it could take. Nearest names: {near}. "
         "Name a parameter or a module; `*` stands for any part of one segment."
     )
 
