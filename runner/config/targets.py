@@ -95,11 +95,26 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
         leading = LEADING_ARGUMENT_COUNTS.get(part.name, 0)
         if "_target_" in node:
             yield part.name, node, leading
+            # Schedules of schedules, each of which is called with the optimizer.
+            if part.name == "scheduler" and isinstance(node.get("schedulers"), list):
+                yield from _nested_schedules(part.name, node["schedulers"])
             continue
         # Several optimizers, each under a name of its own.
         for key, child in node.items():
             if isinstance(child, dict) and "_target_" in child:
                 yield f"{part.name}.{key}", child, leading
+
+
+def _nested_schedules(
+    key: str, parts: Iterable[Any]
+) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """Yield target_nodes' rows of the schedules in a list, at any depth."""
+    for i, part in enumerate(parts):
+        if isinstance(part, Mapping) and "_target_" in part:
+            name = f"{key}.schedulers.{i}"
+            yield name, part, LEADING_ARGUMENT_COUNTS["scheduler"]
+            if isinstance(part.get("schedulers"), list):
+                yield from _nested_schedules(name, part["schedulers"])
 
 
 def check_targets(spec: RunSpec) -> list[str]:
@@ -132,7 +147,10 @@ def _argument_problems(
         yield f"{key}._target_={node['_target_']} is a {kind}, not a class or function."
         return
     try:
-        parameters = list(signature(target).parameters.values())[leading:]
+        every = list(signature(target).parameters.values())
+        is_behind = key.startswith("scheduler") and "optimizer" in [p.name for p in every[1:]]
+        # ChainedScheduler takes the optimizer behind its schedules, by its name.
+        parameters = [p for p in every if p.name != "optimizer"] if is_behind else every[leading:]
     except (TypeError, ValueError):
         # A builtin without a signature: its own call reports wrong arguments.
         return
@@ -166,7 +184,7 @@ def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[st
         return
     for name, value in given.items():
         # The runner puts the run's length in place of a scheduler's null.
-        is_filled = key == "scheduler" and value is None
+        is_filled = key.startswith("scheduler") and value is None
         if name in hints and not is_filled and not fits_type(value, hints[name]):
             is_text = " is text" if isinstance(value, str) else " does not fit"
             yield f"{key}.{name}={_typed(value)}{is_text}. Allowed: {_words(hints[name])}."

@@ -160,4 +160,7 @@ def rewind_to_step(
                 return
             train_step(state, micros)
             if is_evaluation_step(spec.train, loader, state.step):
-                evaluate(state, validation)  # its data may draw random numbers
+                # Its data may draw random numbers, and a schedule may follow its quality.
+                metrics = evaluate(state, validation)
+                if metrics is not None:
+                    state.record_evaluation(metrics)

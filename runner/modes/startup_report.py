@@ -13,6 +13,7 @@ from runner.training.freezing import describe_frozen
 from runner.training.model import BuiltModel
 from runner.training.parameter_groups import describe_groups
 from runner.training.pretrained import starts_random
+from runner.training.schedules import describe_schedule
 from runner.training.state import TrainState
 from runner.utils.files import write_json
 from runner.utils.formatting import format_percent, now_ms
@@ -81,11 +82,24 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     }
 
 
-def describe_optimizers(run: RunContext, state: TrainState) -> None:
-    """Print the groups of parameters that settings made, with their learning rates."""
-    line = describe_groups(state.optimizers)
-    if line:
-        run.say(line)
+def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
+    """Print the groups of parameters that settings made, and what their schedules follow.
+
+    Args:
+        run: the run.
+        state: its optimizers are described.
+        steps: optimizer steps of the whole run.
+    """
+    task = run.task
+    # The schedules of several optimizers are of one kind.
+    schedule = state.optimizers[0].scheduler
+    lines = [
+        describe_groups(state.optimizers),
+        describe_schedule(schedule, steps, task.quality, task.direction),
+    ]
+    for line in lines:
+        if line:
+            run.say(line)
 
 
 def print_trainable(run: RunContext, trainable: int, every: int) -> None:

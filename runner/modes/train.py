@@ -94,7 +94,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
             setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
             state = build_state(setup, built.model, steps)
             check_strategy(state, spec.train)
-            describe_optimizers(run, state)
+            describe_optimizers(run, state, steps)
             _separate_random_streams(run)
             memory.begin_steps(state, loaders[0])
             try_batch(run, state, loaders[1])

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from runner.training.parameter_groups import (
     group_problems,
     is_match,
 )
+from runner.training.schedules import build_scheduler, check_scheduler
 from runner.training.sparse_gradients import check_optimizer, sparse_parameters
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
@@ -155,23 +156,12 @@ def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
     return "fused" in signature(target).parameters
 
 
-RUN_LENGTH_KEYWORDS = ("T_max", "total_steps", "total_iters")
-"""Keywords of torch's schedulers that say how long a run is; null means the run's own length."""
-
-
-def build_scheduler(node: Mapping[str, Any], optimizer: Optimizer, steps: int) -> Any:
-    """Build a schedule that counts applied optimizer steps; None for a constant rate."""
-    if not node.get("_target_"):
-        return None
-    filled = dict(node)
-    for key in RUN_LENGTH_KEYWORDS:
-        if key in filled and filled[key] is None:
-            filled[key] = steps
-    return build_group("scheduler", filled, optimizer)
-
-
 def build_scheduled_optimizers(
-    spec: RunSpec, model: nn.Module, precision: Precision, steps: int
+    spec: RunSpec,
+    model: nn.Module,
+    precision: Precision,
+    steps: int,
+    direction: str | None = None,
 ) -> list[ScheduledOptimizer]:
     """Build the optimizers over the trainable parameters, each with its schedule.
 
@@ -180,6 +170,7 @@ def build_scheduled_optimizers(
         model: converted and on its device.
         precision: refuses optimizers that cannot work in it.
         steps: optimizer steps of the whole run.
+        direction: max or min, of the task's quality, which a schedule may follow.
 
     Raises:
         ConfigError: nothing is trainable, or an optimizer gets nothing or cannot work here.
@@ -203,7 +194,7 @@ def build_scheduled_optimizers(
     for key, optimizer in optimizers.items():
         # The only optimizer of a run needs no name: its metrics are those without one.
         name = key.partition(".")[2]
-        schedule = build_scheduler(spec.scheduler, optimizer, steps)
+        schedule = build_scheduler(spec.scheduler, optimizer, steps, direction)
         scheduled.append(ScheduledOptimizer(optimizer, schedule, name=name))
     return scheduled
 
@@ -259,7 +250,7 @@ def check_arguments(spec: RunSpec) -> None:
     """
     if spec.adapter.get("_target_"):
         build_group("adapter", spec.adapter)
-    _check_scheduler(spec.scheduler)
+    check_scheduler(spec.scheduler)
     nodes = {"optimizer": spec.optimizer} if "_target_" in spec.optimizer else spec.optimizer
     for key, node in nodes.items():
         if isinstance(node, Mapping):
@@ -276,26 +267,3 @@ def _check_optimizer(key: str, node: Mapping[str, Any]) -> None:
     # Constructors check their own keywords alone, so each group's options are tried as such.
     for i, options in enumerate(entry_options(node)):
         build_optimizer(f"{key}.groups.{i}", {**node, **options}, dummy)
-
-
-def _check_scheduler(node: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a schedule whose step() needs more than the step's number."""
-    if not node.get("_target_"):
-        return
-    target = locate(node["_target_"])
-    step = getattr(target, "step", None)
-    parameters = signature(step).parameters if step else {}
-    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    needed: list[str] = []
-    for name, parameter in parameters.items():
-        is_required = parameter.default is Parameter.empty and parameter.kind in positional
-        if name != "self" and is_required:
-            needed.append(name)
-    if needed:
-        raise ConfigError(
-            f"scheduler: {node['_target_']} needs {', '.join(needed)} in each step(), and "
-            "schedules here follow the optimizer's steps, without a metric. Type "
-            "scheduler=cosine, scheduler=linear or scheduler=onecycle, or the _target_ of another "
-            "torch.optim.lr_scheduler class; "
-            "train.early_stop=<evaluations> watches the validation."
-        )

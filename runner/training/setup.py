@@ -91,7 +91,9 @@ def build_state(
     if total_steps is not None:
         # A strategy may replace parameters, so optimizers are built from the model after it.
         wrapped = setup.strategy.wrap(model, setup.device)
-        optimizers = build_scheduled_optimizers(spec, model, precision, total_steps)
+        optimizers = build_scheduled_optimizers(
+            spec, model, precision, total_steps, setup.task.direction
+        )
     return TrainState(
         wrapped,
         precision,

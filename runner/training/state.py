@@ -1,6 +1,6 @@
 """The state of a run: everything that changes while the run trains."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -57,6 +57,11 @@ class ScheduledOptimizer:
         if self.pending_found_inf is not None and not self.pending_found_inf.is_set:
             self.scheduler.step()
         self.pending_found_inf = None
+
+    def step_evaluation(self, quality: float) -> None:
+        """Pass an evaluation's quality to the schedule, if it follows evaluations."""
+        if hasattr(self.scheduler, "step_evaluation"):
+            self.scheduler.step_evaluation(quality)
 
 
 @dataclass
@@ -115,6 +120,12 @@ class TrainState:
         """Return the module inside the wrappers of torch.compile and DDP."""
         model = getattr(self.model, "_orig_mod", self.model)
         return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def record_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Note that the current step was evaluated, for schedules that follow the quality."""
+        self.last_evaluation_step = self.step
+        for scheduled in self.optimizers:
+            scheduled.step_evaluation(metrics[self.task.quality])
 
     def named_rates(self) -> dict[str, float]:
         """Return the learning rate in force of each named group of parameters; empty for most runs.
