@@ -188,8 +188,11 @@ def build_scheduled_optimizers(
     # LBFGS evaluates the loss several times in one step: neither clipping nor a second optimizer
     # has a place in that.
     has_lbfgs = any(isinstance(o, torch.optim.LBFGS) for o in optimizers.values())
-    if has_lbfgs and (len(optimizers) > 1 or spec.train.clip_norm is not None):
-        raise ConfigError("optimizer=lbfgs works alone and without train.clip_norm.")
+    clips = spec.train.clip_norm is not None or spec.train.clip_value is not None
+    if has_lbfgs and (len(optimizers) > 1 or clips):
+        raise ConfigError(
+            "optimizer=lbfgs works alone and without train.clip_norm and train.clip_value."
+        )
     scheduled: list[ScheduledOptimizer] = []
     for key, optimizer in optimizers.items():
         # The only optimizer of a run needs no name: its metrics are those without one.

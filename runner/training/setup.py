@@ -103,4 +103,5 @@ def build_state(
         setup.device,
         spec.train.clip_norm,
         setup.strategy,
+        clip_value=spec.train.clip_value,
     )

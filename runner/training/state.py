@@ -76,6 +76,7 @@ class TrainState:
         optimizers: each with its schedule; empty for a model that is only evaluated.
         device: where the model computes.
         clip_norm: largest 2-norm of all gradients together; None does not clip.
+        clip_value: largest magnitude of each element of the gradients; None does not clip.
         strategy: how the processes of the run share the model.
         step: attempted optimizer steps.
         epoch: passes over the data that were begun.
@@ -100,6 +101,7 @@ class TrainState:
     skipped: int = 0
     last_evaluation_step: int = 0
     stagnant_share: float | None = None
+    clip_value: float | None = None
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
 
     def set_update_hook(self, hook: Callable[[], None]) -> None:

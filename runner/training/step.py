@@ -230,6 +230,8 @@ def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
     The norms are those of this process's shards. An overflow makes one infinite and never raises.
     """
     norms = grad_norms(grads)
+    if state.clip_value is not None:
+        _clip_elements(grads, state.clip_value)
     if state.clip_norm is None:
         return norms
     # An optimizer whose gradients overflowed skips its step. Without the replacement, its infinite
@@ -241,6 +243,16 @@ def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
     factor = (state.clip_norm / (total + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, factor)
     return norms
+
+
+def _clip_elements(grads: list[Tensor], limit: float) -> None:
+    """Set each element of the gradients to the range from -limit to limit, in place.
+
+    Of a complex element, its real and its imaginary part. NaN stays NaN.
+    """
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    torch._foreach_clamp_min_(real, -limit)
+    torch._foreach_clamp_max_(real, limit)
 
 
 _NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
