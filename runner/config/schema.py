@@ -43,6 +43,8 @@ class TrainSpec:
             null does not clip.
         clip_value: largest magnitude of each element of the unscaled gradients, to which larger
             ones are set; null does not clip; not together with train.clip_norm.
+        ema: decay of an exponential moving average of the weights, above 0 and below 1, which the
+            evaluations use and checkpoints hold beside the weights; null averages nothing.
         freeze: patterns of dotted names of parameters or modules that do not train, as in
             [embeddings,*.norm].
         eval_every: optimizer steps between evaluations; null evaluates at the end of each epoch.
@@ -70,6 +72,7 @@ class TrainSpec:
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
+    ema: float | None = None
     freeze: list[str] = field(default_factory=list)
     eval_every: int | None = None
     log_every: int = 20
@@ -91,6 +94,10 @@ class TrainSpec:
                 f"train.clip_norm={self.clip_norm} and train.clip_value={self.clip_value} exclude "
                 "each other. Type one of them as null."
             )
+        if self.ema is not None and not 0 < self.ema < 1:
+            yield f"train.ema={self.ema} is no decay. Allowed: above 0 and below 1, or null."
+        if not all(isinstance(pattern, str) and pattern for pattern in self.freeze):
+            yield f"train.freeze={self.freeze} does not fit. Allowed: names, as in [blocks,head]."
         # `not x > 0` instead of `x <= 0`: it is true for NaN, too.
         if self.max_seconds is not None and not self.max_seconds > 0:
             yield f"train.max_seconds={self.max_seconds} must be above 0, or null."

@@ -96,6 +96,7 @@ def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
     lines = [
         describe_groups(state.optimizers),
         describe_schedule(schedule, steps, task.quality, task.direction),
+        state.average.describe() if state.average is not None else "",
     ]
     for line in lines:
         if line:

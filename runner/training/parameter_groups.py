@@ -248,6 +248,9 @@ def group_problems(key: str, node: Mapping[str, Any], optimizer: Optimizer) -> I
     if "max_iter" in options and "line_search_fn" in options:
         yield f"{key}.{next(iter(settings))}: {target} takes one group of parameters alone."
         return
+    exempt = settings.get("no_decay_on")
+    if exempt is not None and not _are_patterns(exempt):
+        yield f"{key}.no_decay_on={exempt} does not fit. Allowed: {NORMS_AND_BIASES}, or patterns."
     if "no_decay_on" in settings and "weight_decay" not in options:
         yield f"{key}.no_decay_on={_typed(settings['no_decay_on'])}: {target} has no weight_decay."
     decay = settings.get("layer_decay")
@@ -267,20 +270,35 @@ def _entry_problems(
         yield f"{key}.groups={entries} is no list. Type {key}.groups=[{{match: head, lr: 0.01}}]."
         return
     for i, entry in enumerate(entries):
-        if not isinstance(entry, Mapping) or entry.get("match") is None:
+        if not isinstance(entry, Mapping) or not _are_patterns(entry.get("match")):
             yield (
                 f"{key}.groups.{i}={entry} names no parameters. Type {{match: <pattern>, "
                 "<option>: <value>}, as in {match: head, lr: 0.01}."
             )
             continue
-        for name, value in entry.items():
-            given = f"{key}.groups.{i}.{name}={value}"
-            if name in _OWN_KEYS:
-                continue
-            if name not in options:
-                yield f"{given}: {target} has no {name} of a group. It has: {', '.join(options)}."
-            elif _is_number(options[name]) and not _is_number(value):
-                yield f"{given} does not fit. Allowed: a number."
+        yield from _option_problems(f"{key}.groups.{i}", entry, target, options)
+
+
+def _option_problems(
+    key: str, entry: Mapping[str, Any], target: str, options: Mapping[str, Any]
+) -> Iterator[str]:
+    for name, value in entry.items():
+        given = f"{key}.{name}={value}"
+        if name == "match":
+            continue
+        if name == "name":
+            if not isinstance(value, str | int):
+                yield f"{given} does not fit. Allowed: text."
+        elif name not in options:
+            yield f"{given}: {target} has no {name} of a group. It has: {', '.join(options)}."
+        elif _is_number(options[name]) and not _is_number(value):
+            yield f"{given} does not fit. Allowed: a number."
+
+
+def _are_patterns(value: Any) -> bool:
+    """Return whether a value is a pattern, or a list of at least one."""
+    items = value if isinstance(value, list) else [value]
+    return bool(items) and all(isinstance(item, str | int) and item != "" for item in items)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """The state of a run: everything that changes while the run trains."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,9 @@ from runner.precision.loss_scale import HostFlag, LossScale
 from runner.precision.precision import Precision
 from runner.training.sparse_gradients import sparse_parameters
 from runner.training.tasks.task import Task
+from runner.training.weight_average import WeightAverage
+
+_NO_CONTEXT = nullcontext()
 
 
 @dataclass
@@ -76,6 +80,7 @@ class TrainState:
         optimizers: each with its schedule; empty for a model that is only evaluated.
         device: where the model computes.
         clip_norm: largest 2-norm of all gradients together; None does not clip.
+        average: of the weights, for the evaluations; None averages nothing.
         clip_value: largest magnitude of each element of the gradients; None does not clip.
         strategy: how the processes of the run share the model.
         step: attempted optimizer steps.
@@ -102,6 +107,7 @@ class TrainState:
     last_evaluation_step: int = 0
     stagnant_share: float | None = None
     clip_value: float | None = None
+    average: WeightAverage | None = None
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
 
     def set_update_hook(self, hook: Callable[[], None]) -> None:
@@ -111,6 +117,14 @@ class TrainState:
         separates the backward from the update.
         """
         self._update_hook = hook
+
+    def evaluated_weights(self) -> AbstractContextManager[object]:
+        """Return the context in which the model has the weights that are evaluated."""
+        if self.average is None:
+            return _NO_CONTEXT
+        # A checkpoint may still be copying the weights that the average takes the place of.
+        self.run_update_hook()
+        return self.average.swapped_in()
 
     def run_update_hook(self) -> None:
         """Call the update hook, if one is set."""

@@ -251,8 +251,10 @@ def _clip_elements(grads: list[Tensor], limit: float) -> None:
     Of a complex element, its real and its imaginary part. NaN stays NaN.
     """
     real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-    torch._foreach_clamp_min_(real, -limit)
-    torch._foreach_clamp_max_(real, limit)
+    # torch refuses a limit that the dtype cannot hold.
+    limits = [min(limit, torch.finfo(grad.dtype).max) for grad in real]
+    torch._foreach_clamp_min_(real, [-value for value in limits])
+    torch._foreach_clamp_max_(real, limits)
 
 
 _NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
@@ -289,6 +291,8 @@ def _optimizer_step(state: TrainState, found_infs: Sequence[Tensor | None]) -> N
             scheduled.scheduler.step()
         else:
             scheduled.pending_found_inf = HostFlag(found_inf)
+    if state.average is not None:
+        state.average.update(found_infs)
     # One scale for all optimizers, so it changes once, after the last of them has used it.
     state.scale.update(found_infs)
 
@@ -317,5 +321,7 @@ def _closure_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[in
     scheduled.optimizer.step(closure)  # type: ignore[arg-type]
     if scheduled.scheduler is not None:
         scheduled.scheduler.step()
+    if state.average is not None:
+        state.average.update([None])
     loss, norms = first[0]
     return _StepValues(lr, loss, norms, None, None, {})

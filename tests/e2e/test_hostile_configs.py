@@ -29,6 +29,7 @@ KEYS = (
     "train.clip_norm",
     "train.clip_value",
     "train.freeze",
+    "train.ema",
     "train.eval_every",
     "train.log_every",
     "train.early_stop",

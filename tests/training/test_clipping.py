@@ -54,6 +54,15 @@ def state_after_a_step(name, batch, **options):
     return state, given
 
 
+@pytest.mark.parametrize("name", ["16-true", "32-true"])
+def test_a_limit_that_the_dtype_cannot_hold_clips_nothing(name):
+    state, given = clipping_state(name, 1e308)
+    free, whole = clipping_state(name, None)
+    for one in (state, free):
+        train_step(one, [regression_batch(4)])
+    assert are_equal(given, whole)
+
+
 class Wave(nn.Module):
     def __init__(self):
         super().__init__()

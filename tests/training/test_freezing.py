@@ -52,6 +52,7 @@ def test_an_adapters_additions_can_be_frozen_by_their_names(compose):
     [
         ("[layer.0]", "train.freeze: layer.0 matches no parameter of the model. Nearest names: l"),
         ("['*']", "train.freeze=[*] leaves nothing to train: it freezes all 6 parameters of the"),
+        ("[[1]]", "does not fit. Allowed: names, as in [blocks,head]."),
         ("layers", "train.freeze=layers does not fit. Allowed: a list, as in [a,b]."),
     ],
 )
