@@ -97,8 +97,10 @@ def _is_multirun(overrides: Sequence[str], flags: Sequence[str]) -> bool:
 def without_program_options(argv: Sequence[str]) -> list[str]:
     """Return a rewritten command without the words that rewrite_arguments added for sweeps.
 
-    These are the words that make mode=advise a sweep, and the marks of keys under precision.
+    These are the words that make mode=advise a sweep, and the marks of keys under precision, of
+    optimizers and of schedules.
     """
+    argv = [*map(without_recipe_mark, argv)]
     if _SWEEPER not in argv and not _sweeps_precisions(argv, argv):
         return [*argv]
     typed = []
@@ -182,6 +184,12 @@ def _mark_new_key(text: str) -> str:
     """
     is_new = text.startswith("tracking.tags.") or _RECIPE_KEYS.match(text)
     return f"++{text}" if is_new else text
+
+
+def without_recipe_mark(text: str) -> str:
+    """Return an override of a key of optimizers or schedules as it was typed, without `++`."""
+    typed = text.removeprefix("++")
+    return typed if _RECIPE_KEYS.match(typed) else text
 
 
 def override_key(override: str) -> str:
