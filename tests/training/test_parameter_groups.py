@@ -250,3 +250,9 @@ class OwnGroups(torch.optim.SGD):
     def __init__(self, params, lr, groups=None):
         super().__init__(params, lr=lr)
         self.own_groups = groups
+
+
+def test_an_eps_of_a_group_that_underflows_is_refused(compose):
+    typed = ("precision=16-true", "optimizer.eps=1e-4", "optimizer.groups=[{match:head,eps:1e-8}]")
+    with pytest.raises(ConfigError, match=r"optimizer\.eps=1e-08: AdamW keeps its state in"):
+        begin(compose(*MLP, *typed))
