@@ -62,10 +62,10 @@ class ScheduledOptimizer:
             self.scheduler.step()
         self.pending_found_inf = None
 
-    def step_evaluation(self, quality: float) -> None:
+    def step_evaluation(self, metrics: Mapping[str, float], quality: str) -> None:
         """Pass an evaluation's quality to the schedule, if it follows evaluations."""
         if hasattr(self.scheduler, "step_evaluation"):
-            self.scheduler.step_evaluation(quality)
+            self.scheduler.step_evaluation(metrics[quality])
 
 
 @dataclass
@@ -141,7 +141,7 @@ class TrainState:
         """Note that the current step was evaluated, for schedules that follow the quality."""
         self.last_evaluation_step = self.step
         for scheduled in self.optimizers:
-            scheduled.step_evaluation(metrics[self.task.quality])
+            scheduled.step_evaluation(metrics, self.task.quality)
 
     def named_rates(self) -> dict[str, float]:
         """Return the learning rate in force of each named group of parameters; empty for most runs.
