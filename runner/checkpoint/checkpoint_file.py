@@ -209,6 +209,7 @@ def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
     bypassed = content.get("bypassed", {})
     if not isinstance(bypassed, dict) or not _holds_strings(bypassed):
         yield "its bypassed are no names"
+    yield from _average_problems(content)
     for key in _SPEC_MAPPINGS:
         if not isinstance(content["spec"].get(key, {}), dict):
             yield f"its spec.{key} is no dict"
@@ -221,6 +222,21 @@ def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
         # could read this machine's environment variables (`${oc.env:...}`).
         if "${" in spec:
             yield "its spec holds an interpolation, which would be resolved here"
+
+
+def _average_problems(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what differs from the format of averaged weights, which most files do not hold."""
+    average = content.get("average")
+    if average is None:
+        return
+    weights = average.get("weights") if isinstance(average, dict) else None
+    if not isinstance(weights, dict) or not isinstance(average.get("decay"), float):
+        yield "its average is no dict of a decay and weights"
+        return
+    shapes = {name: getattr(value, "shape", None) for name, value in content["model"].items()}
+    for name, value in weights.items():
+        if not isinstance(value, Tensor) or shapes.get(name) != value.shape:
+            yield f"its average of {name} is of no weight of the model"
 
 
 def _holds_strings(mapping: Mapping[Any, Any]) -> bool:

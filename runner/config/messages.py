@@ -125,6 +125,8 @@ def _allowed(hint: Any, key: str) -> str:
     """Return in words which values a type allows."""
     if is_dataclass(hint) or get_origin(hint) is dict:
         return f"keys under it, {key}.<key>=<value>"
+    if get_origin(hint) is list:
+        return "a list, as in [a,b]"
     names = {
         int: "a whole number",
         float: "a number",

@@ -33,8 +33,8 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     """Return a command in the form that Hydra parses, with its overrides before its flags.
 
     Short precision names become full ones, numbers that name an option are quoted,
-    `checkpoint=<file>` becomes checkpoint.path=, and tags, data.collate and data.sampler are marked
-    as new keys. A command with
+    `checkpoint=<file>` becomes checkpoint.path=, and tags, data.collate, data.sampler and the
+    runner's keys of optimizers and schedules are marked as new keys. A command with
     hydra.sweep.dir and hydra.job.num is one job of a sweep, and runs in that job's folder.
     """
     # Hydra fails at `precision=16`, which it reads as a number, and at `model=vit -m seed=0,1`:
@@ -97,8 +97,10 @@ def _is_multirun(overrides: Sequence[str], flags: Sequence[str]) -> bool:
 def without_program_options(argv: Sequence[str]) -> list[str]:
     """Return a rewritten command without the words that rewrite_arguments added for sweeps.
 
-    These are the words that make mode=advise a sweep, and the marks of keys under precision.
+    These are the words that make mode=advise a sweep, and the marks of keys under precision, of
+    optimizers and of schedules.
     """
+    argv = [*map(without_recipe_mark, argv)]
     if _SWEEPER not in argv and not _sweeps_precisions(argv, argv):
         return [*argv]
     typed = []
@@ -169,13 +171,24 @@ def path_exists(path: str) -> bool:
         return False
 
 
-# Keys that no config has to list: users name their tags freely, and data.collate is mostly absent.
-_NEW_KEYS = re.compile(r"^(tracking\.tags\.|data\.(collate|sampler)[.=])")
+_FREE_KEYS = re.compile(r"tracking\.tags\.|data\.(collate|sampler)[.=]")
+"""Keys that no config has to list: users name their tags freely, and most data have no collator."""
+_RECIPE_KEYS = re.compile(
+    r"(optimizer\.(\w+\.)?(groups|no_decay_on|layer_decay)|scheduler\.warmup)="
+)
+"""Keys that fit each optimizer and each schedule, so that no yaml lists them."""
 
 
 def _mark_new_key(text: str) -> str:
     """Mark a key that the config may lack as a new one, for Hydra refuses unknown keys."""
-    return f"++{text}" if _NEW_KEYS.match(text) else text
+    is_new = _FREE_KEYS.match(text) or _RECIPE_KEYS.match(text)
+    return f"++{text}" if is_new else text
+
+
+def without_recipe_mark(text: str) -> str:
+    """Return an override of a key of optimizers or schedules as it was typed, without `++`."""
+    typed = text.removeprefix("++")
+    return typed if _RECIPE_KEYS.match(typed) else text
 
 
 def override_key(override: str) -> str:

@@ -41,6 +41,12 @@ class TrainSpec:
         accumulate: micro-batches whose gradients are accumulated for one optimizer step.
         clip_norm: largest 2-norm of the unscaled gradients, to which larger ones are scaled down;
             null does not clip.
+        clip_value: largest magnitude of each element of the unscaled gradients, to which larger
+            ones are set; null does not clip; not together with train.clip_norm.
+        ema: decay of an exponential moving average of the weights, above 0 and below 1, which the
+            evaluations use and checkpoints hold beside the weights; null averages nothing.
+        freeze: patterns of dotted names of parameters or modules that do not train, as in
+            [embeddings,*.norm].
         eval_every: optimizer steps between evaluations; null evaluates at the end of each epoch.
         log_every: optimizer steps between transfers of the metrics from the device to the host.
         compile: compile the model with torch.compile: true or default, another mode of
@@ -65,6 +71,9 @@ class TrainSpec:
     batch_size: int = 64
     accumulate: int = 1
     clip_norm: float | None = None
+    clip_value: float | None = None
+    ema: float | None = None
+    freeze: list[str] = field(default_factory=list)
     eval_every: int | None = None
     log_every: int = 20
     compile: bool | str = False
@@ -76,6 +85,19 @@ class TrainSpec:
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each value that the types allow and training does not."""
+        for key in ("clip_norm", "clip_value"):
+            limit = getattr(self, key)
+            if limit is not None and not limit > 0:
+                yield f"train.{key}={limit} does not clip. Allowed: above 0, or null for none."
+        if self.clip_norm is not None and self.clip_value is not None:
+            yield (
+                f"train.clip_norm={self.clip_norm} and train.clip_value={self.clip_value} exclude "
+                "each other. Type one of them as null."
+            )
+        if self.ema is not None and not 0 < self.ema < 1:
+            yield f"train.ema={self.ema} is no decay. Allowed: above 0 and below 1, or null."
+        if not all(isinstance(pattern, str) and pattern for pattern in self.freeze):
+            yield f"train.freeze={self.freeze} does not fit. Allowed: names, as in [blocks,head]."
         # `not x > 0` instead of `x <= 0`: it is true for NaN, too.
         if self.max_seconds is not None and not self.max_seconds > 0:
             yield f"train.max_seconds={self.max_seconds} must be above 0, or null."
@@ -358,8 +380,5 @@ class RunSpec:
                 value = getattr(getattr(self, section), key)
                 if value is not None and value < 1:
                     yield f"{section}.{key}={value} is too small. Allowed: 1 and up."
-        clip_norm = self.train.clip_norm
-        if clip_norm is not None and not clip_norm > 0:
-            yield f"train.clip_norm={clip_norm} does not clip. Allowed: above 0, or null for none."
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."

@@ -19,6 +19,12 @@ LEADING_ARGUMENT_COUNTS = {"optimizer": 1, "scheduler": 1}
 # Keys of a group that describe it to the runner and are not passed to its target.
 DESCRIPTIVE_KEYS = {"_target_", "meta", "match", "shuffle"}
 
+RUNNER_KEYS = {
+    "optimizer": ("groups", "no_decay_on", "layer_decay"),
+    "scheduler": ("warmup",),
+}
+"""Keys that the runner reads and does not pass to the target, by group."""
+
 # Groups that every run needs; a scheduler or an adapter may be none.
 REQUIRED_GROUPS = ("strategy", "precision", "model", "data", "task", "optimizer", "tracking")
 
@@ -26,6 +32,21 @@ REQUIRED_GROUPS = ("strategy", "precision", "model", "data", "task", "optimizer"
 def target_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that a group node passes to its target."""
     return {key: value for key, value in node.items() if key not in DESCRIPTIVE_KEYS}
+
+
+def runner_keys(group: str, target: Any) -> set[str]:
+    """Return the keys of RUNNER_KEYS that a target does not take itself, by a parameter's name."""
+    try:
+        own = signature(target).parameters
+    except (TypeError, ValueError):
+        return set(RUNNER_KEYS.get(group, ()))
+    return {key for key in RUNNER_KEYS.get(group, ()) if key not in own}
+
+
+def without_runner_keys(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's node with a target, without the keys that the runner reads."""
+    keys = runner_keys(group, locate(node["_target_"]))
+    return {key: value for key, value in node.items() if key not in keys}
 
 
 def locate(path: str) -> Callable[..., Any]:
@@ -78,11 +99,26 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
             node = data_target_node(node)
         if "_target_" in node:
             yield part.name, node, leading
+            # Schedules of schedules, each of which is called with the optimizer.
+            if part.name == "scheduler" and isinstance(node.get("schedulers"), list):
+                yield from _nested_schedules(part.name, node["schedulers"])
             continue
         # Several optimizers, each under a name of its own.
         for key, child in node.items():
             if isinstance(child, dict) and "_target_" in child:
                 yield f"{part.name}.{key}", child, leading
+
+
+def _nested_schedules(
+    key: str, parts: Iterable[Any]
+) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """Yield target_nodes' rows of the schedules in a list, at any depth."""
+    for i, part in enumerate(parts):
+        if isinstance(part, Mapping) and "_target_" in part:
+            name = f"{key}.schedulers.{i}"
+            yield name, part, LEADING_ARGUMENT_COUNTS["scheduler"]
+            if isinstance(part.get("schedulers"), list):
+                yield from _nested_schedules(name, part["schedulers"])
 
 
 def check_targets(spec: RunSpec) -> list[str]:
@@ -102,7 +138,8 @@ def check_targets(spec: RunSpec) -> list[str]:
         except ConfigError as error:
             problems += [f"{key}._target_={problem}" for problem in error.problems]
             continue
-        problems += _argument_problems(key, node, target, leading)
+        own_node = without_runner_keys(key.partition(".")[0], node)
+        problems += _argument_problems(key, own_node, target, leading)
     return problems
 
 
@@ -114,7 +151,10 @@ def _argument_problems(
         yield f"{key}._target_={node['_target_']} is a {kind}, not a class or function."
         return
     try:
-        parameters = list(signature(target).parameters.values())[leading:]
+        every = list(signature(target).parameters.values())
+        is_behind = key.startswith("scheduler") and "optimizer" in [p.name for p in every[1:]]
+        # ChainedScheduler takes the optimizer behind its schedules, by its name.
+        parameters = [p for p in every if p.name != "optimizer"] if is_behind else every[leading:]
     except (TypeError, ValueError):
         # A builtin without a signature: its own call reports wrong arguments.
         return
@@ -148,7 +188,7 @@ def _wrong_types(key: str, given: Mapping[str, Any], target: Any) -> Iterator[st
         return
     for name, value in given.items():
         # The runner puts the run's length in place of a scheduler's null.
-        is_filled = key == "scheduler" and value is None
+        is_filled = key.startswith("scheduler") and value is None
         if name in hints and not is_filled and not fits_type(value, hints[name]):
             is_text = " is text" if isinstance(value, str) else " does not fit"
             yield f"{key}.{name}={_typed(value)}{is_text}. Allowed: {_words(hints[name])}."

@@ -34,6 +34,7 @@ from runner.training.model import restore_model
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
+from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 from runner.utils.reproducibility import seed_all
@@ -106,6 +107,7 @@ def _evaluate_checkpoint(
     prepare_process(run)
     loaders = _evaluation_loaders(run)
     validation = loaders.val
+    saved = _with_evaluated_weights(run, saved)
     # Again, after the data: the model follows from the seed, whatever numbers a data set draws.
     seed_all(spec.seed)
     make = partial(restore_model, spec, run.precision, run.device, saved)
@@ -141,6 +143,15 @@ def _evaluate_checkpoint(
     }
     result = build_result(run, sizes | summary, perf_counter() - start)
     return RunOutcome(result, built.report)
+
+
+def _with_evaluated_weights(run: RunContext, saved: LoadedCheckpoint) -> LoadedCheckpoint:
+    """Return a checkpoint with its averaged weights, which its run evaluated, if it has some."""
+    average = saved.content.get(AVERAGE_KEY)
+    if average is None:
+        return saved
+    run.say(f"evaluates the averaged weights (train.ema={average['decay']:g})")
+    return saved._replace(content=with_averaged_weights(saved.content))
 
 
 def _evaluation_loaders(run: RunContext) -> RunLoaders:

@@ -16,6 +16,7 @@ from runner.config.invocation import Invocation
 from runner.config.overrides import override_key
 from runner.config.resolve import flatten, resolve_spec, to_dict
 from runner.config.schema import RunSpec
+from runner.config.targets import RUNNER_KEYS
 from runner.utils.errors import ConfigError
 
 PRESET_GROUPS = ("experiment", "debug", "sweep")
@@ -119,7 +120,7 @@ def optimizer_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
     theirs = _optimizers(saved.content["spec"].get("optimizer") or {})
     ours = _optimizers(spec.optimizer)
     if theirs == ours:
-        return ""
+        return _division_problem(spec, saved)
     old = ", ".join(str(target) for target, _ in theirs.values())
     new = ", ".join(str(target) for target, _ in ours.values())
     return (
@@ -127,6 +128,34 @@ def optimizer_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
         f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
         "weights."
     )
+
+
+def _division_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
+    """Return which setting would give the saved state to other parameters; empty for none."""
+    theirs = saved.content["spec"]
+    keys = ""
+    if _divisions(theirs.get("optimizer") or {}) != _divisions(spec.optimizer):
+        keys = "optimizer.groups, no_decay_on and layer_decay"
+    elif (theirs["train"].get("freeze") or []) != spec.train.freeze:
+        keys = "train.freeze"
+    if not keys:
+        return ""
+    return (
+        f"its state is that of other groups of parameters. Leave {keys} out, or type "
+        f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
+        "weights."
+    )
+
+
+def _divisions(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of each optimizer of a node that divide its parameters, by their keys."""
+    nodes = {"": node} if "_target_" in node else node
+    found: dict[str, Any] = {}
+    for name, part in nodes.items():
+        for key in RUNNER_KEYS["optimizer"]:
+            if isinstance(part, Mapping) and part.get(key) is not None:
+                found[f"{name}.{key}"] = part[key]
+    return found
 
 
 def _optimizers(node: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

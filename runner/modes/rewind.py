@@ -161,4 +161,7 @@ def rewind_to_step(
                 return
             train_step(state, micros)
             if is_evaluation_step(spec.train, loader, state.step):
-                evaluate_validation(state, loaders.validation)  # data may draw random numbers
+                # Its data may draw random numbers, and a schedule may follow its quality.
+                metrics = evaluate_validation(state, loaders.validation)
+                if metrics is not None:
+                    state.record_evaluation(metrics)

@@ -12,8 +12,12 @@ from runner.data import fingerprint
 from runner.data.loader import Loader
 from runner.data.splits import RunData
 from runner.modes.context import RunContext
+from runner.training.freezing import describe_frozen
 from runner.training.model import BuiltModel
+from runner.training.parameter_groups import describe_groups
 from runner.training.pretrained import starts_random
+from runner.training.schedules import describe_schedule
+from runner.training.state import TrainState
 from runner.utils.files import write_json
 from runner.utils.formatting import format_percent, now_ms
 from runner.utils.secrets import redact_values
@@ -103,6 +107,8 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     if run.precision.emulated:
         tags["emulated"] = "true"
     trains = run.spec.mode == "train"
+    if trains and run.spec.train.freeze:
+        run.say(describe_frozen(built.model))
     # Only a training says it: in an evaluation nothing trains anyway.
     if trains and trainable < every:
         tags["trainable"] = f"{trainable}/{every}"
@@ -119,6 +125,27 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         "converted_weights": tags.get("converted_weights", ""),
         "trains": trainable / every if every and trains else None,
     }
+
+
+def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
+    """Print the groups of parameters that settings made, and what their schedules follow.
+
+    Args:
+        run: the run.
+        state: its optimizers are described.
+        steps: optimizer steps of the whole run.
+    """
+    task = run.task
+    # The schedules of several optimizers are of one kind.
+    schedule = state.optimizers[0].scheduler
+    lines = [
+        describe_groups(state.optimizers),
+        describe_schedule(schedule, steps, task.quality, task.direction),
+        state.average.describe() if state.average is not None else "",
+    ]
+    for line in lines:
+        if line:
+            run.say(line)
 
 
 def print_trainable(run: RunContext, trainable: int, every: int) -> None:

@@ -15,7 +15,12 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.startup_checks import check_data, check_strategy, try_batch
-from runner.modes.startup_report import describe_model, log_data_sets, log_loading
+from runner.modes.startup_report import (
+    describe_model,
+    describe_optimizers,
+    log_data_sets,
+    log_loading,
+)
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.training_errors import explain_training_errors, raise_diverged
 from runner.modes.training_outputs import (
@@ -90,6 +95,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
             setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
             state = build_state(setup, built.model, steps)
             check_strategy(state, spec.train)
+            describe_optimizers(run, state, steps)
             _separate_random_streams(run)
             memory.begin_steps(state, loaders.train)
             try_batch(run, state, loaders.val)

@@ -133,6 +133,8 @@ class TrainingCallbacks:
         if self.weights_are_valid():
             # Only an update changes these, so their copy is waited for before the next one.
             changed_by_update = [*self.state.trainable_parameters, *self.state.optimizer_tensors()]
+            if self.state.average is not None:
+                changed_by_update += self.state.average.tensors()
             self.writer.save(self._checkpoint_content(), best, changed_by_update)
 
     def save_last(self) -> Path | None:

@@ -115,16 +115,29 @@ def draw_loss_scale(
 def save_weights(run: RunContext, state: TrainState) -> str:
     """Write the weights alone as safetensors; packed weights stay packed.
 
-    All processes must call it: sharded weights are gathered from each.
+    With train.ema the averaged weights are written, too, to `model.ema.safetensors`. All processes
+    must call it: sharded weights are gathered from each.
 
     Returns:
-        Why the file was not written; empty where it was.
+        Why a file was not written; empty where each was.
     """
+    problem = _save_weights(run, state, "model.safetensors", {})
+    if state.average is None or problem:
+        return problem
+    with state.evaluated_weights():
+        facts = {"ema": f"{state.average.decay:g}"}
+        return _save_weights(run, state, "model.ema.safetensors", facts)
+
+
+def _save_weights(
+    run: RunContext, state: TrainState, name: str, more_facts: Mapping[str, str]
+) -> str:
+    """Write the model's weights to a file; return why it was not written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file, save_model
 
-    path = run.out / "model.safetensors"
-    facts = {"precision": run.precision.name}
+    path = run.out / name
+    facts = {"precision": run.precision.name, **more_facts}
     model = state.plain_model
     strategy = state.strategy
     gathered = strategy.full_state_dict(model) if strategy.shards else {}
@@ -164,7 +177,9 @@ def save_model(run: RunContext, state: TrainState, loader: Loader) -> None:
     with run.signals.interruptible():
         try:
             inputs, _ = next(loader.epoch(0))
-            made = export(state.plain_model, run.precision, inputs, run.out / "model")
+            # The metrics of the run are those of the weights that are evaluated.
+            with state.evaluated_weights():
+                made = export(state.plain_model, run.precision, inputs, run.out / "model")
         except Exception as error:
             run.signals.check()
             reason = error_line(error)

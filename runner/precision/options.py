@@ -131,7 +131,9 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
             MAX_ALLOWED_STEP.
     """
     for optimizer in optimizers:
-        eps = optimizer.defaults.get("eps")
+        # Groups of parameters may have an eps of their own; the smallest one underflows first.
+        groups = [group.get("eps") for group in optimizer.param_groups]
+        eps = min((e for e in groups if isinstance(e, float)), default=None)
         # The state has the weights' dtype, float16, unless the optimizer says otherwise.
         if getattr(optimizer, "wide_state", False) or not isinstance(eps, float) or eps <= 0:
             continue

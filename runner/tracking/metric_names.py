@@ -3,6 +3,8 @@
 METRICS = {
     "train/loss": "mean over the step's examples, unscaled",
     "train/lr": "learning rate in force in that step, of the first optimizer",
+    "lr/<group>": "learning rate in force in that step, of each named group of parameters "
+    "(optimizer.groups, optimizer.layer_decay, several optimizers)",
     "train/grad_norm": "2-norm of all gradients, unscaled, before clipping",
     "loss_scale/value": "loss scale in force during that step",
     "loss_scale/changes": "the same where it changes, the value before and after: a chart of a few "

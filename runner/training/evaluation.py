@@ -18,6 +18,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the task's metrics over a data set, computed in the run's precision.
 
+    With train.ema they are those of the averaged weights.
+
     Args:
         state: its model is evaluated; schedules that wait for a found-inf flag are advanced.
         validation: the data set.
@@ -26,12 +28,24 @@ def evaluate(
     Returns:
         The metrics by name, for example {"val/loss": 0.3}; None if stopped or without a batch.
     """
-    precision = state.precision
-    task = state.task
-    strategy = state.strategy
     # The flags that the schedules wait for have long arrived: the records were flushed before.
     for scheduled in state.optimizers:
         scheduled.advance_schedule()
+    with state.evaluated_weights():
+        totals = _totals(state, validation, should_stop)
+    state.model.train()
+    if should_stop() or totals is None:
+        return None
+    return state.task.summarise(state.strategy.sum(totals).tolist())
+
+
+def _totals(
+    state: TrainState, validation: Loader, should_stop: Callable[[], bool]
+) -> Tensor | None:
+    """Return the task's totals over a data set; None if stopped or without a batch."""
+    precision = state.precision
+    task = state.task
+    strategy = state.strategy
     # Running statistics of each process come from its own examples; all must evaluate one model.
     strategy.broadcast_buffers(state.plain_model)
     state.model.eval()
@@ -52,10 +66,7 @@ def evaluate(
                 found = torch.zeros_like(found)
             # Totals stay on the device; the only read of it is the one at the end.
             totals = found if totals is None else totals + found
-    state.model.train()
-    if should_stop() or totals is None:
-        return None
-    return task.summarise(strategy.sum(totals).tolist())
+    return totals
 
 
 def evaluate_validation(

@@ -167,6 +167,6 @@ def _evaluation(
         # The resumed run evaluates from the start, so what the data has drawn here is put back.
         set_host_rng_state(random_state)
         return
-    state.last_evaluation_step = state.step
+    state.record_evaluation(metrics)
     now_ms = int(time() * 1000)
     yield EvalRecord(state.step, now_ms, state.epoch, metrics, state.stagnant_share)

@@ -19,6 +19,7 @@ from runner.precision.conversion import is_converted
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.precision import ConversionReport, Precision
 from runner.training import adapters
+from runner.training.freezing import freeze_parameters
 from runner.training.lazy_layers import materialize_lazy_layers
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import float32_bytes
@@ -70,7 +71,7 @@ def build_model(
 
     Raises:
         ConfigError: the target returns no model, or its model cannot be converted or does not fit
-            the checkpoint.
+            the checkpoint or train.freeze.
     """
     # In float32 (or the precision's dtype with init.low_memory); the conversion rounds afterwards.
     model = _construct(spec, precision, device, made_on)
@@ -92,7 +93,11 @@ def build_model(
     # Packed weights fit the converted layers only, and an adapter's only the adapted ones.
     if start is not None and loads_packed:
         load_weights(model, start, spec.model)
-    return BuiltModel(model.to(device), report, size)
+    model = model.to(device)
+    # After the adapter, which decides by itself what trains, and before strategies and optimizers.
+    if spec.train.freeze:
+        freeze_parameters(model, spec.train.freeze)
+    return BuiltModel(model, report, size)
 
 
 def _has_same_packing(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:

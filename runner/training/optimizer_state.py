@@ -15,7 +15,14 @@ from torch.optim import Optimizer
 from runner.checkpoint import sharded_tensors
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, shards_folder
 from runner.config.schema import RunSpec
-from runner.training.optimizers import RUN_LENGTH_KEYWORDS, optimizer_nodes
+from runner.training.optimizers import optimizer_nodes
+from runner.training.schedules import (
+    RUN_LENGTH_KEYWORDS,
+    WarmUp,
+    is_same_schedule,
+    load_schedule,
+    plain_schedules,
+)
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import dtype_name
@@ -52,7 +59,6 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
     applied_steps = content["step"] - content["skipped_steps"]
     parts = shards_folder(saved.path)
     try:
-        is_new_schedule = theirs["scheduler"].get("_target_") != spec.scheduler.get("_target_")
         rows = zip(
             state.optimizers,
             content["optimizers"],
@@ -66,6 +72,9 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
                 optimizer = {**optimizer, "state": values}
             else:
                 optimizer = sharded_tensors.load_full(optimizer, parts)
+            is_new_schedule = not is_same_schedule(
+                theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
+            )
             casts = _load_optimizer(scheduled.optimizer, optimizer, old_dtypes, is_new_schedule)
             notes |= dict.fromkeys(casts)
             if is_new_schedule:
@@ -169,10 +178,7 @@ def _load_schedule(
     """Restore a schedule, except for its settings that this run's config has changed."""
     changed = {key for key, value in ours.items() if theirs.get(key) != value}
     # The checkpoint's state holds the length of the run before, and train.epochs may be larger now.
-    current_keys = {*RUN_LENGTH_KEYWORDS, *changed}
-    settings = {key: value for key, value in vars(scheduler).items() if key in current_keys}
-    scheduler.load_state_dict(saved)
-    vars(scheduler).update(settings)
+    load_schedule(scheduler, saved, [*RUN_LENGTH_KEYWORDS, *changed])
 
 
 def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int) -> list[str]:
@@ -187,7 +193,10 @@ def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int) -> list[s
         warnings.simplefilter("ignore")
         for _ in range(applied_steps):
             scheduled.scheduler.step()
-    name = type(scheduled.scheduler).__name__
+    names = [type(part).__name__ for part in plain_schedules(scheduled.scheduler)]
+    name = names[0] if names else "the constant rate"
+    if isinstance(scheduled.scheduler, WarmUp):
+        name += f" after {scheduled.scheduler.steps} steps of warm-up"
     return [f"{name} is not the checkpoint's schedule: it is taken up at its step {applied_steps}"]
 
 
@@ -195,18 +204,24 @@ def _apply_hyperparameters(
     optimizer: Optimizer, scheduler: Any, changed: Mapping[str, tuple[Any, Any]]
 ) -> None:
     """Set the hyperparameters that were typed for the resume."""
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
+        own = group.get("own_options", ())
         for key, (old, new) in changed.items():
+            if key in own:
+                continue
             # A schedule may have changed the rate since the start, so the new rate enters as a
             # ratio: the schedule continues as it would from a start at the new rate.
             if key == "lr" and isinstance(old, int | float) and old:
                 for rate in _LEARNING_RATE_KEYS & group.keys():
                     group[rate] *= new / old
+                if isinstance(scheduler, WarmUp):
+                    scheduler.scale_rate(index, new / old)
             elif key in group:
                 group[key] = new
     # torch's schedules keep a copy of the initial rates.
-    if scheduler is not None and "lr" in changed and hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+    for part in plain_schedules(scheduler):
+        if "lr" in changed and hasattr(part, "base_lrs"):
+            part.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
 
 
 def schedule_state(scheduled: ScheduledOptimizer) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Build optimizers and schedulers, and distribute the parameters among them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 import torch
@@ -10,14 +10,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group, locate, target_arguments
+from runner.config.targets import (
+    build_group,
+    locate,
+    target_arguments,
+    without_runner_keys,
+)
 from runner.distributed.strategy import is_sharded
-from runner.precision.layers.conv1d import linear_classes
 from runner.precision.precision import Precision
+from runner.training.parameter_groups import (
+    divide_parameters,
+    entry_options,
+    group_problems,
+    is_match,
+)
+from runner.training.schedules import build_scheduler, check_scheduler
 from runner.training.sparse_gradients import check_optimizer, sparse_parameters
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
-from runner.utils.modules import matches_pattern
 
 
 def parameters_by_optimizer(
@@ -46,7 +56,7 @@ def parameters_by_optimizer(
     shares: list[tuple[str, Mapping[str, Any], list[nn.Parameter]]] = []
     for key, part in optimizer_nodes(node):
         match = part.get("match")
-        taken = {name: p for name, p in free.items() if _is_match(match, name, p, model)}
+        taken = {name: p for name, p in free.items() if is_match(match, name, p, model)}
         if not taken:
             raise ConfigError(
                 f"optimizer.{key}.match={match} takes no parameter of the model. "
@@ -73,22 +83,6 @@ def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     return sorted(node.items(), key=lambda item: item[1].get("match") is None)
 
 
-def _is_match(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool:
-    if match is None:
-        return True
-    if match != "matrices":
-        patterns = [match] if isinstance(match, str) else match
-        return any(matches_pattern(pattern, name) for pattern in patterns)
-    if param.ndim != 2:
-        return False
-    # Muon is made for the matrices of hidden layers (Jordan et al., 2024), and leaves embeddings
-    # and the output layer to another optimizer.
-    owner = model.get_submodule(name.rpartition(".")[0])
-    linears = [module for module in model.modules() if isinstance(module, linear_classes())]
-    is_output_layer = owner in linears[-1:]
-    return not isinstance(owner, nn.Embedding) and not is_output_layer
-
-
 def embedding_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of embedding tables, also those that another layer shares."""
     parameters: set[nn.Parameter] = set()
@@ -101,7 +95,7 @@ def embedding_parameters(model: nn.Module) -> set[nn.Parameter]:
 def build_optimizer(
     key: str,
     node: Mapping[str, Any],
-    params: list[nn.Parameter],
+    params: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
     embeddings: Collection[nn.Parameter] = (),
 ) -> Optimizer:
     """Return an optimizer of a config node, with torch's fused kernel where it has one.
@@ -109,16 +103,19 @@ def build_optimizer(
     Args:
         key: of its node, for messages.
         node: its target and keywords; a `fused` in it decides.
-        params: that it updates.
+        params: that it updates, or groups of them with options of their own.
         embeddings: those whose state a low-bit optimizer (runner.training.lowbit_optimizers) keeps
-            in 32 bits, in a group of their own.
+            in 32 bits, in groups of their own.
 
     Raises:
         ConfigError: the target refuses its keywords.
     """
     target = locate(node["_target_"])
+    node = without_runner_keys("optimizer", node)
     arguments = target_arguments(node)
-    if arguments.get("fused") is None and _may_be_fused(target, params):
+    groups = _as_groups(params)
+    every = [p for group in groups for p in group["params"]]
+    if arguments.get("fused") is None and _may_be_fused(target, every):
         # A refusal (of this device, dtype or combination of keywords) is no error: the plain call
         # below works, or raises the reason.
         with suppress(RuntimeError, TypeError, ValueError):
@@ -126,14 +123,23 @@ def build_optimizer(
     if not getattr(target, "wide_embeddings", False):
         return build_group(key, node, params)
     wide = {id(p) for p in embeddings}
-    low_bit_params = [p for p in params if id(p) not in wide]
-    wide_params = [p for p in params if id(p) in wide]
-    groups: list[dict[str, Any]] = []
-    if low_bit_params:
-        groups.append({"params": low_bit_params})
-    if wide_params:
-        groups.append({"params": wide_params, "optim_bits": 32})
-    return build_group(key, node, groups)
+    divided: list[dict[str, Any]] = []
+    for group in groups:
+        low_bit_params = [p for p in group["params"] if id(p) not in wide]
+        wide_params = [p for p in group["params"] if id(p) in wide]
+        if low_bit_params:
+            divided.append({**group, "params": low_bit_params})
+        if wide_params:
+            divided.append({**group, "params": wide_params, "optim_bits": 32})
+    return build_group(key, node, divided)
+
+
+def _as_groups(
+    params: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Return parameter groups as they are, and parameters as one group."""
+    groups = [group for group in params if isinstance(group, dict)]
+    return groups or [{"params": [*params]}]
 
 
 def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
@@ -150,23 +156,12 @@ def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
     return "fused" in signature(target).parameters
 
 
-RUN_LENGTH_KEYWORDS = ("T_max", "total_steps", "total_iters")
-"""Keywords of torch's schedulers that say how long a run is; null means the run's own length."""
-
-
-def build_scheduler(node: Mapping[str, Any], optimizer: Optimizer, steps: int) -> Any:
-    """Build a schedule that counts applied optimizer steps; None for a constant rate."""
-    if not node.get("_target_"):
-        return None
-    filled = dict(node)
-    for key in RUN_LENGTH_KEYWORDS:
-        if key in filled and filled[key] is None:
-            filled[key] = steps
-    return build_group("scheduler", filled, optimizer)
-
-
 def build_scheduled_optimizers(
-    spec: RunSpec, model: nn.Module, precision: Precision, steps: int
+    spec: RunSpec,
+    model: nn.Module,
+    precision: Precision,
+    steps: int,
+    direction: str | None = None,
 ) -> list[ScheduledOptimizer]:
     """Build the optimizers over the trainable parameters, each with its schedule.
 
@@ -175,6 +170,7 @@ def build_scheduled_optimizers(
         model: converted and on its device.
         precision: refuses optimizers that cannot work in it.
         steps: optimizer steps of the whole run.
+        direction: max or min, of the task's quality, which a schedule may follow.
 
     Raises:
         ConfigError: nothing is trainable, or an optimizer gets nothing or cannot work here.
@@ -184,29 +180,40 @@ def build_scheduled_optimizers(
         raise ConfigError(_nothing_trains(precision))
     embeddings = embedding_parameters(model)
     sparse = sparse_parameters(model)
-    optimizers = [
-        _build_checked(key, node, params, embeddings, sparse)
-        for key, node, params in parameters_by_optimizer(spec.optimizer, model, named)
-    ]
-    precision.check_optimizers(optimizers)
+    optimizers: dict[str, Optimizer] = {}
+    for key, node, params in parameters_by_optimizer(spec.optimizer, model, named):
+        groups = divide_parameters(key, node, model, params)
+        optimizers[key] = _build_checked(key, node, groups, embeddings, sparse)
+    precision.check_optimizers([*optimizers.values()])
     # LBFGS evaluates the loss several times in one step: neither clipping nor a second optimizer
     # has a place in that.
-    has_lbfgs = any(isinstance(o, torch.optim.LBFGS) for o in optimizers)
-    if has_lbfgs and (len(optimizers) > 1 or spec.train.clip_norm is not None):
-        raise ConfigError("optimizer=lbfgs works alone and without train.clip_norm.")
-    return [ScheduledOptimizer(o, build_scheduler(spec.scheduler, o, steps)) for o in optimizers]
+    has_lbfgs = any(isinstance(o, torch.optim.LBFGS) for o in optimizers.values())
+    clips = spec.train.clip_norm is not None or spec.train.clip_value is not None
+    if has_lbfgs and (len(optimizers) > 1 or clips):
+        raise ConfigError(
+            "optimizer=lbfgs works alone and without train.clip_norm and train.clip_value."
+        )
+    scheduled: list[ScheduledOptimizer] = []
+    for key, optimizer in optimizers.items():
+        # The only optimizer of a run needs no name: its metrics are those without one.
+        name = key.partition(".")[2]
+        schedule = build_scheduler(spec.scheduler, optimizer, steps, direction)
+        scheduled.append(ScheduledOptimizer(optimizer, schedule, name=name))
+    return scheduled
 
 
 def _build_checked(
     key: str,
     node: Mapping[str, Any],
-    params: list[nn.Parameter],
+    groups: list[dict[str, Any]],
     embeddings: Collection[nn.Parameter],
     sparse: Mapping[str, nn.Parameter],
 ) -> Optimizer:
     """Return one optimizer; raise ConfigError where it refuses its parameters' sparse gradients."""
-    ids = {id(p) for p in params}
+    ids = {id(p) for group in groups for p in group["params"]}
     tables = {name: p for name, p in sparse.items() if id(p) in ids}
+    # What is not divided is passed as parameters, which an optimizer of one's own may want.
+    params = groups[0]["params"] if [*groups[0]] == ["params"] else groups
     if not tables:
         return build_optimizer(key, node, params, embeddings)
     # torch's fused kernels refuse sparse gradients, in the first step only. A fused=true that was
@@ -215,7 +222,7 @@ def _build_checked(
     if takes_keyword(node, "fused") and not node.get("fused"):
         chosen["fused"] = False
 
-    def build(some: list[nn.Parameter]) -> Optimizer:
+    def build(some: Sequence[Any]) -> Optimizer:
         return build_optimizer(key, chosen, some, embeddings)
 
     first_table = next(iter(tables.values()))
@@ -246,32 +253,20 @@ def check_arguments(spec: RunSpec) -> None:
     """
     if spec.adapter.get("_target_"):
         build_group("adapter", spec.adapter)
-    _check_scheduler(spec.scheduler)
+    check_scheduler(spec.scheduler)
     nodes = {"optimizer": spec.optimizer} if "_target_" in spec.optimizer else spec.optimizer
     for key, node in nodes.items():
         if isinstance(node, Mapping):
             name = key if key == "optimizer" else f"optimizer.{key}"
-            build_optimizer(name, node, [nn.Parameter(torch.zeros(2, 2))])
+            _check_optimizer(name, node)
 
 
-def _check_scheduler(node: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a schedule whose step() needs more than the step's number."""
-    if not node.get("_target_"):
-        return
-    target = locate(node["_target_"])
-    step = getattr(target, "step", None)
-    parameters = signature(step).parameters if step else {}
-    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    needed: list[str] = []
-    for name, parameter in parameters.items():
-        is_required = parameter.default is Parameter.empty and parameter.kind in positional
-        if name != "self" and is_required:
-            needed.append(name)
-    if needed:
-        raise ConfigError(
-            f"scheduler: {node['_target_']} needs {', '.join(needed)} in each step(), and "
-            "schedules here follow the optimizer's steps, without a metric. Type "
-            "scheduler=cosine, scheduler=linear or scheduler=onecycle, or the _target_ of another "
-            "torch.optim.lr_scheduler class; "
-            "train.early_stop=<evaluations> watches the validation."
-        )
+def _check_optimizer(key: str, node: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keywords, and options of groups, that an optimizer refuses."""
+    dummy = [nn.Parameter(torch.zeros(2, 2))]
+    problems = [*group_problems(key, node, build_optimizer(key, node, dummy))]
+    if problems:
+        raise ConfigError(*problems)
+    # Constructors check their own keywords alone, so each group's options are tried as such.
+    for i, options in enumerate(entry_options(node)):
+        build_optimizer(f"{key}.groups.{i}", {**node, **options}, dummy)

@@ -166,6 +166,7 @@ def _host_record(step: DeviceStepRecord, step_ms: float, values: dict[str, float
         step_ms=step_ms,
         examples=step.examples,
         measured=measured or None,
+        rates=step.rates or None,
         **values,  # type: ignore[arg-type]
     )
 

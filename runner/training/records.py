@@ -25,6 +25,7 @@ class DeviceStepRecord(NamedTuple):
         scale: loss scale in force during the step; scalar, None for a precision without one.
         found_inf: 1 where a gradient was not finite; scalar, None for a precision without a scale.
         measured: values of further metrics, by field; see step_metrics.py.
+        rates: learning rate in force of each named group of parameters.
     """
 
     step: int
@@ -38,6 +39,7 @@ class DeviceStepRecord(NamedTuple):
     scale: Tensor | None
     found_inf: Tensor | None
     measured: Mapping[str, Tensor] = {}
+    rates: Mapping[str, float] = {}
 
 
 class StepRecord(NamedTuple):
@@ -57,6 +59,7 @@ class StepRecord(NamedTuple):
         skipped_steps: skipped so far, this one included.
         gauges: what the precision shows after it; on the last step of a block only.
         measured: values of further metrics, by field; see step_metrics.py.
+        rates: learning rate in force of each named group of parameters; None without any.
     """
 
     step: int
@@ -72,6 +75,7 @@ class StepRecord(NamedTuple):
     skipped_steps: int | None = None
     gauges: Mapping[str, float] | None = None
     measured: Mapping[str, float] | None = None
+    rates: Mapping[str, float] | None = None
 
 
 class EvalRecord(NamedTuple):
@@ -112,7 +116,7 @@ _FIELDS_OF_0_1 = (
 )
 """Order of the fields of a StepRecord in checkpoints of version 0.1, which hold no names."""
 
-_NOT_STORED = ("gauges", "measured")
+_NOT_STORED = ("gauges", "measured", "rates")
 """Fields that a checkpoint leaves out: nothing reads them after a resume."""
 
 

@@ -20,6 +20,7 @@ from runner.training.model import BuiltModel, build_model, load_init_weights
 from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.task import Task
+from runner.training.weight_average import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,12 @@ def build_state(
     if total_steps is not None:
         # A strategy may replace parameters, so optimizers are built from the model after it.
         wrapped = setup.strategy.wrap(model, setup.device)
-        optimizers = build_scheduled_optimizers(spec, model, precision, total_steps)
+        optimizers = build_scheduled_optimizers(
+            spec, model, precision, total_steps, setup.task.direction
+        )
+    average = None
+    if optimizers and spec.train.ema is not None:
+        average = WeightAverage(model, [part.params for part in optimizers], spec.train.ema)
     return TrainState(
         wrapped,
         precision,
@@ -101,4 +107,6 @@ def build_state(
         setup.device,
         spec.train.clip_norm,
         setup.strategy,
+        clip_value=spec.train.clip_value,
+        average=average,
     )

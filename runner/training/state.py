@@ -1,6 +1,7 @@
 """The state of a run: everything that changes while the run trains."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,9 @@ from runner.precision.loss_scale import HostFlag, LossScale
 from runner.precision.precision import Precision
 from runner.training.sparse_gradients import sparse_parameters
 from runner.training.tasks.task import Task
+from runner.training.weight_average import WeightAverage
+
+_NO_CONTEXT = nullcontext()
 
 
 @dataclass
@@ -28,15 +32,23 @@ class ScheduledOptimizer:
             without a schedule. A schedule counts applied steps only, and a read of the flag right
             after its step would make the host wait for the device.
         params: the optimizer's parameters, in the order of its groups.
+        name: where a run has several optimizers; empty for the only one.
+        group_names: of the optimizer's groups of parameters; empty where no setting made them.
     """
 
     optimizer: Optimizer
     scheduler: Any = None
     pending_found_inf: HostFlag | None = None
     params: list[Tensor] = field(default_factory=list)
+    name: str = ""
+    group_names: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # Of a group without a name, or of several optimizers, the optimizer's own name counts.
+        for group in self.optimizer.param_groups:
+            words = [self.name, group.get("name", "")]
+            self.group_names.append(".".join(word for word in words if word))
 
     @property
     def lr(self) -> float:
@@ -49,6 +61,11 @@ class ScheduledOptimizer:
         if self.pending_found_inf is not None and not self.pending_found_inf.is_set:
             self.scheduler.step()
         self.pending_found_inf = None
+
+    def step_evaluation(self, metrics: Mapping[str, float], quality: str) -> None:
+        """Pass an evaluation's quality to the schedule, if it follows evaluations."""
+        if hasattr(self.scheduler, "step_evaluation"):
+            self.scheduler.step_evaluation(metrics[quality])
 
 
 @dataclass
@@ -63,6 +80,8 @@ class TrainState:
         optimizers: each with its schedule; empty for a model that is only evaluated.
         device: where the model computes.
         clip_norm: largest 2-norm of all gradients together; None does not clip.
+        average: of the weights, for the evaluations; None averages nothing.
+        clip_value: largest magnitude of each element of the gradients; None does not clip.
         strategy: how the processes of the run share the model.
         step: attempted optimizer steps.
         epoch: passes over the data that were begun.
@@ -87,6 +106,8 @@ class TrainState:
     skipped: int = 0
     last_evaluation_step: int = 0
     stagnant_share: float | None = None
+    clip_value: float | None = None
+    average: WeightAverage | None = None
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
 
     def set_update_hook(self, hook: Callable[[], None]) -> None:
@@ -96,6 +117,14 @@ class TrainState:
         separates the backward from the update.
         """
         self._update_hook = hook
+
+    def evaluated_weights(self) -> AbstractContextManager[object]:
+        """Return the context in which the model has the weights that are evaluated."""
+        if self.average is None:
+            return _NO_CONTEXT
+        # A checkpoint may still be copying the weights that the average takes the place of.
+        self.run_update_hook()
+        return self.average.swapped_in()
 
     def run_update_hook(self) -> None:
         """Call the update hook, if one is set."""
@@ -108,7 +137,33 @@ class TrainState:
         model = getattr(self.model, "_orig_mod", self.model)
         return model.module if isinstance(model, DistributedDataParallel) else model
 
+    def record_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Note that the current step was evaluated, for schedules that follow the quality."""
+        self.last_evaluation_step = self.step
+        for scheduled in self.optimizers:
+            scheduled.step_evaluation(metrics, self.task.quality)
+
+    def named_rates(self) -> dict[str, float]:
+        """Return the learning rate in force of each named group of parameters; empty for most runs.
+
+        Groups that share a name, as those with and without weight decay, share the rate, too.
+        """
+        rates: dict[str, float] = {}
+        for name, scheduled, index in self._named_groups:
+            rates[name] = scheduled.optimizer.param_groups[index]["lr"]
+        return rates
+
     # These lists are cached: a step reads them, and a walk over the modules costs host time.
+    @cached_property
+    def _named_groups(self) -> list[tuple[str, ScheduledOptimizer, int]]:
+        """Return the name, the optimizer and the index of each named group of parameters."""
+        groups: list[tuple[str, ScheduledOptimizer, int]] = []
+        for scheduled in self.optimizers:
+            for index, name in enumerate(scheduled.group_names):
+                if name:
+                    groups.append((name, scheduled, index))
+        return groups
+
     @cached_property
     def trainable_parameters(self) -> list[Tensor]:
         """Return the parameters that the optimizers update, in the optimizers' order."""

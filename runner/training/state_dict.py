@@ -14,6 +14,7 @@ from runner.config.signature import sign
 from runner.training.callbacks.callback import Callback
 from runner.training.optimizer_state import MISFIT_ERRORS, restore_optimizers, schedule_state
 from runner.training.state import TrainState
+from runner.training.weight_average import AVERAGE_KEY
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import rng_state, set_rng_state
 
@@ -63,6 +64,7 @@ def restore(
     notes = restore_optimizers(state, saved, spec)
     try:
         _restore_progress(state, saved.content, callbacks)
+        notes += _restore_average(state, saved.content)
         notes += _restore_scale(state, saved.content, spec, typed_keys)
     except MISFIT_ERRORS as error:
         raise ConfigError(
@@ -150,6 +152,17 @@ def _restore_scale(
     return []
 
 
+def _restore_average(state: TrainState, content: Mapping[str, Any]) -> list[str]:
+    """Restore the averaged weights; return a sentence if they do not continue as they were."""
+    saved = content.get(AVERAGE_KEY)
+    if state.average is None:
+        return [] if saved is None else ["the checkpoint's averaged weights are dropped"]
+    if saved is None:
+        return ["the average of the weights begins here: the checkpoint holds none"]
+    state.average.load_state_dict(saved)
+    return []
+
+
 def _scale_settings(precision: Mapping[str, Any]) -> Mapping[str, Any]:
     return precision.get("loss_scale") or {}
 
@@ -207,4 +220,5 @@ def checkpoint_state_dict(
         "optimizers": [scheduled.optimizer.state_dict() for scheduled in state.optimizers],
         "schedulers": [schedule_state(scheduled) for scheduled in state.optimizers],
         "loss_scale": state.scale.state_dict(),
+        **({} if state.average is None else {AVERAGE_KEY: state.average.state_dict()}),
     }

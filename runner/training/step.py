@@ -5,7 +5,7 @@ for the device in every step, and the device for the host's next launch. The val
 on the device until record_buffer.py copies a block of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import nan
 from time import perf_counter, time
@@ -103,6 +103,7 @@ def train_step(
         values.scale,
         values.found_inf,
         measured,
+        values.rates,
     )
 
 
@@ -114,6 +115,7 @@ class _StepValues(NamedTuple):
     norms: Tensor
     scale: Tensor | None
     found_inf: Tensor | None
+    rates: Mapping[str, float]
 
 
 def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _StepValues:
@@ -133,10 +135,11 @@ def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
         if scheduled.pending_found_inf is not None:
             scheduled.advance_schedule()
     lr = state.optimizers[0].lr
+    rates = state.named_rates()
     state.run_update_hook()
     _optimizer_step(state, found_infs)
     found_inf = found_infs[0] if len(found_infs) == 1 else _any_found_inf(found_infs)
-    return _StepValues(lr, loss, norms, scale, found_inf)
+    return _StepValues(lr, loss, norms, scale, found_inf, rates)
 
 
 def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
@@ -234,6 +237,8 @@ def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
     The norms are those of this process's shards. An overflow makes one infinite and never raises.
     """
     norms = grad_norms(grads)
+    if state.clip_value is not None:
+        _clip_elements(grads, state.clip_value)
     if state.clip_norm is None:
         return norms
     # An optimizer whose gradients overflowed skips its step. Without the replacement, its infinite
@@ -245,6 +250,18 @@ def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
     factor = (state.clip_norm / (total + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, factor)
     return norms
+
+
+def _clip_elements(grads: list[Tensor], limit: float) -> None:
+    """Set each element of the gradients to the range from -limit to limit, in place.
+
+    Of a complex element, its real and its imaginary part. NaN stays NaN.
+    """
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    # torch refuses a limit that the dtype cannot hold.
+    limits = [min(limit, torch.finfo(grad.dtype).max) for grad in real]
+    torch._foreach_clamp_min_(real, [-value for value in limits])
+    torch._foreach_clamp_max_(real, limits)
 
 
 _NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
@@ -281,6 +298,8 @@ def _optimizer_step(state: TrainState, found_infs: Sequence[Tensor | None]) -> N
             scheduled.scheduler.step()
         else:
             scheduled.pending_found_inf = HostFlag(found_inf)
+    if state.average is not None:
+        state.average.update(found_infs)
     # One scale for all optimizers, so it changes once, after the last of them has used it.
     state.scale.update(found_infs)
 
@@ -309,5 +328,7 @@ def _closure_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[in
     scheduled.optimizer.step(closure)  # type: ignore[arg-type]
     if scheduled.scheduler is not None:
         scheduled.scheduler.step()
+    if state.average is not None:
+        state.average.update([None])
     loss, norms = first[0]
-    return _StepValues(lr, loss, norms, None, None)
+    return _StepValues(lr, loss, norms, None, None, {})

@@ -18,6 +18,7 @@ scalar tensor on the device and must not read it (`item()`, `float()`, `if tenso
 the host wait for the device in every step.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ from runner.distributed.strategy import Strategy
 from runner.training.records import DeviceStepRecord, StepRecord
 from runner.training.state import TrainState
 from runner.utils.tensors import widest_float
+
+FORBIDDEN_CHARACTERS = re.compile(r"[^\w\-. :/]")
+"""Characters that MLflow refuses in the name of a metric."""
 
 
 def stack_values(values: Sequence[Tensor], strategy: Strategy) -> Tensor:
@@ -143,4 +147,8 @@ def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dic
 def tracker_values(record: StepRecord) -> dict[str, float]:
     """Return what the tracker logs of a step, by metric name."""
     values = {entry.metric: entry.host_value(record) for entry in STEP_METRICS}
-    return {metric: value for metric, value in values.items() if value is not None}
+    found = {metric: value for metric, value in values.items() if value is not None}
+    # Names of groups may hold patterns, and MLflow refuses their characters.
+    for name, rate in (record.rates or {}).items():
+        found[f"lr/{FORBIDDEN_CHARACTERS.sub('_', name)}"] = rate
+    return found

@@ -35,7 +35,8 @@ def test_every_metric_that_the_code_logs_is_documented(root):
     logged = set(re.findall(r'"((?:train|loss_scale|perf|memory|val|guard|numerics)/\w+)"', code))
     per_module = {f"{stem}/<module>" for stem in re.findall(r'"(fp8/\w+)/', code)}
     per_set = {"val/<name>/<metric>", "test/<metric>"}
-    assert logged | per_module | per_set == set(METRICS)
+    per_group = {f"{stem}/<group>" for stem in re.findall(r'"(lr)/', code)}
+    assert logged | per_module | per_set | per_group == set(METRICS)
 
 
 def test_the_text_of_mode_names_every_mode(generate):

@@ -35,6 +35,11 @@ def test_the_defaults_have_no_problem():
         ({"train": TrainSpec(early_stop=0)}, ["train.early_stop=0"]),
         ({"train": TrainSpec(clip_norm=0.0)}, ["train.clip_norm=0.0", "null"]),
         ({"train": TrainSpec(clip_norm=float("nan"))}, ["train.clip_norm=nan"]),
+        ({"train": TrainSpec(clip_value=-1.0)}, ["train.clip_value=-1.0", "null"]),
+        (
+            {"train": TrainSpec(clip_norm=1.0, clip_value=0.5)},
+            ["train.clip_norm=1.0 and train.clip_value=0.5 exclude each other."],
+        ),
         ({"train": TrainSpec(compile="fast")}, ["train.compile=fast is not known", "regional"]),
         (
             {"train": TrainSpec(activation_checkpointing="blocks")},

@@ -6,6 +6,8 @@ import pytest
 import torch
 from processes import NET, close
 
+from runner.checkpoint.checkpoint_file import load
+
 pytestmark = pytest.mark.slow
 
 PRECISIONS = {
@@ -28,10 +30,22 @@ SPIKE = (
 )
 
 
+RECIPE = (
+    "optimizer.groups=[{match:head,lr:0.05}]",
+    "optimizer.no_decay_on=norms_and_biases",
+    "train.freeze=[layers.0]",
+    "train.clip_value=0.02",
+    "scheduler=cosine",
+    "scheduler.warmup=2",
+)
+
+
 JOBS = {name: [f"precision={name}", "train.clip_norm=1"] for name in PRECISIONS} | {
     "accumulated": ["train.accumulate=3", "train.batch_size=10"],
     "uneven": ["debug.overfit=67", "train.batch_size=33", "train.eval_every=null"],
     "spike": SPIKE,
+    "recipe": RECIPE,
+    "ema": ["train.ema=0.5", "precision=bf16-mixed"],
 }
 IN_FOUR = ("64-true", "uneven")
 """Jobs of four processes, too: what they share out differs, and how they agree does not."""
@@ -88,6 +102,25 @@ def test_every_example_weighs_the_same(alone, request, processes, kind, strategy
         close(one.values(key), many.values(key), **PRECISIONS["32-true"])
     close(one.weights(), many.weights(), rtol=1e-4, atol=1e-5)
     assert {t.dtype for t in many.weights().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_groups_frozen_parts_clipping_and_warm_up_are_the_same(alone, two, strategy):
+    one, many = alone["single-recipe"], two[f"{strategy}-recipe"]
+    for key in ("lr/head", "lr/rest", "train/lr"):
+        close(one.values(key), many.values(key), rtol=0, atol=0)
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        close(one.values(key), many.values(key), rtol=1e-5, atol=1e-6)
+    close(one.weights(), many.weights(), rtol=1e-4, atol=1e-5)
+
+
+def test_ddp_evaluates_and_saves_the_average_and_fsdp_refuses_it(alone, two):
+    one, many = alone["single-ema"], two["ddp-ema"]
+    close(one.values("val/loss"), many.values("val/loss"), **PRECISIONS["bf16-mixed"])
+    assert many.values("val/loss") == many.values("val/loss", rank=1)
+    averages = [load(run.checkpoint())["average"]["weights"] for run in (one, many)]
+    close(*averages, rtol=1e-2, atol=1e-2)
+    assert "train.ema=0.5 averages whole weights" in two["fsdp-ema"].refused
 
 
 def test_fsdp_reduces_once_per_step(two):

@@ -79,8 +79,8 @@ import pytest
             ["optimizer=lbfgs divides", "precision=16-true", "Type precision=32-true"],
         ),
         (
-            "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
-            ["ReduceLROnPlateau needs metrics in each step()", "Type scheduler=cosine"],
+            "scheduler.warmup=-3",
+            ["scheduler.warmup=-3 is no length", "as in scheduler.warmup=0.1."],
         ),
         (
             "optimizer=muon scheduler=onecycle",

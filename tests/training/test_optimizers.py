@@ -12,9 +12,9 @@ from runner.training.model import build_model
 from runner.training.optimizers import (
     build_optimizer,
     build_scheduled_optimizers,
-    build_scheduler,
     parameters_by_optimizer,
 )
+from runner.training.schedules import build_scheduler
 from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")

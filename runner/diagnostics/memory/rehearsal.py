@@ -72,6 +72,8 @@ class Rehearsal:
             tracker = MemoryTracker(accumulates=precision.kernels() == "float32_accumulate")
             tracker.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
             tracker.add(OPTIMIZER, *state.optimizer_tensors())
+            if state.average is not None:
+                tracker.add(OPTIMIZER, *state.average.tensors())
             tracker.add(ACTIVATIONS, *tree_leaves(batches))
             state.model.train()
             with tracker.gradients_of(state.trainable_parameters), tracker:

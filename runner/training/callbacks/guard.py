@@ -208,5 +208,6 @@ def guard_remedies(spec: RunSpec, precision: Precision, key: str) -> Iterator[st
         yield f"optimizer.lr={rate / 10:g}"
     else:
         yield "a smaller learning rate"
-    if spec.train.clip_norm is None and spec.optimizer.get("_target_") != "torch.optim.LBFGS":
+    clips = spec.train.clip_norm is not None or spec.train.clip_value is not None
+    if not clips and spec.optimizer.get("_target_") != "torch.optim.LBFGS":
         yield "train.clip_norm=1.0"

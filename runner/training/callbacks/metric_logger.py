@@ -1,6 +1,5 @@
 """Log the records to the tracker. Which values of a step are logged is said in step_metrics.py."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,13 +13,11 @@ from runner.training.records import (
     record_to_state,
 )
 from runner.training.state import TrainState
-from runner.training.step_metrics import tracker_values
+from runner.training.step_metrics import FORBIDDEN_CHARACTERS, tracker_values
 from runner.utils.accelerator import Accelerator
 from runner.utils.tensors import MIB, tensor_bytes
 
 Point = tuple[int, int, dict[str, float]]
-_FORBIDDEN_CHARACTERS = re.compile(r"[^\w\-. :/]")
-"""Characters that MLflow refuses in the name of a metric; gauges are named after modules."""
 
 
 class MetricLogger(Callback):
@@ -83,7 +80,8 @@ class MetricLogger(Callback):
             size = tensor_bytes(*self.state.optimizer_tensors())
             values["memory/optimizer_mib"] = size / MIB
         gauges = block[-1].gauges or {}
-        values |= {_FORBIDDEN_CHARACTERS.sub("_", name): value for name, value in gauges.items()}
+        # Gauges are named after modules.
+        values |= {FORBIDDEN_CHARACTERS.sub("_", name): value for name, value in gauges.items()}
         return block[-1].step, block[-1].time_ms, values
 
     def evaluation(self, record: EvalRecord) -> None:

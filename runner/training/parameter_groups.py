@@ -1,0 +1,336 @@
+"""Divide the parameters of one optimizer into groups with options of their own.
+
+`optimizer.groups` gives parameters that patterns name other options, `optimizer.no_decay_on`
+exempts parameters from weight decay, and `optimizer.layer_decay` lowers the learning rate from the
+last block of a model to the first.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import Parameter, signature
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from runner.config.targets import locate, runner_keys
+from runner.precision.layers.conv1d import linear_classes
+from runner.training.state import ScheduledOptimizer
+from runner.utils.errors import ConfigError
+from runner.utils.modules import matches_pattern, repeated_blocks
+
+NORMS_AND_BIASES = "norms_and_biases"
+"""Value of optimizer.no_decay_on: biases, parameters of norm layers, and vectors and scalars."""
+
+_REST = "rest"
+"""Name of the group of the parameters that no entry of optimizer.groups names."""
+
+_OWN_KEYS = ("match", "name")
+"""Keys of an entry of optimizer.groups that are no options of the optimizer."""
+
+_WHOLE_OPTIMIZER = ("fused", "foreach", "capturable", "differentiable", "maximize")
+"""Options that torch's optimizers take for all of their groups together."""
+
+
+def group_settings(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an optimizer's node that divide its parameters; empty for none."""
+    keys = runner_keys("optimizer", locate(node["_target_"]))
+    return {key: node[key] for key in sorted(keys) if node.get(key) is not None}
+
+
+def is_match(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool:
+    """Return whether a `match` of the config takes a parameter.
+
+    Args:
+        match: a pattern or a list of them, of names of parameters or of modules; `matrices` for
+            the matrices of hidden layers; None for every parameter.
+        name: dotted name of the parameter.
+        param: the parameter.
+        model: its owner.
+    """
+    if match is None:
+        return True
+    if match != "matrices":
+        return any(matches_pattern(pattern, name) for pattern in _patterns(match))
+    if param.ndim != 2:
+        return False
+    # Muon is made for the matrices of hidden layers (Jordan et al., 2024), and leaves embeddings
+    # and the output layer to another optimizer.
+    owner = model.get_submodule(name.rpartition(".")[0])
+    linears = [module for module in model.modules() if isinstance(module, linear_classes())]
+    is_output_layer = owner in linears[-1:]
+    return not isinstance(owner, nn.Embedding) and not is_output_layer
+
+
+def divide_parameters(
+    key: str, node: Mapping[str, Any], model: nn.Module, params: Sequence[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer, as its constructor takes them.
+
+    Args:
+        key: of its node, for messages.
+        node: its target and keywords.
+        model: the owner of the parameters.
+        params: that it updates.
+
+    Returns:
+        One group with `params` alone where no setting divides them. Otherwise each group has its
+        own options, their names in `own_options`, and a `name` where its learning rate may differ.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or the model has no order of layers.
+    """
+    settings = group_settings(node)
+    if not settings:
+        return [{"params": [*params]}]
+    names = {id(p): name for name, p in model.named_parameters()}
+    named = {names[id(p)]: p for p in params}
+    entries = settings.get("groups") or []
+    owners = _owners(key, entries, model, named)
+    no_decay = settings.get("no_decay_on")
+    exempt = _exempt(key, no_decay, model, named) if no_decay else set()
+    depths: dict[str, int] = {}
+    if "layer_decay" in settings:
+        depths = _depths(key, model)
+    rows: dict[tuple[int, int, bool], list[nn.Parameter]] = {}
+    for name, param in named.items():
+        row = (owners[name], depths.get(name, 0), name in exempt)
+        rows.setdefault(row, []).append(param)
+    last = max(depths.values(), default=0)
+    groups: list[dict[str, Any]] = []
+    for (owner, depth, is_exempt), members in sorted(rows.items()):
+        entry = entries[owner] if owner < len(entries) else {}
+        options = {name: value for name, value in entry.items() if name not in _OWN_KEYS}
+        if is_exempt:
+            options["weight_decay"] = 0.0
+        group = {"params": members, **options, "own_options": sorted(options)}
+        words = [_entry_name(entry)] if entries else []
+        if depths:
+            rate = options.get("lr", _option_value(node, "lr"))
+            group["lr"] = rate * settings["layer_decay"] ** (last - depth)
+            words.append(f"layer_{depth:02d}")
+        if words:
+            group["name"] = ".".join(words)
+        groups.append(group)
+    return groups
+
+
+def _patterns(match: Any) -> list[str]:
+    # A module's name may be a number, as in [0,1], which YAML reads as such.
+    return [str(item) for item in match] if isinstance(match, list | tuple) else [str(match)]
+
+
+def _entry_name(entry: Mapping[str, Any]) -> str:
+    if not entry:
+        return _REST
+    return str(entry.get("name") or _patterns(entry["match"])[0])
+
+
+def _owners(
+    key: str,
+    entries: Sequence[Mapping[str, Any]],
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+) -> dict[str, int]:
+    """Return the index of each parameter's entry; their number for those that none names."""
+    owners: dict[str, int] = {}
+    for i, entry in enumerate(entries):
+        match = entry["match"]
+        taken = [name for name, p in named.items() if is_match(match, name, p, model)]
+        free = [name for name in taken if name not in owners]
+        if taken and not free:
+            raise ConfigError(
+                f"{key}.groups: match={_typed(match)} is left nothing: the groups before it take "
+                f"{', '.join(taken[:4])}. The first match wins. Put it before them."
+            )
+        if not taken:
+            raise ConfigError(_no_match(f"{key}.groups: match={_typed(match)}", match, named))
+        owners.update(dict.fromkeys(free, i))
+    return {name: owners.get(name, len(entries)) for name in named}
+
+
+def _exempt(key: str, wanted: Any, model: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str]:
+    """Return the names of the parameters without weight decay."""
+    exempt: set[str] = set()
+    for pattern in _patterns(wanted):
+        if pattern == NORMS_AND_BIASES:
+            # A model without norms and biases, as one whose adapter alone trains, is no mistake.
+            exempt.update(name for name, p in named.items() if _is_norm_or_bias(name, p, model))
+            continue
+        found = [name for name in named if matches_pattern(pattern, name)]
+        if not found:
+            problem = _no_match(f"{key}.no_decay_on={pattern}", pattern, named)
+            raise ConfigError(f"{problem} {NORMS_AND_BIASES} stands for all norms and biases.")
+        exempt.update(found)
+    return exempt
+
+
+def _is_norm_or_bias(name: str, param: nn.Parameter, model: nn.Module) -> bool:
+    owner, _, own_name = name.rpartition(".")
+    is_norm = type(model.get_submodule(owner)).__name__.endswith("Norm")
+    # BatchNorm2d and InstanceNorm2d end otherwise; theirs are vectors, as are most norms'.
+    return param.ndim <= 1 or own_name == "bias" or is_norm
+
+
+def _depths(key: str, model: nn.Module) -> dict[str, int]:
+    """Return the depth of each parameter: 0 before the first block, i in block i, then the head.
+
+    Source: the layer-wise rates of BEiT (Bao et al., arXiv:2106.08254).
+
+    Raises:
+        ConfigError: the model has no repeated blocks.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ConfigError(
+            f"{key}.layer_decay takes the repeated blocks of a model, and this one has none: "
+            "members of one class, in a ModuleList, ModuleDict or Sequential, that hold modules of "
+            f"their own. Type {key}.groups=[{{match: <pattern>, lr: <rate>}}] instead."
+        )
+    depth_of_block: dict[int, int] = {}
+    for depth, block in enumerate(blocks, 1):
+        for p in block.parameters():
+            depth_of_block.setdefault(id(p), depth)
+    depths: dict[str, int] = {}
+    depth = 0
+    for name, p in model.named_parameters():
+        # What is registered between two blocks belongs to the one before it.
+        if depth == len(blocks) and id(p) not in depth_of_block:
+            depth += 1
+        depth = depth_of_block.get(id(p), depth)
+        depths[name] = depth
+    return depths
+
+
+def nearest_names(pattern: str, named: Collection[str]) -> str:
+    """Return the names of parameters and of their modules that are most like a pattern."""
+    names = dict.fromkeys(named)
+    for name in named:
+        segments = name.split(".")
+        names |= dict.fromkeys(".".join(segments[:depth]) for depth in range(1, len(segments)))
+    near = get_close_matches(pattern, list(names), n=4, cutoff=0.4) or [*named][:6]
+    return ", ".join(near)
+
+
+def _no_match(given: str, match: Any, named: Collection[str]) -> str:
+    near = nearest_names(_patterns(match)[0], named)
+    return (
+        f"{given} matches no parameter that it could take. Nearest names: {near}. "
+        "Name a parameter or a module; `*` stands for any part of one segment."
+    )
+
+
+def _typed(match: Any) -> str:
+    return f"[{','.join(_patterns(match))}]" if isinstance(match, list | tuple) else str(match)
+
+
+def _option_value(node: Mapping[str, Any], option: str) -> Any:
+    """Return an option of an optimizer's node, or the default of its target."""
+    if node.get(option) is not None:
+        return node[option]
+    parameter = signature(locate(node["_target_"])).parameters.get(option)
+    return None if parameter is None or parameter.default is Parameter.empty else parameter.default
+
+
+def group_problems(key: str, node: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
+    """Yield a message for each setting that the optimizer's class cannot follow.
+
+    Args:
+        key: of its node.
+        node: its target and keywords.
+        optimizer: made of the node, over any parameter.
+    """
+    settings = group_settings(node)
+    if not settings:
+        return
+    target = node["_target_"]
+    options = {k: v for k, v in optimizer.defaults.items() if k not in _WHOLE_OPTIMIZER}
+    if "max_iter" in options and "line_search_fn" in options:
+        yield f"{key}.{next(iter(settings))}: {target} takes one group of parameters alone."
+        return
+    exempt = settings.get("no_decay_on")
+    if exempt is not None and not _are_patterns(exempt):
+        yield f"{key}.no_decay_on={exempt} does not fit. Allowed: {NORMS_AND_BIASES}, or patterns."
+    if "no_decay_on" in settings and "weight_decay" not in options:
+        yield f"{key}.no_decay_on={_typed(settings['no_decay_on'])}: {target} has no weight_decay."
+    decay = settings.get("layer_decay")
+    if decay is not None and not (_is_number(decay) and 0 < decay <= 1):
+        yield f"{key}.layer_decay={decay} is out of range. Allowed: above 0, 1 and below."
+    if decay is not None and not _is_number(_option_value(node, "lr")):
+        yield f"{key}.layer_decay={decay} lowers the learning rate. Type {key}.lr=<rate>."
+    yield from _entry_problems(key, settings.get("groups"), target, options)
+
+
+def _entry_problems(
+    key: str, entries: Any, target: str, options: Mapping[str, Any]
+) -> Iterator[str]:
+    if entries is None:
+        return
+    if not isinstance(entries, list):
+        yield f"{key}.groups={entries} is no list. Type {key}.groups=[{{match: head, lr: 0.01}}]."
+        return
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or not _are_patterns(entry.get("match")):
+            yield (
+                f"{key}.groups.{i}={entry} names no parameters. Type {{match: <pattern>, "
+                "<option>: <value>}, as in {match: head, lr: 0.01}."
+            )
+            continue
+        yield from _option_problems(f"{key}.groups.{i}", entry, target, options)
+
+
+def _option_problems(
+    key: str, entry: Mapping[str, Any], target: str, options: Mapping[str, Any]
+) -> Iterator[str]:
+    for name, value in entry.items():
+        given = f"{key}.{name}={value}"
+        if name == "match":
+            continue
+        if name == "name":
+            if not isinstance(value, str | int):
+                yield f"{given} does not fit. Allowed: text."
+        elif name not in options:
+            yield f"{given}: {target} has no {name} of a group. It has: {', '.join(options)}."
+        elif _is_number(options[name]) and not _is_number(value):
+            yield f"{given} does not fit. Allowed: a number."
+
+
+def _are_patterns(value: Any) -> bool:
+    """Return whether a value is a pattern, or a list of at least one."""
+    items = value if isinstance(value, list) else [value]
+    return bool(items) and all(isinstance(item, str | int) and item != "" for item in items)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def entry_options(node: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of each entry of optimizer.groups."""
+    entries = group_settings(node).get("groups") or []
+    return [{k: v for k, v in entry.items() if k not in _OWN_KEYS} for entry in entries]
+
+
+def describe_groups(optimizers: Sequence[ScheduledOptimizer]) -> str:
+    """Return one line about the groups of parameters that settings made; empty without any."""
+    tensors: dict[str, int] = {}
+    rates: dict[str, float] = {}
+    exempt = 0
+    every = 0
+    for scheduled in optimizers:
+        for name, group in zip(
+            scheduled.group_names, scheduled.optimizer.param_groups, strict=True
+        ):
+            count = len(group["params"])
+            every += count
+            tensors[name] = tensors.get(name, 0) + count
+            # Schedules keep the rate that they begin from; one that goes up, the highest.
+            rates[name] = group.get("max_lr") or group.get("initial_lr", group["lr"])
+            is_own = "weight_decay" in group.get("own_options", ())
+            if is_own and group["weight_decay"] == 0:
+                exempt += count
+    parts = [f"{name}: {tensors[name]} at lr {rates[name]:g}" for name in tensors if name]
+    words = [f"parameter groups, in tensors: {', '.join(parts)}"] if parts else []
+    if exempt:
+        words.append(f"no weight decay on {exempt} of {every} tensors")
+    return "; ".join(words)

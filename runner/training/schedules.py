@@ -1,0 +1,336 @@
+"""Build learning-rate schedules: warm-up, torch's schedules, several of them, and by evaluations.
+
+A schedule has `step()`, called after each applied optimizer step, and may have
+`step_evaluation(quality)`, called after each evaluation.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import Parameter, signature
+from typing import Any
+
+from torch.optim import Optimizer
+
+from runner.config.targets import build_group, locate, runner_keys, without_runner_keys
+from runner.utils.errors import ConfigError
+
+RUN_LENGTH_KEYWORDS = ("T_max", "total_steps", "total_iters")
+"""Keywords of torch's schedulers that say how long a run is; null means the run's own length."""
+
+_ABSOLUTE_RATES = ("max_lr", "base_lr")
+"""Keywords of torch's schedulers that replace the learning rates of all groups by one."""
+
+
+class WarmUp:
+    """A linear rise of each group's learning rate, in front of a schedule or of a constant rate.
+
+    In step i of the warm-up, from 1, the rate is i / (steps + 1) times the schedule's first rate;
+    the step after the warm-up is the first one of the schedule, which is not changed.
+
+    Args:
+        optimizer: its groups hold the schedule's first rates.
+        steps: applied optimizer steps of the warm-up, 1 and up.
+        schedule: what follows; None for a constant rate.
+
+    Attributes:
+        steps: see above.
+        schedule: see above.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: int, schedule: Any) -> None:
+        self.steps = steps
+        self.schedule = schedule
+        self._optimizer = optimizer
+        self._taken = 0
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        # The last factor is exactly 1: the schedule continues from its own first rates.
+        factor = min(1.0, (self._taken + 1) / (self.steps + 1))
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+
+    def step(self) -> None:
+        """Set the rates of the step that follows an applied one."""
+        self._taken += 1
+        if self._taken <= self.steps:
+            self._set_rates()
+        elif self.schedule is not None:
+            self.schedule.step()
+
+    def step_evaluation(self, quality: float) -> None:
+        """Pass an evaluation's quality to the schedule, once the warm-up is over."""
+        # A reduction during the warm-up would be overwritten by the next step of it.
+        if self._taken >= self.steps and hasattr(self.schedule, "step_evaluation"):
+            self.schedule.step_evaluation(quality)
+
+    def scale_rate(self, index: int, factor: float) -> None:
+        """Multiply the rate that a group of parameters rises to."""
+        self._rates[index] *= factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resume needs, in plain containers."""
+        own = {"steps": self.steps, "taken": self._taken, "rates": [*self._rates]}
+        return {"warmup": own, "schedule": self.schedule and self.schedule.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the warm-up alone; load_schedule restores what follows it."""
+        own = state["warmup"]
+        if len(own["rates"]) != len(self._rates):
+            raise ValueError("its warm-up is of other groups of parameters")
+        self._taken = int(own["taken"])
+        self._rates = [float(rate) for rate in own["rates"]]
+
+
+class EvaluationSchedule:
+    """A schedule that follows the task's quality in the evaluations, as ReduceLROnPlateau does.
+
+    Args:
+        schedule: its step() takes the quality.
+
+    Attributes:
+        schedule: see above.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+
+    def step(self) -> None:
+        """Leave the rates as they are: optimizer steps do not count here."""
+
+    def step_evaluation(self, quality: float) -> None:
+        """Pass the quality of an evaluation to the schedule."""
+        self.schedule.step(quality)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's own state."""
+        return self.schedule.state_dict()
+
+
+def warmup_steps(node: Mapping[str, Any], steps: int) -> int:
+    """Return the steps of a schedule's warm-up; 0 without one.
+
+    Args:
+        node: the config's scheduler node; its `warmup` is a number of steps or a share of the run.
+        steps: optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if node.get("_target_") and "warmup" not in runner_keys("scheduler", locate(node["_target_"])):
+        return 0  # the schedule's own
+    length = node.get("warmup")
+    if length is None:
+        return 0
+    is_count = isinstance(length, int) and not isinstance(length, bool) and length >= 0
+    is_share = isinstance(length, float) and 0 <= length < 1
+    if not (is_count or is_share):
+        raise ConfigError(
+            f"scheduler.warmup={length} is no length. Allowed: a whole number of steps, 0 and up, "
+            "or a share of the run below 1, as in scheduler.warmup=0.1."
+        )
+    return length if isinstance(length, int) else math.ceil(length * steps)
+
+
+def build_scheduler(
+    node: Mapping[str, Any], optimizer: Optimizer, steps: int, direction: str | None = None
+) -> Any:
+    """Build a schedule that counts applied optimizer steps; None for a constant rate.
+
+    Args:
+        node: the config's scheduler node.
+        optimizer: its rates are changed.
+        steps: optimizer steps of the whole run.
+        direction: max or min, of the quality that a schedule of evaluations follows; None if
+            that is not known.
+
+    Raises:
+        ConfigError: the target refuses its keywords, or they contradict the run.
+    """
+    warmup = warmup_steps(node, steps)
+    schedule = None
+    if node.get("_target_"):
+        own_node = without_runner_keys("scheduler", node)
+        if _follows_evaluations(own_node):
+            own_node = _with_direction(own_node, direction)
+            schedule = EvaluationSchedule(_build("scheduler", own_node, optimizer, 1))
+        else:
+            # A run that ends within its warm-up gives its schedule no step; lengths begin at 1.
+            schedule = _build("scheduler", own_node, optimizer, max(1, steps - warmup))
+    return WarmUp(optimizer, warmup, schedule) if warmup else schedule
+
+
+def _build(key: str, node: Mapping[str, Any], optimizer: Optimizer, steps: int) -> Any:
+    """Build a schedule of torch's, or of one's own, with those nested in it."""
+    filled = dict(node)
+    for keyword in RUN_LENGTH_KEYWORDS:
+        if keyword in filled and filled[keyword] is None:
+            filled[keyword] = steps
+    for keyword in _ABSOLUTE_RATES:
+        if keyword in filled:
+            filled[keyword] = _rate_of_groups(filled[keyword], optimizer)
+    parts = nested_nodes(node)
+    if parts:
+        lengths = _nested_lengths(node, len(parts), steps)
+        rows = enumerate(zip(parts, lengths, strict=True))
+        filled["schedulers"] = [
+            _build(f"{key}.schedulers.{i}", part, optimizer, length) for i, (part, length) in rows
+        ]
+    # ChainedScheduler takes the optimizer behind its schedules.
+    parameters = [*signature(locate(node["_target_"])).parameters]
+    if "optimizer" in parameters[1:]:
+        return build_group(key, {**filled, "optimizer": optimizer})
+    return build_group(key, filled, optimizer)
+
+
+def nested_nodes(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the nodes of the schedules in `schedulers`, as SequentialLR takes them."""
+    parts = node.get("schedulers")
+    if not isinstance(parts, list):
+        return []
+    return [part for part in parts if isinstance(part, Mapping) and part.get("_target_")]
+
+
+def _nested_lengths(node: Mapping[str, Any], count: int, steps: int) -> list[int]:
+    """Return the steps of each nested schedule: those between milestones, or all of the run."""
+    milestones = node.get("milestones")
+    if not isinstance(milestones, list) or len(milestones) != count - 1:
+        return [steps] * count
+    ends = [*milestones, steps]
+    begins = [0, *milestones]
+    return [max(1, end - begin) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _rate_of_groups(rate: Any, optimizer: Optimizer) -> Any:
+    """Return a rate that replaces those of all groups, multiplied by each group's share."""
+    base = optimizer.defaults.get("lr")
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    # One rate for all would undo optimizer.groups and optimizer.layer_decay.
+    if not base or not isinstance(rate, int | float) or all(other == base for other in rates):
+        return rate
+    return [rate * other / base for other in rates]
+
+
+def required_step_arguments(node: Mapping[str, Any]) -> list[str]:
+    """Return what step() of a schedule's target needs, besides the schedule itself."""
+    step = getattr(locate(node["_target_"]), "step", None)
+    parameters = signature(step).parameters if step else {}
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    needed: list[str] = []
+    for name, parameter in parameters.items():
+        is_required = parameter.default is Parameter.empty and parameter.kind in positional
+        if name != "self" and is_required:
+            needed.append(name)
+    return needed
+
+
+def _follows_evaluations(node: Mapping[str, Any]) -> bool:
+    return required_step_arguments(node) == ["metrics"]
+
+
+def _with_direction(node: Mapping[str, Any], direction: str | None) -> dict[str, Any]:
+    """Return the node of a schedule that follows the quality, with its `mode`.
+
+    Raises:
+        ConfigError: its mode is not the quality's direction.
+    """
+    if direction is None or "mode" not in signature(locate(node["_target_"])).parameters:
+        return dict(node)
+    mode = node.get("mode")
+    if mode not in (None, direction):
+        raise ConfigError(
+            f"scheduler.mode={mode} contradicts the task, of whose quality the {direction} is the "
+            f"best. Leave scheduler.mode out, or type scheduler.mode={direction}."
+        )
+    return {**node, "mode": direction}
+
+
+def check_scheduler(node: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a schedule whose step() needs what a run does not have."""
+    warmup_steps(node, 1)
+    for part in [node, *nested_nodes(node)]:
+        needed = required_step_arguments(part) if part.get("_target_") else []
+        if needed and (part is not node or needed != ["metrics"]):
+            raise ConfigError(
+                f"scheduler: {part['_target_']} needs {', '.join(needed)} in each step(), and "
+                "schedules here follow the optimizer's steps, or alone, with step(metrics), the "
+                "evaluations. Type "
+                "scheduler=cosine, scheduler=linear or scheduler=onecycle, or the _target_ of "
+                "another torch.optim.lr_scheduler class."
+            )
+
+
+def plain_schedules(schedule: Any) -> Iterator[Any]:
+    """Yield the schedules of torch's, or of one's own, that a schedule consists of."""
+    if isinstance(schedule, WarmUp | EvaluationSchedule):
+        yield from plain_schedules(schedule.schedule)
+    elif schedule is not None:
+        yield schedule
+        for part in getattr(schedule, "_schedulers", ()):
+            yield from plain_schedules(part)
+
+
+def load_schedule(schedule: Any, saved: Mapping[str, Any], current_keys: Sequence[str]) -> None:
+    """Restore a schedule from a checkpoint.
+
+    Args:
+        schedule: made for this run.
+        saved: what its state_dict() returned.
+        current_keys: attributes of torch's schedules that keep this run's values.
+    """
+    if isinstance(schedule, WarmUp):
+        schedule.load_state_dict(saved)
+        if schedule.schedule is not None:
+            load_schedule(schedule.schedule, saved["schedule"], current_keys)
+        return
+    if isinstance(schedule, EvaluationSchedule):
+        load_schedule(schedule.schedule, saved, current_keys)
+        return
+    parts = [*plain_schedules(schedule)]
+    settings: list[dict[str, Any]] = []
+    for part in parts:
+        settings.append({k: value for k, value in vars(part).items() if k in current_keys})
+    schedule.load_state_dict(saved)
+    for part, kept in zip(parts, settings, strict=True):
+        vars(part).update(kept)
+
+
+def is_same_schedule(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], saved: Mapping[str, Any], schedule: Any
+) -> bool:
+    """Return whether a checkpoint's schedule is of the classes and the warm-up of this run's.
+
+    Args:
+        theirs: the scheduler node of the checkpoint.
+        ours: that of this run.
+        saved: the state of the checkpoint's schedule.
+        schedule: made for this run.
+    """
+    targets = [[part.get("_target_") for part in nested_nodes(node)] for node in (theirs, ours)]
+    old = saved.get("warmup")
+    before = old.get("steps") if isinstance(old, Mapping) else 0
+    now = schedule.steps if isinstance(schedule, WarmUp) else 0
+    is_same_target = theirs.get("_target_") == ours.get("_target_")
+    return is_same_target and targets[0] == targets[1] and before == now
+
+
+def describe_schedule(schedule: Any, steps: int, quality: str, direction: str) -> str:
+    """Return one line about a warm-up, or about what a schedule follows; empty for neither.
+
+    Args:
+        schedule: of an optimizer.
+        steps: optimizer steps of the whole run.
+        quality: name of the task's quality.
+        direction: max or min, whichever of it is the best.
+    """
+    words: list[str] = []
+    if isinstance(schedule, WarmUp):
+        words.append(f"the learning rate warms up for {schedule.steps} of {steps} steps")
+        schedule = schedule.schedule
+    if isinstance(schedule, EvaluationSchedule):
+        name = type(schedule.schedule).__name__
+        words.append(f"{name} follows {quality} ({direction}) in the evaluations")
+    return "; ".join(words)

@@ -1,0 +1,153 @@
+"""Average the weights of a training exponentially (train.ema), and evaluate the average."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from runner.utils.tensors import MIB, tensor_bytes
+
+AVERAGE_KEY = "average"
+"""Key of a checkpoint that holds what WeightAverage.state_dict returns."""
+
+
+class WeightAverage:
+    """Exponential moving average of a model's trainable weights, in float32 or their wider dtype.
+
+    After each applied step, average = decay * average + (1 - decay) * weight; before the first one
+    the average is the initial weights. The running statistics of batch norms are averaged, too.
+    Nothing here makes the host wait for the device.
+
+    Source: Polyak and Juditsky, SIAM J. Control Optim. 30, 1992; the form of Tarvainen and Valpola,
+    arXiv:1703.01780.
+
+    Args:
+        model: on its device; not changed.
+        params: of each optimizer, whose steps may be skipped one by one.
+        decay: above 0 and below 1.
+
+    Attributes:
+        decay: see above.
+    """
+
+    def __init__(self, model: nn.Module, params: Sequence[Sequence[Tensor]], decay: float) -> None:
+        self.decay = decay
+        buffers = [tensor for module in model.modules() for tensor in _running_statistics(module)]
+        # The running statistics follow the first optimizer's steps.
+        parts = [[*part] for part in params]
+        parts[0].extend(buffers)
+        self._weights = parts
+        self._averages = [[_wide_copy(weight) for weight in part] for part in parts]
+        self._names = _names_by_id(model)
+
+    @torch.no_grad()
+    def update(self, found_infs: Sequence[Tensor | None]) -> None:
+        """Move the average towards the weights after a step.
+
+        Args:
+            found_infs: of each optimizer, 1 where its step was skipped and 0 elsewhere; scalars on
+                the device, None for a precision without a loss scale.
+        """
+        rows = zip(self._weights, self._averages, found_infs, strict=True)
+        for weights, averages, found_inf in rows:
+            pairs = zip(weights, averages, strict=True)
+            wide = [weight.detach().to(average.dtype) for weight, average in pairs]
+            if found_inf is None:
+                torch._foreach_lerp_(averages, wide, 1 - self.decay)
+                continue
+            # A skipped step has a share of 0: to ask whether it was skipped would read the device.
+            share = (1 - found_inf) * (1 - self.decay)
+            differences = torch._foreach_sub(wide, averages)
+            torch._foreach_mul_(differences, share)
+            torch._foreach_add_(averages, differences)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Return a context in which the model has the averaged weights, in its own dtypes."""
+        weights = self._every(self._weights)
+        with torch.no_grad():
+            kept = [weight.detach().clone() for weight in weights]
+            torch._foreach_copy_(weights, self.tensors())
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, kept)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the average."""
+        return self._every(self._averages)
+
+    def describe(self) -> str:
+        """Return one line about what is averaged and what its metrics are."""
+        size = tensor_bytes(*self.tensors()) / MIB
+        return (
+            f"val/... are those of the averaged weights (train.ema={self.decay:g}; "
+            f"{size:.1f} MiB more)"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average by the names that the model's state dict has; not copied."""
+        weights: dict[str, Tensor] = {}
+        pairs = zip(self._every(self._weights), self.tensors(), strict=True)
+        for weight, average in pairs:
+            for name in self._names[id(weight)]:
+                weights[name] = average
+        return {"decay": self.decay, "weights": weights}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Copy the average of a checkpoint; its decay is not taken over.
+
+        Raises:
+            ValueError: it is of other weights.
+        """
+        current = self.state_dict()["weights"]
+        theirs = saved["weights"]
+        if current.keys() != theirs.keys():
+            raise ValueError("its average is of other weights")
+        for name, average in current.items():
+            average.copy_(theirs[name])
+
+    @staticmethod
+    def _every(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        return [tensor for part in parts for tensor in part]
+
+
+def with_averaged_weights(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's content with its averaged weights in place of those of the last step.
+
+    Args:
+        content: as checkpoint_file.load returns it, with an average.
+
+    Raises:
+        ValueError: the average is of other weights than the model's.
+    """
+    weights = content[AVERAGE_KEY]["weights"]
+    if not weights.keys() <= content["model"].keys():
+        raise ValueError("its average is of other weights")
+    return {**content, "model": {**content["model"], **weights}}
+
+
+def _running_statistics(module: nn.Module) -> list[Tensor]:
+    if not isinstance(module, _NormBase):
+        return []
+    buffers = [module.running_mean, module.running_var]
+    return [buffer for buffer in buffers if buffer is not None]
+
+
+def _wide_copy(weight: Tensor) -> Tensor:
+    # Below float32 most updates of an average are rounded away.
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return weight.detach().clone().to(dtype)
+
+
+def _names_by_id(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names in the state dict of each tensor; weights that layers share have several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return names

@@ -1,0 +1,258 @@
+"""Groups of parameters inside one optimizer, by patterns, without decay, and by depth."""
+
+import re
+
+import pytest
+import torch
+from processes import Outcome
+from run_folders import finished_run
+from test_state_dict import MLP, begin, save, train
+from torch import nn
+
+from runner.config.targets import check_targets
+from runner.training import state_dict
+from runner.training.optimizers import build_scheduled_optimizers, check_arguments
+from runner.training.parameter_groups import describe_groups, divide_parameters
+from runner.utils.errors import ConfigError
+
+RANK_JOURNAL = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
+ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.2}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.batch_norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
+
+
+def divide(**settings):
+    """Names of the parameters of each group, and the groups' other keys."""
+    model = Net()
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = divide_parameters("optimizer", {**ADAMW, **settings}, model, [*model.parameters()])
+    rest = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    return [[names[id(p)] for p in group["params"]] for group in groups], rest
+
+
+def test_without_a_setting_there_is_one_group_of_parameters_alone():
+    assert divide()[1] == [{}]
+
+
+def test_the_first_match_wins_and_the_rest_keeps_the_optimizers_options():
+    head = {"match": "head", "lr": 0.5}
+    linears = {"match": ["*.weight", "stem"], "name": "weights", "weight_decay": 0}
+    members, rest = divide(groups=[head, linears])
+    assert members[0] == ["head.weight", "head.bias"]
+    assert {"stem.weight", "stem.bias", "blocks.0.norm.weight"} <= set(members[1])
+    assert {"scale", "blocks.1.linear.bias", "batch_norm.bias"} <= set(members[2])
+    assert rest == [
+        {"lr": 0.5, "own_options": ["lr"], "name": "head"},
+        {"weight_decay": 0, "own_options": ["weight_decay"], "name": "weights"},
+        {"own_options": [], "name": "rest"},
+    ]
+
+
+def test_norms_biases_and_vectors_are_exempt_from_weight_decay():
+    members, rest = divide(no_decay_on="norms_and_biases")
+    assert members[0] == [
+        "stem.weight",
+        "blocks.0.linear.weight",
+        "blocks.1.linear.weight",
+        "head.weight",
+    ]
+    assert rest == [
+        {"own_options": []},
+        {"weight_decay": 0.0, "own_options": ["weight_decay"]},
+    ]
+    some, _ = divide(no_decay_on=["blocks.0", "*.norm"])
+    assert set(some[1]) == {
+        *(f"blocks.0.{part}" for part in ("linear.weight", "linear.bias")),
+        *(f"blocks.{i}.norm.{part}" for i in (0, 1) for part in ("weight", "bias")),
+    }
+
+
+def test_layer_decay_lowers_the_rate_from_the_head_to_the_first_layer():
+    members, rest = divide(layer_decay=0.5, groups=[{"match": "head", "lr": 1.0}])
+    rates = {group["name"]: group["lr"] for group in rest}
+    assert rates == {
+        "head.layer_03": 1.0,
+        "rest.layer_00": 0.1 / 8,
+        "rest.layer_01": 0.1 / 4,
+        "rest.layer_02": 0.1 / 2,
+        "rest.layer_03": 0.1,
+    }
+    assert members[1] == ["scale", "stem.weight", "stem.bias"]
+    assert members[4] == ["batch_norm.weight", "batch_norm.bias"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"groups": [{"match": "tail", "lr": 1}]}, "groups: match=tail matches no parameter"),
+        (
+            {"groups": [{"match": "head", "lr": 1}, {"match": ["head.bias"], "lr": 2}]},
+            "match=[head.bias] is left nothing: the groups before it take head.bias.",
+        ),
+        ({"no_decay_on": "norms"}, "norms_and_biases stands for all norms and biases."),
+    ],
+)
+def test_a_pattern_that_takes_nothing_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        divide(**settings)
+
+
+def test_layer_decay_of_a_model_without_blocks_is_refused():
+    model = nn.Linear(2, 2)
+    node = {**ADAMW, "layer_decay": 0.5}
+    with pytest.raises(ConfigError, match=r"takes the repeated blocks of a model, and this one"):
+        divide_parameters("optimizer", node, model, [*model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("groups=[{match:head,momentum:1}]", "groups.0.momentum=1: torch.optim.AdamW has no"),
+        ("groups=[{match:head,lr:fast}]", "groups.0.lr=fast does not fit. Allowed: a number."),
+        ("groups=[{match:head,lr:-1}]", "groups.0: torch.optim.AdamW refuses its arguments: In"),
+        ("groups=[{lr:1}]", "groups.0={'lr': 1} names no parameters. Type {match: <pattern>"),
+        ("groups=[{match:[],lr:1}]", "groups.0={'match': [], 'lr': 1} names no parameters."),
+        ("groups=[{match:head,name:[1]}]", "groups.0.name=[1] does not fit. Allowed: text."),
+        ("no_decay_on=[[a]]", "no_decay_on=[['a']] does not fit. Allowed: norms_and_biases, or"),
+        ("groups=head", "groups=head is no list. Type optimizer.groups=[{match: head"),
+        ("layer_decay=1.5", "layer_decay=1.5 is out of range. Allowed: above 0, 1 and below."),
+    ],
+)
+def test_what_an_optimizer_cannot_follow_is_refused_before_the_model_is_built(
+    compose, typed, message
+):
+    spec = compose(f"optimizer.{typed}")
+    assert check_targets(spec) == []
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_arguments(spec)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "refuse", "message"),
+    [
+        ("lbfgs", check_arguments, "optimizer.no_decay_on: torch.optim.LBFGS takes one group"),
+        ("muon", begin, "optimizer.no_decay_on belongs to one of matrices, rest."),
+    ],
+)
+def test_optimizers_that_take_no_groups_of_their_own(compose, optimizer, refuse, message):
+    spec = compose(f"optimizer={optimizer}", "optimizer.no_decay_on=norms_and_biases", *MLP)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        refuse(spec)
+
+
+EVERY_OPTIMIZER = (
+    *("adagrad", "adam", "adamw", "nadam", "rmsprop", "sgd", "adam8bit", "adamw8bit", "lion8bit"),
+    *("paged_adamw8bit", "adamw4bit", "adamwfp8"),
+)
+GROUPS = (
+    "optimizer.groups=[{match:layers.0,lr:0.02,weight_decay:0.3}]",
+    "optimizer.no_decay_on=norms_and_biases",
+)
+
+
+@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
+def test_groups_of_every_optimizer_resume_bit_by_bit(name, compose):
+    spec = compose(*MLP, f"optimizer={name}", "scheduler=cosine", *GROUPS)
+    check_arguments(spec)
+    straight = begin(spec)
+    rates = [*straight.named_rates().items()]
+    assert [name for name, _ in rates] == ["layers.0", "rest"]
+    decays = [group["weight_decay"] for group in straight.optimizers[0].optimizer.param_groups]
+    assert decays[:2] == [0.3, 0.0]
+    assert decays[3] == 0.0
+    train(straight, 2)
+    halfway = save(straight, spec)
+    train(straight, 2)
+    resumed = begin(spec, halfway)
+    assert state_dict.restore(resumed, halfway, spec, ()) == []
+    train(resumed, 2)
+    for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert resumed.named_rates() == straight.named_rates() != dict(rates)
+
+
+def test_groups_of_one_of_several_optimizers(compose):
+    spec = compose(*MLP, "optimizer=muon", "optimizer.rest.no_decay_on=norms_and_biases")
+    check_arguments(spec)
+    state = begin(spec)
+    assert [*state.named_rates()] == ["matrices", "rest"]
+    line = describe_groups(state.optimizers)
+    assert line.startswith("parameter groups, in tensors: matrices: 2 at lr 0.02, rest: 4 at lr")
+    assert line.endswith("; no weight decay on 3 of 6 tensors")
+
+
+def test_a_rate_that_is_typed_for_a_resume_leaves_the_groups_with_their_own(compose):
+    spec = compose(*MLP, *GROUPS)
+    saved = save(train(begin(spec)), spec)
+    changed = compose(*MLP, *GROUPS, "optimizer.lr=0.1", "optimizer.weight_decay=0.7")
+    state = begin(changed, saved)
+    state_dict.restore(state, saved, changed, ())
+    assert state.named_rates() == pytest.approx({"layers.0": 0.02, "rest": 0.1})
+    decays = [group["weight_decay"] for group in state.optimizers[0].optimizer.param_groups]
+    assert decays == [0.3, 0.0, 0.7, 0.0]
+
+
+def test_the_rate_of_each_group_is_recorded(quick, tmp_path):
+    groups = "optimizer.groups=[{match:'*.bias',lr:0.5}]"
+    done = quick(groups, "scheduler=linear", "scheduler.end_factor=0.5", RANK_JOURNAL)
+    assert done.rc == 0, done.stderr
+    assert "parameter groups, in tensors: *.bias: 2 at lr 0.5, rest: 2 at lr 0.001" in done.stdout
+    run = Outcome(finished_run(tmp_path))
+    factors = [1, 5 / 6, 2 / 3]
+    for name, rate in (("lr/_.bias", 0.5), ("lr/rest", 0.001), ("train/lr", 0.5)):
+        found = run.values(name)
+        assert [found[step] for step in (1, 2, 3)] == pytest.approx([rate * f for f in factors])
+
+
+def test_a_resume_with_other_groups_is_refused(quick, tmp_path):
+    assert quick(*GROUPS).rc == 0
+    folder = finished_run(tmp_path)
+    done = quick(f"checkpoint.resume={folder}", "train.max_steps=4", "optimizer.groups=null")
+    assert done.rc == 2
+    assert "its state is that of other groups of parameters. Leave optimizer.groups," in done.stderr
+    done = quick(f"checkpoint.resume={folder}", "train.max_steps=4")
+    assert done.rc == 0, done.stderr
+
+
+def test_an_optimizer_of_ones_own_that_takes_groups_itself_gets_them(compose):
+    spec = compose(
+        "optimizer=sgd",
+        f"optimizer._target_={__name__}.OwnGroups",
+        "~optimizer.dampening",
+        "~optimizer.nesterov",
+        "~optimizer.momentum",
+        "~optimizer.weight_decay",
+        "+optimizer.groups=3",
+    )
+    assert check_targets(spec) == []
+    (made,) = build_scheduled_optimizers(spec, Net(), begin(spec).precision, 2)
+    assert made.optimizer.own_groups == 3
+
+
+class OwnGroups(torch.optim.SGD):
+    """An optimizer whose own keyword has the name of a key of the runner."""
+
+    def __init__(self, params, lr, groups=None):
+        super().__init__(params, lr=lr)
+        self.own_groups = groups
+
+
+def test_an_eps_of_a_group_that_underflows_is_refused(compose):
+    typed = ("precision=16-true", "optimizer.eps=1e-4", "optimizer.groups=[{match:head,eps:1e-8}]")
+    with pytest.raises(ConfigError, match=r"optimizer\.eps=1e-08: AdamW keeps its state in"):
+        begin(compose(*MLP, *typed))

@@ -1,0 +1,264 @@
+"""Averaged weights (train.ema): their numbers, evaluations, checkpoints and refusals."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from run_folders import finished_run
+from safetensors.torch import load_file
+from states import CPU
+from test_state_dict import MLP, train
+from torch import nn
+
+from runner.checkpoint import checkpoint_file
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.targets import build_group
+from runner.training import state_dict
+from runner.training.model import build_model
+from runner.training.setup import TrainingSetup, build_state
+from runner.training.state_dict import checkpoint_state_dict
+from runner.training.tasks.classification import Classification
+from runner.training.weight_average import WeightAverage, with_averaged_weights
+from runner.utils.errors import ConfigError
+
+DECAY = 0.75
+
+
+def begin(spec, start=None):
+    """The state of a run before its first step, as a run builds it."""
+    torch.manual_seed(0)
+    precision = build_group("precision", spec.precision)
+    model = build_model(spec, precision, CPU, start=start, restore_exactly=start is not None).model
+    return build_state(TrainingSetup(spec, precision, Classification(), CPU), model, 20)
+
+
+def save(state, spec):
+    course = state_dict.state_dict(state, ())
+    content = copy.deepcopy(checkpoint_state_dict(state, spec, resume_state=course))
+    return LoadedCheckpoint(Path("x.pt"), content)
+
+
+def averages(state):
+    return [tensor.clone() for tensor in state.average.tensors()]
+
+
+@pytest.mark.parametrize("name", ["32-true", "bf16-true", "64-true", "16-mixed"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_average_follows_its_formula_in_float32_at_least(compose, name, optimizer):
+    eps = "optimizer.eps=1e-4" if optimizer == "adamw" else "optimizer.rest.eps=1e-4"
+    spec = compose(*MLP, f"precision={name}", f"optimizer={optimizer}", eps, f"train.ema={DECAY}")
+    state = begin(spec)
+    wide = torch.float64 if name == "64-true" else torch.float32
+    params = state.trainable_parameters
+    wanted = [p.detach().clone().to(torch.float64) for p in params]
+    for _ in range(4):
+        train(state)
+        for total, p in zip(wanted, params, strict=True):
+            total.mul_(DECAY).add_(p.detach(), alpha=1 - DECAY)
+    assert {tensor.dtype for tensor in state.average.tensors()} == {wide}
+    for found, total in zip(state.average.tensors(), wanted, strict=True):
+        torch.testing.assert_close(found.double(), total, rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_that_the_loss_scale_skips_leaves_the_average_as_it_is(compose):
+    spec = compose(*MLP, "precision=16-mixed", f"train.ema={DECAY}")
+    state = train(begin(spec))
+    state.scale.load_state_dict({**state.scale.state_dict(), "scale": 2.0**30})
+    before = averages(state)
+    record_before = state.step
+    train(state)
+    assert state.step == record_before + 1
+    assert all(map(torch.equal, before, averages(state)))
+    while torch.equal(before[0], state.average.tensors()[0]):
+        train(state)
+        assert state.step < 40
+
+
+def test_the_average_reads_nothing_on_the_device(compose, monkeypatch):
+    spec = compose(*MLP, "precision=16-mixed", f"train.ema={DECAY}")
+    state = train(begin(spec))
+
+    def refuse(self, *_):
+        raise AssertionError("a read of the device")
+
+    for name in ("item", "tolist", "__bool__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    state.average.update([torch.zeros(())])
+    state.average.update([torch.ones(())])
+
+
+@pytest.mark.parametrize("name", ["32-true", "bf16-true"])
+def test_in_its_context_the_model_has_the_average_and_then_the_same_weights(compose, name):
+    state = train(begin(compose(*MLP, f"precision={name}", f"train.ema={DECAY}")), 2)
+    params = state.trainable_parameters
+    before = [p.detach().clone() for p in params]
+    with state.evaluated_weights():
+        for p, average in zip(params, state.average.tensors(), strict=True):
+            assert torch.equal(p, average.to(p.dtype))
+            assert not torch.equal(p, before[0])
+    assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize("name", ["32-true", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("split", [1, 3])
+def test_a_resume_continues_the_average_bit_by_bit(compose, name, split):
+    spec = compose(*MLP, f"precision={name}", "optimizer.eps=1e-4", f"train.ema={DECAY}")
+    straight = train(begin(spec), split)
+    saved = save(straight, spec)
+    train(straight, 2)
+    resumed = begin(spec, saved)
+    assert state_dict.restore(resumed, saved, spec, ()) == []
+    train(resumed, 2)
+    assert all(map(torch.equal, averages(straight), averages(resumed)))
+    assert all(map(torch.equal, straight.trainable_parameters, resumed.trainable_parameters))
+
+
+def test_a_resume_with_and_without_an_average_says_so(compose):
+    with_it = compose(*MLP, f"train.ema={DECAY}")
+    without = compose(*MLP)
+    saved = save(train(begin(with_it)), with_it)
+    assert state_dict.restore(begin(without, saved), saved, without, ()) == [
+        "the checkpoint's averaged weights are dropped"
+    ]
+    plain = save(train(begin(without)), without)
+    assert "average" not in plain.content
+    state = begin(with_it, plain)
+    assert state_dict.restore(state, plain, with_it, ()) == [
+        "the average of the weights begins here: the checkpoint holds none"
+    ]
+    assert all(map(torch.equal, averages(state), state.trainable_parameters))
+
+
+def test_an_average_of_other_weights_is_refused(compose):
+    spec = compose(*MLP, f"train.ema={DECAY}")
+    saved = save(train(begin(spec)), spec)
+    del saved.content["average"]["weights"]["head.bias"]
+    state = begin(spec, saved)
+    with pytest.raises(ConfigError, match="its average is of other weights"):
+        state_dict.restore(state, saved, spec, ())
+
+
+class Tied(nn.Module):
+    """A batch norm, a frozen layer, and a weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.norm = nn.BatchNorm1d(3)
+        self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(3, 2).requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.frozen(self.second(self.norm(self.first(inputs))))
+
+
+def test_shared_weights_and_running_statistics_are_averaged_and_frozen_ones_are_not():
+    torch.manual_seed(0)
+    model = Tied()
+    params = [p for p in model.parameters() if p.requires_grad]
+    average = WeightAverage(model, [params], DECAY)
+    names = set(average.state_dict()["weights"])
+    statistics = {"norm.running_mean", "norm.running_var"}
+    assert names == {"first.weight", "second.weight", "norm.weight", "norm.bias", *statistics}
+    before = model.norm.running_mean.clone()
+    model(torch.randn(8, 3))
+    average.update([None])
+    found = average.state_dict()["weights"]["norm.running_mean"]
+    torch.testing.assert_close(found, DECAY * before + (1 - DECAY) * model.norm.running_mean)
+    content = {"model": model.state_dict(), "average": average.state_dict()}
+    merged = with_averaged_weights(content)["model"]
+    assert torch.equal(merged["second.weight"], average.state_dict()["weights"]["first.weight"])
+    assert torch.equal(merged["frozen.weight"], model.frozen.weight)
+
+
+def test_complex_weights_are_averaged():
+    model = nn.Module()
+    model.wave = nn.Parameter(torch.tensor([1 + 2j, 0j]))
+    average = WeightAverage(model, [[model.wave]], DECAY)
+    with torch.no_grad():
+        model.wave.zero_()
+    average.update([None])
+    average.update([torch.zeros(())])
+    assert average.tensors()[0].tolist() == [DECAY**2 * (1 + 2j), 0]
+
+
+EMA = ("train.ema=0.9", "train.eval_every=1", "checkpoint.safetensors=true")
+
+
+def test_a_run_evaluates_saves_and_exports_the_average(quick, tmp_path):
+    done = quick(*EMA, "precision=bf16-mixed")
+    assert done.rc == 0, done.stderr
+    assert "val/... are those of the averaged weights (train.ema=0.9; 0.0 MiB more)" in done.stdout
+    folder = finished_run(tmp_path)
+    content = checkpoint_file.load(folder / "checkpoints" / "step-00000003.pt")
+    weights = content["average"]["weights"]
+    raw = load_file(folder / "model.safetensors")
+    exported = load_file(folder / "model.ema.safetensors")
+    for name, average in weights.items():
+        assert torch.equal(exported[name], average)
+        assert torch.equal(raw[name], content["model"][name])
+        assert not torch.equal(raw[name], average)
+    evaluated = quick("mode=evaluate", f"checkpoint={folder}")
+    assert evaluated.rc == 0, evaluated.stderr
+    assert "evaluates the averaged weights (train.ema=0.9)" in evaluated.stdout
+    for key, value in content["metrics"].items():
+        assert f"{value:.4g}" in evaluated.stdout, key
+
+
+def test_a_stopped_run_and_a_whole_one_evaluate_the_same(quick, tmp_path):
+    losses = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
+    assert quick(*EMA, losses, "hydra.run.dir=whole", "train.max_steps=6").rc == 0
+    assert quick(*EMA, losses, "hydra.run.dir=parts", "train.max_steps=3").rc == 0
+    done = quick("checkpoint.resume=parts", losses, "train.max_steps=6")
+    assert done.rc == 0, done.stderr
+    contents = []
+    for name in ("whole", "parts"):
+        path = tmp_path / name / "checkpoints" / "step-00000006.pt"
+        contents.append(checkpoint_file.load(path))
+    one, other = contents
+    assert one["metrics"] == other["metrics"]
+    for name, average in one["average"]["weights"].items():
+        assert torch.equal(average, other["average"]["weights"][name])
+
+
+@pytest.mark.parametrize("decay", ["0", "1", "-0.5", "nan", "2"])
+def test_a_decay_that_is_none_is_refused(quick, decay):
+    done = quick(f"train.ema={decay}")
+    assert done.rc == 2
+    assert f"train.ema={float(decay)} is no decay. Allowed: above 0 and below 1" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["names", "kind", "shape"])
+def test_a_file_whose_average_is_odd_is_refused(compose, tmp_path, damage):
+    spec = compose(*MLP, f"train.ema={DECAY}")
+    state = train(begin(spec))
+    content = checkpoint_state_dict(state, spec)
+    weights = dict(content["average"]["weights"])
+    if damage == "kind":
+        content["average"] = [1]
+    elif damage == "names":
+        content["average"] = {"decay": DECAY, "weights": {**weights, "nobody": torch.ones(1)}}
+    else:
+        content["average"] = {"decay": DECAY, "weights": {**weights, "head.bias": torch.ones(3)}}
+    path = checkpoint_file.save(tmp_path, content, 1)
+    with pytest.raises(ConfigError, match="was not written by this runner: its average"):
+        checkpoint_file.load(path)
+
+
+def test_a_run_without_an_average_takes_the_steps_that_it_took_before(compose):
+    plain = train(begin(compose(*MLP)), 2)
+    averaged = train(begin(compose(*MLP, f"train.ema={DECAY}")), 2)
+    assert all(map(torch.equal, plain.trainable_parameters, averaged.trainable_parameters))
+    assert plain.average is None
+
+
+def test_packed_weights_are_not_averaged(compose):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    spec = compose(*MLP, "precision=bnb-nf4", "adapter=lora", f"train.ema={DECAY}")
+    state = begin(spec)
+    names = state.average.state_dict()["weights"]
+    assert names
+    assert all("lora" in name for name in names)
