@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group, locate, target_arguments
+from runner.config.targets import build_group, instantiate, locate
 from runner.distributed.strategy import is_sharded
 from runner.precision.layers.conv1d import linear_classes
 from runner.precision.precision import Precision
@@ -117,12 +117,11 @@ def build_optimizer(
         ConfigError: the target refuses its keywords.
     """
     target = locate(node["_target_"])
-    arguments = target_arguments(node)
-    if arguments.get("fused") is None and _may_be_fused(target, params):
+    if node.get("fused") is None and _may_be_fused(target, params):
         # A refusal (of this device, dtype or combination of keywords) is no error: the plain call
         # below works, or raises the reason.
         with suppress(RuntimeError, TypeError, ValueError):
-            return target(params, **{**arguments, "fused": True})
+            return instantiate({**node, "fused": True}, params, key=key)
     if not getattr(target, "wide_embeddings", False):
         return build_group(key, node, params)
     wide = {id(p) for p in embeddings}
