@@ -33,7 +33,7 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     """Return a command in the form that Hydra parses, with its overrides before its flags.
 
     Short precision names become full ones, numbers that name an option are quoted,
-    `checkpoint=<file>` becomes checkpoint.path=, and tags are marked as new keys. A command with
+    `checkpoint=<file>` becomes checkpoint.path=, and tags and values under vars are marked as new keys. A command with
     hydra.sweep.dir and hydra.job.num is one job of a sweep, and runs in that job's folder.
     """
     # Hydra fails at `precision=16`, which it reads as a number, and at `model=vit -m seed=0,1`:
@@ -44,7 +44,7 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     while rest:
         text = rest.pop(0)
         if not text.startswith("-"):
-            overrides.append(_mark_tag(_rewrite_path(_quote_option(text))))
+            overrides.append(_mark_own_key(_rewrite_path(_quote_option(text))))
             continue
         flags.append(text)
         if text in _FLAGS_WITH_VALUE and rest and "=" not in rest[0]:
@@ -168,9 +168,10 @@ def path_exists(path: str) -> bool:
         return False
 
 
-def _mark_tag(text: str) -> str:
-    """Mark a tag as a new key: Hydra refuses unknown keys, and users name their tags freely."""
-    return f"++{text}" if text.startswith("tracking.tags.") else text
+def _mark_own_key(text: str) -> str:
+    """Mark a tag or a value under vars as a new key: Hydra refuses unknown keys, and users name
+    these freely."""
+    return f"++{text}" if text.startswith(("tracking.tags.", "vars.")) else text
 
 
 def override_key(override: str) -> str:

@@ -31,7 +31,8 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     """Yield each node of a spec with a target: its dotted key, the node, its leading arguments."""
     for part in fields(RunSpec):
         node = getattr(spec, part.name)
-        if not isinstance(node, dict):
+        # The user's own values are no group, whatever they hold.
+        if not isinstance(node, dict) or part.name == "vars":
             continue
         leading = LEADING_ARGUMENT_COUNTS.get(part.name, 0)
         if "_target_" in node:

@@ -59,3 +59,13 @@ def test_a_model_of_transformers_in_yaml(documented):
     done = documented("data=synthetic_tokens", "model=gpt2", "mode=plan", "model.config.n_layer=1")
     assert done.rc == 0, done.stderr
     assert "plan: 32-true gpt2 synthetic_tokens" in done.stdout
+
+
+def test_a_file_that_is_no_yaml(documented, tmp_path):
+    file = tmp_path / "lab" / "conf" / "experiment" / "bad.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\nmodel: {a: ${oc.env:X,32}}\n")
+    done = documented("experiment=bad")
+    assert done.rc == 2
+    assert done.stderr.count("\n") == 1
+    assert f"{file}, line 2, column" in done.stderr
