@@ -33,8 +33,9 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     """Return a command in the form that Hydra parses, with its overrides before its flags.
 
     Short precision names become full ones, numbers that name an option are quoted,
-    `checkpoint=<file>` becomes checkpoint.path=, and tags and values under vars are marked as new keys. A command with
-    hydra.sweep.dir and hydra.job.num is one job of a sweep, and runs in that job's folder.
+    `checkpoint=<file>` becomes checkpoint.path=, and tags and values under vars are marked as new
+    keys. A command with hydra.sweep.dir and hydra.job.num is one job of a sweep, and runs in that
+    job's folder.
     """
     # Hydra fails at `precision=16`, which it reads as a number, and at `model=vit -m seed=0,1`:
     # its parser wants all overrides next to each other.

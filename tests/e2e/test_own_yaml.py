@@ -69,3 +69,13 @@ def test_a_file_that_is_no_yaml(documented, tmp_path):
     assert done.rc == 2
     assert done.stderr.count("\n") == 1
     assert f"{file}, line 2, column" in done.stderr
+
+
+def test_a_resolver_of_ones_own(fresh_cli, root, tmp_path):
+    text = (root / "docs" / "own-code.md").read_text()
+    (content,) = re.findall(r"```python\n# hydra_plugins/resolvers.py\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "resolvers.py").write_text(content)
+    done = fresh_cli("model=mlp", "model.hidden=['${mul:2,3}']", "--cfg", "job", "--resolve")
+    assert done.rc == 0, done.stderr
+    assert "hidden:\n  - 6" in done.stdout
