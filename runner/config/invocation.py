@@ -69,7 +69,9 @@ class Invocation:
         precision = str(spec.precision.get("name", self.option_name("precision", spec.precision)))
         if self.sweep:
             others = [text for text in self.swept_overrides if not text.startswith("precision=")]
-            return " ".join([precision, *map(shorten_override, others)])
+            # The marks were added by rewrite_arguments.
+            typed = [text.removeprefix("++") if "++vars." in text else text for text in others]
+            return " ".join([precision, *map(shorten_override, typed)])
         model = self.option_name("model", spec.model)
         data = self.option_name("data", spec.data)
         return f"{precision} {model} {data}"

@@ -2,6 +2,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.invocation import Invocation
 from runner.config.messages import explain
 from runner.utils.errors import ConfigError
 
@@ -136,3 +137,8 @@ def test_vars_hold_values_of_ones_own(compose, typed):
     spec = compose(typed, "model=mlp", "model.hidden=[${vars.size}]")
     assert spec.vars == {"size": 3}
     assert spec.model["hidden"] == [3]
+
+
+def test_the_jobs_of_a_sweep_over_vars_are_labelled_as_they_were_typed(compose):
+    origin = Invocation(sweep="x", swept_overrides=("precision=32-true", "++vars.size=3"))
+    assert origin.label(compose("vars.size=3")) == "32-true vars.size=3"
