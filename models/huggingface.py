@@ -23,7 +23,7 @@ _CLASSIFIES = ("sequence_classification", "token_classification", "image_classif
 def huggingface(
     kind: str,
     path: str | None = None,
-    config: str | Mapping[str, Any] | None = None,
+    config: Any = None,
     classes: int | None = None,
 ) -> nn.Module:
     """Build a transformers model: pretrained from a folder, or with random weights.
@@ -35,8 +35,8 @@ def huggingface(
         kind: a key of AUTO_CLASSES.
         path: a folder with config.json and model.safetensors, as save_pretrained writes it.
         config: in place of path, for random weights: a config.json, a yaml file, or the mapping
-            itself, with model_type and further keys of that type's configuration. Beside path:
-            keys that are changed.
+            itself, with model_type and further keys of that type's configuration; or a
+            configuration object of transformers. Beside path: keys that are changed.
         classes: number of logits of a classifier; None takes the config's own.
 
     Returns:
@@ -116,10 +116,12 @@ def _made_config(settings: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(model_type, **settings)
 
 
-def _read_config(config: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's keys, from a mapping or a json or yaml file."""
+def _read_config(config: Any) -> dict[str, Any]:
+    """Return a config's keys, from a mapping, an object of transformers, or a json or yaml file."""
     if isinstance(config, Mapping):
         return dict(config)
+    if hasattr(config, "to_dict"):
+        return config.to_dict()
     file = Path(config)
     if not file.is_file():
         raise ValueError(f"config={config} is no file. Give a config.json or a yaml")

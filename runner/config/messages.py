@@ -68,7 +68,18 @@ def _unresolved(error: InterpolationResolutionError) -> str:
             f"has no optimizer.lr. Type {error.full_key}=<a rate for all of them>, or "
             "scheduler=cosine, which scales each rate."
         )
-    return f"{error.full_key}: {_first_line(error)}. Give it a value: {error.full_key}=<value>."
+    reason = _first_line(error)
+    own_value = re.search(r"key '(vars\.[^']+)' not found", reason)
+    if own_value:
+        return f"{error.full_key}: {reason}. Type {own_value[1]}=<value>."
+    resolver = re.search(r"Unsupported interpolation type (\S+)", reason)
+    if resolver:
+        return (
+            f"{error.full_key}: no resolver is called {resolver[1]}. Register it in a module of a "
+            "folder hydra_plugins/ on the path (OmegaConf.register_new_resolver, see "
+            f"docs/own-code.md), or type {error.full_key}=<value>."
+        )
+    return f"{error.full_key}: {reason}. Give it a value: {error.full_key}=<value>."
 
 
 def _other_error(error: Exception) -> str:
@@ -96,7 +107,7 @@ def _invalid_yaml(error: YAMLError) -> str:
     return (
         f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: this is no YAML: {problem}. "
         "Look there and in the line above: spaces, not tabs, before a key; a space after `:`; each "
-        "bracket and quote closed; no key twice."
+        "bracket and quote closed; ${...} within braces or brackets quoted; no key twice."
     )
 
 

@@ -33,9 +33,9 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     """Return a command in the form that Hydra parses, with its overrides before its flags.
 
     Short precision names become full ones, numbers that name an option are quoted,
-    `checkpoint=<file>` becomes checkpoint.path=, and tags, data.collate, data.sampler and the
-    runner's keys of optimizers and schedules are marked as new keys. A command with
-    hydra.sweep.dir and hydra.job.num is one job of a sweep, and runs in that job's folder.
+    `checkpoint=<file>` becomes checkpoint.path=, and the keys of _NEW_KEYS are marked as new ones.
+    A command with hydra.sweep.dir and hydra.job.num is one job of a sweep, and runs in that job's
+    folder.
     """
     # Hydra fails at `precision=16`, which it reads as a number, and at `model=vit -m seed=0,1`:
     # its parser wants all overrides next to each other.
@@ -100,7 +100,7 @@ def without_program_options(argv: Sequence[str]) -> list[str]:
     These are the words that make mode=advise a sweep, and the marks of keys under precision, of
     optimizers and of schedules.
     """
-    argv = [*map(without_recipe_mark, argv)]
+    argv = [*map(as_typed, argv)]
     if _SWEEPER not in argv and not _sweeps_precisions(argv, argv):
         return [*argv]
     typed = []
@@ -171,24 +171,23 @@ def path_exists(path: str) -> bool:
         return False
 
 
-_FREE_KEYS = re.compile(r"tracking\.tags\.|data\.(collate|sampler)[.=]")
-"""Keys that no config has to list: users name their tags freely, and most data have no collator."""
-_RECIPE_KEYS = re.compile(
-    r"(optimizer\.(\w+\.)?(groups|no_decay_on|layer_decay)|scheduler\.warmup)="
+_NEW_KEYS = re.compile(
+    r"tracking\.tags\.|vars\.|data\.(collate|sampler)[.=]"
+    r"|optimizer\.(\w+\.)?(groups|no_decay_on|layer_decay)=|scheduler\.warmup="
 )
-"""Keys that fit each optimizer and each schedule, so that no yaml lists them."""
+"""Keys that no yaml has to list: names of the user's own, and what fits every data set, optimizer
+and schedule."""
 
 
 def _mark_new_key(text: str) -> str:
     """Mark a key that the config may lack as a new one, for Hydra refuses unknown keys."""
-    is_new = _FREE_KEYS.match(text) or _RECIPE_KEYS.match(text)
-    return f"++{text}" if is_new else text
+    return f"++{text}" if _NEW_KEYS.match(text) else text
 
 
-def without_recipe_mark(text: str) -> str:
-    """Return an override of a key of optimizers or schedules as it was typed, without `++`."""
+def as_typed(text: str) -> str:
+    """Return an override as it was typed, without the mark of a new key."""
     typed = text.removeprefix("++")
-    return typed if _RECIPE_KEYS.match(typed) else text
+    return typed if _NEW_KEYS.match(typed) else text
 
 
 def override_key(override: str) -> str:

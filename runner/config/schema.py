@@ -308,6 +308,8 @@ class RunSpec:
         seed: seed of Python's, NumPy's and torch's generators and of the order of training data.
         deterministic: stop at operations whose result can differ between runs.
         batch: saved batch (a .json file in the guard folder of a run) that debug=replay runs.
+        vars: values of your own, as in vars.size=3, which any yaml reads as ${vars.size}; the
+            runner itself does not use them.
     """
 
     mode: str = "train"
@@ -323,6 +325,7 @@ class RunSpec:
     numerics: NumericsSpec = field(default_factory=NumericsSpec)
     advise: AdviseSpec = field(default_factory=AdviseSpec)
     batch: str | None = None
+    vars: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     adapter: dict[str, Any] = field(default_factory=dict)

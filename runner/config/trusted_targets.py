@@ -22,6 +22,7 @@ _MODEL_FUNCTIONS = ("runner.models.", "torchvision.models.")
 """Packages whose functions return models."""
 _KINDS: Mapping[str, tuple[tuple[str, ...], type]] = {
     "model": (("torch.nn.", *_MODEL_FUNCTIONS), nn.Module),
+    "data": (("torchvision.transforms.",), nn.Module),
     "optimizer": (("torch.optim.",), Optimizer),
     "scheduler": (("torch.optim.lr_scheduler.",), LRScheduler),
 }

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from runner.config.targets import dataclass_fields_from_json
+from runner.config.annotations import dataclass_fields_from_json
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.files import write_json
 from runner.utils.layout import RESULT

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.invocation import Invocation, override_texts
-from runner.config.overrides import override_key, without_recipe_mark
+from runner.config.overrides import as_typed, override_key
 from runner.config.precision_keys import without_keys
 from runner.sweep.manifest import Manifest
 from runner.utils.layout import MANIFEST
@@ -45,7 +45,7 @@ def job_overrides() -> tuple[str, ...]:
 
     Keys that a sweep leaves out for the job's precision are missing.
     """
-    typed = map(without_recipe_mark, override_texts(HydraConfig.get().overrides.task))
+    typed = map(as_typed, override_texts(HydraConfig.get().overrides.task))
     texts = tuple(map(redact_override, typed))
     if is_sweep_job():
         return without_keys(texts, keys_left_out_of_job())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runner.config.targets import dataclass_fields_from_json
+from runner.config.annotations import dataclass_fields_from_json
 from runner.utils.errors import ConfigError
 from runner.utils.files import write_json
 from runner.utils.layout import MANIFEST

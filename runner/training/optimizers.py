@@ -10,12 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.config.schema import RunSpec
-from runner.config.targets import (
-    build_group,
-    locate,
-    target_arguments,
-    without_runner_keys,
-)
+from runner.config.targets import build_group, instantiate, locate, without_runner_keys
 from runner.distributed.strategy import is_sharded
 from runner.precision.precision import Precision
 from runner.training.parameter_groups import (
@@ -112,14 +107,13 @@ def build_optimizer(
     """
     target = locate(node["_target_"])
     node = without_runner_keys("optimizer", node)
-    arguments = target_arguments(node)
     groups = _as_groups(params)
     every = [p for group in groups for p in group["params"]]
-    if arguments.get("fused") is None and _may_be_fused(target, every):
+    if node.get("fused") is None and _may_be_fused(target, every):
         # A refusal (of this device, dtype or combination of keywords) is no error: the plain call
         # below works, or raises the reason.
         with suppress(RuntimeError, TypeError, ValueError):
-            return target(params, **{**arguments, "fused": True})
+            return instantiate({**node, "fused": True}, params, key=key)
     if not getattr(target, "wide_embeddings", False):
         return build_group(key, node, params)
     wide = {id(p) for p in embeddings}

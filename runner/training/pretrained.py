@@ -31,6 +31,8 @@ def starts_random(node: Mapping[str, Any]) -> bool:
         node: the model's config node, with its `_target_`.
     """
     target = str(node.get("_target_", ""))
+    if "_args_" in node:
+        return False  # one of them may be `pretrained`
     return target.startswith(_KNOWN_PACKAGES) and not any(
         _is_true(node, target, key) for key in _LOADING_KEYWORDS
     )

@@ -2,6 +2,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.invocation import Invocation
 from runner.config.messages import explain
 from runner.utils.errors import ConfigError
 
@@ -110,3 +111,34 @@ def test_the_operating_systems_refusal():
 
 def test_any_other_error_keeps_its_own_text():
     assert explain(HydraException("  something \n"), []) == "something"
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("lr=1e-3", "Type optimizer.lr=<value>."),
+        ("train.lr=1e-3", "Type optimizer.lr=<value>."),
+        ("batch_size=8", "Type train.batch_size=<value>."),
+        ("model.depth=${vars.depth}", "Type vars.depth=<value>."),
+    ],
+)
+def test_the_hint_names_the_key_that_was_meant(explained, typed, hint):
+    assert explained(typed).endswith(hint)
+
+
+def test_an_unknown_resolver_can_be_registered(explained):
+    text = explained("model.depth=${twice:2}")
+    assert text.startswith("model.depth: no resolver is called twice. Register it in a module of")
+    assert "hydra_plugins/" in text
+
+
+@pytest.mark.parametrize("typed", ["vars.size=3", "+vars.size=3"])
+def test_vars_hold_values_of_ones_own(compose, typed):
+    spec = compose(typed, "model=mlp", "model.hidden=[${vars.size}]")
+    assert spec.vars == {"size": 3}
+    assert spec.model["hidden"] == [3]
+
+
+def test_the_jobs_of_a_sweep_over_vars_are_labelled_as_they_were_typed(compose):
+    origin = Invocation(sweep="x", swept_overrides=("precision=32-true", "++vars.size=3"))
+    assert origin.label(compose("vars.size=3")) == "32-true vars.size=3"

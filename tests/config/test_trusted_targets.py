@@ -1,5 +1,6 @@
 """What of a checkpoint's config is called."""
 
+import re
 import sys
 
 import pytest
@@ -83,6 +84,49 @@ def test_what_is_not_is_refused_before_it_is_imported(group, target):
 
 def test_what_is_typed_is_ones_own():
     assert not refused("model", "os.mkdir", {"model": {"_target_": "os.mkdir"}})
+
+
+PLACES = {
+    "in a mapping": lambda node: {"config": {"a": node}},
+    "in a list": lambda node: {"layers": [1, [node]]},
+    "by position": lambda node: {"_args_": [node]},
+    "in a nested node": lambda node: {"a": {"_target_": "mine.Net", "b": node}},
+    "where nothing is built": lambda node: {"_recursive_": False, "a": node},
+}
+NESTED_STRANGERS = (
+    "builtins.eval",
+    "hydra.utils.get_class",
+    "hydra.utils.instantiate",
+    "hydra.utils.call",
+    "functools.partial",
+    "importlib.import_module",
+    "transformers.GPT2Config",
+    "${vars.path}",
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("target", NESTED_STRANGERS)
+def test_a_nested_target_of_a_stranger_is_refused(place, target):
+    node = {"_target_": target, "_args_": ["1"]}
+    spec = {"model": {"_target_": "torch.nn.Sequential", **PLACES[place](node)}}
+    with pytest.raises(ConfigError, match=re.escape(f"names model._target_={target}, which")):
+        trusted_targets.check_trusted(spec, ["model"], {}, "x.pt", "checkpoint")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("group", "target"),
+    [
+        ("model", "torch.nn.BatchNorm2d"),
+        ("model", "mine.Net"),
+        ("data", "torchvision.transforms.v2.ToImage"),
+    ],
+)
+def test_a_nested_target_that_fits_its_place_is_called(place, group, target):
+    node = {"_target_": target, "_partial_": True}
+    spec = {group: {"_target_": "mine.Net", **PLACES[place](node)}}
+    trusted_targets.check_trusted(spec, [group], {}, "x.pt", "checkpoint")
 
 
 def test_one_of_several_optimizers():

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from runner.config.targets import dataclass_fields_from_json
+from runner.config.annotations import dataclass_fields_from_json
 from runner.utils.files import write_text
 from runner.utils.layout import ADVICE
 from runner.utils.secrets import redact_values

@@ -1,0 +1,81 @@
+"""Examples of docs/own-code.md that are yaml alone, or nearly, run as they stand there."""
+
+import re
+
+import pytest
+
+SETS = '''
+import torch
+from torch.utils.data import Dataset
+
+
+class Photos(Dataset):
+    """Bright and dark pictures, transformed."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    @staticmethod
+    def splits(transform):
+        return Photos(transform), Photos(transform)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.transform(torch.full((1, 16, 12), index % 2 / 2)), index % 2
+'''
+
+
+@pytest.fixture
+def documented(main, root, tmp_path):
+    """A command in a folder that has the yamls of the page, with Python code of the test's."""
+    text = (root / "docs" / "own-code.md").read_text()
+    for path, content in re.findall(r"```yaml\n# (lab/conf/\S+)\n(.*?)```", text, re.DOTALL):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    (tmp_path / "lab" / "sets.py").write_text(SETS)
+    return lambda *typed: main("--config-dir", "lab/conf", "tracking=none", *typed)
+
+
+def test_transforms_in_yaml(documented):
+    done = documented("data=photos", "model=mlp", "train.max_steps=2", "train.batch_size=4")
+    assert done.rc == 0, done.stderr
+    assert "32-true mlp photos" in done.stdout
+
+
+def test_a_wrong_transform_in_yaml(documented):
+    node = "{_target_: torchvision.transforms.v2.Resize, sizes: [8, 8]}"
+    done = documented("data=photos", "model=mlp", f"data.transform.transforms=[{node}]")
+    assert done.rc == 2
+    assert "Traceback" not in done.stderr
+    assert "data.transform.transforms[0].sizes=[8, 8]: torchvision" in done.stderr
+    assert "data.transform.transforms[0].size is needed by torchvision" in done.stderr
+
+
+def test_a_model_of_transformers_in_yaml(documented):
+    pytest.importorskip("transformers")
+    done = documented("data=synthetic_tokens", "model=gpt2", "mode=plan", "model.config.n_layer=1")
+    assert done.rc == 0, done.stderr
+    assert "plan: 32-true gpt2 synthetic_tokens" in done.stdout
+
+
+def test_a_file_that_is_no_yaml(documented, tmp_path):
+    file = tmp_path / "lab" / "conf" / "experiment" / "bad.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\nmodel: {a: ${oc.env:X,32}}\n")
+    done = documented("experiment=bad")
+    assert done.rc == 2
+    assert done.stderr.count("\n") == 1
+    assert f"{file}, line 2, column" in done.stderr
+
+
+def test_a_resolver_of_ones_own(fresh_cli, root, tmp_path):
+    text = (root / "docs" / "own-code.md").read_text()
+    (content,) = re.findall(r"```python\n# hydra_plugins/resolvers.py\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "resolvers.py").write_text(content)
+    done = fresh_cli("model=mlp", "model.hidden=['${mul:2,3}']", "--cfg", "job", "--resolve")
+    assert done.rc == 0, done.stderr
+    assert "hidden:\n  - 6" in done.stdout
