@@ -2,8 +2,8 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.invocation import Invocation
 from runner.config.messages import explain
+from runner.config.overrides import as_typed
 from runner.utils.errors import ConfigError
 
 
@@ -139,6 +139,14 @@ def test_vars_hold_values_of_ones_own(compose, typed):
     assert spec.model["hidden"] == [3]
 
 
-def test_the_jobs_of_a_sweep_over_vars_are_labelled_as_they_were_typed(compose):
-    origin = Invocation(sweep="x", swept_overrides=("precision=32-true", "++vars.size=3"))
-    assert origin.label(compose("vars.size=3")) == "32-true vars.size=3"
+@pytest.mark.parametrize(
+    ("stored", "typed"),
+    [
+        ("++vars.size=3", "vars.size=3"),
+        ("++data.collate=lab.join", "data.collate=lab.join"),
+        ("++scheduler.warmup=5", "scheduler.warmup=5"),
+        ("++model.width=3", "++model.width=3"),
+    ],
+)
+def test_jobs_are_labelled_with_the_keys_as_they_were_typed(stored, typed):
+    assert as_typed(stored) == typed

@@ -63,7 +63,7 @@ def test_a_model_of_transformers_in_yaml(documented):
 
 def test_a_file_that_is_no_yaml(documented, tmp_path):
     file = tmp_path / "lab" / "conf" / "experiment" / "bad.yaml"
-    file.parent.mkdir()
+    file.parent.mkdir(exist_ok=True)
     file.write_text("# @package _global_\nmodel: {a: ${oc.env:X,32}}\n")
     done = documented("experiment=bad")
     assert done.rc == 2
