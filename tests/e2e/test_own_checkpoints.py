@@ -35,7 +35,7 @@ QUICK = (
     "--config-dir",
     "lab/conf",
     "data=tiny",
-    "model=timm",
+    "model=tiny_timm",
     "train.batch_size=20",
     "train.max_steps=2",
     "tracking=none",
@@ -50,7 +50,7 @@ def trained(inside, tmp_path_factory):
     files = {
         "__init__.py": "",
         "data.py": DATA,
-        "conf/model/timm.yaml": TIMM,
+        "conf/model/tiny_timm.yaml": TIMM,
         "conf/data/tiny.yaml": ROWS,
     }
     for name, text in files.items():
@@ -102,7 +102,7 @@ def test_the_advice_for_a_strangers_run_works(folder, main):
         assert "names model._target_=timm.create_model, which is neither" in done.stderr
         assert "not signed with your key" in done.stderr
         assert "type model=... yourself, as for the training" in done.stderr
-    own = ("--config-dir", "lab/conf", "model=timm")
+    own = ("--config-dir", "lab/conf", "model=tiny_timm")
     done = main(*evaluate, *own)
     assert done.rc == 0, done.stderr
     done = main(*resume, *own, *WARM)

@@ -33,6 +33,7 @@ _CURVE_METRICS = (
     "val/loss",
     "val/accuracy",
     "val/perplexity",
+    "val/iou",
     "loss_scale/changes",
     "loss_scale/overflow",
 )
@@ -214,11 +215,12 @@ def _result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
 
 def _stored_values(run: "StoredRun") -> dict[str, Any]:
     """Return the fields of a result that a run's last metrics and tags hold."""
-    quality = next((key for key in ("val/accuracy", "val/loss") if key in run.metrics), "")
+    known = ("val/iou", "val/accuracy", "val/loss")
+    quality = next((key for key in known if key in run.metrics), "")
     values: dict[str, Any] = {
         "metrics": {key: v for key, v in run.metrics.items() if key.startswith(("val/", "test/"))},
         "quality": quality,
-        "direction": "max" if quality == "val/accuracy" else "min",
+        "direction": "max" if quality in known[:2] else "min",
         "train_loss": run.metrics.get("train/loss"),
         "loss_scale": run.metrics.get("loss_scale/value"),
         "weights_mib": run.metrics.get("memory/weights_mib"),
