@@ -9,6 +9,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch.utils._pytree import (
@@ -98,21 +99,30 @@ class BatchLayout:
         )
 
     def _split_fields(self, batch: Mapping[str, Any]) -> Batch:
+        target_field, names = _fields_of(self, tuple(batch))
+        inputs = KeywordInputs({name: batch[name] for name in names})
+        return inputs, batch[target_field]
+
+    def field_names(self, batch: Sequence[str]) -> tuple[str, Sequence[str]]:
+        """Return the name of the target and the names of the inputs, of a batch with these fields.
+
+        Raises:
+            ConfigError: a field is missing.
+        """
         target_field = self._target_field(batch)
-        target = batch[target_field]
+        others = [name for name in batch if name != target_field]
         missing = [name for name in self.inputs or () if name not in batch]
         if missing:
             raise ConfigError(
                 f"task.inputs names {', '.join(missing)}, and a batch has the fields "
-                f"{_listed(batch)}. Type task.inputs=[{','.join(_others(batch, target_field))}]."
+                f"{_listed(batch)}. Type task.inputs=[{','.join(others)}]."
             )
-        names = self.inputs or _others(batch, target_field)
-        inputs = KeywordInputs({name: batch[name] for name in names})
+        names = [*(self.inputs or others)]
         if self.passes_target:
-            inputs[target_field] = target
-        return inputs, target
+            names.append(target_field)
+        return target_field, names
 
-    def _target_field(self, batch: Mapping[str, Any]) -> str:
+    def _target_field(self, batch: Sequence[str]) -> str:
         """Return the name of the field that holds the target."""
         names = (self.target,) if self.target is not None else TARGET_FIELDS
         for name in names:
@@ -145,12 +155,13 @@ PAIRS = BatchLayout()
 """The layout of tasks that name no fields."""
 
 
-def _others(batch: Mapping[str, Any], target_field: str) -> list[str]:
-    """Return the fields of a batch without the target."""
-    return [name for name in batch if name != target_field]
+@cache
+def _fields_of(layout: BatchLayout, batch: tuple[str, ...]) -> tuple[str, Sequence[str]]:
+    """Return BatchLayout.field_names, which every batch of a run asks for."""
+    return layout.field_names(batch)
 
 
-def _listed(batch: Mapping[str, Any]) -> str:
+def _listed(batch: Sequence[str]) -> str:
     return ", ".join(map(str, batch)) or "(none)"
 
 

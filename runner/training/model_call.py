@@ -3,16 +3,26 @@
 from collections.abc import Mapping
 from inspect import Parameter, Signature, signature
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from torch import Tensor, nn
 
 from runner.data.batch_layout import KeywordInputs, PositionalInputs
 
-# By model and then by the names of a batch's fields: the names of those that its forward takes.
-_accepted_names: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], tuple[str, ...] | None]] = (
-    WeakKeyDictionary()
-)
+
+class _LastCall:
+    """The names that were passed in the last call with fields: those of the next, nearly always.
+
+    The model is not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self.model: Any = lambda: None
+        self.key: tuple[Any, ...] = ()
+        self.names: tuple[str, ...] | None = None
+
+
+_LAST_CALL = _LastCall()
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -61,13 +71,15 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 def _names_for(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the names that are given as keywords; None where the dict is one argument."""
-    by_fields = _accepted_names.setdefault(model, {})
-    fields = tuple(inputs)
-    if fields not in by_fields:
+    last = _LAST_CALL
+    key = (type(inputs), *inputs)
+    # A signature takes 20 µs to read, in every step.
+    if last.model() is not model or last.key != key:
         parameters = signature(plain_module(model).forward).parameters
-        are_arguments = type(inputs) is KeywordInputs
-        by_fields[fields] = _accepted(parameters, fields, are_arguments)
-    return by_fields[fields]
+        last.names = _accepted(parameters, tuple(inputs), type(inputs) is KeywordInputs)
+        last.model = ref(model)
+        last.key = key
+    return last.names
 
 
 def _accepted(
