@@ -55,10 +55,11 @@ def wait_for_batch(
             # Seconds that torch waits for each process that hangs, when it ends them.
             _utils.MP_STATUS_CHECK_INTERVAL = 0.1
             raise
-        except Exception:
+        except Exception as error:
             # Now: the garbage collector, which ends the error's frames, closes the queues first.
             # Then no process hears that it should end, and torch waits 10 s for them.
-            if batches is not None:
+            # Not where a process died: torch would forget it, and not report its signal.
+            if batches is not None and is_dataset_error(error):
                 batches._shutdown_workers()  # type: ignore[attr-defined]
             raise
         if batch is None:
