@@ -204,7 +204,10 @@ def in_process(folder):
     for left in ("HYDRA_FULL_ERROR", "MLFLOW_TRACKING_URI"):
         os.environ.pop(left, None)
     for name in set(sys.modules) - modules:  # the folder's own; the next test may name one so, too
-        if str(folder) in str(getattr(sys.modules[name], "__file__", None)):
+        module = sys.modules[name]
+        # A package without __init__.py has folders and no file.
+        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+        if any(str(folder) in str(place) for place in places):
             del sys.modules[name]
 
 
