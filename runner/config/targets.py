@@ -7,7 +7,7 @@ from inspect import Parameter, signature
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from runner.config.loading_keys import data_target_node, loading_nodes
+from runner.config.loading_keys import data_target_node, loading_nodes, task_nodes
 from runner.config.renamed import current_path
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
@@ -97,6 +97,8 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
         if part.name == "data":
             yield from loading_nodes(node)
             node = data_target_node(node)
+        if part.name == "task":
+            yield from task_nodes(node)
         if "_target_" in node:
             yield part.name, node, leading
             # Schedules of schedules, each of which is called with the optimizer.
