@@ -26,6 +26,12 @@ def loading_nodes(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
             yield f"data.{key}", node, leading or int(node.get("_partial_") is True)
 
 
+def task_paths(task: Any) -> list[str]:
+    """Return the targets of the task group that are given as text; of anything else none."""
+    loss = task.get("loss") if isinstance(task, Mapping) else None
+    return [loss] if isinstance(loss, str) else []
+
+
 def loading_paths(data: Any) -> list[str]:
     """Return the targets that are given as text; of anything but a mapping none."""
     if not isinstance(data, Mapping):

@@ -14,7 +14,7 @@ def loading_problems(data: Mapping[str, Any]) -> Iterator[str]:
     for key in LEADING_COUNTS:
         value = data.get(key)
         if isinstance(value, str):
-            yield from _path_problems(f"data.{key}", value)
+            yield from path_problems(f"data.{key}", value)
         elif value is not None and not (isinstance(value, Mapping) and "_target_" in value):
             yield (
                 f"data.{key}={value} does not fit. Allowed: a dotted path, package.module.name, or "
@@ -49,7 +49,7 @@ def build_loading_target(key: str, value: str | Mapping[str, Any], *leading: obj
     return build_group(f"data.{key}", value, *leading)
 
 
-def _path_problems(key: str, path: str) -> Iterator[str]:
+def path_problems(key: str, path: str) -> Iterator[str]:
     """Yield why a dotted path names nothing that can be called."""
     try:
         target = locate(path)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.config.loading_keys import loading_paths
+from runner.config.loading_keys import loading_paths, task_paths
 from runner.config.signature import describe_key_location
 from runner.config.targets import locate
 from runner.utils.errors import ConfigError
@@ -23,6 +23,7 @@ _MODEL_FUNCTIONS = ("runner.models.", "torchvision.models.")
 _KINDS: Mapping[str, tuple[tuple[str, ...], type]] = {
     "model": (("torch.nn.", *_MODEL_FUNCTIONS), nn.Module),
     "data": (("torchvision.transforms.",), nn.Module),
+    "task": (("torch.nn.",), nn.Module),
     "optimizer": (("torch.optim.",), Optimizer),
     "scheduler": (("torch.optim.lr_scheduler.",), LRScheduler),
 }
@@ -92,7 +93,8 @@ def _masked_keys(name: str, value: Any) -> Iterator[str]:
 
 def _group_targets(group: str, node: Any) -> list[Any]:
     """Return the targets of a group's node, those that are given as text included."""
-    return [*_targets(node), *(loading_paths(node) if group == "data" else ())]
+    paths = {"data": loading_paths, "task": task_paths}.get(group)
+    return [*_targets(node), *(paths(node) if paths else ())]
 
 
 def _targets(node: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
 from runner.data.split_checks import first_samples, named_sets, splits_problems
 from runner.data.splits import RunData, Splits, set_labels
+from runner.data.task_target import build_task
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError, RunnerError
 
@@ -264,5 +265,5 @@ def _batch_layout(spec: RunSpec) -> BatchLayout:
     if "_target_" not in spec.task:
         return PAIRS
     # The task itself is asked, as a class of the user's may name its fields.
-    task = build_group("task", spec.task)
+    task = build_task(spec.task)
     return BatchLayout(task.input_fields, task.target_field, task.passes_target)

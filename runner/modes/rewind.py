@@ -22,6 +22,7 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.build import build_data, build_run_loaders
 from runner.data.loader import Batch
+from runner.data.task_target import build_task
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes import run_metadata
 from runner.modes.trial_forward import build_proven_model
@@ -135,7 +136,7 @@ def rewind_to_step(
     last = saved.steps[0] - 1
     console.print(f"trains {last - first} steps again, from {origin}", markup=False, soft_wrap=True)
     precision: Precision = build_group("precision", spec.precision)
-    task: Task = build_group("task", spec.task)
+    task: Task = build_task(spec.task)
     # From here on the same calls in the same order as mode=train, or the bits would differ.
     if spec.deterministic:
         make_deterministic()

@@ -18,6 +18,7 @@ from runner.config.loading_targets import loading_problems
 from runner.config.resolve import flatten
 from runner.config.schema import ADVISE_USAGE_MESSAGE, RunSpec
 from runner.config.targets import build_group, check_targets
+from runner.data.task_target import build_task, task_problems
 from runner.diagnostics import saved_batch
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.diagnostics.numerics.numerics_callback import check_numerics
@@ -144,6 +145,7 @@ def _checked_spec(
         evaluated, spec, origin = plan_evaluation(spec, origin)
     problems += check_targets(spec)
     problems += loading_problems(spec.data)
+    problems += task_problems(spec.task)
     if problems:
         raise ConfigError(*problems)
     return evaluated, spec, origin
@@ -172,7 +174,7 @@ def _build_context(
     precision.require(accelerator.device)
     precision.require_strategy(strategy)
     check_numerics(spec, strategy)
-    task: Task = build_group("task", spec.task)
+    task: Task = build_task(spec.task)
     check_arguments(spec)
     tracker: Tracker = build_group("tracking", spec.tracking)
     # One run in the store for all processes: the first one records it.

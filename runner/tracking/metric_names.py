@@ -3,6 +3,7 @@
 METRICS = {
     "train/loss": "mean over the step's examples, unscaled",
     "train/lr": "learning rate in force in that step, of the first optimizer",
+    "train/<name>": "a value that the task returns beside its loss, mean over the same labels",
     "lr/<group>": "learning rate in force in that step, of each named group of parameters "
     "(optimizer.groups, optimizer.layer_decay, several optimizers)",
     "train/grad_norm": "2-norm of all gradients, unscaled, before clipping",

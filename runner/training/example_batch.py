@@ -3,8 +3,8 @@
 import torch
 
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group
 from runner.data.loader import Batch
+from runner.data.task_target import build_task
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import CausalLM, Language, TokenClassification
 from runner.training.tasks.regression import Regression
@@ -30,7 +30,7 @@ def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
         ForecastUnavailable: data.meta does not give the shapes.
     """
     meta = spec.data.get("meta") or {}
-    task = build_group("task", spec.task)
+    task = build_task(spec.task)
     missing = [f"data.meta.{key}" for key in ("input", "classes") if not meta.get(key)]
     if missing:
         raise ForecastUnavailable(

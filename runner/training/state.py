@@ -90,6 +90,7 @@ class TrainState:
         last_evaluation_step: the step after which the last evaluation ran; 0 before the first.
         stagnant_share: the share of parameter elements that had a gradient and that the last step
             did not change, see evaluation.Stagnation; None where it was not counted.
+        term_names: of the values that the task returns beside its loss; None before a step.
     """
 
     model: nn.Module
@@ -108,6 +109,7 @@ class TrainState:
     stagnant_share: float | None = None
     clip_value: float | None = None
     average: WeightAverage | None = None
+    term_names: tuple[str, ...] | None = None
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
 
     def set_update_hook(self, hook: Callable[[], None]) -> None:

@@ -18,6 +18,13 @@ from torch.utils._pytree import tree_leaves
 from runner.data.batch_layout import Batch
 from runner.precision.casting import cast_nest
 from runner.precision.loss_scale import HostFlag
+from runner.training.loss_terms import (
+    NO_TERMS,
+    note_names,
+    recorded_terms,
+    split_loss,
+    weighted_terms,
+)
 from runner.training.model_call import call_model
 from runner.training.records import DeviceStepRecord
 from runner.training.sparse_gradients import coalesce_gradients, gradient_values
@@ -47,15 +54,22 @@ def _first_tensor(nest: Any) -> Tensor | None:
 
 def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
     """Return the mean loss of a micro-batch, computed under the precision's contexts and casts."""
+    return _loss_and_terms(state, inputs, target)[0]
+
+
+def _loss_and_terms(
+    state: TrainState, inputs: Any, target: Any
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return the mean loss of a micro-batch and the further values that the task returns."""
     precision = state.precision
     task = state.task
     with precision.forward(state.device):
         output = call_model(state.model, precision.cast(inputs))
         # Within these contexts autocast chooses the dtypes of the loss, too.
         if precision.autocast_loss:
-            return task.loss(output, precision.cast(target))
+            return split_loss(task.loss(output, precision.cast(target)), task)
     dtype = precision.loss_dtype
-    return task.loss(cast_nest(output, dtype), cast_nest(target, dtype))
+    return split_loss(task.loss(cast_nest(output, dtype), cast_nest(target, dtype)), task)
 
 
 def backpropagate(state: TrainState, loss: Tensor, weight: Tensor | None = None) -> None:
@@ -88,6 +102,8 @@ def train_step(
     else:
         values = _plain_step(state, micros, sizes)
     measured = measure_step(state)  # before the gradients are dropped
+    if values.terms:
+        measured = {**measured, **recorded_terms(values.terms)}
     # None and not zero: the next backward then writes the gradients instead of adding to them.
     for p in state.trainable_parameters:
         p.grad = None
@@ -116,13 +132,21 @@ class _StepValues(NamedTuple):
     scale: Tensor | None
     found_inf: Tensor | None
     rates: Mapping[str, float]
+    terms: Mapping[str, Tensor] = NO_TERMS
+
+
+class _Mean(NamedTuple):
+    """The mean loss of a step over its labels, and those of the task's further values; detached."""
+
+    loss: Tensor
+    terms: Mapping[str, Tensor]
 
 
 def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _StepValues:
     """Take a step of optimizers that use gradients alone."""
     strategy = state.strategy
     scale = state.scale.value  # in force in this step; the update at its end may change it
-    loss = _backward(state, micros, sizes)
+    mean = _backward(state, micros, sizes)
     grads = [strategy.local_shards(_gradients(scheduled)) for scheduled in state.optimizers]
     # Unscaled first, in place: the norms that are clipped and recorded are the gradients' own. A
     # flag per optimizer, and over all processes, which must skip a step together.
@@ -139,10 +163,10 @@ def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
     state.run_update_hook()
     _optimizer_step(state, found_infs)
     found_inf = found_infs[0] if len(found_infs) == 1 else _any_found_inf(found_infs)
-    return _StepValues(lr, loss, norms, scale, found_inf, rates)
+    return _StepValues(lr, mean.loss, norms, scale, found_inf, rates, mean.terms)
 
 
-def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
+def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Mean:
     """Accumulate the gradients of the mean over all labels and return that mean, detached.
 
     With several processes each returns a number of its own; their average is the mean.
@@ -150,9 +174,10 @@ def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) 
     # One micro-batch in one process needs no weights: its loss is the mean already. This common
     # case skips the kernels that count labels.
     if len(micros) == state.strategy.place.world_size == 1:
-        loss = loss_of(state, *micros[0])
+        loss, terms = _loss_and_terms(state, *micros[0])
+        note_names(state, terms)
         backpropagate(state, state.scale.multiply(loss))
-        total = loss.detach()
+        total = _Mean(loss.detach(), terms)
     else:
         total = _accumulate(state, micros, sizes)
     coalesce_gradients(state.sparse_gradient_parameters)
@@ -176,13 +201,15 @@ class _Weights(NamedTuple):
     no_label_counts: Tensor | None
 
 
-def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> Tensor:
+def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Mean:
     weighing = _weights(state, micros, sizes)
     losses: list[Tensor] = []
     weights: list[Tensor] = []
+    parts: list[Mapping[str, Tensor]] = []
     for i, (micro, factor) in enumerate(zip(micros, weighing.factors, strict=True), 1):
         with state.strategy.accumulating(last=i == len(micros)):
-            loss = loss_of(state, *micro)
+            loss, terms = _loss_and_terms(state, *micro)
+            note_names(state, terms)
             mean = loss.detach()
             if isinstance(factor, Tensor):
                 weight = factor.to(mean.dtype)
@@ -191,13 +218,15 @@ def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
             backpropagate(state, state.scale.multiply(loss), weight)
         losses.append(mean)
         weights.append(weight)
+        parts.append(terms)
     stacked = torch.stack(weights)
     # A micro-batch without a label adds nothing: its mean is NaN, and NaN times 0 is NaN.
     total = (torch.stack(losses) * stacked).masked_fill(stacked == 0, 0).sum()
+    means = weighted_terms(parts, stacked, weighing.no_label_counts)
     if weighing.no_label_counts is None:
-        return total
+        return _Mean(total, means)
     # A step without any label has no mean; a loss of 0 would look like a perfect model.
-    return total.masked_fill(weighing.no_label_counts, nan)
+    return _Mean(total.masked_fill(weighing.no_label_counts, nan), means)
 
 
 def _weights(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Weights:
@@ -313,16 +342,16 @@ def _closure_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[in
     """Take a step of an optimizer that evaluates the loss itself; record its first evaluation."""
     scheduled = state.optimizers[0]
     lr = scheduled.lr
-    first: list[tuple[Tensor, Tensor]] = []
+    first: list[tuple[_Mean, Tensor]] = []
 
     def closure() -> Tensor:
         for p in scheduled.params:
             p.grad = None
-        loss = _backward(state, micros, sizes)
+        mean = _backward(state, micros, sizes)
         # Later evaluations are at points of the line search, not at the weights of this step.
         if not first:
-            first.append((loss, grad_norms(_gradients(scheduled))))
-        return loss
+            first.append((mean, grad_norms(_gradients(scheduled))))
+        return mean.loss
 
     state.run_update_hook()
     scheduled.optimizer.step(closure)  # type: ignore[arg-type]
@@ -330,5 +359,5 @@ def _closure_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[in
         scheduled.scheduler.step()
     if state.average is not None:
         state.average.update([None])
-    loss, norms = first[0]
-    return _StepValues(lr, loss, norms, None, None, {})
+    mean, norms = first[0]
+    return _StepValues(lr, mean.loss, norms, None, None, {}, mean.terms)

@@ -97,6 +97,9 @@ class StepMetric:
         return (record.measured or {}).get(self.field)
 
 
+_TERM_PREFIX = "train/"
+"""Start of the fields in `measured` that are no entry of the table: a task's own values."""
+
 STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric(
         field="loss",
@@ -115,6 +118,11 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric(field="overflow", metric="loss_scale/overflow", read=lambda step: step.found_inf),
     StepMetric(field="skipped_steps", metric="loss_scale/skipped_steps"),
 )
+
+
+def term_field(name: str) -> str:
+    """Return the field, and the tracker's name, of a value that a task returns with its loss."""
+    return f"{_TERM_PREFIX}{name}"
 
 
 def measure_step(state: TrainState) -> Mapping[str, Tensor]:
@@ -139,6 +147,10 @@ def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dic
         values = [value for value in candidates if value is not None]
         if len(values) == len(steps):
             columns[entry.field] = entry.combine(values, strategy)
+    for field in steps[0].measured:
+        if field.startswith(_TERM_PREFIX):
+            values = [step.measured[field] for step in steps]
+            columns[field] = average_over_processes(values, strategy)
     # Equal dtypes let all columns travel in one tensor.
     wide = widest_float(steps[0].loss.device)
     return {field: column.to(wide) for field, column in columns.items()}
@@ -148,6 +160,8 @@ def tracker_values(record: StepRecord) -> dict[str, float]:
     """Return what the tracker logs of a step, by metric name."""
     values = {entry.metric: entry.host_value(record) for entry in STEP_METRICS}
     found = {metric: value for metric, value in values.items() if value is not None}
+    measured = record.measured or {}
+    found |= {name: value for name, value in measured.items() if name.startswith(_TERM_PREFIX)}
     # Names of groups may hold patterns, and MLflow refuses their characters.
     for name, rate in (record.rates or {}).items():
         found[f"lr/{FORBIDDEN_CHARACTERS.sub('_', name)}"] = rate

@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group
 from runner.data.loader import Batch
+from runner.data.task_target import build_task
 from runner.diagnostics.memory.memory_tracker import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -123,7 +123,7 @@ def build_rehearsal(
             _replace_by_fakes(model, device)
         # A schedule needs the number of steps of a run, and changes no tensor's size.
         without_schedule = replace(spec, scheduler={})
-        task = build_group("task", spec.task)
+        task = build_task(spec.task)
         setup = TrainingSetup(without_schedule, precision, task, device)
         state = build_state(setup, model, total_steps=1)
         # A fake found-inf has no value that could decide about the update.

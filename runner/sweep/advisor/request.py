@@ -20,6 +20,7 @@ from runner.config.overrides import PRECISION_ALIASES
 from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets
+from runner.data.task_target import task_problems
 from runner.precision.precision import Precision
 from runner.precision.registry import (
     PrecisionSupport,
@@ -179,6 +180,7 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
     precision = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
     spec = replace(spec, precision=precision)
     problems = [*spec.problems(), *check_targets(spec), *loading_problems(spec.data)]
+    problems += task_problems(spec.task)
     if problems:
         raise ConfigError(*problems)
     return spec

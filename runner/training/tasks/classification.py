@@ -1,7 +1,8 @@
 """Classification: one class per example."""
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,10 +19,10 @@ class Classification(TensorTask):
         label_smoothing: share of each target spread over all classes, in [0, 1) (Szegedy et al.
             2015, arXiv:1512.00567). The training loss has it, val/loss has not, so that runs
             stay comparable.
-        inputs, target, output: see TensorTask.
+        inputs, target, output, loss: see TensorTask.
 
     Raises:
-        ConfigError: label_smoothing is out of range.
+        ConfigError: label_smoothing is out of range, or given beside another loss.
     """
 
     takes = "logits [B, C]"
@@ -34,24 +35,32 @@ class Classification(TensorTask):
         inputs: Sequence[str] | None = None,
         target: str | None = None,
         output: str | int | None = None,
+        loss: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(inputs, target, output)
+        super().__init__(inputs, target, output, loss)
         if not 0 <= label_smoothing < 1:
             raise ConfigError(
                 f"task=classification: label_smoothing={label_smoothing} is not in [0, 1). "
                 "Type task.label_smoothing=0.1."
             )
+        if label_smoothing and loss is not None:
+            raise ConfigError(
+                f"task.label_smoothing={label_smoothing} is not part of task.loss. Type "
+                f"task.label_smoothing=0 task.loss.label_smoothing={label_smoothing}, where that "
+                "loss takes it."
+            )
         self.label_smoothing = label_smoothing
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean cross entropy, in nats.
+        """Return the mean cross entropy, in nats, or the loss that task.loss names.
 
         Raises:
             ValueError: shapes or dtypes are not those of classification.
         """
         logits = self.select(output)
         _check(logits, target)
-        return F.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
+        own = partial(F.cross_entropy, label_smoothing=self.label_smoothing)
+        return self.minimised(logits, target, own)
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, correct predictions, labels that count]."""
@@ -63,7 +72,7 @@ class Classification(TensorTask):
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many labels count."""
-        return count_labels(target)
+        return self.counted(target)
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which labels are no class."""

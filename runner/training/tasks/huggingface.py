@@ -1,6 +1,7 @@
 """The task of a Hugging Face model, by the kind of the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
@@ -23,16 +24,17 @@ def task_for(
     inputs: Sequence[str] | None = None,
     target: str | None = None,
     output: str | int | None = None,
+    loss: Callable[..., Any] | None = None,
 ) -> TensorTask:
     """Return the task of a kind of model.
 
     Args:
         kind: a key of TASKS.
-        inputs, target, output: see TensorTask.
+        inputs, target, output, loss: see TensorTask.
 
     Raises:
         ConfigError: the kind is not known.
     """
     if kind not in TASKS:
         raise ConfigError(f"model.kind={kind} is not known. Allowed: {', '.join(TASKS)}.")
-    return TASKS[kind](inputs=inputs, target=target, output=output)
+    return TASKS[kind](inputs=inputs, target=target, output=output, loss=loss)

@@ -36,13 +36,13 @@ class Language(TensorTask):
         return logits, target
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return the mean cross entropy per token, in nats.
+        """Return the mean cross entropy per token, in nats, or the loss that task.loss names.
 
         Raises:
             ValueError: the shapes do not match.
         """
         logits, tokens = self.aligned(output, target)
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return self.minimised(logits.flatten(0, 1), tokens.flatten(), F.cross_entropy)
 
     def totals(self, output: Any, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, tokens that count]."""
@@ -51,7 +51,7 @@ class Language(TensorTask):
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many tokens count."""
-        return count_labels(target)
+        return self.counted(target)
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which sequences hold a token that is no class."""
@@ -79,7 +79,7 @@ class CausalLM(Language):
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many tokens count."""
-        return count_labels(target[:, 1:])
+        return self.counted(target[:, 1:])
 
 
 class Seq2Seq(Language):

@@ -18,14 +18,14 @@ class Regression(TensorTask):
     direction = "min"
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the squared error, averaged over all elements.
+        """Return the squared error, averaged over all elements, or the loss of task.loss.
 
         Raises:
             ValueError: the shapes differ (broadcasting would hide it), or either is not real.
         """
         numbers = self.select(output)
         _check(numbers, target)
-        return F.mse_loss(numbers, target)
+        return self.minimised(numbers, target, F.mse_loss)
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed squared error, elements]."""

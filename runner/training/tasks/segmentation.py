@@ -26,12 +26,12 @@ class Segmentation(TensorTask):
     direction = "max"
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return the mean cross entropy per pixel, in nats.
+        """Return the mean cross entropy per pixel, in nats, or the loss that task.loss names.
 
         Raises:
             ValueError: the shapes do not match.
         """
-        return F.cross_entropy(self._logits(output, target), target)
+        return self.minimised(self._logits(output, target), target, F.cross_entropy)
 
     def totals(self, output: Any, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, correct pixels, pixels that count, then for each
@@ -54,7 +54,7 @@ class Segmentation(TensorTask):
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many pixels count."""
-        return count_labels(target)
+        return self.counted(target)
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which images hold a pixel that is no class."""

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -31,8 +31,12 @@ class Task(ABC):
     """Whether the model takes the target, too, as one that returns its loss does."""
 
     @abstractmethod
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the batch's mean loss: a scalar on the device, computed in output's dtype."""
+    def loss(self, output: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the batch's mean loss: a scalar on the device, computed in output's dtype.
+
+        Or return the pair of it and further scalars on the device by name, means over the same
+        labels, which are recorded in every step as train/<name>. The names are always the same.
+        """
 
     @abstractmethod
     def totals(self, output: Tensor, target: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """The base of the built-in tasks, whose loss takes one tensor of the model's output."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from runner.training.tasks.task import Task
+from runner.training.tasks.task import Task, count_labels
+from runner.training.tasks.training_loss import TrainingLoss
 from runner.utils.errors import ConfigError
 
 
@@ -19,6 +20,9 @@ class TensorTask(Task):
             targets, target.
         output: key or attribute of the model's output, or place in a tuple (from 0), that the loss
             takes; None takes a tensor as it is, and the logits of any other output.
+        loss: function or nn.Module of (output, target) that training minimises, see TrainingLoss;
+            None for the task's own. The metrics keep the task's own loss, so that runs stay
+            comparable.
     """
 
     takes: ClassVar[str] = ""
@@ -29,10 +33,25 @@ class TensorTask(Task):
         inputs: Sequence[str] | None = None,
         target: str | None = None,
         output: str | int | None = None,
+        loss: Callable[..., Any] | None = None,
     ) -> None:
         self.input_fields = None if inputs is None else tuple(inputs)
         self.target_field = target
         self.output_field = output
+        self.training_loss = None if loss is None else TrainingLoss(loss)
+
+    def minimised(self, output: Tensor, target: Tensor, otherwise: Callable[..., Tensor]) -> Tensor:
+        """Return the loss that task.loss names, or else another one: a scalar.
+
+        Raises:
+            ConfigError: the loss that task.loss names returned something else than one number.
+        """
+        return (self.training_loss or otherwise)(output, target)
+
+    def counted(self, target: Tensor) -> Tensor:
+        """Return how many labels the training loss averages over, or the sum of their weights."""
+        count = self.training_loss.labels if self.training_loss else count_labels
+        return count(target)
 
     def select(self, output: Any) -> Any:
         """Return the part of a model's output that the loss takes.

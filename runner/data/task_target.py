@@ -1,0 +1,79 @@
+"""Check and build the task with the targets that are nested in it: task.loss."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from runner.config.loading_targets import path_problems
+from runner.config.targets import build_group, locate
+from runner.utils.errors import ConfigError
+
+
+def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with these keys, their nodes' arguments left out."""
+    loss = task.get("loss")
+    # A task of the user's own may have a key of this name for something else.
+    if loss is None or not _is_builtin(task):
+        return
+    if isinstance(loss, str):
+        yield from path_problems("task.loss", loss)
+    elif not (isinstance(loss, Mapping) and "_target_" in loss):
+        yield (
+            f"task.loss={loss} does not fit. Allowed: a dotted path, package.module.name, or a "
+            "node with _target_ and keywords, as in {_target_: torch.nn.CrossEntropyLoss}."
+        )
+
+
+def build_task(task: Mapping[str, Any]) -> Any:
+    """Return the task of a run, with its training loss built.
+
+    Args:
+        task: the task group's node.
+
+    Raises:
+        ConfigError: a target does not import, or refuses its arguments.
+    """
+    node = dict(task)
+    loss = node.get("loss")
+    if isinstance(loss, str) and _is_builtin(task):
+        found = locate(loss)
+        node["loss"] = build_group("task.loss", {"_target_": loss}) if _is_class(found) else found
+    elif isinstance(loss, Mapping) and "_target_" in loss:
+        node["loss"] = build_group("task.loss", with_tensors("task.loss", loss))
+    return build_group("task", node)
+
+
+def with_tensors(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node whose lists are float32 tensors where its target annotates a Tensor.
+
+    Raises:
+        ConfigError: such a list holds something else than numbers.
+    """
+    target = locate(node["_target_"])
+    try:
+        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+    except Exception:
+        # As in targets.py: an annotation under TYPE_CHECKING cannot be evaluated.
+        hints = {}
+    values = dict(node)
+    for name, value in node.items():
+        hint = hints.get(name)
+        if isinstance(value, list) and Tensor in (hint, *get_args(hint)):
+            try:
+                values[name] = torch.tensor(value, dtype=torch.float32)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{key}.{name}={value} does not fit. Allowed: a list of numbers, as in "
+                    "[1.0,5.0]."
+                ) from error
+    return values
+
+
+def _is_builtin(task: Mapping[str, Any]) -> bool:
+    return str(task.get("_target_")).startswith("runner.training.tasks.")
+
+
+def _is_class(found: Any) -> bool:
+    return isinstance(found, type)

@@ -1,0 +1,145 @@
+"""task.loss: a loss of torch or of one's own in place of the task's."""
+
+import json
+
+import pytest
+import torch
+from states import make_state, optimizer_gradients
+from torch import nn
+from torch.nn import functional as F
+
+from runner.data.task_target import build_task
+from runner.training.step import train_step
+from runner.training.tasks.classification import Classification
+from runner.training.tasks.language import CausalLM
+from runner.training.tasks.segmentation import Segmentation
+from runner.utils.errors import ConfigError
+
+WEIGHTED = {
+    "_target_": "torch.nn.CrossEntropyLoss",
+    "weight": [1.0, 5.0, 0.5],
+    "label_smoothing": 0.1,
+}
+BATCH = (torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2] * 2))
+
+
+def classification(loss):
+    return build_task({"_target_": Classification.__module__ + ".Classification", "loss": loss})
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def stepped(precision, micros, task):
+    state = make_state(net(), precision, task=task)
+    seen = optimizer_gradients(state)
+    return train_step(state, micros).loss, seen
+
+
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "16-true", "bf16-mixed"])
+def test_class_weights_take_the_dtype_of_the_outputs(precision):
+    loss, _ = stepped(precision, [BATCH], classification(WEIGHTED))
+    weight = torch.tensor(WEIGHTED["weight"])
+    wanted = F.cross_entropy(net()(BATCH[0]), BATCH[1], weight, label_smoothing=0.1)
+    torch.testing.assert_close(loss.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_class_weights_fit_a_loss_in_half_precision(precision):
+    state = make_state(net(), precision, task=classification(WEIGHTED), autocast_loss=True)
+    assert train_step(state, [BATCH]).loss.isfinite()
+
+
+def test_micro_batches_weigh_by_the_weights_of_their_labels():
+    labels = torch.tensor([0, 1, -100, 2, 2, 0])
+    micros = [(BATCH[0][:2], labels[:2]), (BATCH[0][2:], labels[2:])]
+    one_loss, one = stepped("64-true", [(BATCH[0], labels)], classification(WEIGHTED))
+    loss, parts = stepped("64-true", micros, classification(WEIGHTED))
+    torch.testing.assert_close(loss, one_loss, rtol=1e-12, atol=1e-12)
+    for part, whole in zip(parts, one, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_path_names_a_class_or_a_function():
+    logits = BATCH[0][:, :3]
+    expected = F.cross_entropy(logits, BATCH[1])
+    for path in ("torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"):
+        assert classification(path).loss(logits, BATCH[1]) == expected
+    assert classification("torch.nn.CrossEntropyLoss").labels(torch.tensor([0, -100])) == 1
+
+
+def test_tokens_and_pixels_reach_the_loss_as_torch_takes_them():
+    logits = torch.randn(2, 4, 3)
+    tokens = torch.tensor([[0, 1, 2, -100], [2, 0, 1, 1]])
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    task = CausalLM(loss=loss)
+    assert task.loss(logits, tokens) == loss(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert task.labels(tokens) == 2 + 3 + 1 + 2 + 2
+    pixels = torch.randint(3, (2, 5, 5))
+    assert Segmentation(loss=loss).loss(torch.ones(2, 3, 5, 5), pixels).isfinite()
+
+
+def test_no_value_is_read_from_the_device():
+    task = classification(WEIGHTED)
+    logits, labels = torch.empty(4, 3, device="meta"), torch.empty(4, dtype=int, device="meta")
+    assert task.labels(labels).device.type == task.loss(logits, labels).device.type == "meta"
+
+
+def tensor_of_losses(output, target):
+    return F.cross_entropy(output, target, reduction="none")
+
+
+def test_a_loss_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match=r"tensor_of_losses returned a tensor \[6\].*mean"):
+        Classification(loss=tensor_of_losses).loss(BATCH[0], BATCH[1])
+
+
+def test_a_run_trains_on_the_loss_and_evaluates_the_cross_entropy(quick, main, tmp_path):
+    found = []
+    for i, words in enumerate(([], ["task.loss={_target_: torch.nn.MultiMarginLoss}"])):
+        done = quick("task=classification", "train.max_steps=1", *words, f"hydra.run.dir=run{i}")
+        assert done.rc == 0, done.stderr
+        found.append(json.loads((tmp_path / f"run{i}" / "result.json").read_text()))
+    assert found[0]["train_loss"] != found[1]["train_loss"]
+    done = main("mode=evaluate", "checkpoint=run1", "tracking=none", "hydra.run.dir=evaluated")
+    assert done.rc == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("torch.nn.CrossLoss", "task.loss=torch.nn.CrossLoss does not import"),
+        ("torch.pi", "task.loss=torch.pi is a float, not a class or function"),
+        (
+            "{weight: [1, 2]}",
+            "does not fit. Allowed: a dotted path, package.module.name, or a node",
+        ),
+        ("{_target_: torch.nn.CrossLoss}", "task.loss._target_=torch.nn.CrossLoss does not import"),
+        ("{_target_: torch.nn.CrossEntropyLoss, wieght: [1]}", "takes no wieght. It takes: weight"),
+        ("{_target_: torch.nn.CrossEntropyLoss, weight: 3}", "task.loss.weight=3 does not fit"),
+        ("{_target_: torch.nn.CrossEntropyLoss, weight: [a]}", "Allowed: a list of numbers"),
+        ("{_target_: torch.nn.CrossEntropyLoss, reduction: sum}", "task.loss.reduction=sum: the"),
+        ("{_target_: torch.nn.CrossEntropyLoss, ignore_index: 255}", "task.loss.ignore_index=255"),
+        (
+            "{_target_: torch.nn.Linear, in_features: 1, out_features: 1}",
+            "has parameters, which no",
+        ),
+        (
+            "{_target_: torch.nn.CrossEntropyLoss, weight: [1, 2]}",
+            "weight tensor should be defined",
+        ),
+    ],
+)
+def test_a_wrong_loss_is_refused(quick, loss, message):
+    done = quick("task=classification", f"task.loss={loss}")
+    assert done.rc == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_label_smoothing_belongs_to_the_loss(quick):
+    done = quick("task.label_smoothing=0.1", "task.loss=torch.nn.CrossEntropyLoss")
+    assert done.rc == 2
+    assert "task.label_smoothing=0.1 is not part of task.loss" in done.stderr
