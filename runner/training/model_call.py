@@ -63,6 +63,14 @@ def describe_call(model: nn.Module, inputs: Any) -> str:
     return f"{', '.join(names)} of a batch go to {forward}{unused}"
 
 
+def taken_inputs(model: nn.Module, inputs: Any) -> Any:
+    """Return the inputs of a batch without the fields that a model's forward does not take."""
+    names = _names_for(model, inputs) if isinstance(inputs, Mapping) else None
+    if names is None or type(inputs) is not KeywordInputs:
+        return inputs
+    return KeywordInputs({name: inputs[name] for name in names})
+
+
 def plain_module(model: nn.Module) -> nn.Module:
     """Return the module inside the wrappers of torch.compile and DDP."""
     model = getattr(model, "_orig_mod", model)

@@ -257,6 +257,7 @@ def test_what_a_run_offers_works_with_batches_of_fields(job, options):
         (["model.path=absent"], "path=absent has no config.json"),
         (["model.path=remote"], "needs code of its own (auto_map in config.json)"),
         (["model.path=unsafe"], "path=unsafe has no *.safetensors"),
+        (["model.path=package://absent/net"], "Type pip install --no-deps absent"),
         (["model.config={model_type: vit}"], "Unrecognized configuration class"),
     ],
 )

@@ -63,6 +63,24 @@ def test_a_logged_model_belongs_to_its_run(quiet_store, exported):
     assert quiet_store.points(run_id, "val/loss") == [(4, moment, 0.4), (8, moment, 0.8)]
 
 
+class Fields(nn.Module):
+    def forward(self, fields):
+        return fields["a"] + fields["b"]
+
+
+def test_a_model_of_fields_has_them_in_its_signature(quiet_store, tmp_path):
+    import mlflow
+
+    fields = {"a": torch.ones(4, 3), "b": torch.ones(4, 3)}
+    made = export(Fields(), MixedPrecision("bf16-mixed", "bfloat16"), fields, tmp_path)
+    model_id = logged(quiet_store, opened(quiet_store, "fields"), made)
+    model = mlflow.models.Model.load(
+        quiet_store.client.get_logged_model(model_id).artifact_location
+    )
+    assert model.signature.inputs.input_names() == ["a", "b"]
+    assert [*model.flavors] == ["pytorch"]
+
+
 def test_a_model_can_be_uploaded_again(quiet_store, exported):
     run_id = opened(quiet_store, "again")
     ids = {logged(quiet_store, run_id, exported, registered_name=ODD) for _ in range(3)}

@@ -87,17 +87,18 @@ def _model_description(model: Any, run_id: str, facts: Mapping[str, Any]) -> "Mo
         model_id=model.model_id,
     )
     description.signature = ModelSignature(
-        inputs=_schema(facts["inputs"]), outputs=_schema(facts["outputs"])
+        inputs=_schema(facts["inputs"], bool(facts.get("fields"))),
+        outputs=_schema(facts["outputs"]),
     )
     return description
 
 
-def _schema(specs: list[dict[str, Any]]) -> Any:
+def _schema(specs: list[dict[str, Any]], are_fields: bool = False) -> Any:
     import numpy as np
     from mlflow.types.schema import Schema, TensorSpec
 
     # MLflow asks for a dict of tensors where they have names; a model with one takes the tensor.
-    has_names = len(specs) > 1
+    has_names = are_fields or len(specs) > 1
     columns = []
     for spec in specs:
         name = spec["name"] if has_names else None
@@ -115,6 +116,7 @@ def _write_folder(made: Path, folder: Path, facts: Mapping[str, Any], model: "Mo
     (made / "data").mkdir()
     shutil.copyfile(folder / facts["file"], made / "data" / "model.pt2")
     model.add_flavor("pytorch", model_data="data", pytorch_version=facts["torch"], code=None)
+    # mlflow.pytorch's pyfunc takes and returns a single tensor and refuses dicts.
     if facts["one_tensor"]:
         # An exported program's weights stay on the CPU; MLflow would choose the GPU.
         pyfunc.add_to_model(

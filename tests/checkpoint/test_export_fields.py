@@ -1,0 +1,129 @@
+"""Models that take fields or several inputs become programs of plain dicts and tensors."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+)
+
+from runner.checkpoint.export import ExportError, export
+from runner.data.batch_layout import KeywordInputs, PositionalInputs
+from runner.precision.mixed import MixedPrecision
+from runner.precision.true import TruePrecision
+from runner.training.model_call import call_model
+from runner.training.tasks.language import CausalLM
+
+FLOAT32 = TruePrecision("32-true", "float32")
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOKENS = torch.randint(20, (5, 7), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones(5, 7, dtype=torch.int64)
+MASK[1, 5:] = 0
+TEXT = {"input_ids": TOKENS, "attention_mask": MASK}
+IMAGES = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def gpt2():
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=20, n_positions=8, n_embd=16, n_layer=2, n_head=2
+    )
+    return AutoModelForCausalLM.from_config(config), TEXT
+
+
+def bert():
+    config = AutoConfig.for_model("bert", vocab_size=20, intermediate_size=32, **SIZES)
+    return AutoModelForMaskedLM.from_config(config), TEXT
+
+
+def vit():
+    config = AutoConfig.for_model("vit", image_size=8, patch_size=4, intermediate_size=32, **SIZES)
+    return AutoModelForImageClassification.from_config(config), {"pixel_values": IMAGES}
+
+
+def call(model, inputs):
+    return CausalLM().select(call_model(model, inputs))
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, vit])
+@pytest.mark.parametrize("name", ["32-true", "bf16-mixed"])
+def test_a_transformers_model_takes_a_plain_dict_of_any_number_of_rows(make, name, tmp_path):
+    torch.manual_seed(0)
+    model, fields = make()
+    precision = FLOAT32 if name == "32-true" else MixedPrecision(name, "bfloat16")
+    made = export(model, precision, KeywordInputs(fields), tmp_path, call)
+    program = torch.export.load(made.path).module()
+    model.eval()
+    for rows in (5, 2, 1):
+        part = {field: tensor[:rows] for field, tensor in fields.items()}
+        with torch.no_grad():
+            found = program(part)
+            with precision.forward(torch.device("cpu")):
+                wanted = model(**part).logits.float()
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+    assert [spec["name"] for spec in made.facts["inputs"]] == [*fields]
+    assert made.facts["fields"]
+    assert not made.facts["one_tensor"]
+
+
+class Sum(nn.Module):
+    """Takes two inputs, of which each row belongs to one example."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, a, b):
+        return self.layer(a) + b
+
+
+def test_several_inputs_are_taken_by_position(tmp_path):
+    model = Sum()
+    a, b = torch.randn(3, 3), torch.randn(3, 2)
+    made = export(model, FLOAT32, PositionalInputs([a, b]), tmp_path, call_model)
+    program = torch.export.load(made.path).module()
+    with torch.no_grad():
+        torch.testing.assert_close(program(a[:2], b[:2]), model(a[:2], b[:2]))
+    assert [spec["name"] for spec in made.facts["inputs"]] == ["input_0", "input_1"]
+
+
+def test_a_program_of_fields_loads_where_there_is_no_runner(tmp_path):
+    inputs = KeywordInputs(a=torch.ones(3, 3), b=torch.ones(3, 2))
+    export(Sum(), FLOAT32, inputs, tmp_path, call_model)
+    script = (
+        "import sys, torch\n"
+        "program = torch.export.load('model.pt2').module()\n"
+        "assert program({'a': torch.ones(6, 3), 'b': torch.ones(6, 2)}).shape == (6, 2)\n"
+        "assert 'runner' not in sys.modules\n"
+    )
+    command = [sys.executable, "-P", "-W", "ignore", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+class Swapped(Sum):
+    """Its second field has a fixed number of rows."""
+
+    def forward(self, a, b):
+        return self.layer(a) + b.view(4, 2).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "why"),
+    [
+        (Swapped(), {"a": torch.ones(4, 3), "b": torch.ones(4, 2)}, "4 rows of b for a constant"),
+        (Sum(), {"a": torch.ones(4, 3), "b": ["x"]}, "input b is no tensor .* but a list"),
+        (Sum(), {"a": torch.ones(4, 3), "b": torch.ones(2, 2)}, r"differ .* \(a: 4, b: 2\)"),
+        (Sum(), {}, "takes no field of a batch"),
+    ],
+)
+def test_fields_that_no_program_can_take_are_named(model, inputs, why, tmp_path):
+    with pytest.raises(ExportError, match=why) as caught:
+        export(model, FLOAT32, KeywordInputs(inputs), tmp_path, call_model)
+    assert "\n" not in str(caught.value)
+    assert not [*tmp_path.iterdir()]
