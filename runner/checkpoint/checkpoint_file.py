@@ -189,12 +189,20 @@ def load(path: Path) -> dict[str, Any]:
     checksums = content.get("parts")
     if checksums:
         sharded_tensors.check_shards(shards_folder(path), checksums)
-        # The weights only: optimizer state is sharded, or filled, where it is restored.
-        content["model"] = sharded_tensors.load_full(content["model"], shards_folder(path))
+        content |= _full_weights(content, shards_folder(path))
     # The signature is of the text that was written.
     content["signed_spec"] = content["spec"]
     content["spec"] = with_current_targets(content["spec"])
     return content
+
+
+def _full_weights(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the sharded parts of a checkpoint that hold weights, with full tensors.
+
+    The optimizer state is sharded, or filled, where it is restored.
+    """
+    keys = [key for key in ("model", "average") if key in content]
+    return {key: sharded_tensors.load_full(content[key], folder) for key in keys}
 
 
 def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
@@ -233,9 +241,9 @@ def _average_problems(content: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(weights, dict) or not isinstance(average.get("decay"), float):
         yield "its average is no dict of a decay and weights"
         return
-    shapes = {name: getattr(value, "shape", None) for name, value in content["model"].items()}
     for name, value in weights.items():
-        if not isinstance(value, Tensor) or shapes.get(name) != value.shape:
+        shape = sharded_tensors.stored_shape(value)
+        if shape is None or shape != sharded_tensors.stored_shape(content["model"].get(name)):
             yield f"its average of {name} is of no weight of the model"
 
 

@@ -114,6 +114,14 @@ def check_shards(folder: Path, checksums: Checksums) -> None:
             raise ConfigError(f"checkpoint={folder} is damaged: {name} has changed on disk.")
 
 
+def stored_shape(value: Any) -> list[int] | None:
+    """Return the shape of a tensor, or of the sharded one that a mark names; None for others."""
+    if isinstance(value, Tensor):
+        return [*value.shape]
+    is_mark = isinstance(value, Mapping) and _MARK in value
+    return value.get("shape") if is_mark else None
+
+
 def load_full(value: Any, folder: Path) -> Any:
     """Copy plain containers with full tensors on the CPU in place of the marks.
 
@@ -149,8 +157,6 @@ def load_sharded(
     Raises:
         ConfigError: the shards do not fit the parameters.
     """
-    from torch.distributed.tensor import distribute_tensor
-
     wanted: dict[str, Tensor] = {}
 
     def sharded_like(param: Tensor, value: Any) -> Any:
@@ -160,10 +166,7 @@ def load_sharded(
             return wanted.setdefault(value[_MARK], empty)
         # Of a checkpoint that one process wrote. A scalar, Adam's step for example, is not sharded.
         if isinstance(value, Tensor) and value.shape == param.shape and value.ndim:
-            # Every process has read the full tensor, so that none need be sent (src_data_rank).
-            return distribute_tensor(
-                value.to(param.device), param.device_mesh, param.placements, src_data_rank=None
-            )
+            return shard_like(value, param)
         return value
 
     sharded_state = {}
@@ -171,6 +174,16 @@ def load_sharded(
         sharded_state[i] = {key: sharded_like(params[i], value) for key, value in values.items()}
     _load_in_place(folder, wanted)
     return sharded_state
+
+
+def shard_like(full: Tensor, sharded: "DTensor") -> "DTensor":
+    """Return a full tensor, which every process has, sharded as another one is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    # Without a src_data_rank nothing is sent.
+    return distribute_tensor(
+        full.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None
+    )
 
 
 def _load_in_place(folder: Path, wanted: dict[str, Tensor]) -> None:

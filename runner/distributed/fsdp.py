@@ -80,6 +80,14 @@ class FSDP(ProcessGroupStrategy):
             self._model.set_requires_gradient_sync(last)
         yield
 
+    def drop_gathered_weights(self) -> None:
+        if self._model is None:
+            return
+        assert isinstance(self._model, nn.Module)
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
 

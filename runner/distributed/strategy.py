@@ -68,6 +68,9 @@ class Strategy(ABC):
         """
         return _NOTHING
 
+    def drop_gathered_weights(self) -> None:
+        """Drop the copies of whole weights that a forward left, before weights are overwritten."""
+
     def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the shard of each tensor that this process holds."""
         return tensors

@@ -64,11 +64,6 @@ def check_strategy(state: TrainState, train: TrainSpec) -> None:
         )
     if not state.strategy.shards:
         return
-    if state.average is not None:
-        raise ConfigError(
-            f"train.ema={state.average.decay:g} averages whole weights, and strategy="
-            f"{state.strategy.name} shards them. Type strategy=ddp or train.ema=null."
-        )
     unsupported = _unshardable_part(state)
     if unsupported:
         name = state.strategy.name

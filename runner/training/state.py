@@ -1,7 +1,7 @@
 """The state of a run: everything that changes while the run trains."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -124,9 +124,19 @@ class TrainState:
         """Return the context in which the model has the weights that are evaluated."""
         if self.average is None:
             return _NO_CONTEXT
+        return self._averaged_weights(self.average)
+
+    @contextmanager
+    def _averaged_weights(self, average: WeightAverage) -> Iterator[None]:
         # A checkpoint may still be copying the weights that the average takes the place of.
         self.run_update_hook()
-        return self.average.swapped_in()
+        # A forward leaves gathered copies, which are those of before.
+        self.strategy.drop_gathered_weights()
+        with average.swapped_in():
+            try:
+                yield
+            finally:
+                self.strategy.drop_gathered_weights()
 
     def run_update_hook(self) -> None:
         """Call the update hook, if one is set."""

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from runner.checkpoint.sharded_tensors import shard_like
+from runner.distributed.strategy import is_sharded
 from runner.utils.tensors import MIB, tensor_bytes
 
 AVERAGE_KEY = "average"
@@ -19,7 +21,8 @@ class WeightAverage:
 
     After each applied step, average = decay * average + (1 - decay) * weight; before the first one
     the average is the initial weights. The running statistics of batch norms are averaged, too.
-    Nothing here makes the host wait for the device.
+    Of sharded weights each process averages its shards. Nothing here makes the host wait for the
+    device.
 
     Source: Polyak and Juditsky, SIAM J. Control Optim. 30, 1992; the form of Tarvainen and Valpola,
     arXiv:1703.01780.
@@ -53,8 +56,9 @@ class WeightAverage:
         """
         rows = zip(self._weights, self._averages, found_infs, strict=True)
         for weights, averages, found_inf in rows:
-            pairs = zip(weights, averages, strict=True)
-            wide = [weight.detach().to(average.dtype) for weight, average in pairs]
+            averages = _local(averages)
+            pairs = zip(_local(weights), averages, strict=True)
+            wide = [weight.to(average.dtype) for weight, average in pairs]
             if found_inf is None:
                 torch._foreach_lerp_(averages, wide, 1 - self.decay)
                 continue
@@ -67,10 +71,10 @@ class WeightAverage:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Return a context in which the model has the averaged weights, in its own dtypes."""
-        weights = self._every(self._weights)
+        weights = _local(self._every(self._weights))
         with torch.no_grad():
-            kept = [weight.detach().clone() for weight in weights]
-            torch._foreach_copy_(weights, self.tensors())
+            kept = [weight.clone() for weight in weights]
+            torch._foreach_copy_(weights, _local(self.tensors()))
         try:
             yield
         finally:
@@ -110,7 +114,10 @@ class WeightAverage:
         if current.keys() != theirs.keys():
             raise ValueError("its average is of other weights")
         for name, average in current.items():
-            average.copy_(theirs[name])
+            saved_average = theirs[name]
+            if is_sharded(average):
+                saved_average = shard_like(saved_average, average)
+            average.copy_(saved_average)
 
     @staticmethod
     def _every(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -130,6 +137,15 @@ def with_averaged_weights(content: Mapping[str, Any]) -> dict[str, Any]:
     if not weights.keys() <= content["model"].keys():
         raise ValueError("its average is of other weights")
     return {**content, "model": {**content["model"], **weights}}
+
+
+def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return this process's shards of sharded tensors and the others as they are, detached."""
+    local = []
+    for tensor in tensors:
+        shard = tensor.to_local() if is_sharded(tensor) else tensor
+        local.append(shard.detach())
+    return local
 
 
 def _running_statistics(module: nn.Module) -> list[Tensor]:

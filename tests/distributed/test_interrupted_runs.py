@@ -10,7 +10,14 @@ from waiting import SECONDS
 pytestmark = pytest.mark.slow
 
 HELPERS = Path(__file__).parents[1] / "helpers"
-OWN = (*NET[2:], "~model", "train.eval_every=4", "checkpoint.every_steps=3", "optimizer=adamw")
+OWN = (
+    *NET[2:],
+    "~model",
+    "train.eval_every=4",
+    "train.ema=0.5",
+    "checkpoint.every_steps=3",
+    "optimizer=adamw",
+)
 KINDS = ("ddp", "fsdp")
 
 
@@ -69,6 +76,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(runs, kind):
     """Bit by bit, including the random numbers of each process."""
     whole, cut = runs[f"{kind}-Drops-whole"], runs[f"{kind}-Drops-cut"]
     close(whole.weights(), cut.weights(), rtol=0, atol=0)
+    close(whole.averages(), cut.averages(), rtol=0, atol=0)
     assert whole.values("val/loss")[12] == cut.values("val/loss")[12]
 
 
@@ -77,6 +85,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(runs, kind):
 def test_a_run_resumes_in_another_number_of_processes(runs, kind, processes):
     whole, cut = runs[f"{kind}-Stays-whole"], runs[f"{kind}-Stays-{processes}"]
     close(whole.weights(), cut.weights(), rtol=1e-4, atol=1e-5)
+    close(whole.averages(), cut.averages(), rtol=1e-4, atol=1e-5)
     assert len(cut.values("train/loss")) == 12
 
 

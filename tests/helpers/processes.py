@@ -45,10 +45,17 @@ class Outcome:
         found = sorted(self.folder.glob("checkpoints/step-*.pt"))
         return found[-1]
 
-    def weights(self):
+    def content(self):
+        """Return that of the last checkpoint."""
         from runner.checkpoint.checkpoint_file import load
 
-        return load(self.checkpoint())["model"]
+        return load(self.checkpoint())
+
+    def weights(self):
+        return self.content()["model"]
+
+    def averages(self):
+        return self.content()["average"]["weights"]
 
 
 def close(one, other, **how):
