@@ -14,8 +14,9 @@ _LOADING_KEYWORDS = (
     "checkpoint_path",
     "pretrained_cfg",
     "pretrained_cfg_overlay",
+    "path",
 )
-"""Keywords by which timm and torchvision load weights."""
+"""Keywords by which timm, torchvision and the models of the runner load weights."""
 _KNOWN_PACKAGES = ("runner.models.", "timm.", "torchvision.models.")
 """Packages whose models load weights only where one of these keywords asks for it."""
 
