@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +44,20 @@ def timm_any(
         raise ValueError(f"timm has no model {name!r}; {hint}")
     if checkpoint_path is not None and not Path(checkpoint_path).is_file():
         raise ValueError(f"checkpoint_path={checkpoint_path} is no file")
+    if len(input_shape) != 3:
+        raise ValueError(f"input_shape={input_shape} is no [channels, height, width]")
+    if classes < 0:
+        raise ValueError(f"classes={classes} is no number of logits. Allowed: 0 and up")
     channels, height, width = input_shape
     keywords = {"num_classes": classes, "in_chans": channels, **(options or {})}
-    if "img_size" in _entry_keywords(timm, name):
-        keywords.setdefault("img_size", (height, width))
+    file = checkpoint_path or ""
     try:
-        return timm.create_model(
-            name, pretrained=False, checkpoint_path=checkpoint_path or "", **keywords
-        )
+        if "img_size" not in keywords:
+            # Models with weights for each position take the size of their images, others refuse it.
+            with suppress(TypeError):
+                sized = {**keywords, "img_size": (height, width)}
+                return timm.create_model(name, pretrained=False, checkpoint_path=file, **sized)
+        return timm.create_model(name, pretrained=False, checkpoint_path=file, **keywords)
     except (RuntimeError, AssertionError) as error:
         first_lines = " ".join(str(error).split("\n")[:2])
         raise ValueError(f"timm cannot build {name}: {first_lines}") from error
-
-
-def _entry_keywords(timm: Any, name: str) -> frozenset[str]:
-    """Return the keywords of the class that a model's name builds, as far as they are known."""
-    from inspect import signature
-
-    module = timm.models.model_entrypoint(name).__module__
-    known = vars(__import__(module, fromlist=["_"]))
-    # Vision transformers and their kind take the size of their images; convolutions do not.
-    class_names = ("VisionTransformer", "SwinTransformer", "Beit", "Cait", "XCiT", "MlpMixer")
-    for class_name in class_names:
-        if class_name in known and known[class_name].__module__ == module:
-            return frozenset(signature(known[class_name]).parameters)
-    return frozenset()

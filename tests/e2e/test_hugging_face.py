@@ -279,6 +279,15 @@ def test_a_timm_model_trains_by_its_name(main):
     assert done.rc == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "swinv2_cr_tiny_224", "test_resnet"])
+def test_a_timm_model_is_built_for_the_size_of_the_images(name):
+    from runner.models.timm_any import timm_any
+
+    with torch.device("meta"):
+        model = timm_any(name, 4, [3, 64, 64], options={"depth": 1} if "deit" in name else None)
+        assert model(torch.empty(2, 3, 64, 64)).shape == (2, 4)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
