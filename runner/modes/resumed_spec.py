@@ -141,7 +141,7 @@ def _division_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
     if not keys:
         return ""
     return (
-        f"its state is that of other groups of parameters. Leave {keys} out, or type "
+        f"its state is that of groups of parameters with other settings. Leave {keys} out, or type "
         f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
         "weights."
     )

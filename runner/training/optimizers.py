@@ -113,7 +113,9 @@ def build_optimizer(
         # A refusal (of this device, dtype or combination of keywords) is no error: the plain call
         # below works, or raises the reason.
         with suppress(RuntimeError, TypeError, ValueError):
-            return instantiate({**node, "fused": True}, params, key=key)
+            # An optimizer writes its options into the groups, and keeps them where it refuses.
+            copies = [{**group} for group in groups]
+            return instantiate({**node, "fused": True}, copies, key=key)
     if not getattr(target, "wide_embeddings", False):
         return build_group(key, node, params)
     wide = {id(p) for p in embeddings}

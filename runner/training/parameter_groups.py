@@ -277,6 +277,13 @@ def _entry_problems(
             )
             continue
         yield from _option_problems(f"{key}.groups.{i}", entry, target, options)
+        earlier = [_entry_name(e) for e in entries[:i] if isinstance(e, Mapping) and "match" in e]
+        name = _entry_name(entry)
+        if name in (_REST, *earlier):
+            yield (
+                f"{key}.groups.{i} has the name {name}, which is taken: its rate could not be told "
+                f"from another's in lr/{name}. Give it a name, as in {{match: ..., name: head}}."
+            )
 
 
 def _option_problems(

@@ -132,7 +132,8 @@ def warmup_steps(node: Mapping[str, Any], steps: int) -> int:
             f"scheduler.warmup={length} is no length. Allowed: a whole number of steps, 0 and up, "
             "or a share of the run below 1, as in scheduler.warmup=0.1."
         )
-    return length if isinstance(length, int) else math.ceil(length * steps)
+    # 0.07 * 100 is a little more than 7.
+    return length if isinstance(length, int) else math.ceil(round(length * steps, 6))
 
 
 def build_scheduler(
@@ -151,33 +152,46 @@ def build_scheduler(
         ConfigError: the target refuses its keywords, or they contradict the run.
     """
     warmup = warmup_steps(node, steps)
+    # Before any schedule changes them.
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     schedule = None
     if node.get("_target_"):
         own_node = without_runner_keys("scheduler", node)
         if _follows_evaluations(own_node):
             own_node = _with_direction(own_node, direction)
-            schedule = EvaluationSchedule(_build("scheduler", own_node, optimizer, 1))
+            schedule = EvaluationSchedule(_build("scheduler", own_node, optimizer, 1, rates))
         else:
             # A run that ends within its warm-up gives its schedule no step; lengths begin at 1.
-            schedule = _build("scheduler", own_node, optimizer, max(1, steps - warmup))
+            schedule = _build("scheduler", own_node, optimizer, max(1, steps - warmup), rates)
     return WarmUp(optimizer, warmup, schedule) if warmup else schedule
 
 
-def _build(key: str, node: Mapping[str, Any], optimizer: Optimizer, steps: int) -> Any:
-    """Build a schedule of torch's, or of one's own, with those nested in it."""
+def _build(
+    key: str, node: Mapping[str, Any], optimizer: Optimizer, steps: int, rates: Sequence[float]
+) -> Any:
+    """Build a schedule of torch's, or of one's own, with those nested in it.
+
+    Args:
+        key: of the node, for messages.
+        node: its target and keywords.
+        optimizer: its rates are changed.
+        steps: optimizer steps that the schedule lasts.
+        rates: learning rate of each group before any schedule.
+    """
     filled = dict(node)
     for keyword in RUN_LENGTH_KEYWORDS:
         if keyword in filled and filled[keyword] is None:
             filled[keyword] = steps
     for keyword in _ABSOLUTE_RATES:
         if keyword in filled:
-            filled[keyword] = _rate_of_groups(filled[keyword], optimizer)
+            filled[keyword] = _rate_of_groups(filled[keyword], optimizer, rates)
     parts = nested_nodes(node)
     if parts:
         lengths = _nested_lengths(node, len(parts), steps)
         rows = enumerate(zip(parts, lengths, strict=True))
         filled["schedulers"] = [
-            _build(f"{key}.schedulers.{i}", part, optimizer, length) for i, (part, length) in rows
+            _build(f"{key}.schedulers.{i}", part, optimizer, length, rates)
+            for i, (part, length) in rows
         ]
     # ChainedScheduler takes the optimizer behind its schedules.
     parameters = [*signature(locate(node["_target_"])).parameters]
@@ -204,10 +218,9 @@ def _nested_lengths(node: Mapping[str, Any], count: int, steps: int) -> list[int
     return [max(1, end - begin) for begin, end in zip(begins, ends, strict=True)]
 
 
-def _rate_of_groups(rate: Any, optimizer: Optimizer) -> Any:
+def _rate_of_groups(rate: Any, optimizer: Optimizer, rates: Sequence[float]) -> Any:
     """Return a rate that replaces those of all groups, multiplied by each group's share."""
     base = optimizer.defaults.get("lr")
-    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     # One rate for all would undo optimizer.groups and optimizer.layer_decay.
     if not base or not isinstance(rate, int | float) or all(other == base for other in rates):
         return rate
@@ -249,9 +262,12 @@ def _with_direction(node: Mapping[str, Any], direction: str | None) -> dict[str,
 
 
 def check_scheduler(node: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a schedule whose step() needs what a run does not have."""
+    """Raise ConfigError for a schedule whose step() needs what a run does not have.
+
+    Schedules of schedules are checked at any depth, and that each is one.
+    """
     warmup_steps(node, 1)
-    for part in [node, *nested_nodes(node)]:
+    for part in _every_node("scheduler", node):
         needed = required_step_arguments(part) if part.get("_target_") else []
         if needed and (part is not node or needed != ["metrics"]):
             raise ConfigError(
@@ -261,6 +277,23 @@ def check_scheduler(node: Mapping[str, Any]) -> None:
                 "scheduler=cosine, scheduler=linear or scheduler=onecycle, or the _target_ of "
                 "another torch.optim.lr_scheduler class."
             )
+
+
+def _every_node(key: str, node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a schedule's node and those nested in it, at any depth.
+
+    Raises:
+        ConfigError: a nested one has no target.
+    """
+    yield node
+    parts = node.get("schedulers")
+    for i, part in enumerate(parts if isinstance(parts, list) else []):
+        if not (isinstance(part, Mapping) and part.get("_target_")):
+            raise ConfigError(
+                f"{key}.schedulers.{i}={part} is no schedule. Type {{_target_: "
+                "torch.optim.lr_scheduler.<class>, ...}."
+            )
+        yield from _every_node(f"{key}.schedulers.{i}", part)
 
 
 def plain_schedules(schedule: Any) -> Iterator[Any]:
@@ -301,7 +334,10 @@ def load_schedule(schedule: Any, saved: Mapping[str, Any], current_keys: Sequenc
 def is_same_schedule(
     theirs: Mapping[str, Any], ours: Mapping[str, Any], saved: Mapping[str, Any], schedule: Any
 ) -> bool:
-    """Return whether a checkpoint's schedule is of the classes and the warm-up of this run's.
+    """Return whether a checkpoint's schedule can continue as this run's.
+
+    It can with the same classes, the same warm-up, and settings that are the same or that
+    load_schedule keeps as attributes of the schedule.
 
     Args:
         theirs: the scheduler node of the checkpoint.
@@ -309,12 +345,15 @@ def is_same_schedule(
         saved: the state of the checkpoint's schedule.
         schedule: made for this run.
     """
-    targets = [[part.get("_target_") for part in nested_nodes(node)] for node in (theirs, ours)]
+    parts = [*plain_schedules(schedule)]
+    attributes = vars(parts[0]) if parts else {}
+    for key in (theirs.keys() | ours.keys()) - {"warmup", *RUN_LENGTH_KEYWORDS}:
+        if theirs.get(key) != ours.get(key) and key not in attributes:
+            return False
     old = saved.get("warmup")
     before = old.get("steps") if isinstance(old, Mapping) else 0
     now = schedule.steps if isinstance(schedule, WarmUp) else 0
-    is_same_target = theirs.get("_target_") == ours.get("_target_")
-    return is_same_target and targets[0] == targets[1] and before == now
+    return before == now
 
 
 def describe_schedule(schedule: Any, steps: int, quality: str, direction: str) -> str:

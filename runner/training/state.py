@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from runner.distributed.strategy import Single, Strategy
 from runner.precision.loss_scale import HostFlag, LossScale
 from runner.precision.precision import Precision
+from runner.training.model_call import plain_module
 from runner.training.sparse_gradients import sparse_parameters
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
@@ -146,8 +146,7 @@ class TrainState:
     @property
     def plain_model(self) -> nn.Module:
         """Return the module inside the wrappers of torch.compile and DDP."""
-        model = getattr(self.model, "_orig_mod", self.model)
-        return model.module if isinstance(model, DistributedDataParallel) else model
+        return plain_module(self.model)
 
     def record_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Note that the current step was evaluated, for schedules that follow the quality."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,20 @@ from runner.utils.tensors import MIB, tensor_bytes
 
 AVERAGE_KEY = "average"
 """Key of a checkpoint that holds what WeightAverage.state_dict returns."""
+
+
+class _Views(NamedTuple):
+    """An optimizer's weights and their averages, as the update reads and writes them.
+
+    Attributes:
+        weights: detached; of sharded ones this process's shards.
+        averages: the same of the averages.
+        is_narrow: whether a weight has another dtype than its average.
+    """
+
+    weights: list[Tensor]
+    averages: list[Tensor]
+    is_narrow: bool
 
 
 class WeightAverage:
@@ -45,6 +59,7 @@ class WeightAverage:
         self._weights = parts
         self._averages = [[_wide_copy(weight) for weight in part] for part in parts]
         self._names = _names_by_id(model)
+        self._views: list[_Views] | None = None
 
     @torch.no_grad()
     def update(self, found_infs: Sequence[Tensor | None]) -> None:
@@ -54,11 +69,13 @@ class WeightAverage:
             found_infs: of each optimizer, 1 where its step was skipped and 0 elsewhere; scalars on
                 the device, None for a precision without a loss scale.
         """
-        rows = zip(self._weights, self._averages, found_infs, strict=True)
-        for weights, averages, found_inf in rows:
-            averages = _local(averages)
-            pairs = zip(_local(weights), averages, strict=True)
-            wide = [weight.to(average.dtype) for weight, average in pairs]
+        if self._views is None:
+            self._views = self._aligned_views()
+        for (weights, averages, is_narrow), found_inf in zip(self._views, found_infs, strict=True):
+            wide = weights
+            if is_narrow:
+                pairs = zip(weights, averages, strict=True)
+                wide = [weight.to(average.dtype) for weight, average in pairs]
             if found_inf is None:
                 torch._foreach_lerp_(averages, wide, 1 - self.decay)
                 continue
@@ -67,6 +84,22 @@ class WeightAverage:
             differences = torch._foreach_sub(wide, averages)
             torch._foreach_mul_(differences, share)
             torch._foreach_add_(averages, differences)
+
+    def _aligned_views(self) -> list["_Views"]:
+        """Return each optimizer's weights and their averages, in the same memory layout.
+
+        Called once, at the first update: a walk over the tensors costs host time in every step, and
+        train.channels_last changes layouts after the average was made.
+        """
+        views: list[_Views] = []
+        for weights, averages in zip(self._weights, self._averages, strict=True):
+            is_narrow = False
+            for i, (weight, average) in enumerate(zip(weights, averages, strict=True)):
+                is_narrow |= weight.dtype != average.dtype
+                if weight.stride() != average.stride():
+                    averages[i] = torch.empty_like(weight, dtype=average.dtype).copy_(average)
+            views.append(_Views(_local(weights), _local(averages), is_narrow))
+        return views
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -162,6 +162,15 @@ def test_foreach_rules_fused_out():
     assert d.optimizer.defaults["foreach"] is True
 
 
+def test_a_refused_fused_kernel_leaves_no_trace_in_the_groups():
+    divided = {**ADAMW, "foreach": True, "no_decay_on": "norms_and_biases"}
+    (d,) = build_optimizers(optimizer=divided)
+    assert len(d.optimizer.param_groups) == 2
+    for group in d.optimizer.param_groups:
+        assert not group["fused"]
+        assert group["foreach"] is True
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_complex_parameters_are_not_fused(compose, name):
     """torch refuses them in the first step only."""

@@ -129,6 +129,8 @@ def test_layer_decay_of_a_model_without_blocks_is_refused():
         ("groups=[{match:[],lr:1}]", "groups.0={'match': [], 'lr': 1} names no parameters."),
         ("groups=[{match:head,name:[1]}]", "groups.0.name=[1] does not fit. Allowed: text."),
         ("no_decay_on=[[a]]", "no_decay_on=[['a']] does not fit. Allowed: norms_and_biases, or"),
+        ("groups=[{match:a},{match:b,name:a}]", "groups.1 has the name a, which is taken"),
+        ("groups=[{match:a,name:rest}]", "groups.0 has the name rest, which is taken"),
         ("groups=head", "groups=head is no list. Type optimizer.groups=[{match: head"),
         ("layer_decay=1.5", "layer_decay=1.5 is out of range. Allowed: above 0, 1 and below."),
     ],
@@ -224,7 +226,7 @@ def test_a_resume_with_other_groups_is_refused(quick, tmp_path):
     folder = finished_run(tmp_path)
     done = quick(f"checkpoint.resume={folder}", "train.max_steps=4", "optimizer.groups=null")
     assert done.rc == 2
-    assert "its state is that of other groups of parameters. Leave optimizer.groups," in done.stderr
+    assert "is that of groups of parameters with other settings. Leave optimi" in done.stderr
     done = quick(f"checkpoint.resume={folder}", "train.max_steps=4")
     assert done.rc == 0, done.stderr
 

@@ -79,7 +79,16 @@ def test_a_schedule_begins_unchanged_where_its_warm_up_ends(compose, name):
 
 @pytest.mark.parametrize(
     ("length", "steps", "wanted"),
-    [(0, 50, 0), (7, 50, 7), (0.1, 50, 5), (0.1, 51, 6), (0.0, 50, 0), (None, 50, 0), (99, 50, 99)],
+    [
+        (0, 50, 0),
+        (7, 50, 7),
+        (0.1, 50, 5),
+        (0.1, 51, 6),
+        (0.0, 50, 0),
+        (None, 50, 0),
+        (99, 50, 99),
+        (0.07, 100, 7),
+    ],
 )
 def test_the_length_of_a_warm_up(length, steps, wanted):
     assert warmup_steps({"_target_": None, "warmup": length}, steps) == wanted
@@ -167,6 +176,23 @@ def test_another_warm_up_for_a_resume_is_taken_up_at_the_runs_step(compose):
     assert second.optimizers[0].lr == pytest.approx(0.6 * 4 / 6)
 
 
+@pytest.mark.parametrize(
+    ("node", "change"),
+    [
+        (SEQUENTIAL, {"milestones": [5]}),
+        (CHAINED, {"schedulers": [{**CHAINED["schedulers"][0], "gamma": 0.5}]}),
+        ({**PLATEAU, "mode": "max"}, {"min_lr": 0.1}),
+    ],
+    ids=["milestones", "schedulers", "min_lr"],
+)
+def test_settings_that_a_schedule_cannot_take_over_begin_it_anew(compose, node, change):
+    first, spec = state_and_spec(compose, node)
+    saved = save(train(first, 3), spec)
+    second, changed = state_and_spec(compose, {**node, **change})
+    (note,) = state_dict.restore(second, saved, changed, ())
+    assert note.endswith("is not the checkpoint's schedule: it is taken up at its step 3")
+
+
 def test_a_rate_typed_for_a_resume_counts_within_the_warm_up_and_after_it(compose):
     node = {"_target_": f"{TORCH}.ExponentialLR", "gamma": 0.5, "warmup": 2}
     first, spec = state_and_spec(compose, node)
@@ -206,6 +232,25 @@ def test_schedules_whose_step_needs_more_are_refused(node, message):
 def test_a_mode_that_contradicts_the_task_is_refused():
     with pytest.raises(ConfigError, match=r"scheduler\.mode=min contradicts the task, of whose qu"):
         build_scheduler({**PLATEAU, "mode": "min"}, sgd(0.4), 5, "max")
+
+
+def test_a_schedule_reaches_its_highest_rate_behind_another_one():
+    cycles = [
+        {"_target_": f"{TORCH}.OneCycleLR", "max_lr": rate, "total_steps": None}
+        for rate in (0.1, 0.05)
+    ]
+    node = {"_target_": f"{TORCH}.SequentialLR", "schedulers": cycles, "milestones": [10]}
+    found = rates(node, 20)
+    # torch keeps one highest rate for both, in the groups.
+    assert max(found) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("part", [None, {"target": "x"}, {"_target_": None}])
+def test_every_nested_schedule_has_a_target(part):
+    inner = {**CHAINED, "schedulers": [part]}
+    node = {**CHAINED, "schedulers": [*CHAINED["schedulers"], inner]}
+    with pytest.raises(ConfigError, match=r"scheduler\.schedulers\.2\.schedulers\.0=.* is no sche"):
+        check_scheduler(node)
 
 
 def test_nested_schedules_share_out_the_length_of_the_run():

@@ -61,6 +61,19 @@ def test_the_average_follows_its_formula_in_float32_at_least(compose, name, opti
         torch.testing.assert_close(found.double(), total, rtol=1e-6, atol=1e-7)
 
 
+def test_the_average_takes_the_memory_layout_that_the_weights_get_later():
+    model = nn.Conv2d(3, 4, 3)
+    average = WeightAverage(model, [[*model.parameters()]], DECAY)
+    model.to(memory_format=torch.channels_last)
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    average.update([None])
+    found = average.tensors()[0]
+    assert found.stride() == model.weight.stride()
+    torch.testing.assert_close(found, before + (1 - DECAY))
+
+
 def test_a_step_that_the_loss_scale_skips_leaves_the_average_as_it_is(compose):
     spec = compose(*MLP, "precision=16-mixed", f"train.ema={DECAY}")
     state = train(begin(spec))

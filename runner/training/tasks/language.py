@@ -6,7 +6,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import count_labels, labels_out_of_range, mean, stack, wide
+from runner.training.tasks.task import (
+    IGNORED,
+    count_labels,
+    labels_out_of_range,
+    mean,
+    stack,
+    wide,
+)
 from runner.training.tasks.tensor_task import TensorTask
 
 
@@ -67,15 +74,29 @@ class CausalLM(Language):
     """Next-token prediction whose targets are the input tokens, as Hugging Face's `labels` are.
 
     The logits [B, T, V] of each position predict the token of the next one, so the first token of
-    the labels int64 [B, T] and the last logits are left out.
+    the labels int64 [B, T] and the last logits do not count.
     """
 
     takes = "logits [B, T, V]"
 
     def aligned(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [B, T - 1, V] and the tokens [B, T - 1] that they predict."""
+        """Return logits [B, T, V] and the tokens [B, T] that they predict, -100 for the last."""
         logits, tokens = super().aligned(output, target)
-        return logits[:, :-1], tokens[:, 1:]
+        # The labels are shifted: a slice of the logits would have to be copied, which are V times
+        # as large.
+        return logits, F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        """Return the mean cross entropy per token, in nats, or the loss that task.loss names.
+
+        Raises:
+            ValueError: the shapes do not match.
+        """
+        if self.training_loss is None:
+            return super().loss(output, target)
+        # Most losses know no label that does not count, so they get none that was added here.
+        logits, tokens = super().aligned(output, target)
+        return self.training_loss(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many tokens count."""

@@ -43,13 +43,9 @@ class Segmentation(TensorTask):
             (logits.argmax(1) == target).sum(),
             count_labels(target),
         )
-        counted = target != IGNORED
-        classes = logits.shape[1]
-        # One-hot and not bincount, which waits for the device to learn its result's size.
-        predicted = F.one_hot(logits.argmax(1), classes).bool() & counted.unsqueeze(-1)
-        true = F.one_hot(target.clamp(min=0), classes).bool() & counted.unsqueeze(-1)
-        both = (predicted & true).flatten(0, -2).sum(0)
-        either = (predicted | true).flatten(0, -2).sum(0)
+        confusion = _confusion(logits, target)
+        both = confusion.diagonal()
+        either = confusion.sum(0) + confusion.sum(1) - both
         return torch.cat([sums, both.to(sums.dtype), either.to(sums.dtype)])
 
     def labels(self, target: Tensor) -> Tensor:
@@ -81,3 +77,13 @@ class Segmentation(TensorTask):
                 f"{list(logits.shape)} and {list(target.shape)}"
             )
         return logits
+
+
+def _confusion(logits: Tensor, target: Tensor) -> Tensor:
+    """Return how many pixels of each class have each prediction: int64 [C, C], without a sync."""
+    classes = logits.shape[1]
+    cells = target.clamp(min=0) * classes + logits.argmax(1)
+    counted = (target != IGNORED).long()
+    # Not bincount, which waits for the device to learn its result's size.
+    found = torch.zeros(classes * classes, dtype=torch.int64, device=target.device)
+    return found.scatter_add_(0, cells.flatten(), counted.flatten()).view(classes, classes)

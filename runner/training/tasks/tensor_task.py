@@ -63,6 +63,11 @@ class TensorTask(Task):
             ConfigError: the output has no part as task.output names it.
         """
         if isinstance(output, Tensor):
+            if self.output_field is not None:
+                raise ConfigError(
+                    f"task.output={self.output_field}: the model returns one tensor. "
+                    "Leave task.output out."
+                )
             return output
         if self.output_field is None:
             logits = _part(output, "logits")
@@ -96,7 +101,7 @@ def _described(output: Any) -> str:
 def _choices(output: Any) -> str:
     """Return what task.output may be for an output."""
     if isinstance(output, Mapping):
-        return " or ".join(key for key, part in output.items() if isinstance(part, Tensor))
+        return " or ".join(str(key) for key, part in output.items() if isinstance(part, Tensor))
     if isinstance(output, tuple | list):
         return f"0 to {len(output) - 1}"
     return "its attribute"

@@ -1,6 +1,7 @@
 """The training loss that task.loss names, in place of a task's own."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from runner.training.tasks.task import IGNORED, count_labels
 from runner.utils.errors import ConfigError
+from runner.utils.tensors import widest_float
 
 
 class TrainingLoss:
@@ -32,7 +34,12 @@ class TrainingLoss:
         Raises:
             ConfigError: the loss returned something else than one number.
         """
-        self._move(output.device, output.dtype)
+        dtype = output.dtype
+        # Half precision would round class weights. Autocast computes losses in float32.
+        kind = output.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.promote_types(dtype, torch.float32)
+        self._move(output.device, dtype)
         found = self.loss(output, target)
         if isinstance(found, Tensor) and found.numel() == 1:
             return found.reshape(())
@@ -53,7 +60,8 @@ class TrainingLoss:
         assert weight is not None
         # Into range: the forward says better than an index which weights are missing.
         inside = target.clamp(0, len(weight) - 1)
-        return weight[inside].masked_fill(target == IGNORED, 0).sum()
+        counted = weight[inside].masked_fill(target == IGNORED, 0)
+        return counted.sum(dtype=widest_float(target.device))
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move a module's tensors to where the loss is computed, unless they are there."""
@@ -76,6 +84,14 @@ def _check(loss: object) -> None:
             f"task.loss={name} cannot be called. Allowed: a function or torch.nn.Module that takes "
             "the logits and the labels, as in task.loss={_target_: torch.nn.CrossEntropyLoss}."
         )
+    if isinstance(loss, partial) and loss.func.__module__.startswith("torch."):
+        hidden = [key for key in ("reduction", "ignore_index", "weight") if key in loss.keywords]
+        if hidden:
+            raise ConfigError(
+                f"task.loss: {', '.join(hidden)} of a partial function cannot be seen when the "
+                "parts of a step are weighed. Name a class, as in task.loss={_target_: "
+                "torch.nn.CrossEntropyLoss, weight: [1.0,5.0]}."
+            )
     reduction = getattr(loss, "reduction", "mean")
     if reduction in ("sum", "none"):
         raise ConfigError(

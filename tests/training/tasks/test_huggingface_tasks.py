@@ -73,6 +73,10 @@ def test_outputs_without_what_a_task_takes_are_refused():
         CausalLM(output="logits").loss({"hidden": LOGITS}, LABELS)
     with pytest.raises(ConfigError, match=r"Type task\.output=<0 to 1>"):
         CausalLM(output=2).loss((LOGITS, LOGITS), LABELS)
+    with pytest.raises(ConfigError, match=r"Type task\.output=<5>"):
+        CausalLM(output="logits").loss({5: LOGITS}, LABELS)
+    with pytest.raises(ConfigError, match=r"returns one tensor\. Leave task\.output out"):
+        CausalLM(output="logits").loss(LOGITS, LABELS)
     with pytest.raises(ConfigError, match="the model returns no loss"):
         ModelLoss().loss({"logits": LOGITS}, LABELS)
     assert torch.equal(CausalLM(output=1).select((None, LOGITS)), LOGITS)

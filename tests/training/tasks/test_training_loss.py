@@ -52,6 +52,15 @@ def test_class_weights_fit_a_loss_in_half_precision(precision):
     assert train_step(state, [BATCH]).loss.isfinite()
 
 
+def test_class_weights_are_counted_without_rounding():
+    """Half precision has no number between 10,496 and 10,560, and float16 none above 65,504."""
+    task = classification({**WEIGHTED, "weight": [0.1, 5.3, 1.0]})
+    state = make_state(net(), "bf16-mixed", task=task, autocast_loss=True)
+    train_step(state, [BATCH])
+    labels = torch.ones(20_001, dtype=torch.int64)
+    assert task.labels(labels).item() == pytest.approx(5.3 * 20_001, rel=1e-6)
+
+
 def test_micro_batches_weigh_by_the_weights_of_their_labels():
     labels = torch.tensor([0, 1, -100, 2, 2, 0])
     micros = [(BATCH[0][:2], labels[:2]), (BATCH[0][2:], labels[2:])]
@@ -77,6 +86,9 @@ def test_tokens_and_pixels_reach_the_loss_as_torch_takes_them():
     task = CausalLM(loss=loss)
     assert task.loss(logits, tokens) == loss(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert task.labels(tokens) == 2 + 3 + 1 + 2 + 2
+    margin = nn.MultiMarginLoss()  # it knows no label that does not count
+    whole = torch.tensor([[0, 1, 2, 1]])
+    assert CausalLM(loss=margin).loss(logits[:1], whole) == margin(logits[0, :-1], whole[0, 1:])
     pixels = torch.randint(3, (2, 5, 5))
     assert Segmentation(loss=loss).loss(torch.ones(2, 3, 5, 5), pixels).isfinite()
 
@@ -122,6 +134,10 @@ def test_a_run_trains_on_the_loss_and_evaluates_the_cross_entropy(quick, main, t
         ("{_target_: torch.nn.CrossEntropyLoss, weight: [a]}", "Allowed: a list of numbers"),
         ("{_target_: torch.nn.CrossEntropyLoss, reduction: sum}", "task.loss.reduction=sum: the"),
         ("{_target_: torch.nn.CrossEntropyLoss, ignore_index: 255}", "task.loss.ignore_index=255"),
+        (
+            "{_target_: torch.nn.functional.cross_entropy, _partial_: true, reduction: sum}",
+            "reduction of a partial function cannot be seen",
+        ),
         (
             "{_target_: torch.nn.Linear, in_features: 1, out_features: 1}",
             "has parameters, which no",
