@@ -78,7 +78,7 @@ def _switch_off_caches(model: nn.Module) -> None:
     """Have decoders keep no keys and values: they cost 6 % of a small model's step."""
     # Encoder and decoder of one model have configs of their own.
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
             config.use_cache = False
 

@@ -146,7 +146,7 @@ def _switch_off_caches(model: nn.Module) -> None:
     Outputs are the same without a cache, which only generation reads.
     """
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
             config.use_cache = False
 
