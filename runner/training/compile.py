@@ -91,6 +91,7 @@ def prepare_model(
     wanted = train.activation_checkpointing
     # Before the compilation, which then sees both forwards.
     if wanted:
+        _switch_off_caches(model)
         blocks = repeated_blocks(model) if wanted is True else outermost_modules(model, wanted)
         _checkpoint_activations(blocks, partial(precision.forward, device))
     if train.compile:
@@ -136,6 +137,18 @@ def _is_inside(name: str, names: set[str]) -> bool:
         return False  # the model itself
     parts = name.split(".")
     return any(".".join(parts[:length]) in names for length in range(len(parts)))
+
+
+def _switch_off_caches(model: nn.Module) -> None:
+    """Have transformers' decoders keep no keys and values of earlier tokens, in place.
+
+    A block that is computed a second time would append its keys to the cache of the first time.
+    Outputs are the same without a cache, which only generation reads.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
 
 
 def _checkpoint_activations(

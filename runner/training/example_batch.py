@@ -1,13 +1,17 @@
 """Make a batch of random numbers in the shapes that a spec gives for its data."""
 
+from collections.abc import Sequence
+
 import torch
 
 from runner.config.schema import RunSpec
+from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
 from runner.training.tasks.classification import Classification
-from runner.training.tasks.language import CausalLM, Language, TokenClassification
+from runner.training.tasks.language import CausalLM, Language, Seq2Seq, TokenClassification
 from runner.training.tasks.regression import Regression
+from runner.training.tasks.segmentation import Segmentation
 from runner.utils.errors import RunnerError
 
 
@@ -24,7 +28,7 @@ def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
         device: where the batch is made; the meta device makes shapes without memory.
 
     Returns:
-        (inputs, targets), [size, ...] each.
+        (inputs, targets), [size, ...] each; the inputs of a seq2seq task by field.
 
     Raises:
         ForecastUnavailable: data.meta does not give the shapes.
@@ -34,21 +38,58 @@ def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
     missing = [f"data.meta.{key}" for key in ("input", "classes") if not meta.get(key)]
     if missing:
         raise ForecastUnavailable(
-            f"the shape of a batch is not known without {' and '.join(missing)}."
+            f"the shape of a batch is not known without {' and '.join(missing)}, as in "
+            "data.meta.input=[3,32,32] data.meta.classes=10, or [128] and 50257 for text."
         )
     shape = meta["input"]
     classes = meta["classes"]
-    dtype = getattr(torch, meta.get("dtype", "float32"))
+    if isinstance(task, Seq2Seq):
+        return _seq2seq_batch(task, torch.randint(classes, (size, shape[0]), device=device))
     if isinstance(task, CausalLM | TokenClassification):
         tokens = torch.randint(classes, (size, shape[0]), device=device)
         return tokens, tokens
-    if isinstance(task, Language) and not task.passes_target:
+    if isinstance(task, Language):
         # Inputs and targets of a language model are one sequence, shifted by a token.
         tokens = torch.randint(classes, (size, shape[0] + 1), device=device)
         return tokens[:, :-1], tokens[:, 1:]
-    inputs = torch.randn(size, *shape, dtype=dtype, device=device)
+    inputs = _inputs((size, *shape), _input_dtype(spec), device)
     if isinstance(task, Classification):
         return inputs, torch.randint(classes, (size,), device=device)
+    if isinstance(task, Segmentation):
+        return inputs, torch.randint(classes, (size, *shape[-2:]), device=device)
     if isinstance(task, Regression):
+        dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
         return inputs, torch.randn(size, classes, dtype=dtype, device=device)
     raise ForecastUnavailable(f"the targets of {type(task).__name__} have no shape in data.meta.")
+
+
+def _seq2seq_batch(task: Seq2Seq, tokens: torch.Tensor) -> Batch:
+    """Return tokens int64 [B, T] as the inputs and the target of an encoder-decoder."""
+    target_field = task.target_field or TARGET_FIELDS[0]
+    fields = (*(task.input_fields or ("input_ids",)), target_field)
+    return KeywordInputs(dict.fromkeys(fields, tokens)), tokens
+
+
+def _input_dtype(spec: RunSpec) -> torch.dtype:
+    """Return the dtype of the inputs that are not those of a language model.
+
+    Raises:
+        ForecastUnavailable: data.meta.dtype is no dtype of torch.
+    """
+    name = (spec.data.get("meta") or {}).get("dtype")
+    if name is None:
+        is_text = spec.task.get("kind") == "sequence_classification"
+        return torch.int64 if is_text else torch.float32
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ForecastUnavailable(
+            f"data.meta.dtype={name} is no dtype. Type float32, or int64 for tokens."
+        )
+    return dtype
+
+
+def _inputs(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(*shape, dtype=dtype, device=device)
+    # Two tokens are in every vocabulary.
+    return torch.randint(2, tuple(shape), dtype=dtype, device=device)

@@ -316,6 +316,24 @@ def test_an_evaluation_computes_once():
     assert calls == [1, 1, 1]
 
 
+def test_a_decoders_cache_does_not_grow_in_the_second_forward():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(vocab_size=16, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes)
+    padding = torch.ones_like(TOKENS)
+    padding[:, -2:] = 0
+
+    def gradients(**train):
+        torch.manual_seed(0)
+        model = prepare(GPT2LMHeadModel(config), **train)
+        model(TOKENS, attention_mask=padding).logits.square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert config.use_cache
+    assert all(map(torch.equal, gradients(), gradients(activation_checkpointing=True)))
+
+
 def test_compiled_and_computed_twice(counter):
     model = prepare(gpt(), compile="regional", activation_checkpointing=True)
     loss, plain = model(TOKENS).square().sum(), gpt()
