@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.reproducibility import host_rng_state, seed_host, set_host_rng_state
+from runner.utils.reproducibility import (
+    host_rng_state,
+    seed_generator,
+    seed_host,
+    set_host_rng_state,
+)
 
 
 class SamplerOrder:
@@ -78,9 +83,7 @@ class SamplerOrder:
 
     def _drawn(self, seed: int, epoch: int) -> Tensor:
         seed_host(seed)
-        generator = getattr(self.sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
+        seed_generator(getattr(self.sampler, "generator", None), seed)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         # One more than there should be: a sampler may be endless.

@@ -1,6 +1,7 @@
 """Nodes of a config are called as hydra.utils.instantiate calls them."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hydra.utils import instantiate as hydra_instantiate
@@ -29,7 +30,7 @@ def refuses(value):
 
 
 def reads(path):
-    return open(path)
+    return Path(path).read_text()
 
 
 def lacks():
