@@ -19,6 +19,7 @@ from runner.modes import batch_errors
 from runner.modes.context import RunContext
 from runner.modes.precision_errors import precision_advice
 from runner.modes.result import RunResult
+from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, DataError, Diverged, ModelError, RunnerError
 from runner.utils.layout import RESULT
@@ -101,7 +102,7 @@ def _no_gradient_reason(state: TrainState, loader: Loader) -> str:
 
     def call() -> Any:
         with state.precision.forward(state.device):
-            return state.plain_model(state.precision.cast(inputs))
+            return call_model(state.plain_model, state.precision.cast(inputs))
 
     return batch_errors.gradient_problem(state.plain_model, call)
 
