@@ -51,7 +51,10 @@ class SamplerOrder:
                 f"it is a {type(sampler).__name__}. Return a torch.utils.data.Sampler with "
                 "__iter__ and __len__"
             )
-        self.length = len(sampler)  # type: ignore[arg-type]
+        try:
+            self.length = len(sampler)  # type: ignore[arg-type]
+        except Exception as error:  # of whatever type its __len__ raises
+            raise self._error(f"len() of it raises {type(error).__name__}: {error}") from error
         if not self.length:
             raise self._error("it is empty. Have it yield at least one index")
         if not torch.equal(self.indices(0, 1), self.indices(0, 1)):
