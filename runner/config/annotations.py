@@ -98,6 +98,12 @@ _WORDS = {
 }
 
 
+_LIST_WORDS = {
+    int: "a list of whole numbers, as in [100,200]",
+    float: "a list of numbers, as in [0.1,0.2]",
+}
+
+
 def annotation_words(hint: Any) -> str:
     """Return an annotation in words, as an error message lists what is allowed."""
     kind = get_origin(hint) or hint
@@ -107,10 +113,13 @@ def annotation_words(hint: Any) -> str:
         return ", ".join(map(str, get_args(hint)))
     if isinstance(kind, type) and kind in _WORDS:
         return _WORDS[kind]
+    if (getattr(kind, "__module__", ""), getattr(kind, "__name__", "")) == ("torch", "Tensor"):
+        return "a list of numbers, as in [1.0,5.0]"
     if isinstance(kind, type) and kind.__module__ not in _CONTAINER_MODULES:
         return f"a nested _target_ that returns a {kind.__name__}"
     if isinstance(kind, type) and issubclass(kind, Mapping):
         return "keys with values, as in {a: 1}"
     if isinstance(kind, type) and issubclass(kind, Iterable):
-        return "a list, as in [a,b]"
+        item = next(iter(get_args(hint)), None)
+        return _LIST_WORDS[item] if item in (int, float) else "a list, as in [a,b]"
     return str(hint).replace("typing.", "").replace("collections.abc.", "")

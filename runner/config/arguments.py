@@ -84,11 +84,25 @@ class Arguments:
             if name in filled:
                 yield f"{self.key}.{name}={value}: _args_ gives {name}, too. Leave one of them out."
             elif not (name in defaults or takes_any_keyword or _is_config_keyword(target, name)):
-                yield self._unknown_keyword(name, value, list(defaults))
+                leading = [*signature(target).parameters][: self.leading]
+                if name in leading:
+                    yield self._leading_keyword(name, value)
+                else:
+                    yield self._unknown_keyword(name, value, list(defaults))
         given = {*self.keywords, *filled}
         for name, default in defaults.items():
             if default is Parameter.empty and name not in given and not self.is_partial:
                 yield f"{self.key}.{name} is needed by {self.path}. {self._addition(name)}"
+
+    def _leading_keyword(self, name: str, value: Any) -> str:
+        """Return the message for a keyword that the runner passes itself."""
+        text = f"{self.key}.{name}={value}: the runner passes {name} of {self.path} itself"
+        if self.key != "data.sampler":
+            return f"{text}. Leave it out."
+        return (
+            f"{text}, the training set. Name a function of your own that takes the training set "
+            "and returns the sampler (docs/own-code.md)."
+        )
 
     def _unknown_keyword(self, name: str, value: Any, known: Sequence[str]) -> str:
         """Return the message for a keyword that the target does not take."""

@@ -27,9 +27,16 @@ passes Hydra's own lists and mappings."""
 DESCRIPTIVE_KEYS = {"meta", "match", "shuffle"}
 
 
-def target_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that a group node passes to its target, as the config has them."""
-    return {key: value for key, value in keywords(node).items() if key not in DESCRIPTIVE_KEYS}
+def target_arguments(node: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+    """Return the keywords that a node passes to its target, as the config has them.
+
+    Args:
+        node: of a group, of one of several optimizers, or below a group.
+        key: dotted key of the node. A node below a group (data.sampler) passes every keyword.
+    """
+    if "." in key and not key.startswith("optimizer."):
+        return keywords(node)
+    return {name: value for name, value in keywords(node).items() if name not in DESCRIPTIVE_KEYS}
 
 
 def keywords(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,21 +97,26 @@ def instantiate(node: Mapping[str, Any], *leading: object, key: str = "") -> Any
     """
     # With arguments of the runner's the call is the one that `_partial_` leaves to the program.
     is_partial = node.get("_partial_", False) and not leading
-    return _call(key, {**node, "_partial_": is_partial}, target_arguments(node), leading)
+    return _call(key, {**node, "_partial_": is_partial}, target_arguments(node, key), leading)
 
 
 def refusal(key: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
     """Return the error for a target that refuses its arguments."""
     text = " ".join(str(error).split())
+    if isinstance(error, OSError | ImportError):
+        return ConfigError(f"{key}: {node['_target_']} fails: {type(error).__name__}: {text}")
     return ConfigError(f"{key}: {node['_target_']} refuses its arguments: {text}")
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Return the errors by which targets refuse values."""
-    # The configs of transformers check their values by an error of their own, outside these two.
+    """Return the errors by which targets refuse values.
+
+    OSError is that of a path that cannot be read, ImportError that of a missing package.
+    """
+    # The configs of transformers check their values by an error of their own, outside these.
     hub_errors = sys.modules.get("huggingface_hub.errors")
     strict = getattr(hub_errors, "StrictDataclassError", ValueError)
-    return TypeError, ValueError, strict
+    return TypeError, ValueError, OSError, ImportError, strict
 
 
 def _call(

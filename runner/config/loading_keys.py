@@ -26,17 +26,20 @@ def loading_nodes(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
             yield f"data.{key}", node, leading or int(node.get("_partial_") is True)
 
 
-def task_paths(task: Any) -> list[str]:
-    """Return the targets of the task group that are given as text; of anything else none."""
+def task_paths(task: Any) -> list[tuple[str, str]]:
+    """Return the dotted key and the value of the task group's targets that are given as text; of
+    anything but a mapping none."""
     loss = task.get("loss") if isinstance(task, Mapping) else None
-    return [loss] if isinstance(loss, str) else []
+    return [("task.loss", loss)] if isinstance(loss, str) else []
 
 
-def loading_paths(data: Any) -> list[str]:
-    """Return the targets that are given as text; of anything but a mapping none."""
+def loading_paths(data: Any) -> list[tuple[str, str]]:
+    """Return the dotted key and the value of the data group's targets that are given as text; of
+    anything but a mapping none."""
     if not isinstance(data, Mapping):
         return []
-    return [data[key] for key in LEADING_COUNTS if isinstance(data.get(key), str)]
+    keys = [key for key in LEADING_COUNTS if isinstance(data.get(key), str)]
+    return [(f"data.{key}", data[key]) for key in keys]
 
 
 def target_name(value: str | Mapping[str, Any]) -> str:

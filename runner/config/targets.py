@@ -115,7 +115,7 @@ def _group_arguments(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
         own_node = without_runner_keys(key.partition(".")[0], node)
     except (ConfigError, AttributeError, TypeError):
         own_node = node  # a target that does not import, or is no path, is reported as such
-    return target_arguments(own_node)
+    return target_arguments(own_node, key)
 
 
 def _node_problems(

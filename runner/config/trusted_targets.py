@@ -61,11 +61,11 @@ def check_trusted(
     """
     problems = []
     for group in groups:
-        ours = _group_targets(group, typed.get(group))
-        for target in () if is_signed else _group_targets(group, spec.get(group)):
+        ours = [target for _, target in _group_targets(group, typed.get(group))]
+        for name, target in () if is_signed else _group_targets(group, spec.get(group)):
             if target not in ours and not _is_known(group, target):
                 problems.append(
-                    f"{key}={where} names {group}._target_={target}, which is neither the "
+                    f"{key}={where} names {name}={target}, which is neither the "
                     f"runner's own nor code of {Path.cwd()} or PYTHONPATH: it is not called. "
                     f"Its config is not signed with your key ({describe_key_location()}). "
                     f"If you trust it, type {group}=... yourself, as for the training."
@@ -91,20 +91,27 @@ def _masked_keys(name: str, value: Any) -> Iterator[str]:
         yield name
 
 
-def _group_targets(group: str, node: Any) -> list[Any]:
-    """Return the targets of a group's node, those that are given as text included."""
+def _group_targets(group: str, node: Any) -> list[tuple[str, Any]]:
+    """Return the dotted key and the target of each in a group's node, those that are given as text
+    included."""
     paths = {"data": loading_paths, "task": task_paths}.get(group)
-    return [*_targets(node), *(paths(node) if paths else ())]
+    return [*_targets(group, node), *(paths(node) if paths else ())]
 
 
-def _targets(node: Any) -> list[Any]:
-    """Return the targets at any depth: own code may call those nested in its arguments."""
+def _targets(key: str, node: Any) -> list[tuple[str, Any]]:
+    """Return the dotted key and the target of each at any depth: own code may call those nested in
+    its arguments."""
+    children: list[tuple[str, Any]] = []
+    found: list[tuple[str, Any]] = []
     if isinstance(node, list | tuple):
-        return [target for item in node for target in _targets(item)]
-    if not isinstance(node, Mapping):
-        return []
-    outer = [node["_target_"]] if node.get("_target_") is not None else []
-    return [*outer, *_targets(list(node.values()))]
+        children = [(f"{key}[{i}]", item) for i, item in enumerate(node)]
+    elif isinstance(node, Mapping):
+        children = [(f"{key}.{name}", item) for name, item in node.items()]
+        if node.get("_target_") is not None:
+            found.append((f"{key}._target_", node["_target_"]))
+    for child_key, child in children:
+        found += _targets(child_key, child)
+    return found
 
 
 def _is_known(group: str, target: Any) -> bool:

@@ -5,18 +5,21 @@ boundary loses its type, and the explanation with it.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import default_collate
 
 from runner.utils.errors import RunnerError
+from runner.utils.reproducibility import host_rng_state, seed_generator, set_host_rng_state
 from runner.utils.stop_signals import Stopped
 
 _PARTS = ("input", "target")
@@ -41,9 +44,12 @@ class CollateFailure:
     problem: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collator:
     """A function that makes a batch of a list of examples, in place of stacking them.
+
+    The loader seeds torch's generator for each batch; the function's own `generator` gets the same
+    seed. The first batch of each process is made again, to see that the seed alone decides it.
 
     Attributes:
         name: dotted path that data.collate names.
@@ -52,19 +58,46 @@ class Collator:
 
     name: str
     function: Callable[[list[Any]], Any]
+    _is_checked: bool = field(default=False, init=False)
 
     def __call__(self, examples: Any) -> Any:
         """Return the batch of a list of examples, or a CollateFailure that explains."""
         examples = list(examples)
         try:
-            batch = self.function(examples)
+            batch = self._made(examples) if self._is_checked else self._compared(examples)
         except Stopped:
             raise  # a signal, which is no failure of the function
         except Exception as error:  # of whatever type the function raises
             return CollateFailure(self._problem(len(examples), _reason(error)))
         if batch is None:
             return CollateFailure(self._problem(len(examples), "it returns None"))
+        self._is_checked = True
         return batch
+
+    def _made(self, examples: list[Any]) -> Any:
+        seed_generator(getattr(self.function, "generator", None), torch.initial_seed())
+        return self.function(examples)
+
+    def _compared(self, examples: list[Any]) -> Any:
+        """Return the batch of examples, or a CollateFailure if the same seed makes another one."""
+        copies = [_copied(examples) for _ in range(2)]
+        random_state = host_rng_state()
+        # Before its first batch an object may have no generator yet, and make one with a seed of
+        # its own, as transformers.DataCollatorForLanguageModeling(seed=3) does.
+        batches = [self._made(examples)]
+        for copy in copies:
+            if batches[-1] is None or copy is None:
+                return batches[-1]
+            set_host_rng_state(random_state)
+            batches.append(self._made(copy))
+        if _is_same(batches[1], batches[2]):
+            return batches[2]
+        return CollateFailure(
+            f"data.collate={self.name} makes another batch when it is called a second time with "
+            "the same examples and the same seed, so that no run could be resumed. Draw random "
+            "numbers from torch's, numpy's or Python's global generators, which are seeded for "
+            "each batch, or from an attribute `generator`."
+        )
 
     def _problem(self, count: int, reason: str) -> str:
         return (
@@ -72,6 +105,34 @@ class Collator:
             "list of examples, each as the data set yields it, and returns their batch "
             "(docs/own-code.md)."
         )
+
+
+def _copied(examples: list[Any]) -> list[Any] | None:
+    """Return a copy of examples, which a collator may change; None where they have none."""
+    try:
+        return deepcopy(examples)
+    except Stopped:
+        raise
+    except Exception:  # of whatever type the examples' own classes raise
+        return None
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Return whether the tensors and arrays of two batches are equal; NaN equals NaN."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        is_same_layout = [*first] == [*second]
+        return is_same_layout and all(_is_same(first[name], second[name]) for name in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        is_same_layout = len(first) == len(second)
+        return is_same_layout and all(map(_is_same, first, second))
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.is_nested or first.layout is not torch.strided:
+            return True  # not compared: few operations take such tensors
+        is_same_layout = (first.shape, first.dtype) == (second.shape, second.dtype)
+        return is_same_layout and torch.equal(first.nan_to_num(), second.nan_to_num())
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
+    return True
 
 
 def _reason(error: Exception) -> str:

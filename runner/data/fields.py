@@ -55,8 +55,11 @@ def split_fields(fields: Mapping[str, Tensor], val: int, seed: int) -> tuple[Dat
         fields: tensors [N, ...] by name.
         val: examples of the second data set.
         seed: of the split alone.
+
+    Raises:
+        ValueError: the fields differ in N.
     """
-    count = len(next(iter(fields.values())))
+    count = len(TensorFields(fields))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     parts = order[val:].sort().values, order[:val].sort().values
     train, validation = (

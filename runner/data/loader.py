@@ -179,6 +179,24 @@ class Loader:
             return batches
         return move_batches(batches, self.device)
 
+    def batch_in_this_process(self, indices: Tensor, epoch: int, number: int) -> Batch:
+        """Return a batch on the host, without the loading processes, which may be loading others.
+
+        What a collator or the data set draws at random is what a loading process draws for it. The
+        process's random streams stay as they were.
+
+        Args:
+            indices: int64 [examples of the batch].
+            epoch: that the batch belongs to.
+            number: of the batch in its epoch, from 0.
+
+        Raises:
+            ConfigError: the batch cannot be made of its examples.
+        """
+        seeded_batches = self._seeded([indices], epoch, number)
+        (batch,) = _raise_collate_failures(self._load_seeded(seeded_batches))
+        return self.layout.split(batch)
+
     def close(self) -> None:
         """End the loading processes; call it when no epoch is being iterated."""
         self._worker_loader = None
@@ -193,16 +211,20 @@ class Loader:
         if not self.workers and self.collator is None:
             batches = [indices.tolist() for indices in chosen]
             return _raise_collate_failures(self._dataloader(dataset, batches))
-        # 2**40: processes draw from seeds that no epoch of another process has.
-        process_seed = self.seed * _SEED_STRIDE + epoch + self.place.rank * 2**40
-        first_seed = process_seed * _SEED_STRIDE + start
-        seeded_batches = [
-            [(first_seed + position) % 2**63, *indices.tolist()]
-            for position, indices in enumerate(chosen)
-        ]
+        seeded_batches = self._seeded(chosen, epoch, start)
         if not self.workers:
             return _raise_collate_failures(self._load_seeded(seeded_batches))
         return self._load_in_workers(seeded_batches)
+
+    def _seeded(self, chosen: Sequence[Tensor], epoch: int, start: int) -> list[list[int]]:
+        """Return of each batch its seed, then its indices; see batches for the arguments."""
+        # 2**40: processes draw from seeds that no epoch of another process has.
+        process_seed = self.seed * _SEED_STRIDE + epoch + self.place.rank * 2**40
+        first_seed = process_seed * _SEED_STRIDE + start
+        return [
+            [(first_seed + position) % 2**63, *indices.tolist()]
+            for position, indices in enumerate(chosen)
+        ]
 
     def _load_seeded(self, seeded_batches: list[list[int]]) -> Iterator[Any]:
         """Yield batches as a loading process makes them, in this process.

@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.reproducibility import host_rng_state, seed_host, set_host_rng_state
+from runner.utils.reproducibility import (
+    host_rng_state,
+    seed_generator,
+    seed_host,
+    set_host_rng_state,
+)
 
 
 class SamplerOrder:
@@ -46,7 +51,10 @@ class SamplerOrder:
                 f"it is a {type(sampler).__name__}. Return a torch.utils.data.Sampler with "
                 "__iter__ and __len__"
             )
-        self.length = len(sampler)  # type: ignore[arg-type]
+        try:
+            self.length = len(sampler)  # type: ignore[arg-type]
+        except Exception as error:  # of whatever type its __len__ raises
+            raise self._error(f"len() of it raises {type(error).__name__}: {error}") from error
         if not self.length:
             raise self._error("it is empty. Have it yield at least one index")
         if not torch.equal(self.indices(0, 1), self.indices(0, 1)):
@@ -78,9 +86,7 @@ class SamplerOrder:
 
     def _drawn(self, seed: int, epoch: int) -> Tensor:
         seed_host(seed)
-        generator = getattr(self.sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
+        seed_generator(getattr(self.sampler, "generator", None), seed)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         # One more than there should be: a sampler may be endless.

@@ -14,7 +14,7 @@ _RETURN = "return (train, val), two map-style data sets, or (train, val, test)"
 _DOCS = "See docs/own-code.md."
 _KINDS = ("train", "val", "test")
 _SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_METRIC_NAMES = ("loss", "accuracy", "perplexity")
+_METRIC_NAMES = ("loss", "accuracy", "perplexity", "iou")
 
 
 def splits_problems(returned: Any, target: str) -> Iterator[str]:

@@ -3,24 +3,25 @@
 Nothing is recorded while training: the loader's order can be computed again at any time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from runner.data.collate import collate, makes_batches
+from runner.data.batch_layout import Batch
 from runner.data.loader import Loader
 
 
 class StepSamples(NamedTuple):
     """The samples of an optimizer step: indices in the training set by micro-batch.
 
-    Step and epoch count from 1.
+    Step and epoch count from 1. The number of the first micro-batch in its epoch counts from 0.
     """
 
     step: int
     epoch: int
     micro_batches: list[list[int]]
+    first_batch: int = 0
 
     @property
     def indices(self) -> list[int]:
@@ -39,18 +40,58 @@ def samples_of_step(loader: Loader, accumulate: int, step: int) -> StepSamples:
     steps_per_epoch = -(-len(loader) // accumulate)
     epoch = (step - 1) // steps_per_epoch + 1
     position = (step - 1) % steps_per_epoch
-    batches = loader.order(epoch).split(loader.batch_size)
-    step_batches = batches[position * accumulate : (position + 1) * accumulate]
-    return StepSamples(step, epoch, [indices.tolist() for indices in step_batches])
+    first = position * accumulate
+    batches = loader.order(epoch).split(loader.batch_size)[first : first + accumulate]
+    return StepSamples(step, epoch, [indices.tolist() for indices in batches], first)
 
 
-def targets_of_samples(loader: Loader, indices: Sequence[int]) -> Any:
-    """Return the targets of these samples as the data set holds them: [samples, ...]."""
+def saved_batches(
+    loader: Loader, epoch: int, micro_batches: Sequence[Sequence[int]], first_batch: int = 0
+) -> list[Batch]:
+    """Return the batches of micro-batches of samples, with what the run drew at random for them.
+
+    Args:
+        loader: of the training set.
+        epoch: of the first of them; those after its end are of the next one.
+        micro_batches: indices in the training set.
+        first_batch: number of the first micro-batch in its epoch, from 0.
+    """
+    batches: list[Batch] = []
+    for number, indices in enumerate(micro_batches, first_batch):
+        later, position = divmod(number, len(loader))
+        batches += loader.batches([torch.tensor(indices)], epoch + later, position)
+    return batches
+
+
+def targets_of_steps(
+    loader: Loader, steps: Sequence[StepSamples]
+) -> Iterator[tuple[list[int], Any]]:
+    """Yield the samples of each micro-batch of steps and their targets [samples, ...]."""
+    for samples in steps:
+        for number, indices in enumerate(samples.micro_batches, samples.first_batch):
+            yield indices, targets_of_samples(loader, indices, samples.epoch, number)
+
+
+def all_targets(loader: Loader) -> Iterator[tuple[list[int], Any]]:
+    """Yield all samples of a data set, a batch at a time, and their targets [samples, ...]."""
+    for number, part in enumerate(torch.arange(loader.examples).split(loader.batch_size)):
+        # An evaluation reads epoch 0.
+        yield part.tolist(), targets_of_samples(loader, part.tolist(), 0, number)
+
+
+def targets_of_samples(
+    loader: Loader, indices: Sequence[int], epoch: int = 1, number: int = 0
+) -> Any:
+    """Return the targets of the samples of a batch as the run was given them: [samples, ...].
+
+    Args:
+        loader: of the data set.
+        indices: of the samples.
+        epoch: that the batch belongs to.
+        number: of the batch in its epoch, from 0.
+    """
     dataset: Any = loader.dataset
     chosen = torch.tensor(indices)
     if loader.slices_tensors:
         return dataset.tensors[-1][chosen]
-    if makes_batches(dataset):
-        return loader.layout.split(dataset.batch(chosen))[1]
-    join = loader.collator or collate
-    return loader.layout.split(join([dataset[index] for index in indices]))[1]
+    return loader.batch_in_this_process(chosen, epoch, number)[1]

@@ -1,6 +1,7 @@
 """Check and build the task with the targets that are nested in it: task.loss."""
 
 from collections.abc import Iterator, Mapping
+from inspect import signature
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -57,18 +58,40 @@ def with_tensors(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
     except Exception:
         # As in targets.py: an annotation under TYPE_CHECKING cannot be evaluated.
         hints = {}
-    values = dict(node)
-    for name, value in node.items():
-        hint = hints.get(name)
-        if isinstance(value, list) and Tensor in (hint, *get_args(hint)):
-            try:
-                values[name] = torch.tensor(value, dtype=torch.float32)
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{key}.{name}={value} does not fit. Allowed: a list of numbers, as in "
-                    "[1.0,5.0]."
-                ) from error
+    values = {
+        name: _with_tensor(f"{key}.{name}", value, hints.get(name)) for name, value in node.items()
+    }
+    items = node.get("_args_")
+    if isinstance(items, list):
+        names = [*_parameter_names(target), *([""] * len(items))]
+        values["_args_"] = [
+            _with_tensor(f"{key}._args_[{i}]", item, hints.get(names[i]))
+            for i, item in enumerate(items)
+        ]
     return values
+
+
+def _with_tensor(key: str, value: Any, hint: Any) -> Any:
+    """Return a list as a float32 tensor where its annotation is a Tensor, else the value itself.
+
+    Raises:
+        ConfigError: such a list holds something else than numbers.
+    """
+    if not (isinstance(value, list) and Tensor in (hint, *get_args(hint))):
+        return value
+    try:
+        return torch.tensor(value, dtype=torch.float32)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}={value} does not fit. Allowed: a list of numbers, as in [1.0,5.0]."
+        ) from error
+
+
+def _parameter_names(target: Any) -> list[str]:
+    try:
+        return [*signature(target).parameters]
+    except (TypeError, ValueError):
+        return []  # a builtin without a signature
 
 
 def _is_builtin(task: Mapping[str, Any]) -> bool:

@@ -34,6 +34,8 @@ class SavedBatch:
         begun: the step that the run started or was resumed at; None where the samples are at
             fault, not the numbers, so that the weights of the step do not matter.
         names: of the run's model, data and precision.
+        epoch: that the steps are of, from 1; of several steps the first one's.
+        first_batch: number of the first micro-batch in its epoch, from 0.
     """
 
     steps: tuple[int, int]
@@ -43,6 +45,8 @@ class SavedBatch:
     data: str
     begun: int | None
     names: Mapping[str, str]
+    epoch: int = 1
+    first_batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class BatchSaver:
             "why": why,
             "steps": [step, step + count - 1],
             "epoch": samples_of_steps[0].epoch,
+            "first_batch": samples_of_steps[0].first_batch,
             "micro_batches": micro_batches,
             "loss_scale": scale,
             "begun": begun,
@@ -149,6 +154,8 @@ def read_saved_batch(path: Path) -> SavedBatch:
             content["data"],
             content.get("begun"),
             names,
+            _index(content.get("epoch", 1)),
+            _index(content.get("first_batch", 0)),
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(

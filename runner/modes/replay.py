@@ -18,6 +18,7 @@ from torch import nn
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Batch
+from runner.data.step_samples import saved_batches
 from runner.diagnostics import saved_batch
 from runner.diagnostics.nonfinite_trace import (
     NonfiniteTrace,
@@ -152,7 +153,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
             f"Type the data= and data.* that it was saved with (data={saved.data})."
         )
     # By micro-batch, as in the step: batch statistics depend on which samples are together.
-    return list(loader.batches([torch.tensor(micro) for micro in saved.micro_batches]))
+    return saved_batches(loader, saved.epoch, saved.micro_batches, saved.first_batch)
 
 
 def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float) -> ReplayResult:

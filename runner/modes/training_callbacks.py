@@ -181,9 +181,9 @@ def _guard(run: RunContext, loader: Loader, start_step: int) -> Guard:
         return saver.save(record.step, why, record.loss_scale, begun=start_step)
 
     def cause(record: StepRecord) -> str | None:
-        samples = samples_of_step(loader, run.spec.train.accumulate, record.step).indices
         drawn = host_rng_state()
         try:
+            samples = samples_of_step(loader, run.spec.train.accumulate, record.step)
             return explain_uncounted_labels(loader, samples, run.task)
         except Exception:  # what explains an error must not hide it
             return None

@@ -10,10 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
-
 from runner.data.loader import Loader
-from runner.data.step_samples import samples_of_step, targets_of_samples
+from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
 from runner.data.workers import PREFETCH, is_dataset_error, worker_failure
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
@@ -181,27 +179,32 @@ def _label_out_of_range(
     """
     reason = text.splitlines()[0].rstrip(".")
     if steps is None:
-        sample = _first_bad_sample(run, loader, range(loader.examples))
+        sample = _first_bad_sample(run, all_targets(loader))
         return f"In the evaluation: {reason}.{sample}"
     accumulate = run.spec.train.accumulate
-    samples = [i for step in steps for i in samples_of_step(loader, accumulate, step).indices]
+    samples = [samples_of_step(loader, accumulate, step) for step in steps]
     place = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
-    message = f"At {place}: {reason}.{_first_bad_sample(run, loader, samples)}"
+    sample = _first_bad_sample(run, targets_of_steps(loader, samples))
+    message = f"At {place}: {reason}.{sample}"
     return f"{message}\n{batch_saver(run, loader).save(steps[0], message, count=len(steps))}"
 
 
-def _first_bad_sample(run: RunContext, loader: Loader, samples: Sequence[int]) -> str:
-    """Return a sentence with the first sample whose label is no class; empty for none."""
+def _first_bad_sample(run: RunContext, portions: Iterator[tuple[list[int], Any]]) -> str:
+    """Return a sentence with the first sample whose label is no class; empty for none.
+
+    Args:
+        run: the run.
+        portions: samples and their targets.
+    """
     classes = (run.spec.data.get("meta") or {}).get("classes")
     if not classes:
         return " Labels go from 0 to the number of the model's outputs less one."
     with suppress(Exception):  # an error of the explanation must not hide the one it explains
-        for part in torch.tensor(samples).split(loader.batch_size):
-            target = targets_of_samples(loader, part.tolist())
+        for samples, target in portions:
             wrong = run.task.misplaced(target, classes)
             if wrong is not None and wrong.any():
                 first = int(wrong.nonzero()[0])
-                return f" Sample {int(part[first])}: {label_problem(target[first], classes)}"
+                return f" Sample {samples[first]}: {label_problem(target[first], classes)}"
     return ""
 
 

@@ -68,6 +68,19 @@ def seed_host(seed: int) -> None:
     np.random.seed(seed % 2**32)  # NumPy takes 32 bits only
 
 
+def seed_generator(generator: Any, seed: int) -> None:
+    """Seed a generator of torch, NumPy or Python in place; anything else stays as it is."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed % 2**32)  # NumPy takes 32 bits only
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+
+
 def _restore_env(key: str, value: str | None) -> None:
     if value is None:
         os.environ.pop(key, None)

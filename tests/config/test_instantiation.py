@@ -1,6 +1,7 @@
 """Nodes of a config are called as hydra.utils.instantiate calls them."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hydra.utils import instantiate as hydra_instantiate
@@ -26,6 +27,14 @@ class Called:
 
 def refuses(value):
     raise ValueError(f"{value}\n  is wrong")
+
+
+def reads(path):
+    return Path(path).read_text()
+
+
+def lacks():
+    raise ImportError("install it")
 
 
 CALLED = f"{__name__}.Called"
@@ -83,6 +92,14 @@ def test_keys_that_describe_a_group_are_arguments_of_nested_nodes():
     assert instantiate(outer) == expected
 
 
+@pytest.mark.parametrize("key", ["data.sampler", "data.collate", "task.loss", "scheduler"])
+def test_a_node_below_a_group_gets_every_keyword(key):
+    node = {"_target_": CALLED, "shuffle": False, "meta": {}, "match": "x"}
+    below = "." in key
+    expected = Called(shuffle=False, meta={}, match="x") if below else Called()
+    assert build_group(key, node) == expected
+
+
 def test_a_nested_target_of_an_old_version_is_found():
     node = {"_target_": CALLED, "a": {"_target_": "runner.tasks.base.Task", "_partial_": True}}
     assert instantiate(node).kwargs["a"].func.__module__ == "runner.training.tasks.task"
@@ -94,6 +111,14 @@ def test_a_nested_target_of_an_old_version_is_found():
         (
             {"a": [{"_target_": REFUSES, "value": 3}]},
             f"model.a[0]: {REFUSES} refuses its arguments: 3 is wrong",
+        ),
+        (
+            {"a": {"_target_": f"{__name__}.reads", "path": "absent"}},
+            f"model.a: {__name__}.reads fails: FileNotFoundError: [Errno 2] No such file",
+        ),
+        (
+            {"a": {"_target_": f"{__name__}.lacks"}},
+            f"model.a: {__name__}.lacks fails: ImportError: install it",
         ),
         (
             {"_args_": [{"b": {"_target_": REFUSES, "_args_": [4]}}]},

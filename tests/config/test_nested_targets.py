@@ -27,6 +27,13 @@ def spec(compose):
     return compose()
 
 
+@pytest.mark.parametrize("key", ["shuffle", "meta", "match"])
+def test_a_node_below_a_group_takes_no_key_of_the_group(spec, key):
+    sampler = {"_target_": "torch.utils.data.SequentialSampler", key: 1}
+    problems = check_targets(replace(spec, data={**spec.data, "sampler": sampler}))
+    assert [problem.partition(": ")[0] for problem in problems] == [f"data.sampler.{key}=1"]
+
+
 @pytest.fixture
 def judged(spec):
     """The problems of a spec whose model is this node."""

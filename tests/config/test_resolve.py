@@ -1,8 +1,10 @@
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 from omegaconf import DictConfig
+from torch import Tensor
 
 from runner.config.resolve import flatten, to_dict
 from runner.config.schema import RunSpec, TrainSpec
@@ -140,6 +142,18 @@ def test_good_targets_have_no_problem(judged):
     assert judged(_target_=here("lenient"), kind="a", any_of="x", whatever="y", odd=1) == []
 
 
+def typed_lists(milestones: Sequence[int], rates: list[float], scale: Tensor | None = None): ...
+
+
+def test_the_items_of_a_list_are_named(judged):
+    words = {"milestones": [0.5], "rates": ["a"], "scale": 3}
+    assert judged(_target_=here("typed_lists"), **words) == [
+        "model.milestones=[0.5] does not fit. Allowed: a list of whole numbers, as in [100,200].",
+        "model.rates=['a'] does not fit. Allowed: a list of numbers, as in [0.1,0.2].",
+        "model.scale=3 does not fit. Allowed: a list of numbers, as in [1.0,5.0] or null.",
+    ]
+
+
 def implicit(width: int = None):  # noqa: RUF013
     return width
 
@@ -197,7 +211,7 @@ def test_what_the_runner_passes_first_is_not_asked_of_the_config(spec):
     node = {"_target_": here("unbound"), "steps": 3}
     assert check_targets(replace(spec, scheduler=node)) == []
     (problem,) = check_targets(replace(spec, scheduler={**node, "optimizer": 1}))
-    assert "takes no optimizer" in problem
+    assert "the runner passes optimizer of" in problem
 
 
 def test_every_problem_comes_in_one_list(spec):

@@ -110,7 +110,8 @@ NESTED_STRANGERS = (
 def test_a_nested_target_of_a_stranger_is_refused(place, target):
     node = {"_target_": target, "_args_": ["1"]}
     spec = {"model": {"_target_": "torch.nn.Sequential", **PLACES[place](node)}}
-    with pytest.raises(ConfigError, match=re.escape(f"names model._target_={target}, which")):
+    said = rf"names model\.[\w.\[\]]+\._target_={re.escape(target)}, which"
+    with pytest.raises(ConfigError, match=said):
         trusted_targets.check_trusted(spec, ["model"], {}, "x.pt", "checkpoint")
 
 
@@ -131,17 +132,20 @@ def test_a_nested_target_that_fits_its_place_is_called(place, group, target):
 
 def test_one_of_several_optimizers():
     spec = {"optimizer": {"a": {"_target_": "torch.optim.SGD"}, "b": {"_target_": "os.mkdir"}}}
-    with pytest.raises(ConfigError, match=r"names optimizer\._target_=os\.mkdir"):
+    with pytest.raises(ConfigError, match=r"names optimizer\.b\._target_=os\.mkdir"):
         trusted_targets.check_trusted(spec, ["optimizer"], {}, "x.pt", "checkpoint")
 
 
-def test_a_collator_that_is_given_as_text():
-    spec = {"data": {"_target_": "mine.Net", "collate": "os.system"}}
-    with pytest.raises(ConfigError, match=r"names data\._target_=os\.system"):
-        trusted_targets.check_trusted(spec, ["data"], {}, "x.pt", "checkpoint")
-    trusted_targets.check_trusted(
-        spec, ["data"], {"data": {"collate": "os.system"}}, "x.pt", "checkpoint"
-    )
+@pytest.mark.parametrize("key", ["data.collate", "data.sampler", "task.loss"])
+def test_a_target_that_is_given_as_text(key):
+    group, name = key.split(".")
+    spec = {group: {"_target_": "mine.Net", name: "os.system"}}
+    with pytest.raises(ConfigError, match=re.escape(f"names {key}=os.system, which is neither")):
+        trusted_targets.check_trusted(spec, [group], {}, "x.pt", "checkpoint")
+    trusted_targets.check_trusted(spec, [group], {group: {name: "os.system"}}, "x.pt", "checkpoint")
+    spec = {group: {"_target_": "mine.Net", name: {"a": [1, {"_target_": "os.system"}]}}}
+    with pytest.raises(ConfigError, match=re.escape(f"names {key}.a[1]._target_=os.system")):
+        trusted_targets.check_trusted(spec, [group], {}, "x.pt", "checkpoint")
 
 
 def test_a_secret_that_was_left_out_is_asked_for():

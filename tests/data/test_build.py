@@ -8,6 +8,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from runner.config.schema import DebugSpec, RunSpec, TrainSpec
 from runner.data.build import build_loaders, build_splits
+from runner.data.split_checks import splits_problems
 from runner.data.splits import Splits
 from runner.utils.errors import ConfigError
 
@@ -69,6 +70,13 @@ def lonely():
 def numbers():
     both = TensorDataset(torch.zeros(6, 1, 2, 2), torch.rand(6) * 100)
     return both, both
+
+
+@pytest.mark.parametrize("name", ["iou", "loss", "two words", "", "a/b", 3])
+def test_a_set_without_a_name_for_its_metrics_is_refused(name):
+    problems = list(splits_problems(([1], {name: [1], "fine": [1]}), "mine.make"))
+    assert len(problems) == 1
+    assert f"a val set is called {name!r}, which cannot be part of a metric's name" in problems[0]
 
 
 @pytest.mark.parametrize("target", ["tensors", "images"])

@@ -1,12 +1,15 @@
 """Collators of one's own: what they are given, where they run, and what they may not do."""
 
+import random
 import signal
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from runner.data.batch_layout import BatchLayout
 from runner.data.collate import Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
 from runner.utils.errors import ConfigError
@@ -88,10 +91,88 @@ def test_what_a_collator_draws_depends_on_seed_and_epoch_alone():
     in_processes.close()
 
 
+class Masking:
+    """Draws from a generator of its own, which it makes at its first batch."""
+
+    def __init__(self, make):
+        self.make = make
+        self.generator = None
+
+    def __call__(self, pairs):
+        if self.generator is None:
+            self.generator = self.make(3)
+        ys = torch.stack([y for _, y in pairs])
+        if isinstance(self.generator, torch.Generator):
+            return torch.rand(len(pairs), generator=self.generator), ys
+        drawn = [self.generator.random() for _ in pairs]
+        return torch.tensor(drawn, dtype=torch.float64), ys
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Generator().manual_seed,
+        np.random.default_rng,
+        np.random.RandomState,
+        random.Random,
+    ],
+)
+def test_a_generator_of_the_collators_own_is_seeded_for_each_batch(make):
+    first = loader(Items(), Masking(make))
+    epoch = [x.tolist() for x, _ in first.epoch(1)]
+    assert [x.tolist() for x, _ in first.epoch(1)] == epoch
+    assert [x.tolist() for x, _ in loader(Items(), Masking(make)).epoch(1, 1)] == epoch[1:]
+    assert [x.tolist() for x, _ in first.epoch(2)] != epoch
+    assert epoch[0] != epoch[1]
+    in_processes = loader(Items(), Masking(make), workers=2)
+    assert [x.tolist() for x, _ in in_processes.epoch(1)] == epoch
+    in_processes.close()
+
+
+def test_masks_of_transformers_with_a_seed_follow_from_the_batch():
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+
+    words = {"[MASK]": 0, "[PAD]": 1, **{str(i): i for i in range(2, 20)}}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words)), mask_token="[MASK]", pad_token="[PAD]"
+    )
+    rows = [{"input_ids": list(range(2, 18))} for _ in range(8)]
+
+    def masked(start):
+        made = transformers.DataCollatorForLanguageModeling(tokenizer, seed=3)
+        loading = loader(rows, made)
+        loading.layout = BatchLayout(("input_ids",), "labels")
+        batches = [target.tolist() for _, target in loading.epoch(1, start)]
+        assert [target.tolist() for _, target in loading.epoch(1, start)] == batches
+        return batches
+
+    assert masked(1) == masked(0)[1:]
+
+
+def changing(pairs):
+    """Draws from the operating system, which nobody can seed."""
+    return torch.tensor([random.SystemRandom().random() for _ in pairs]), torch.zeros(len(pairs))
+
+
+def popping(pairs):
+    """Changes the examples that it is given."""
+    return torch.stack([pairs.pop()[0] for _ in range(4)]), torch.zeros(4)
+
+
+def test_a_collator_may_change_its_examples():
+    examples = Rows()
+    assert len(next(loader(examples, popping).epoch(1))[0]) == 4
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (
+            changing,
+            r"lab\.own makes another batch when it is called a second time .* `generator`",
+        ),
         (
             failing,
             r"lab\.own fails on 4 examples: TypeError: .* \(test_collate\.py, line \d+",

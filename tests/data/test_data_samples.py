@@ -4,7 +4,13 @@ from torch.utils.data import TensorDataset
 
 from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
-from runner.data.step_samples import samples_of_step, targets_of_samples
+from runner.data.step_samples import (
+    all_targets,
+    samples_of_step,
+    saved_batches,
+    targets_of_samples,
+    targets_of_steps,
+)
 from runner.training.loop import accumulation_batches
 
 X, Y = torch.arange(10.0), torch.arange(10)
@@ -47,8 +53,43 @@ def test_targets_are_those_of_the_data_set(dataset):
     assert targets_of_samples(loader, [3, 0, 7]).tolist() == [3, 0, 7]
 
 
-def test_targets_of_a_collator_are_those_that_it_makes():
-    options = LoaderOptions(collator=Collator("mine", lambda pairs: (0, [y + 1 for _, y in pairs])))
+def masking(pairs):
+    return torch.tensor([x for x, _ in pairs]), torch.rand(len(pairs))
+
+
+def joined(pairs):
+    return 0, [y + 1 for _, y in pairs]
+
+
+def collating(function, workers=0, dataset=None):
+    options = LoaderOptions(workers, collator=Collator("mine", function))
     device = torch.device("cpu")
-    loader = Loader(Items(), 3, shuffle=True, seed=4, device=device, options=options)
-    assert targets_of_samples(loader, [3, 0, 7]) == [4, 1, 8]
+    return Loader(dataset or Items(), 3, shuffle=True, seed=4, device=device, options=options)
+
+
+def test_targets_of_a_collator_are_those_that_it_makes():
+    assert targets_of_samples(collating(joined), [3, 0, 7]) == [4, 1, 8]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own, from Python 3.12 on
+@pytest.mark.parametrize("workers", [0, 1])
+def test_targets_of_a_step_and_a_replay_are_those_that_the_step_drew(workers):
+    loader = collating(masking, workers)
+    expected = [target.tolist() for _, target in [*loader.epoch(1), *loader.epoch(2)]]
+    state = torch.get_rng_state()
+    steps = [samples_of_step(loader, 2, step) for step in (2, 3)]
+    assert [target.tolist() for _, target in targets_of_steps(loader, steps)] == expected[2:6]
+    assert torch.equal(torch.get_rng_state(), state)
+    first = steps[0]
+    assert (first.epoch, first.first_batch) == (1, 2)
+    micro_batches = first.micro_batches + steps[1].micro_batches
+    again = saved_batches(loader, first.epoch, micro_batches, first.first_batch)
+    assert [target.tolist() for _, target in again] == expected[2:6]
+    loader.close()
+
+
+def test_all_targets_are_those_of_an_evaluation():
+    loader = collating(masking)
+    loader.shuffle = False
+    found = [target.tolist() for _, target in all_targets(loader)]
+    assert found == [target.tolist() for _, target in loader.epoch(0)]

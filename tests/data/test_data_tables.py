@@ -1,5 +1,7 @@
 """Data of npz and parquet files, as fields of batches."""
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -8,6 +10,7 @@ from pyarrow import parquet as pq
 
 from runner.data.datasets.npz import npz
 from runner.data.datasets.parquet import parquet
+from runner.data.fields import split_fields
 from runner.utils.errors import ConfigError
 
 TEXTS = ["one two", "two", "three one two three", "one", "two two two two two two", "three"]
@@ -41,7 +44,25 @@ def test_arrays_that_cannot_be_used_are_refused(tmp_path, arrays):
     np.savez(objects, x=np.array([{}], dtype=object), y=np.zeros(1))
     ragged = tmp_path / "ragged.npz"
     np.savez(ragged, x=np.zeros(3), y=np.zeros(2))
+    files = {name: str(tmp_path / f"{name}.npz") for name in ("scalar", "text", "labels")}
+    np.savez(files["scalar"], rate=np.array(3.0), x=np.zeros(2), y=np.zeros(2))
+    np.savez(files["text"], names=np.array(["a", "b"]), x=np.zeros(2), y=np.zeros(2))
+    np.savez(files["labels"], x=np.zeros(2), labels=np.zeros(2), y=np.zeros(2))
+    np.save(tmp_path / "one.npy", np.zeros(2))
+    (tmp_path / "empty.npz").write_bytes(b"")
+    (tmp_path / "cut.npz").write_bytes(Path(arrays).read_bytes()[:300])
+    only_x = npz(files["scalar"], inputs=["x"], val_path=files["scalar"]).val
+    assert only_x.fields.keys() == {"x", "labels"}
+    named = npz(files["labels"], target="labels", val_path=files["labels"]).val
+    assert named.fields.keys() == {"x", "y", "labels"}
     table = [
+        ({"path": str(tmp_path / "one.npy")}, "holds one array without a name. Write it with"),
+        ({"path": str(tmp_path / "empty.npz")}, "empty.npz cannot be read: No data left in file"),
+        ({"path": str(tmp_path / "cut.npz")}, "cut.npz cannot be read: File is not a zip file"),
+        ({"path": files["scalar"]}, r"array rate of .* is one number, .* data\.inputs="),
+        ({"path": files["text"]}, "array names of .* holds <U1, no numbers"),
+        ({"path": files["text"], "target": "names", "inputs": ["x"]}, "array names of .* <U1"),
+        ({"path": files["labels"]}, r"has an array labels, and .*\. Type data\.target=labels"),
         ({"path": "absent.npz"}, "absent.npz is no file"),
         ({"path": str(objects)}, "cannot be read: Object arrays cannot be loaded"),
         ({"path": str(ragged)}, "differ in their length: x: 3, y: 2"),
@@ -98,6 +119,12 @@ def test_texts_are_cut_or_padded_and_padding_has_no_label(rows, tokenizer):
     assert classes.fields["labels"].tolist() == [0, 1, 2, 0, 1, 2]
 
 
+def test_fields_of_different_lengths_are_not_split():
+    fields = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    with pytest.raises(ValueError, match="one number of examples, got a: 3, b: 2"):
+        split_fields(fields, 1, 0)
+
+
 def test_packed_texts_have_no_padding(rows, tokenizer):
     packed = parquet(
         rows, text="text", tokenizer=tokenizer, length=5, packing=True, val_path=rows
@@ -134,6 +161,10 @@ def test_tables_that_cannot_be_used_are_refused(rows, tokenizer, tmp_path):
         ({**text, "packing": True, "target": "kind"}, "Type data.packing=false"),
         ({**text, "packing": True, "length": 500}, "fewer than one example of data.length=500"),
         ({**text, "length": 1}, "length=1 is below 2"),
+        ({**text, "packing": True, "columns": ["size"]}, r"columns=\[size\] have no rows of"),
+        ({**text, "columns": ["labels"]}, r"labels, and data\.text=text makes .* data\.target="),
+        ({**text, "columns": ["input_ids"]}, "Type others in data.columns"),
+        ({"path": rows, "columns": ["labels"], "target": "kind"}, "and data.target=kind makes"),
     ]
     for keywords, said in table:
         with pytest.raises(ConfigError, match=said):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DistributedSampler as Distributed
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler, TensorDataset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
@@ -123,6 +124,8 @@ def test_a_sampler_is_told_the_epoch():
         (Yields(1, 2, length=3), "its length is 3, and it yields 2"),
         (Yields(1, 2, length=1), "its length is 1, and it yields more"),
         (Yields(), "it is empty"),
+        (Yields(1, length="a"), "len() of it raises TypeError: 'str' object cannot be"),
+        (Distributed(DATA, 2, 0), "it is a DistributedSampler, and the runner itself divides"),
         (iter([1]), "it is a list_iterator. Return a torch.utils.data.Sampler"),
         (Counting(1, 2), "it yields other indices when it is iterated a second time"),
     ],

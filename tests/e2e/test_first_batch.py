@@ -56,6 +56,11 @@ class Detached(Base):
         return self.layer(x.flatten(1)).detach()
 
 
+def fields(pairs):
+    images, labels = zip(*pairs)
+    return {"x": torch.stack(images), "labels": torch.stack(labels)}
+
+
 class Argmax(Base):
     def forward(self, x):
         return nn.functional.one_hot(self.layer(x.flatten(1)).argmax(1), 10).float()
@@ -217,6 +222,11 @@ MESSAGES = [
             "The last module whose output has one is layer",
             ".detach(), .data",
         ],
+    ),
+    (
+        "Detached",
+        "data.collate=odd.nets.fields",
+        ["has no gradient, so nothing can train", "The last module whose output has one is layer"],
     ),
     ("Argmax", "", ["The last module whose output has one is layer", "argmax"]),
     (

@@ -155,6 +155,13 @@ def test_an_evaluation_takes_the_collator_of_the_training(own_collate, main, tmp
             ["data.collate={_target_: own_loading.Pad, long: 5}"],
             ["data.collate.long=5: own_loading.Pad takes no long", "data.collate.length is needed"],
         ),
+        (
+            [
+                "data.collate={_target_: transformers.DataCollatorWithPadding, tokenizer: "
+                "{_target_: transformers.AutoTokenizer.from_pretrained, _args_: [absent]}}"
+            ],
+            ["data.collate.tokenizer: transformers.AutoTokenizer.from_pretrained fails: OSError"],
+        ),
         (["data.collate=own_loading.Pad"], ["data.collate: own_loading.Pad refuses its arguments"]),
         (
             ["data.collate={_target_: own_loading.Sentences, count: 3}"],
@@ -229,6 +236,16 @@ def test_a_sampler_of_torch_needs_no_code(quick):
         (
             ["data.sampler={_target_: own_loading.second_half, size: 3}"],
             ["data.sampler.size=3: own_loading.second_half takes no size"],
+        ),
+        (
+            [
+                "data.sampler={_target_: torch.utils.data.WeightedRandomSampler, weights: [1.0], "
+                "num_samples: 3}"
+            ],
+            [
+                "data.sampler.weights=[1.0]: the runner passes weights of torch.utils.data",
+                "itself, the training set. Name a function of your own",
+            ],
         ),
     ],
 )

@@ -1,7 +1,9 @@
 """Load arrays of NumPy's .npz files."""
 
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -46,12 +48,7 @@ def npz(
 def _fields(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, Tensor]:
     if not Path(path).is_file():
         raise ConfigError(f"data=npz: {path} is no file. Type data.path=<file.npz>.")
-    try:
-        # Without pickle: an array of objects could run code.
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"data=npz: {path} cannot be read: {error}.") from error
+    arrays = _arrays(path)
     names = [name for name in arrays if name != target] if inputs is None else [*inputs]
     missing = [name for name in (*names, target) if name not in arrays]
     if missing:
@@ -59,6 +56,16 @@ def _fields(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, T
             f"data=npz: {path} has no array {', '.join(missing)}; it has {', '.join(arrays)}. "
             "Type data.target=<name> and data.inputs=[<names>]."
         )
+    if "labels" in names and target != "labels":
+        raise ConfigError(
+            f"data=npz: {path} has an array labels, and data.target={target} becomes the field of "
+            "that name. Type data.target=labels, or data.inputs=[<the others>]."
+        )
+    for name in (*names, target):
+        problem = _array_problem(arrays[name])
+        if problem:
+            advice = "data.target=<another>" if name == target else "data.inputs=[<the others>]"
+            raise ConfigError(f"data=npz: array {name} of {path} {problem}. Type {advice}.")
     sizes = {name: len(arrays[name]) for name in (*names, target)}
     if len(set(sizes.values())) != 1:
         counts = ", ".join(f"{name}: {size}" for name, size in sizes.items())
@@ -67,6 +74,31 @@ def _fields(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, T
         **{name: as_input(arrays[name]) for name in names},
         "labels": as_target(arrays[target]),
     }
+
+
+def _arrays(path: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a file by name."""
+    try:
+        with Path(path).open("rb") as file:
+            # Without pickle: an array of objects could run code.
+            loaded = np.load(file, allow_pickle=False)
+            if not isinstance(loaded, np.ndarray):
+                return {name: loaded[name] for name in loaded.files}
+    except (ValueError, OSError, EOFError, BadZipFile, zlib.error) as error:
+        raise ConfigError(f"data=npz: {path} cannot be read: {error}.") from error
+    raise ConfigError(
+        f"data=npz: {path} holds one array without a name. Write it with numpy.savez(path, x=..., "
+        "y=...)."
+    )
+
+
+def _array_problem(array: np.ndarray) -> str:
+    """Return why an array cannot be a field of a batch; empty where it can."""
+    if array.dtype.kind not in "biufc":
+        return f"holds {array.dtype}, no numbers"
+    if array.ndim == 0:
+        return "is one number, not one for each example"
+    return ""
 
 
 def as_input(array: np.ndarray) -> Tensor:

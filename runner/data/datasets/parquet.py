@@ -14,6 +14,9 @@ from runner.data.fields import IGNORED_LABEL, TensorFields, split_fields
 from runner.data.splits import Splits, held_out, require_at_least
 from runner.utils.errors import ConfigError
 
+_TOKEN_FIELDS = ("input_ids", "attention_mask", "labels")
+"""Fields that data.text becomes."""
+
 Tokenize = Callable[[list[str]], list[list[int]]]
 
 
@@ -69,6 +72,11 @@ def parquet(  # noqa: PLR0913 - its parameters are the keys of the yaml
     """
     require_at_least("parquet", length=(length, 2))
     options = _text_options(text, tokenizer, length, packing, target)
+    if options is not None and packing and columns:
+        raise ConfigError(
+            "data=parquet: data.packing=true mixes the texts of several rows, so data.columns="
+            f"[{','.join(columns)}] have no rows of their own. Type data.packing=false."
+        )
     if options is None and not columns:
         raise ConfigError(
             "data=parquet: neither data.text nor data.columns names an input. Type "
@@ -130,10 +138,21 @@ def _fields(
     path: str, columns: Sequence[str], target: str | None, options: _TextOptions | None
 ) -> dict[str, Tensor]:
     names = [*columns]
+    # Fields that the columns below make.
+    made: dict[str, str] = {}
     if options is not None:
         names.append(options.column)
+        made = dict.fromkeys(_TOKEN_FIELDS, f"data.text={options.column}")
     if target is not None:
         names.append(target)
+        made["labels"] = f"data.target={target}"
+    for name in columns:
+        if name in made and name != target:
+            advice = "data.target=labels, or leave it out of" if name == "labels" else "others in"
+            raise ConfigError(
+                f"data=parquet: data.columns names {name}, and {made[name]} makes a field of that "
+                f"name, too. Type {advice} data.columns."
+            )
     table = _read(path, list(dict.fromkeys(names)))
     fields = {name: as_input(_array(table, name)) for name in columns}
     if options is not None:

@@ -79,6 +79,14 @@ def test_a_path_names_a_class_or_a_function():
     assert classification("torch.nn.CrossEntropyLoss").labels(torch.tensor([0, -100])) == 1
 
 
+def test_class_weights_may_be_given_by_position():
+    node = {"_target_": WEIGHTED["_target_"], "_args_": [WEIGHTED["weight"]]}
+    logits = BATCH[0][:, :3]
+    weight = torch.tensor(WEIGHTED["weight"])
+    expected = F.cross_entropy(logits, BATCH[1], weight)
+    assert classification(node).loss(logits, BATCH[1]) == expected
+
+
 def test_tokens_and_pixels_reach_the_loss_as_torch_takes_them():
     logits = torch.randn(2, 4, 3)
     tokens = torch.tensor([[0, 1, 2, -100], [2, 0, 1, 1]])
@@ -130,7 +138,14 @@ def test_a_run_trains_on_the_loss_and_evaluates_the_cross_entropy(quick, main, t
         ),
         ("{_target_: torch.nn.CrossLoss}", "task.loss._target_=torch.nn.CrossLoss does not import"),
         ("{_target_: torch.nn.CrossEntropyLoss, wieght: [1]}", "takes no wieght. It takes: weight"),
-        ("{_target_: torch.nn.CrossEntropyLoss, weight: 3}", "task.loss.weight=3 does not fit"),
+        (
+            "{_target_: torch.nn.CrossEntropyLoss, weight: 3}",
+            "weight=3 does not fit. Allowed: a list of numbers, as in [1.0,5.0] or null.",
+        ),
+        (
+            "{_target_: torch.nn.CrossEntropyLoss, _args_: [[a]]}",
+            "task.loss._args_[0]=['a'] does not fit. Allowed: a list of numbers",
+        ),
         ("{_target_: torch.nn.CrossEntropyLoss, weight: [a]}", "Allowed: a list of numbers"),
         ("{_target_: torch.nn.CrossEntropyLoss, reduction: sum}", "task.loss.reduction=sum: the"),
         ("{_target_: torch.nn.CrossEntropyLoss, ignore_index: 255}", "task.loss.ignore_index=255"),
