@@ -63,6 +63,11 @@ def describe_call(model: nn.Module, inputs: Any) -> str:
     return f"{', '.join(names)} of a batch go to {forward}{unused}"
 
 
+def takes_fields(model: nn.Module, inputs: Any) -> bool:
+    """Return whether a model is given the inputs of a batch as keyword arguments."""
+    return isinstance(inputs, Mapping) and _names_for(model, inputs) is not None
+
+
 def taken_inputs(model: nn.Module, inputs: Any) -> Any:
     """Return the inputs of a batch without the fields that a model's forward does not take."""
     names = _names_for(model, inputs) if isinstance(inputs, Mapping) else None
