@@ -8,8 +8,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils._pytree import (
@@ -79,6 +78,9 @@ class BatchLayout:
     inputs: tuple[str, ...] | None = None
     target: str | None = None
     passes_target: bool = False
+    _parts: dict[tuple[str, ...], tuple[str, Sequence[str], bool]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def split(self, batch: Any) -> Batch:
         """Return the inputs and the target of a batch.
@@ -99,9 +101,17 @@ class BatchLayout:
         )
 
     def _split_fields(self, batch: Mapping[str, Any]) -> Batch:
-        target_field, names = _fields_of(self, tuple(batch))
-        inputs = KeywordInputs({name: batch[name] for name in names})
-        return inputs, batch[target_field]
+        fields = tuple(batch)
+        parts = self._parts.get(fields)
+        if parts is None:
+            target_field, names = self.field_names(fields)
+            others = [name for name in fields if name != target_field]
+            parts = self._parts[fields] = target_field, names, [*names] == others
+        target_field, names, takes_rest = parts
+        if takes_rest:
+            inputs = KeywordInputs(batch)
+            return inputs, inputs.pop(target_field)
+        return KeywordInputs({name: batch[name] for name in names}), batch[target_field]
 
     def field_names(self, batch: Sequence[str]) -> tuple[str, Sequence[str]]:
         """Return the name of the target and the names of the inputs, of a batch with these fields.
@@ -153,12 +163,6 @@ class BatchLayout:
 
 PAIRS = BatchLayout()
 """The layout of tasks that name no fields."""
-
-
-@cache
-def _fields_of(layout: BatchLayout, batch: tuple[str, ...]) -> tuple[str, Sequence[str]]:
-    """Return BatchLayout.field_names, which every batch of a run asks for."""
-    return layout.field_names(batch)
 
 
 def _listed(batch: Sequence[str]) -> str:

@@ -7,15 +7,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from runner.data.batch_layout import KeywordInputs, PositionalInputs
+from runner.modes.argument_errors import binds, explain_arguments
 from runner.modes.precision_errors import failing_module, precision_advice
 from runner.precision.precision import Precision
+from runner.training.model_call import takes_fields
 from runner.training.tasks.task import Task
 
 # PyTorch's messages about operands whose sizes do not fit.
@@ -138,34 +140,25 @@ def _say_target(failure: BatchFailure) -> str:
 
 
 def _does_not_bind(failure: BatchFailure) -> bool:
-    if not failure.in_forward or not isinstance(failure.error, TypeError):
+    if not failure.in_forward:
+        return False
+    is_dict = type(failure.inputs) is KeywordInputs
+    if is_dict and not takes_fields(failure.model, failure.inputs):
+        return True
+    if not isinstance(failure.error, TypeError):
         return False
     # A TypeError may come from inside the forward, too: only the signature shows the difference.
-    try:
-        signature(failure.model.forward).bind(failure.inputs)
-    except TypeError:
-        return True
-    return False
+    return not binds(failure.model, failure.inputs)
 
 
 def _say_arguments(failure: BatchFailure) -> str:
-    names = [*signature(failure.model.forward).parameters]
-    taken = ", ".join(names)
-    if isinstance(failure.inputs, Mapping):
-        start = "; ".join(f'{name} = inputs["{name}"]' for name in names)
-    elif names:
-        start = f"{taken} = inputs"
-    else:
-        start = "return ..."
-    return (
-        f"{type(failure.model).__name__}.forward takes ({taken}), and the runner passes the inputs "
-        f"of a batch as one argument, here a {_kind(failure.inputs)}. Write "
-        f"`def forward(self, inputs): {start}`."
-    )
+    return explain_arguments(failure.model, failure.inputs, _kind(failure.inputs))
 
 
 def _takes_no_structure(failure: BatchFailure) -> bool:
-    return failure.in_forward and isinstance(failure.inputs, Mapping | tuple | list)
+    is_argument = type(failure.inputs) not in (KeywordInputs, PositionalInputs)
+    is_structure = isinstance(failure.inputs, Mapping | tuple | list)
+    return failure.in_forward and is_argument and is_structure
 
 
 def _say_inputs(failure: BatchFailure) -> str:
@@ -217,7 +210,7 @@ def _say_size(failure: BatchFailure) -> str:
         f"{where} was made for inputs of another size. Give the model the sizes of the data: model "
         "keys that are ${data.meta.input} or ${data.meta.classes} follow the data set's meta, "
         f"others you type (--cfg job shows model= as it is). An example of data="
-        f"{failure.names['data']} has the shape {_shape(failure.inputs)[1:]}."
+        f"{failure.names['data']} has the shape {_example_shapes(failure.inputs)}."
     )
 
 
@@ -372,12 +365,22 @@ def _kind(value: Any) -> str:
     """Return a value in words: dtype and shape of a tensor, the parts of a structure."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {_shape(value)}"
-    name = type(value).__name__
+    # The names of the containers of a batch say nothing to a user.
+    name = {KeywordInputs: "dict", PositionalInputs: "list"}.get(type(value), type(value).__name__)
     if isinstance(value, Mapping):
         return f"{name} with the keys {', '.join(map(str, value))}"
     if isinstance(value, tuple | list):
         return f"{name} of {len(value)}"
     return name
+
+
+def _example_shapes(inputs: Any) -> str:
+    """Return the shape of one example, of fields and several inputs that of each."""
+    if isinstance(inputs, Mapping):
+        return ", ".join(f"{name} {_shape(value)[1:]}" for name, value in inputs.items())
+    if isinstance(inputs, tuple | list):
+        return ", ".join(str(_shape(value)[1:]) for value in inputs)
+    return str(_shape(inputs)[1:])
 
 
 def _shape(value: Any) -> list[int]:

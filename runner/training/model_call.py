@@ -20,6 +20,7 @@ class _LastCall:
         self.model: Any = lambda: None
         self.key: tuple[Any, ...] = ()
         self.names: tuple[str, ...] | None = None
+        self.takes_all = False
 
 
 _LAST_CALL = _LastCall()
@@ -37,12 +38,17 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
         model: may be wrapped by torch.compile or DDP.
         inputs: of a batch, cast to the precision.
     """
-    if isinstance(inputs, Tensor):
-        return model(inputs)
-    if type(inputs) is PositionalInputs:
+    kind = type(inputs)
+    # The test for a tensor costs ten times what the others do.
+    if kind is PositionalInputs:
         return model(*inputs)
+    if kind is not KeywordInputs and isinstance(inputs, Tensor):
+        return model(inputs)
     if isinstance(inputs, Mapping):
         names = _names_for(model, inputs)
+        # A call with keywords makes a dict anyway; no other one is made for it.
+        if _LAST_CALL.takes_all:
+            return model(**inputs)
         if names is not None:
             return model(**{name: inputs[name] for name in names})
     return model(inputs)
@@ -61,6 +67,11 @@ def describe_call(model: nn.Module, inputs: Any) -> str:
     left_out = [str(name) for name in inputs if name not in names]
     unused = f"; not taken by it: {', '.join(left_out)}" if left_out else ""
     return f"{', '.join(names)} of a batch go to {forward}{unused}"
+
+
+def takes_fields(model: nn.Module, inputs: Any) -> bool:
+    """Return whether a model is given the inputs of a batch as keyword arguments."""
+    return isinstance(inputs, Mapping) and _names_for(model, inputs) is not None
 
 
 def taken_inputs(model: nn.Module, inputs: Any) -> Any:
@@ -83,8 +94,10 @@ def _names_for(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...] |
     key = (type(inputs), *inputs)
     # A signature takes 20 µs to read, in every step.
     if last.model() is not model or last.key != key:
+        fields = tuple(inputs)
         parameters = signature(plain_module(model).forward).parameters
-        last.names = _accepted(parameters, tuple(inputs), type(inputs) is KeywordInputs)
+        last.names = _accepted(parameters, fields, type(inputs) is KeywordInputs)
+        last.takes_all = last.names == fields
         last.model = ref(model)
         last.key = key
     return last.names

@@ -35,6 +35,11 @@ class Narrow(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(32, 10))
 
 
+class Rows(Base):
+    def forward(self, a):
+        return self.layer(a)
+
+
 class Positions(Base):
     """Logits of every row."""
 
@@ -101,6 +106,8 @@ class Rows(Dataset):
         ids = torch.arange(8)
         return {
             "pair": ((x, x), 1),
+            "three": (x, x.sum(0)[:1].expand(10), 1),
+            "fields": {"a": x, "c": x, "label": 1},
             "dict": ({"input_ids": ids, "attention_mask": ids}, ids),
             "target": (x, {"label": 1}),
         }[self.kind]
@@ -174,8 +181,34 @@ MESSAGES = [
         [
             "Two.forward takes (a, b)",
             "as one argument, here a list of 2",
+            "Yield (a, b, target), whose inputs are passed by position",
             "`def forward(self, inputs): a, b = inputs`",
         ],
+    ),
+    (
+        "Two",
+        "data=tensors task=regression",
+        ["Two.forward takes (a, b)", "Yield (a, b, target)", "or type task=model_loss"],
+    ),
+    (
+        "Two",
+        "data=rows data.kind=fields",
+        ["Two.forward takes (a, b)", "has the fields a, c beside its target", "b is missing"],
+    ),
+    (
+        "Pair",
+        "data=rows data.kind=three",
+        ["Pair.forward takes (x)", "has 2 inputs before its target", "Yield one for each argument"],
+    ),
+    (
+        "Rows",
+        "data=rows data.kind=fields",
+        ["cannot be multiplied", "was made for inputs of another size", "a [8, 8], c [8, 8]"],
+    ),
+    (
+        "Narrow",
+        "data=rows data.kind=fields",
+        ["forward takes (input)", "as none of them is", "yield a field named input"],
     ),
     ("Base", "data=rows", ["yields as inputs a list of 2", "self.net(*inputs)"]),
     (
@@ -256,3 +289,9 @@ def test_a_failure_on_a_batch_gets_one_message(odd, net, typed, parts):
     assert "Choose ones that fit" not in done.stderr
     for part in parts:
         assert part in done.stderr
+
+
+def test_several_inputs_are_passed_by_position(odd):
+    done = odd("model._target_=odd.nets.Two", "data=rows", "data.kind=three")
+    assert done.rc == 0, done.stderr
+    assert "2 inputs of a batch go to Two.forward by position" in done.stdout

@@ -1,0 +1,130 @@
+"""Models of Hugging Face and timm from yaml alone, in every precision: what is trained, and how."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import NAMES, train_by_hand, typed
+
+STEPS = 3
+JOURNAL = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
+SHORT = ("tracking=none", JOURNAL, f"train.max_steps={STEPS}")
+by_hand = cache(train_by_hand)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture
+def train(main, files, tmp_path, result):
+    """Train a model from yaml; return its folder and its losses by step."""
+
+    def run(name, *overrides):
+        done = main(*typed(name, files), *SHORT, *overrides)
+        assert done.rc == 0, done.stderr
+        folder = tmp_path / result(tmp_path)["folder"]
+        return folder, losses_in(folder)
+
+    return run
+
+
+def losses_in(folder):
+    rows = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def metrics_in(folder):
+    return json.loads((folder / "result.json").read_text())["metrics"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_and_weights_are_those_of_a_loop_by_hand(train, name):
+    folder, losses = train(name, "checkpoint.safetensors=true", "checkpoint.final=false")
+    model, expected, validation = by_hand(name, STEPS)
+    assert losses == expected
+    saved, own = load_file(folder / "model.safetensors"), model.state_dict()
+    assert all(torch.equal(saved[key], own[key]) for key in saved)
+    assert metrics_in(folder)["val/loss"] == pytest.approx(validation, rel=1e-6)
+
+
+PRECISIONS = {
+    "64-true": ("gpt2", "t5"),
+    "tf32": ("llama", "timm-resnet"),
+    "bf16-mixed": ("bert-token", "t5", "timm-resnet"),
+    "16-mixed": ("gpt2", "vit", "timm-vit"),
+    "bf16-true": ("llama", "bert-sequence", "timm-resnet"),
+    "16-true": ("bert-masked", "timm-vit"),
+    "bnb-nf4": ("gpt2", "t5"),
+    "bnb-nf4-dq": ("llama",),
+    "bnb-fp4": ("bert-sequence",),
+    "bnb-fp4-dq": ("vit",),
+    "bnb-int8": ("bert-token",),
+    "bnb-int8-training": ("gpt2", "bert-masked"),
+    "float8-tensorwise": ("t5",),
+    "float8-rowwise": ("gpt2", "bert-token"),
+    "float8-rowwise-hp": ("timm-vit",),
+    "transformer-engine": ("gpt2", "bert-sequence"),
+    "transformer-engine-current": ("vit",),
+    "transformer-engine-block": ("llama",),
+    "transformer-engine-mxfp8": ("bert-masked",),
+    "transformer-engine-nvfp4": ("timm-vit",),
+    "transformer-engine-float16": ("vit",),
+}
+"""Architectures in which a precision is tried: three precisions for each besides float32."""
+CONVERTS = ("bnb-", "float8-", "transformer-engine")
+EMULATED = ("tf32", "float8-", "transformer-engine")
+CASES = [(name, precision) for precision, names in PRECISIONS.items() for name in names]
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_every_precision_trains_and_names_what_it_leaves(train, name, precision):
+    emulate = ["precision.emulate=true"] if precision.startswith(EMULATED) else []
+    # AdamW's 1e-8 is 0 in float16.
+    floor = ["optimizer.eps=1e-4"] if "16-true" in precision or "float16" in precision else []
+    folder, losses = train(name, f"precision={precision}", *emulate, *floor)
+    _, expected, _ = by_hand(name, STEPS)
+    assert losses[0] == pytest.approx(expected[0], rel=0.05)
+    assert losses == pytest.approx(expected, rel=0.15)
+    assert metrics_in(folder)["val/loss"] < 1.1 * by_hand(name, STEPS)[2]
+    if precision.startswith(CONVERTS):
+        _check_conversion(json.loads((folder / "conversion.json").read_text()))
+
+
+def _check_conversion(rows):
+    """Check that all products of the blocks are converted, and that the rest says why not."""
+    blocks = [row for row in rows if _is_product_of_a_block(row)]
+    assert len(blocks) >= 8
+    for row in blocks:
+        # T5 casts to the dtype of this weight, which packed is no floating one.
+        reads_weight = row["module"].endswith("DenseReluDense.wo")
+        assert row["done"] or (reads_weight and "reads its weight itself" in row["why"])
+    assert all(row["why"] for row in rows if not row["done"])
+
+
+def _is_product_of_a_block(row):
+    """Return whether a row is that of a product of an attention or an MLP, by its name."""
+    is_in_block = any(part.isdigit() for part in row["module"].split("."))
+    return is_in_block and row["kind"] in ("Linear", "Conv1D")
+
+
+def test_each_architecture_is_tried_in_three_precisions():
+    from runner.precision.registry import precision_names
+
+    tried = [name for name, _ in CASES]
+    assert all(tried.count(name) >= 3 for name in NAMES), tried
+    assert {*PRECISIONS, "32-true"} == {*precision_names()}
+
+
+def test_saved_weights_are_those_that_transformers_reads(train, files):
+    from transformers import AutoModelForCausalLM
+
+    folder, _ = train("gpt2", "checkpoint.safetensors=true")
+    (folder / "config.json").write_text((files / "gpt2.json").read_text())
+    read = AutoModelForCausalLM.from_pretrained(Path(folder)).state_dict()
+    own = by_hand("gpt2", STEPS)[0].state_dict()
+    assert all(torch.equal(read[key], own[key]) for key in own)
