@@ -77,6 +77,7 @@ class Loader:
     Attributes:
         wait_context: makes the context around each wait for a loading process, which a signal may
             interrupt.
+        has_failed: whether the last wait for a loading process raised an error.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Loader:
         self.collator = options.collator
         self.sampler = options.sampler
         self.wait_context: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.has_failed = False
         self.examples = len(dataset)  # type: ignore[arg-type]
         if not self.examples:
             raise ConfigError(
@@ -262,6 +264,7 @@ class Loader:
             batches = wait_for_batch(self._worker_loader, self.wait_context)
             yield from _raise_collate_failures(batches)
         except Exception:
+            self.has_failed = True
             self.close()  # the next epoch needs other processes: those of this one have ended
             raise
 
