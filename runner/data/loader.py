@@ -238,13 +238,13 @@ class Loader:
         for seeded_batch in seeded_batches:
             random_state = host_rng_state()
             try:
-                batch = self.collate(dataset.__getitems__(seeded_batch))
+                batch = self._make_batch(dataset.__getitems__(seeded_batch))
             finally:
                 set_host_rng_state(random_state)
             yield batch
 
     @property
-    def collate(self) -> Callable[[Any], Any]:
+    def _make_batch(self) -> Callable[[Any], Any]:
         """Return the function that makes a batch, or a CollateFailure, of a list of examples."""
         return self.collator or collate
 
@@ -275,7 +275,7 @@ class Loader:
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             pin_memory=self.device.type == "cuda",
-            collate_fn=self.collate,
+            collate_fn=self._make_batch,
             # Seeds the workers; without it each epoch draws from the stream that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
             worker_init_fn=init_worker,
