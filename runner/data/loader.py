@@ -77,6 +77,7 @@ class Loader:
     Attributes:
         wait_context: makes the context around each wait for a loading process, which a signal may
             interrupt.
+        has_failed: whether the last wait for a loading process raised an error.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Loader:
         self.collator = options.collator
         self.sampler = options.sampler
         self.wait_context: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.has_failed = False
         self.examples = len(dataset)  # type: ignore[arg-type]
         if not self.examples:
             raise ConfigError(
@@ -236,13 +238,13 @@ class Loader:
         for seeded_batch in seeded_batches:
             random_state = host_rng_state()
             try:
-                batch = self.collate(dataset.__getitems__(seeded_batch))
+                batch = self._make_batch(dataset.__getitems__(seeded_batch))
             finally:
                 set_host_rng_state(random_state)
             yield batch
 
     @property
-    def collate(self) -> Callable[[Any], Any]:
+    def _make_batch(self) -> Callable[[Any], Any]:
         """Return the function that makes a batch, or a CollateFailure, of a list of examples."""
         return self.collator or collate
 
@@ -262,6 +264,7 @@ class Loader:
             batches = wait_for_batch(self._worker_loader, self.wait_context)
             yield from _raise_collate_failures(batches)
         except Exception:
+            self.has_failed = True
             self.close()  # the next epoch needs other processes: those of this one have ended
             raise
 
@@ -272,7 +275,7 @@ class Loader:
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             pin_memory=self.device.type == "cuda",
-            collate_fn=self.collate,
+            collate_fn=self._make_batch,
             # Seeds the workers; without it each epoch draws from the stream that dropout uses.
             generator=torch.Generator().manual_seed(self.seed),
             worker_init_fn=init_worker,

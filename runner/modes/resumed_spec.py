@@ -133,10 +133,12 @@ def optimizer_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
 def _division_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
     """Return which setting would give the saved state to other parameters; empty for none."""
     theirs = saved.content["spec"]
+    train = theirs.get("train")
+    frozen = train.get("freeze") if isinstance(train, Mapping) else None
     keys = ""
     if _divisions(theirs.get("optimizer") or {}) != _divisions(spec.optimizer):
         keys = "optimizer.groups, no_decay_on and layer_decay"
-    elif (theirs["train"].get("freeze") or []) != spec.train.freeze:
+    elif (frozen or []) != spec.train.freeze:
         keys = "train.freeze"
     if not keys:
         return ""

@@ -291,6 +291,9 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
         "device_name": context.device_name,
         "output_dir": str(context.out.absolute()),
         "mode": spec.mode,
+        # For reports that find no result.json.
+        "quality": context.task.quality,
+        "direction": context.task.direction,
     }
     if strategy.place.world_size > 1:
         tags |= {"strategy": strategy.name, "processes": str(strategy.place.world_size)}

@@ -38,6 +38,8 @@ def check_data(run: RunContext, loaders: Mapping[str, Loader]) -> None:
     for label, loader in loaders.items():
         with explain_dead_workers(run, label):
             problems += data_problems(loader, label, run.task, classes)
+        if label.startswith("test"):
+            loader.close()  # it is read again after the last step: no process waits until then
     if action == "stop" and problems:
         raise DataError("\n".join([*problems, "To train on them all the same: guard.data=warn."]))
     for problem in problems:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.data.build import RunLoaders, build_data, build_run_loaders
+from runner.data.splits import set_labels
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
@@ -166,7 +167,8 @@ def _train_loop(
         should_stop=run.stop_requested,
     )
     try:
-        with explain_training_errors(run, state, (loaders.train, loaders.val)):
+        evaluated = set_labels("val", loaders.validation)
+        with explain_training_errors(run, state, (loaders.train, evaluated)):
             for record in records:
                 dispatch(callbacks.callbacks, record)
                 if callbacks.should_stop:
@@ -194,9 +196,9 @@ def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> di
     """
     if not loaders.test or run.stop_requested():
         return {}
-    first = next(iter(loaders.test.values()))
+    evaluated = set_labels("test", loaders.test)
     try:
-        with explain_training_errors(run, state, (loaders.train, first)):
+        with explain_training_errors(run, state, (loaders.train, evaluated)):
             metrics = evaluate_test(state, loaders.test, run.stop_requested)
     finally:
         loaders.close()

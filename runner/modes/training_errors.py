@@ -5,7 +5,7 @@ training/callbacks/guard.py.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -49,12 +49,17 @@ def raise_diverged(run: RunContext, result: RunResult, problems: Sequence[str]) 
 
 @contextmanager
 def explain_training_errors(
-    run: RunContext, state: TrainState, loaders: tuple[Loader, Loader]
+    run: RunContext, state: TrainState, loaders: tuple[Loader, Mapping[str, Loader]]
 ) -> Iterator[None]:
     """Return the context around the training loop, which explains errors that it knows.
 
     These are labels outside the classes, loading processes that die, operations that the precision
     lacks and losses without a gradient. The traceback goes to error.txt.
+
+    Args:
+        run: the run.
+        state: its model is trained or evaluated.
+        loaders: of the training set, and of the sets that are evaluated by their labels.
 
     Raises:
         DataError: in place of what the data causes.
@@ -69,7 +74,7 @@ def explain_training_errors(
     except Exception as error:
         run.signals.check()  # an interrupt reaches the processes that load data, too
         if batch_errors.is_loss_independent_of_weights(error):
-            reason = _no_gradient_reason(state, loaders[1])
+            reason = _no_gradient_reason(state, next(iter(loaders[1].values())))
             raise ConfigError(f"{reason} {run.save_traceback()}") from error
         advice = precision_advice(error, state.plain_model, run.precision)
         if advice:
@@ -121,7 +126,10 @@ def explain_dead_workers(run: RunContext, split: str) -> Iterator[None]:
 
 
 def _explain_data_error(
-    run: RunContext, state: TrainState, loaders: tuple[Loader, Loader], error: Exception
+    run: RunContext,
+    state: TrainState,
+    loaders: tuple[Loader, Mapping[str, Loader]],
+    error: Exception,
 ) -> str | None:
     """Return what an error of the loop means; None for one that the data does not cause."""
     training = state.model.training
@@ -130,12 +138,13 @@ def _explain_data_error(
     reason = worker_failure(error)
     if reason:
         if not training:
-            return _worker_message(reason, "the val set")
+            failed = [label for label, loader in loaders[1].items() if loader.has_failed]
+            return _worker_message(reason, f"the {[*failed, *loaders[1]][0]} set")
         return _explain_dead_worker(run, loaders[0], step, reason, error)
     if _BAD_LABEL.search(text) or _BAD_INDEX in text:
         if training:
             return _label_out_of_range(run, loaders[0], text, [step])
-        return _label_out_of_range(run, loaders[1], text, None)
+        return _evaluated_label_out_of_range(run, loaders[1], text)
     if _DEVICE_ASSERT in text:
         # A GPU reports it late, and the host reads records at most two blocks after the device.
         first = max(1, step - 2 * run.spec.train.log_every)
@@ -166,21 +175,32 @@ def _worker_message(reason: str, what: str) -> str:
     )
 
 
-def _label_out_of_range(
-    run: RunContext, loader: Loader, text: str, steps: Sequence[int] | None
+def _evaluated_label_out_of_range(
+    run: RunContext, evaluated: Mapping[str, Loader], text: str
 ) -> str:
+    """Return a message for a label or token of an evaluated set that the model has no output for.
+
+    The sets are evaluated one after the other: the first with such a sample is the one that failed.
+    """
+    reason = text.splitlines()[0].rstrip(".")
+    sample = ""
+    for label, loader in evaluated.items():
+        sample = _first_bad_sample(run, all_targets(loader))
+        if sample.startswith(" Sample"):
+            return f"In the evaluation of the {label} set: {reason}.{sample}"
+    return f"In the evaluation: {reason}.{sample}"
+
+
+def _label_out_of_range(run: RunContext, loader: Loader, text: str, steps: Sequence[int]) -> str:
     """Return a message for a label or token that the model has no output or embedding for.
 
     Args:
         run: the run.
         loader: whose samples hold it.
         text: of the error.
-        steps: of the training that may hold it; None in the evaluation.
+        steps: of the training that may hold it.
     """
     reason = text.splitlines()[0].rstrip(".")
-    if steps is None:
-        sample = _first_bad_sample(run, all_targets(loader))
-        return f"In the evaluation: {reason}.{sample}"
     accumulate = run.spec.train.accumulate
     samples = [samples_of_step(loader, accumulate, step) for step in steps]
     place = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"

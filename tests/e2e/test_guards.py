@@ -75,8 +75,11 @@ class Faulty(Rows):
         return x, 12 if self.fault == "label" else y
 
 
-def faulty(count: int = 60, fault: str = "none", sample: int = 17, val: int = 20):
-    return Faulty(count, fault, sample), Rows(val)
+def faulty(count: int = 60, fault: str = "none", sample: int = 17, val: int = 20, where="train"):
+    if where == "train":
+        return Faulty(count, fault, sample), Rows(val)
+    sets = {"good": Rows(val), "bad": Faulty(count, fault, sample)}
+    return (Rows(count), sets) if where == "val" else (Rows(count), Rows(val), sets)
 '''
 MODEL = """# Multiplies its activations by a factor from a training step on
 _target_: lab.faults.Net
@@ -94,6 +97,7 @@ count: 60
 fault: none
 sample: 17
 val: 20
+where: train
 meta:
   input: [1, 8, 8]
   classes: 2
@@ -386,6 +390,21 @@ def test_a_process_that_dies_in_the_first_batches_is_reported(faulty):
     check_stopped(
         done, "A process that loads the train set's first batches failed: ValueError: sample 17"
     )
+
+
+@forks
+@pytest.mark.parametrize("where", ["val", "test"])
+@pytest.mark.parametrize(
+    ("fault", "workers", "message"),
+    [
+        ("label", 0, "In the evaluation of the {} set: Target 12 is out of bounds. Sample 17: "),
+        ("raise", 1, "A process that loads the {} set failed: ValueError: sample 17 is broken"),
+    ],
+)
+def test_a_fault_in_an_evaluation_is_named_by_its_set(faulty, where, fault, workers, message):
+    words = ("guard.data=ignore", "train.max_steps=1", f"train.num_workers={workers}")
+    done = faulty(f"data.fault={fault}", f"data.where={where}", *words)
+    check_stopped(done, message.format(f"{where}/bad"), "error.txt")
 
 
 def test_a_sweep_continues_and_reports_the_jobs_that_diverged(faults, main):

@@ -127,6 +127,7 @@ def test_tags_and_status(tracked):
     assert (tags["model"], tags["data"], tags["mode"]) == ("mlp", "digits", "train")
     assert tags["accelerator"] in ("cpu", "cuda", "mps")
     assert tags["device_name"]
+    assert (tags["quality"], tags["direction"]) == ("val/accuracy", "max")
     assert tags["output_dir"] == str(folder)
     assert "error" not in tags
 

@@ -20,7 +20,7 @@ from runner.sweep.report.load import (
 from runner.sweep.report.rebuild import rebuild_report, store_report
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.reader import Reader
+from runner.tracking.reader import Reader, StoredRun
 from runner.tracking.tracker import RunInfo
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.layout import HISTORY
@@ -160,6 +160,21 @@ def test_jobs_without_a_list_are_loaded_from_their_runs(stored):
     assert running.result.status == "stopped"
     assert "still running" in running.result.error
     assert same(running.curves["train/loss"], [math.inf])
+
+
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        ({}, ("val/accuracy", "max")),
+        ({"quality": "val/loss", "direction": "min"}, ("val/loss", "min")),
+        ({"quality": "val/cer", "direction": "min"}, ("val/accuracy", "max")),
+    ],
+)
+def test_a_run_without_a_result_is_compared_by_the_quality_of_its_task(tags, expected):
+    metrics = {"val/loss": 0.3, "val/accuracy": 0.9}
+    run = StoredRun("a", "0", "whole", "FAILED", 0, metrics, tags, {})
+    values = load._stored_values(run)
+    assert (values["quality"], values["direction"]) == expected
 
 
 def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
