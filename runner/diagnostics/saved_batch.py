@@ -12,8 +12,8 @@ from typing import Any
 
 from runner.config.invocation import Invocation
 from runner.config.schema import RunSpec
-from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step
+from runner.data.stream_loader import BatchLoader
 from runner.utils.errors import ConfigError
 from runner.utils.files import write_text
 from runner.utils.formatting import relative_path
@@ -28,12 +28,13 @@ class SavedBatch:
 
     Attributes:
         steps: the first and the last step whose samples these are.
-        micro_batches: indices in the training set.
+        micro_batches: indices in the training set, or in the pass over a stream.
         loss_scale: in force in the step; None for a precision without one.
         seed, data: of the run; with others the indices mean other samples.
         begun: the step that the run started or was resumed at; None where the samples are at
             fault, not the numbers, so that the weights of the step do not matter.
         names: of the run's model, data and precision.
+        epoch: that the steps are of, from 1; of several steps the first one's.
     """
 
     steps: tuple[int, int]
@@ -43,6 +44,7 @@ class SavedBatch:
     data: str
     begun: int | None
     names: Mapping[str, str]
+    epoch: int = 1
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class BatchSaver:
     origin: Invocation
     folder: Path
     precision: str
-    loader: Loader
+    loader: BatchLoader
     save_artifact: Callable[[Path, Callable[[Path], object], str], bool]
 
     def save(
@@ -149,6 +151,7 @@ def read_saved_batch(path: Path) -> SavedBatch:
             content["data"],
             content.get("begun"),
             names,
+            int(content.get("epoch", 1)),
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(

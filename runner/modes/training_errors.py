@@ -10,10 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
-
-from runner.data.loader import Loader
-from runner.data.step_samples import samples_of_step, targets_of_samples
+from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
+from runner.data.stream_loader import BatchLoader
 from runner.data.workers import PREFETCH, is_dataset_error, worker_failure
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
@@ -50,7 +48,7 @@ def raise_diverged(run: RunContext, result: RunResult, problems: Sequence[str]) 
 
 @contextmanager
 def explain_training_errors(
-    run: RunContext, state: TrainState, loaders: tuple[Loader, Loader]
+    run: RunContext, state: TrainState, loaders: tuple[BatchLoader, BatchLoader]
 ) -> Iterator[None]:
     """Return the context around the training loop, which explains errors that it knows.
 
@@ -96,7 +94,7 @@ def _failing_step(run: RunContext, state: TrainState, error: Exception) -> str:
     )
 
 
-def _no_gradient_reason(state: TrainState, loader: Loader) -> str:
+def _no_gradient_reason(state: TrainState, loader: BatchLoader) -> str:
     """Return why the loss has no gradient, from one more forward that changes nothing."""
     inputs, _ = next(loader.epoch(0))
     state.model.eval()
@@ -122,7 +120,7 @@ def explain_dead_workers(run: RunContext, split: str) -> Iterator[None]:
 
 
 def _explain_data_error(
-    run: RunContext, state: TrainState, loaders: tuple[Loader, Loader], error: Exception
+    run: RunContext, state: TrainState, loaders: tuple[BatchLoader, BatchLoader], error: Exception
 ) -> str | None:
     """Return what an error of the loop means; None for one that the data does not cause."""
     training = state.model.training
@@ -145,7 +143,7 @@ def _explain_data_error(
 
 
 def _explain_dead_worker(
-    run: RunContext, loader: Loader, step: int, reason: str, error: Exception
+    run: RunContext, loader: BatchLoader, step: int, reason: str, error: Exception
 ) -> str:
     """Return which steps a training worker may have been loading, and save their samples."""
     if is_dataset_error(error):
@@ -168,7 +166,7 @@ def _worker_message(reason: str, what: str) -> str:
 
 
 def _label_out_of_range(
-    run: RunContext, loader: Loader, text: str, steps: Sequence[int] | None
+    run: RunContext, loader: BatchLoader, text: str, steps: Sequence[int] | None
 ) -> str:
     """Return a message for a label or token that the model has no output or embedding for.
 
@@ -180,30 +178,35 @@ def _label_out_of_range(
     """
     reason = text.splitlines()[0].rstrip(".")
     if steps is None:
-        sample = _first_bad_sample(run, loader, range(loader.examples))
+        sample = _first_bad_sample(run, all_targets(loader))
         return f"In the evaluation: {reason}.{sample}"
     accumulate = run.spec.train.accumulate
-    samples = [i for step in steps for i in samples_of_step(loader, accumulate, step).indices]
+    samples = [samples_of_step(loader, accumulate, step) for step in steps]
     place = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
-    message = f"At {place}: {reason}.{_first_bad_sample(run, loader, samples)}"
+    sample = _first_bad_sample(run, targets_of_steps(loader, samples))
+    message = f"At {place}: {reason}.{sample}"
     return f"{message}\n{batch_saver(run, loader).save(steps[0], message, count=len(steps))}"
 
 
-def _first_bad_sample(run: RunContext, loader: Loader, samples: Sequence[int]) -> str:
-    """Return a sentence with the first sample whose label is no class; empty for none."""
+def _first_bad_sample(run: RunContext, portions: Iterator[tuple[list[int], Any]]) -> str:
+    """Return a sentence with the first sample whose label is no class; empty for none.
+
+    Args:
+        run: the run.
+        portions: samples and their targets.
+    """
     classes = (run.spec.data.get("meta") or {}).get("classes")
     if not classes:
         return " Labels go from 0 to the number of the model's outputs less one."
     with suppress(Exception):  # an error of the explanation must not hide the one it explains
-        for part in torch.tensor(samples).split(loader.batch_size):
-            target = targets_of_samples(loader, part.tolist())
+        for samples, target in portions:
             wrong = run.task.misplaced(target, classes)
             if wrong is not None and wrong.any():
                 first = int(wrong.nonzero()[0])
-                return f" Sample {int(part[first])}: {label_problem(target[first], classes)}"
+                return f" Sample {samples[first]}: {label_problem(target[first], classes)}"
     return ""
 
 
-def batch_saver(run: RunContext, loader: Loader) -> BatchSaver:
+def batch_saver(run: RunContext, loader: BatchLoader) -> BatchSaver:
     """Return what saves the samples of a run's steps for mode=replay."""
     return BatchSaver(run.spec, run.origin, run.out, run.precision.name, loader, run.save_artifact)

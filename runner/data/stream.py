@@ -1,0 +1,148 @@
+"""Read a data set without indices, an IterableDataset, in the batches of one pass over it.
+
+The random generators of the host are seeded for each batch, by the seed, the number of the pass and
+that of the batch. So what a stream or a collator draws from them depends neither on dropout nor on
+the batch that a resumed run begins with, and a validation pass is the same in each evaluation.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset
+
+from runner.data.value_hash import hash_value
+from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
+from runner.utils.reproducibility import host_rng_state, seed_host, set_host_rng_state
+
+# A prime above the number of passes and of a pass's batches: no two of them share a seed.
+_SEED_STRIDE = 1_000_003
+_DIGEST_BYTES = 8
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a data set is iterated, as torch's and Hugging Face's IterableDataset are."""
+    # datasets.IterableDataset takes torch's class as a base once torch is there.
+    return isinstance(dataset, IterableDataset)
+
+
+def begin_pass(stream: Any, number: int) -> Iterator[Any]:
+    """Return the examples of a pass over a stream, whose `set_epoch(number)` is called if it has
+    that."""
+    if hasattr(stream, "set_epoch"):
+        stream.set_epoch(number)
+    return iter(stream)
+
+
+class StreamBatch(NamedTuple):
+    """A batch of a stream, and what is remembered of it.
+
+    Attributes:
+        number: of the batch in its pass, from 0.
+        size: examples in all processes.
+        digest: hash of the batch's last example, 16 hex digits; empty where it cannot be hashed.
+        content: this process's part, collated; None of a batch that is skipped.
+    """
+
+    number: int
+    size: int
+    digest: str
+    content: Any
+
+
+class StreamPass(IterableDataset[StreamBatch]):
+    """The batches of one pass over a stream, from one of them on.
+
+    Every process reads the whole stream, and collates its part of each batch.
+
+    Args:
+        stream: the data set.
+        batch_size: examples in a batch of all processes; the last of a pass may have fewer.
+        collate: makes a batch of a list of examples.
+        seed: of the run.
+        number: of the pass.
+        start: number of the first batch that is collated. Of those before it, which are read all
+            the same, only the last is yielded, without content.
+        place: this process.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a loading process needs
+        self,
+        stream: Any,
+        batch_size: int,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        number: int,
+        start: int = 0,
+        place: ProcessRank = SINGLE_PROCESS,
+    ) -> None:
+        self.stream = stream
+        self.batch_size = batch_size
+        self.collate = collate
+        self.seed = seed
+        self.number = number
+        self.start = start
+        self.place = place
+
+    def __iter__(self) -> Iterator[StreamBatch]:
+        """Yield the batches of the pass."""
+        for number, examples in self.examples():
+            if number >= self.start:
+                content = self._collated(number, examples)
+                yield StreamBatch(number, len(examples), digest_of(examples[-1]), content)
+            elif number == self.start - 1:
+                yield StreamBatch(number, len(examples), digest_of(examples[-1]), None)
+
+    def examples(self) -> Iterator[tuple[int, list[Any]]]:
+        """Yield the number of each batch, from 0, and its examples in all processes."""
+        examples: Iterator[Any] | None = None
+        number = 0
+        while True:
+            with _seeded(self._batch_seed(number)):
+                if examples is None:
+                    examples = begin_pass(self.stream, self.number)
+                chosen = list(islice(examples, self.batch_size))
+            if chosen:
+                yield number, chosen
+            if len(chosen) < self.batch_size:
+                return
+            number += 1
+
+    def _batch_seed(self, number: int, rank: int = 0) -> int:
+        # 2**40: no pass of one process shares a seed with a pass of another.
+        pass_seed = self.seed * _SEED_STRIDE + self.number + rank * 2**40
+        return (pass_seed * _SEED_STRIDE + number) % 2**63
+
+    def _collated(self, number: int, examples: Sequence[Any]) -> Any:
+        """Return this process's part of a batch; at least one example, for collectives need every
+        process to run a step."""
+        part = examples[self.place.batch_slice(len(examples))] or examples[:1]
+        with _seeded(self._batch_seed(number, self.place.rank)):
+            return self.collate([*part])
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the host's random generators, and restore their states on exit."""
+    random_state = host_rng_state()
+    seed_host(seed)
+    try:
+        yield
+    finally:
+        set_host_rng_state(random_state)
+
+
+def digest_of(example: Any) -> str:
+    """Return the hash of an example, 16 hex digits; empty where it cannot be hashed."""
+    content = blake2b(digest_size=_DIGEST_BYTES)
+    with suppress(Exception):  # of whatever type the example's own class raises
+        hash_value(content, example)
+        return content.hexdigest()
+    return ""
+
+
+def first_examples(stream: Any, count: int) -> list[Any]:
+    """Return the first examples of a stream, fewer where it has no more."""
+    return list(islice(begin_pass(stream, 1), count))
