@@ -63,10 +63,10 @@ def saved_batches(
     if not isinstance(loader, StreamLoader):
         return list(loader.batches([torch.tensor(micro) for micro in micro_batches]))
     first = micro_batches[0][0] // loader.batch_size
-    expected = loader.micro_batches(StreamPlace(epoch, first), len(micro_batches))
     batches = list(islice(loader.epoch(epoch, first), len(micro_batches)))
-    is_same_size = [micro[0] for micro in expected] == [micro[0] for micro in micro_batches]
-    if not (is_same_size and len(batches) == len(micro_batches)):
+    # After they are read: only then it is known where the pass ends.
+    read = loader.micro_batches(StreamPlace(epoch, first), len(batches))
+    if read != [[*micro] for micro in micro_batches]:
         raise ConfigError(
             f"data: the saved samples {micro_batches[0][0]} to {micro_batches[-1][-1]} are not in "
             f"pass {epoch} of the stream, or not in batches of {loader.batch_size}. Type the data= "

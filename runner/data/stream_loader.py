@@ -17,7 +17,7 @@ from runner.data.collate import CollateFailure, Collator, collate
 from runner.data.device_transfer import move_batches
 from runner.data.loader import DEFAULT_OPTIONS, Loader, LoaderOptions
 from runner.data.stream import StreamBatch, StreamPass, digest_of
-from runner.data.workers import init_worker, wait_for_batch
+from runner.data.workers import init_stream_reader, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS
 from runner.utils.errors import ConfigError
 
@@ -199,11 +199,12 @@ class StreamLoader:
         for read in self._received(self._pass(epoch, start, alone=False)):
             self._last = read._replace(content=None)
             self._compare(epoch, read)
+            if read.size < self.batch_size:
+                self._note_end(epoch, read)
             if read.number >= start:
                 yield _checked(read.content)
         if read is not None:
-            self.examples = read.number * self.batch_size + read.size
-            self._pass_examples[epoch] = self.examples
+            self._note_end(epoch, read)
         elif start == 0:
             raise ConfigError(
                 f"data: the stream, a {type(self.dataset).__name__}, yields no example"
@@ -212,6 +213,11 @@ class StreamLoader:
             )
         else:
             self._compare(epoch, None)
+
+    def _note_end(self, epoch: int, last: StreamBatch) -> None:
+        """Take note of the last batch of a pass, which is known by its size or after it."""
+        self.examples = last.number * self.batch_size + last.size
+        self._pass_examples[epoch] = self.examples
 
     def _received(self, batches: StreamPass) -> Iterator[StreamBatch]:
         """Return an iterator over batches, which a process of its own reads with one worker."""
@@ -224,7 +230,7 @@ class StreamLoader:
             pin_memory=self.device.type == "cuda",
             collate_fn=_unchanged,
             generator=torch.Generator().manual_seed(self.seed),
-            worker_init_fn=init_worker,
+            worker_init_fn=init_stream_reader,
         )
         return wait_for_batch(loader, self.wait_context)
 
