@@ -5,17 +5,21 @@ that of the batch. So what a stream or a collator draws from them depends neithe
 the batch that a resumed run begins with, and a validation pass is the same in each evaluation.
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
 from runner.data.value_hash import hash_value
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
+from runner.utils.errors import DataError, RunnerError
 from runner.utils.reproducibility import host_rng_state, seed_host, set_host_rng_state
+from runner.utils.stop_signals import Stopped
 
 # A prime above the number of passes and of a pass's batches: no two of them share a seed.
 _SEED_STRIDE = 1_000_003
@@ -144,5 +148,29 @@ def digest_of(example: Any) -> str:
 
 
 def first_examples(stream: Any, count: int) -> list[Any]:
-    """Return the first examples of a stream, fewer where it has no more."""
-    return list(islice(begin_pass(stream, 1), count))
+    """Return the first examples of a stream, fewer where it has no more.
+
+    Raises:
+        DataError: the stream fails.
+    """
+    with explain_stream_errors(stream):
+        return list(islice(begin_pass(stream, 1), count))
+
+
+@contextmanager
+def explain_stream_errors(stream: Any) -> Iterator[None]:
+    """Return a context in which an error that a stream raises is a DataError.
+
+    A connection that is lost is such an error, so that the message suffices without a traceback.
+    """
+    try:
+        yield
+    except (RunnerError, Stopped, MemoryError):
+        raise  # these have messages of their own
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split()).rstrip(".")
+        raise DataError(
+            f"data: the stream, a {type(stream).__name__}, fails: {type(error).__name__}: {text} "
+            f"({Path(place.filename).name}, line {place.lineno})."
+        ) from error

@@ -16,7 +16,7 @@ from runner.data.batch_layout import Batch, BatchLayout
 from runner.data.collate import CollateFailure, Collator, collate
 from runner.data.device_transfer import move_batches
 from runner.data.loader import DEFAULT_OPTIONS, Loader, LoaderOptions
-from runner.data.stream import StreamBatch, StreamPass, digest_of
+from runner.data.stream import StreamBatch, StreamPass, digest_of, explain_stream_errors
 from runner.data.workers import init_stream_reader, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS
 from runner.utils.errors import ConfigError
@@ -115,6 +115,7 @@ class StreamLoader:
 
         Raises:
             ConfigError: the stream is empty, or a batch cannot be made of its examples.
+            DataError: the stream fails in this process.
         """
         batches = map(self.layout.split, self._read(epoch, start))
         return batches if self.device.type == "cpu" else move_batches(batches, self.device)
@@ -126,7 +127,12 @@ class StreamLoader:
             count: of the batches; None for those of a whole pass.
         """
         make = self.collator or collate
-        for number, examples in islice(self._pass(1).examples(), count):
+        batches = islice(self._pass(1).examples(), count)
+        while True:
+            with explain_stream_errors(self.dataset):
+                number, examples = next(batches, (0, []))
+            if not examples:
+                return
             first = number * self.batch_size
             content = _checked(make(examples))
             yield torch.arange(first, first + len(examples)), self.layout.split(content)
@@ -220,9 +226,11 @@ class StreamLoader:
         self._pass_examples[epoch] = self.examples
 
     def _received(self, batches: StreamPass) -> Iterator[StreamBatch]:
-        """Return an iterator over batches, which a process of its own reads with one worker."""
+        """Yield batches, which a process of its own reads with one worker."""
         if not self.workers:
-            return iter(batches)
+            with explain_stream_errors(self.dataset):
+                yield from batches
+            return
         loader = DataLoader(
             batches,
             batch_size=None,
@@ -232,7 +240,7 @@ class StreamLoader:
             generator=torch.Generator().manual_seed(self.seed),
             worker_init_fn=init_stream_reader,
         )
-        return wait_for_batch(loader, self.wait_context)
+        yield from wait_for_batch(loader, self.wait_context)
 
     def _compare(self, epoch: int, read: StreamBatch | None) -> None:
         """Compare the batch at which a resumed run stood with the one that is read now, once."""

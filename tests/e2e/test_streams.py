@@ -184,6 +184,31 @@ def test_a_step_that_fails_is_replayed_by_reading_the_stream_up_to_it(own_stream
     assert "the samples themselves are not finite" in done.stdout.replace("\n", " ")
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("workers", "parts"),
+    [
+        (
+            0,
+            ["the stream, a Raising, fails: OSError: the connection is lost (own_streams.py, line"],
+        ),
+        (1, ["loads the train set for step 4 failed: OSError: the connection is lost"]),
+    ],
+)
+def test_a_stream_that_fails_gets_one_message(own_streams, workers, parts):
+    done = own_streams(
+        "+data.kind=Raising",
+        "+data.count=99",
+        "guard.data=ignore",
+        "train.max_steps=6",
+        f"train.num_workers={workers}",
+    )
+    assert done.rc == 1, done
+    assert "Traceback" not in done.stderr + done.stdout
+    for part in parts:
+        assert part in done.stderr.replace("\n", " ")
+
+
 def test_the_first_example_that_is_wrong_is_named_by_its_place(own_streams):
     done = own_streams("+data.spoilt=11", "train.max_steps=4")
     assert done.rc == 1, done
