@@ -114,16 +114,17 @@ class StreamPass(IterableDataset[StreamBatch]):
                 return
             number += 1
 
-    def _batch_seed(self, number: int, rank: int = 0) -> int:
-        # 2**40: no pass of one process shares a seed with a pass of another.
-        pass_seed = self.seed * _SEED_STRIDE + self.number + rank * 2**40
+    def _batch_seed(self, number: int, use: int = 0) -> int:
+        """Return the seed of a batch: of its reading (use 0), or of its collation by a process."""
+        # 2**40: no pass shares a seed with a pass of another use.
+        pass_seed = self.seed * _SEED_STRIDE + self.number + use * 2**40
         return (pass_seed * _SEED_STRIDE + number) % 2**63
 
     def _collated(self, number: int, examples: Sequence[Any]) -> Any:
         """Return this process's part of a batch; at least one example, for collectives need every
         process to run a step."""
         part = examples[self.place.batch_slice(len(examples))] or examples[:1]
-        with _seeded(self._batch_seed(number, self.place.rank)):
+        with _seeded(self._batch_seed(number, self.place.rank + 1)):
             return self.collate([*part])
 
 

@@ -26,7 +26,7 @@ from runner.training.callbacks.guard import Guard
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress
-from runner.training.callbacks.stream_position import stream_callbacks
+from runner.training.callbacks.stream_position import StreamPosition, stream_callbacks
 from runner.training.callbacks.summary import RunSummary
 from runner.training.loop import is_evaluation_step, total_steps
 from runner.training.records import StepRecord
@@ -123,6 +123,11 @@ class TrainingCallbacks:
         run = self.run
         typed = typed_overrides(run.origin).keys()
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
+        if any(isinstance(callback, StreamPosition) for callback in self.callbacks):
+            count = self.state.position
+            messages.append(
+                f"the stream is read again up to batch {count} of pass {self.state.epoch}"
+            )
         # Checkpoints of later steps would be taken for this run's newest ones.
         if run.strategy.place.is_main:
             checkpoint_file.rename_superseded(run.checkpoint_folder, self.state.step)
