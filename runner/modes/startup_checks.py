@@ -53,7 +53,7 @@ def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
         loader: of the data set; nothing is checked of a map-style one.
 
     Raises:
-        ConfigError: it cannot, or the processes read different examples.
+        ConfigError: it cannot be read twice, or the processes read different examples.
     """
     if not isinstance(loader, StreamLoader):
         return
@@ -64,11 +64,29 @@ def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
             "data.shuffle=true: the train set is a stream, which is read in its own order. Leave "
             "data.shuffle out, and shuffle in the stream (docs/own-code.md)."
         )
+    if iter(loader.dataset) is iter(loader.dataset):
+        raise ConfigError(
+            f"data: the {split} set's stream, a {type(loader.dataset).__name__}, is the same "
+            "iterator each time, and can be read once only. Have its __iter__ return a new "
+            "iterator over all examples (docs/own-code.md)."
+        )
+    digest = loader.first_digest()
+    _check_same_stream(run, split, digest)
+    if digest != loader.first_digest():
+        run.say(
+            f"warning: the {split} set's stream yields other examples each time it is begun: the "
+            "run cannot be resumed bit by bit, and runs see different data (docs/own-code.md)."
+        )
+        run.tracker.tags({"stream": "not deterministic"})
+
+
+def _check_same_stream(run: RunContext, split: str, digest: int) -> None:
+    """Raise ConfigError in all processes where their streams begin with different batches."""
     if run.strategy.place.world_size == 1:
         return
-    digest = loader.first_digest()
     largest = run.strategy.all_reduce_max(digest)
-    if largest != -run.strategy.all_reduce_max(-digest):
+    smallest = -run.strategy.all_reduce_max(-digest)
+    if largest != smallest:
         raise ConfigError(
             f"data: the processes read different examples from the {split} set's stream. Each must "
             "read the whole stream, and the runner divides each batch: leave "

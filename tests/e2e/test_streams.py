@@ -52,6 +52,15 @@ class Changing(Rows):
             yield x + int.from_bytes(os.urandom(2), "big") / 2**16, label
 
 
+class Once(Rows):
+    def __init__(self, count):
+        super().__init__(count)
+        self.rows = super().__iter__()
+
+    def __iter__(self):
+        return self.rows
+
+
 class Raising(Rows):
     def __iter__(self):
         for i, row in enumerate(super().__iter__()):
@@ -133,6 +142,8 @@ def test_reading_ahead_changes_no_number(own_streams, tmp_path):
 def test_a_stream_that_is_not_deterministic_is_named_on_a_resume(own_streams, main, tmp_path):
     done = own_streams("+data.kind=Changing", "train.max_steps=4", "hydra.run.dir=part")
     assert done.rc == 0, done.stderr
+    line = "warning: the train set's stream yields other examples each time it is begun"
+    assert line in done.stdout.replace("\n", " ")
     done = main("checkpoint.resume=part", "train.max_steps=5")
     assert done.rc == 0, done.stderr
     line = "warning: the train set's stream yields another batch before step 5 than it did before"
@@ -160,6 +171,7 @@ def test_a_few_examples_of_a_stream_are_overfitted(own_streams):
         (["+data.sampler=torch.utils.data.RandomSampler"], "Leave data.sampler out, and choose"),
         (["train.data_on_device=true"], "which is not in memory. Type train.data_on_device=auto"),
         (["+data.count=0"], "data: the train set is empty"),
+        (["+data.kind=Once"], "a Once, is the same iterator each time, and can be read once only"),
     ],
 )
 def test_what_a_stream_cannot_do_gets_one_message(own_streams, words, part):
