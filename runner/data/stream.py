@@ -6,7 +6,7 @@ the batch that a resumed run begins with, and a validation pass is the same in e
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import islice
@@ -92,27 +92,44 @@ class StreamPass(IterableDataset[StreamBatch]):
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Yield the batches of the pass."""
-        for number, examples in self.examples():
-            if number >= self.start:
-                content = self._collated(number, examples)
+        for number, examples, content in self._batches(self._content):
+            # Of the skipped ones the last is yielded, for its digest.
+            if number >= self.start - 1:
                 yield StreamBatch(number, len(examples), digest_of(examples[-1]), content)
-            elif number == self.start - 1:
-                yield StreamBatch(number, len(examples), digest_of(examples[-1]), None)
 
     def examples(self) -> Iterator[tuple[int, list[Any]]]:
         """Yield the number of each batch, from 0, and its examples in all processes."""
-        examples: Iterator[Any] | None = None
+        for number, examples, _ in self._batches(lambda number, examples: None):
+            yield number, examples
+
+    def _batches(
+        self, make: Callable[[int, list[Any]], Any]
+    ) -> Iterator[tuple[int, list[Any], Any]]:
+        """Yield the number of each batch, its examples, and what a function makes of them."""
+        stream: Iterator[Any] | None = None
         number = 0
         while True:
-            with _seeded(self._batch_seed(number)):
-                if examples is None:
-                    examples = begin_pass(self.stream, self.number)
-                chosen = list(islice(examples, self.batch_size))
-            if chosen:
-                yield number, chosen
-            if len(chosen) < self.batch_size:
+            # Around both: to save and restore numpy's state takes longer than a small batch.
+            with _restored_random_state():
+                seed_host(self._batch_seed(number))
+                if stream is None:
+                    stream = begin_pass(self.stream, self.number)
+                examples = list(islice(stream, self.batch_size))
+                made = make(number, examples) if examples else None
+            if examples:
+                yield number, examples, made
+            if len(examples) < self.batch_size:
                 return
             number += 1
+
+    def _content(self, number: int, examples: list[Any]) -> Any:
+        """Return this process's part of a batch; at least one example, for collectives need every
+        process to run a step. None before the first batch that is wanted."""
+        if number < self.start:
+            return None
+        part = examples[self.place.batch_slice(len(examples))] or examples[:1]
+        seed_host(self._batch_seed(number, self.place.rank + 1))
+        return self.collate(part)
 
     def _batch_seed(self, number: int, use: int = 0) -> int:
         """Return the seed of a batch: of its reading (use 0), or of its collation by a process."""
@@ -120,19 +137,11 @@ class StreamPass(IterableDataset[StreamBatch]):
         pass_seed = self.seed * _SEED_STRIDE + self.number + use * 2**40
         return (pass_seed * _SEED_STRIDE + number) % 2**63
 
-    def _collated(self, number: int, examples: Sequence[Any]) -> Any:
-        """Return this process's part of a batch; at least one example, for collectives need every
-        process to run a step."""
-        part = examples[self.place.batch_slice(len(examples))] or examples[:1]
-        with _seeded(self._batch_seed(number, self.place.rank + 1)):
-            return self.collate([*part])
-
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the host's random generators, and restore their states on exit."""
+def _restored_random_state() -> Iterator[None]:
+    """Return a context that restores the states of the host's random generators on exit."""
     random_state = host_rng_state()
-    seed_host(seed)
     try:
         yield
     finally:
