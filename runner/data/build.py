@@ -23,7 +23,7 @@ from runner.data.sampling import SamplerOrder
 from runner.data.split_checks import first_samples, named_sets, splits_problems
 from runner.data.splits import RunData, Splits, set_labels
 from runner.data.stream import is_stream
-from runner.data.stream_checks import stream_problems
+from runner.data.stream_checks import example_problem, stream_problems
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.data.task_target import build_task
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
@@ -76,6 +76,10 @@ def _check_meta(spec: RunSpec, dataset: Any) -> None:
             f"data.meta={meta}: it is a mapping that the model's config reads. Type for example "
             "data.meta.classes=10."
         )
+    if is_stream(dataset) and not spec.data.get("collate"):
+        problem = example_problem(first[0])
+        if problem:
+            raise ConfigError(problem)
     # A collator takes examples of any kind, and may give its batches another shape.
     first_input = None if spec.data.get("collate") else _first_input(first)
     answers = (_shape_problem(meta, first_input), _classes_problem(meta, dataset))

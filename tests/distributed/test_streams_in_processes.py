@@ -55,6 +55,18 @@ def test_two_processes_see_the_batches_of_one(alone, two, strategy, name):
     assert many.values("train/loss") == many.values("train/loss", rank=1)
 
 
+def test_one_process_resumes_a_run_of_two(alone, run_in_processes, tmp_path):
+    parts = {"part": [*STREAM, "strategy=ddp", "train.max_steps=4"]}
+    run_in_processes(2, parts, tmp_path)
+    rest = {"part": [*STREAM, "checkpoint.resume=auto", "train.max_steps=6"]}
+    found = run_in_processes(1, rest, tmp_path)["part"]
+    assert (
+        "the stream is read again up to batch 1 of pass 2"
+        in found.folder.parent.joinpath("output-0.txt").read_text()
+    )
+    close(found.values("train/loss"), alone["plain"].values("train/loss"), **EXACT)
+
+
 def test_processes_that_read_different_streams_are_refused(two):
     for rank in (0, 1):
         refused = two["differs"].text(f"refused-{rank}.txt")

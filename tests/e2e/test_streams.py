@@ -61,6 +61,12 @@ class Once(Rows):
         return self.rows
 
 
+class Lists(Rows):
+    def __iter__(self):
+        for x, label in super().__iter__():
+            yield {"x": x.tolist(), "label": label}
+
+
 class Raising(Rows):
     def __iter__(self):
         for i, row in enumerate(super().__iter__()):
@@ -150,6 +156,13 @@ def test_a_stream_that_is_not_deterministic_is_named_on_a_resume(own_streams, ma
     assert done.stdout.replace("\n", " ").count(line) == 1
 
 
+def test_lists_of_a_stream_are_padded(own_streams):
+    done = own_streams(
+        "+data.kind=Lists", "train.max_steps=2", "+data.collate=runner.data.padding.pad"
+    )
+    assert done.rc == 0, done.stderr
+
+
 def test_streams_that_are_only_evaluated(own_streams, tmp_path):
     done = own_streams("data._target_=own_streams.mixed", "train.epochs=2", "hydra.run.dir=run")
     assert done.rc == 0, done.stderr
@@ -171,6 +184,10 @@ def test_a_few_examples_of_a_stream_are_overfitted(own_streams):
         (["+data.sampler=torch.utils.data.RandomSampler"], "Leave data.sampler out, and choose"),
         (["train.data_on_device=true"], "which is not in memory. Type train.data_on_device=auto"),
         (["+data.count=0"], "data: the train set is empty"),
+        (
+            ["+data.kind=Lists"],
+            "hold lists, not tensors, in x; stacked, these would be lists of co",
+        ),
         (["+data.kind=Once"], "a Once, is the same iterator each time, and can be read once only"),
     ],
 )
