@@ -139,9 +139,9 @@ class StreamLoader:
 
     def first_digest(self) -> int:
         """Return a hash of the first batch's last example, of 31 bits."""
-        for _, examples in self._pass(1).examples():
-            return int(digest_of(examples[-1]) or "0", 16) % 2**31
-        return 0
+        with explain_stream_errors(self.dataset):
+            _, examples = next(self._pass(1).examples(), (0, []))
+        return int(digest_of(examples[-1]) or "0", 16) % 2**31 if examples else 0
 
     def examples_at(self, epoch: int, places: Sequence[int]) -> list[Any]:
         """Return the examples at places of a pass, counted from 0, by reading it up to them."""

@@ -24,7 +24,7 @@ from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.startup_checks import check_data, try_batch
+from runner.modes.startup_checks import check_data, check_stream, try_batch
 from runner.modes.startup_report import describe_model, log_data_sets
 from runner.modes.training_outputs import save_dtypes
 from runner.modes.trial_forward import prove_conversion
@@ -161,6 +161,8 @@ def _evaluation_loaders(run: RunContext) -> RunLoaders:
     log_data_sets(run, data)
     evaluated = loaders.labelled
     del evaluated["train"]
+    for label, loader in evaluated.items():
+        check_stream(run, label, loader)
     check_data(run, evaluated)
     return loaders
 
