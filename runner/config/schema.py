@@ -60,7 +60,7 @@ class TrainSpec:
         data_on_device: keep an in-memory data set on the device: true, false, or auto, which does
             so on a CUDA GPU if the data take less than a tenth of its free memory.
         num_workers: processes that load data; none are started for a TensorDataset or for data on
-            the device.
+            the device, and at most 1 can read a stream (an IterableDataset).
         early_stop: evaluations in a row without improvement after which the run stops; null never
             stops early.
     """

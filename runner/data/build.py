@@ -22,6 +22,9 @@ from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
 from runner.data.split_checks import first_samples, named_sets, splits_problems
 from runner.data.splits import RunData, Splits, set_labels
+from runner.data.stream import is_stream
+from runner.data.stream_checks import example_problem, stream_problems
+from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.data.task_target import build_task
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError, RunnerError
@@ -36,16 +39,20 @@ def build_data(spec: RunSpec) -> RunData:
     """Return the data sets of a run; with debug.overfit train and val are the same few examples.
 
     Raises:
-        ConfigError: the target does not return map-style data sets, its examples are not
-            (input, target), or data.meta contradicts them.
+        ConfigError: the target does not return data sets, its examples are not (input, target),
+            data.meta contradicts them, or a stream cannot obey the settings.
     """
     returned = build_group("data", data_target_node(spec.data))
     problems = list(splits_problems(returned, spec.data["_target_"]))
     if problems:
         raise ConfigError(*problems)
     train, val, *test = returned
-    _check_meta(spec, train)
     test_sets = named_sets(test[0]) if test else {}
+    evaluated = {**set_labels("val", named_sets(val)), **set_labels("test", test_sets)}
+    problems = list(stream_problems(spec, train, evaluated))
+    if problems:
+        raise ConfigError(*problems)
+    _check_meta(spec, train)
     if spec.debug.overfit:
         few = first_samples(train, spec.debug.overfit)
         return RunData(Splits(few, few), {"": few}, test_sets)
@@ -60,7 +67,8 @@ def _check_meta(spec: RunSpec, dataset: Any) -> None:
         spec: of the run.
         dataset: the training set.
     """
-    if not len(dataset):
+    first = first_samples(dataset, 1)
+    if not len(first):  # type: ignore[arg-type]
         return  # build_loaders refuses it
     meta = spec.data.get("meta") or {}
     if not isinstance(meta, Mapping):
@@ -68,8 +76,12 @@ def _check_meta(spec: RunSpec, dataset: Any) -> None:
             f"data.meta={meta}: it is a mapping that the model's config reads. Type for example "
             "data.meta.classes=10."
         )
+    if is_stream(dataset) and not spec.data.get("collate"):
+        problem = example_problem(first[0])
+        if problem:
+            raise ConfigError(problem)
     # A collator takes examples of any kind, and may give its batches another shape.
-    first_input = None if spec.data.get("collate") else _first_input(dataset)
+    first_input = None if spec.data.get("collate") else _first_input(first)
     answers = (_shape_problem(meta, first_input), _classes_problem(meta, dataset))
     problems = [answer for answer in answers if answer]
     if problems:
@@ -136,11 +148,11 @@ def _first_input(dataset: Any) -> Any:
 
 def build_loaders(
     spec: RunSpec, splits: Splits, device: torch.device, place: ProcessRank = SINGLE_PROCESS
-) -> tuple[Loader, Loader]:
+) -> tuple[BatchLoader, BatchLoader]:
     """Return the training and the validation loader of a run.
 
     Training batches are shuffled anew in each epoch unless data.shuffle=false; validation batches
-    keep the data set's order. Each loader yields one process's part of every batch.
+    and streams keep the data set's order. Each loader yields one process's part of every batch.
 
     Args:
         spec: of the run.
@@ -164,17 +176,17 @@ class RunLoaders(NamedTuple):
         test: of the test sets by name; empty with debug.overfit.
     """
 
-    train: Loader
-    validation: Mapping[str, Loader]
-    test: Mapping[str, Loader]
+    train: BatchLoader
+    validation: Mapping[str, BatchLoader]
+    test: Mapping[str, BatchLoader]
 
     @property
-    def val(self) -> Loader:
+    def val(self) -> BatchLoader:
         """Return the loader of the validation set that runs are compared by, the first."""
         return next(iter(self.validation.values()))
 
     @property
-    def labelled(self) -> dict[str, Loader]:
+    def labelled(self) -> dict[str, BatchLoader]:
         """Return every loader, by the labels of set_labels."""
         evaluated = {**set_labels("val", self.validation), **set_labels("test", self.test)}
         return {"train": self.train, **evaluated}
@@ -195,7 +207,7 @@ def build_run_loaders(
     """
     if spec.debug.overfit:
         data = data._replace(test={})
-    empty = [label for label, dataset in data.labelled.items() if not len(dataset)]  # type: ignore[arg-type]
+    empty = [label for label, dataset in data.labelled.items() if _is_empty(dataset)]
     if empty:
         raise ConfigError(
             *(
@@ -214,14 +226,21 @@ def build_run_loaders(
     shared = {"batch_size": spec.train.batch_size, "seed": spec.seed, "device": device}
     shuffle = bool(spec.data.get("shuffle", True))
 
-    def in_order(sets: Mapping[str, Dataset]) -> dict[str, Loader]:
-        return {
-            name: Loader(dataset, shuffle=False, options=options, **shared)
-            for name, dataset in sets.items()
-        }
+    def loader_of(dataset: Any, shuffle: bool, options: LoaderOptions) -> BatchLoader:
+        if is_stream(dataset):
+            return StreamLoader(dataset, options=options, **shared)
+        return Loader(dataset, shuffle=shuffle, options=options, **shared)
 
-    train = Loader(data.splits.train, shuffle=shuffle, options=train_options, **shared)
+    def in_order(sets: Mapping[str, Dataset]) -> dict[str, BatchLoader]:
+        return {name: loader_of(dataset, False, options) for name, dataset in sets.items()}
+
+    train = loader_of(data.splits.train, shuffle, train_options)
     return RunLoaders(train, in_order(data.validation), in_order(data.test))
+
+
+def _is_empty(dataset: Any) -> bool:
+    """Return whether a data set yields no example; of a stream the first one is read."""
+    return not len(first_samples(dataset, 1))  # type: ignore[arg-type]
 
 
 def _collator(spec: RunSpec) -> Collator | None:

@@ -7,7 +7,7 @@ cheap for large data sets, so the digest covers a sample of the examples.
 import json
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from torch.utils.data import Subset
 
 from runner.config.targets import target_arguments
 from runner.data.splits import RunData, Splits
+from runner.data.stream import first_examples, is_stream
+from runner.data.value_hash import hash_value
 
 SAMPLE_COUNT = 64  # examples that a digest covers at most
 DIGEST_BYTES = 8
@@ -33,6 +35,7 @@ def describe_data(
 
     The digest is over the number of examples and up to 64 of them, evenly spaced, so it is the
     same in every process; on another machine where the data set computes the same bits there.
+    Of a stream it is over the kind of the stream and its first 64 examples, which the profile says.
     For a folder of images it is over the files, and an augmentation does not change it; for another
     data set that draws its samples at random it is over what it draws from one seed. The global
     random states are restored. Nothing here raises: what cannot be read is left out.
@@ -79,6 +82,8 @@ def _source(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _dataset_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the digest, schema and profile of one data set."""
+    if is_stream(dataset):
+        return _stream_facts(dataset, node)
     with _fixed_seed():
         try:
             digest = _digest(dataset)
@@ -96,6 +101,24 @@ def _dataset_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
         "schema": schema,
         "profile": json.dumps({key: value for key, value in profile.items() if value is not None}),
     }
+
+
+def _stream_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the digest, schema and profile of a stream, of which the first examples are read."""
+    kind = type(dataset).__name__
+    content = blake2b(kind.encode(), digest_size=DIGEST_BYTES)
+    examples: list[Any] = []
+    schema = None
+    # As in _dataset_facts: a stream that fails here fails in the training, with a message.
+    with _fixed_seed(), suppress(Exception):
+        examples = first_examples(dataset, SAMPLE_COUNT)
+        for example in examples:
+            hash_value(content, example)
+        schema = _schema(examples[0])
+    if not examples:
+        content.update(_config_bytes(node))
+    profile = {"stream": kind, "digest_of": f"the first {len(examples)} examples"}
+    return {"digest": content.hexdigest(), "schema": schema, "profile": json.dumps(profile)}
 
 
 def _config_bytes(node: Mapping[str, Any]) -> bytes:
@@ -134,7 +157,7 @@ def _digest(dataset: Any) -> str:
             content.update(f"{Path(path).relative_to(base.root)} {target} ".encode())
             content.update(Path(path).read_bytes())
         else:
-            _hash_value(content, dataset[index])
+            hash_value(content, dataset[index])
     return content.hexdigest()
 
 
@@ -151,34 +174,6 @@ def _is_file_sample(sample: Any, dataset: Any) -> bool:
     class."""
     pair = isinstance(sample, tuple) and len(sample) == 2 and isinstance(sample[0], str)
     return pair and hasattr(dataset, "root") and Path(sample[0]).is_file()
-
-
-def _hash_value(content: Any, value: Any) -> None:
-    """Add a sample to a hash: tensors and arrays by dtype, shape and bytes, nests by their parts.
-
-    An object without bytes is added by the name of its type.
-    """
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().contiguous()
-        content.update(f"{value.dtype} {list(value.shape)} ".encode())
-        content.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            content.update(f"{key}: ".encode())
-            _hash_value(content, value[key])
-    elif isinstance(value, list | tuple):
-        content.update(f"{len(value)} ".encode())
-        for part in value:
-            _hash_value(content, part)
-    elif isinstance(value, str | bytes | int | float | complex | None):
-        content.update(f"{value!r} ".encode())
-    elif hasattr(value, "tobytes"):  # arrays of numpy, images of Pillow
-        facts = [str(getattr(value, key, "")) for key in ("dtype", "shape", "mode", "size")]
-        content.update(" ".join([type(value).__name__, *facts]).encode())
-        content.update(value.tobytes())
-    else:
-        # repr() would hold an address, which differs in each process.
-        content.update(type(value).__name__.encode())
 
 
 def _schema(sample: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Check what a data target returned: map-style data sets with __len__ and __getitem__."""
+"""Check what a data target returned: data sets with __len__ and __getitem__, or streams."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, Subset
 
 from runner.data.collate import makes_batches
+from runner.data.stream import first_examples, is_stream
 
 _RETURN = "return (train, val), two map-style data sets, or (train, val, test)"
 _DOCS = "See docs/own-code.md."
@@ -79,13 +80,8 @@ def _dataset_problem(name: str, dataset: Any) -> str | None:
             "be one data set. Return one of them, or torch.utils.data.ConcatDataset(list of them). "
             "Only validation and test sets may be dicts."
         )
-    if isinstance(dataset, IterableDataset):
-        return (
-            f"data: the {name} set is a {kind.__name__}, an IterableDataset, which gives no "
-            "example by its index; shuffling, resume and the checks of samples need that. Make it "
-            "a torch.utils.data.Dataset with __len__ and __getitem__(index) that returns "
-            "(input, target), or read it into one first."
-        )
+    if is_stream(dataset):
+        return None
     # torch's Dataset defines a __getitem__ that only raises NotImplementedError.
     has_getitem = hasattr(dataset, "__getitem__") and (
         getattr(kind, "__getitem__", None) is not Dataset.__getitem__
@@ -101,14 +97,29 @@ def _dataset_problem(name: str, dataset: Any) -> str | None:
         missing = "__len__ and __getitem__"
     return (
         f"data: the {name} set is a {kind.__name__}; it needs __len__ and __getitem__ that yields "
-        f"(input, target), and lacks {missing}."
+        f"(input, target), and lacks {missing}. A stream is a torch.utils.data.IterableDataset."
     )
 
 
 def first_samples(dataset: Any, count: int) -> Dataset[Any]:
     """Return the first examples of a data set, with its `batch(indices)` where it has that."""
+    if is_stream(dataset):
+        return _Examples(first_examples(dataset, count))
     few = range(min(count, len(dataset)))
     return _BatchSubset(dataset, few) if makes_batches(dataset) else Subset(dataset, few)
+
+
+class _Examples(Dataset[Any]):
+    """Examples in a list."""
+
+    def __init__(self, examples: list[Any]) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.examples[index]
 
 
 class _BatchSubset(Subset[Any]):

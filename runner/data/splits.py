@@ -13,7 +13,7 @@ _Set = TypeVar("_Set")
 
 
 class Splits(NamedTuple):
-    """Two map-style data sets of (input, target) pairs.
+    """Two data sets of (input, target) pairs, map-style ones or streams (IterableDataset).
 
     In-memory data are TensorDatasets, which the runner slices a whole batch at a time; a data set
     with a method `batch(indices: Tensor) -> (input, target)` is gathered through that, in loading

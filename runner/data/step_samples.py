@@ -1,19 +1,25 @@
 """Compute which samples an optimizer step trains on from the seed and the step's number.
 
-Nothing is recorded while training: the loader's order can be computed again at any time.
+Nothing is recorded while training: the loader's order can be computed again at any time. Of a
+stream, samples are places in a pass, which is read again up to them.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import torch
 
 from runner.data.batch_layout import Batch
+from runner.data.collate import collate
 from runner.data.loader import Loader
+from runner.data.stream_loader import BatchLoader, StreamLoader, StreamPlace
+from runner.utils.errors import ConfigError
 
 
 class StepSamples(NamedTuple):
-    """The samples of an optimizer step: indices in the training set by micro-batch.
+    """The samples of an optimizer step: indices in the training set, or in a stream's pass, by
+    micro-batch.
 
     Step and epoch count from 1. The number of the first micro-batch in its epoch counts from 0.
     """
@@ -29,14 +35,17 @@ class StepSamples(NamedTuple):
         return [index for micro_batch in self.micro_batches for index in micro_batch]
 
 
-def samples_of_step(loader: Loader, accumulate: int, step: int) -> StepSamples:
+def samples_of_step(loader: BatchLoader, accumulate: int, step: int) -> StepSamples:
     """Return the samples of an optimizer step, in all processes.
 
     Args:
         loader: of the training set.
         accumulate: micro-batches in a step; the last step of an epoch may have fewer.
-        step: counted from 1.
+        step: counted from 1; of a stream, one that this process has trained.
     """
+    if isinstance(loader, StreamLoader):
+        place = loader.place_of_step(step, accumulate)
+        return StepSamples(step, place.epoch, loader.micro_batches(place, accumulate))
     steps_per_epoch = -(-len(loader) // accumulate)
     epoch = (step - 1) // steps_per_epoch + 1
     position = (step - 1) % steps_per_epoch
@@ -46,16 +55,21 @@ def samples_of_step(loader: Loader, accumulate: int, step: int) -> StepSamples:
 
 
 def saved_batches(
-    loader: Loader, epoch: int, micro_batches: Sequence[Sequence[int]], first_batch: int = 0
+    loader: BatchLoader, epoch: int, micro_batches: Sequence[Sequence[int]], first_batch: int = 0
 ) -> list[Batch]:
     """Return the batches of micro-batches of samples, with what the run drew at random for them.
 
     Args:
         loader: of the training set.
         epoch: of the first of them; those after its end are of the next one.
-        micro_batches: indices in the training set.
+        micro_batches: indices in the training set, or places in the pass over a stream.
         first_batch: number of the first micro-batch in its epoch, from 0.
+
+    Raises:
+        ConfigError: a stream ends before them, or they are of another train.batch_size.
     """
+    if isinstance(loader, StreamLoader):
+        return _batches_of_stream(loader, epoch, micro_batches)
     batches: list[Batch] = []
     for number, indices in enumerate(micro_batches, first_batch):
         later, position = divmod(number, len(loader))
@@ -63,25 +77,51 @@ def saved_batches(
     return batches
 
 
+def _batches_of_stream(
+    loader: StreamLoader, epoch: int, micro_batches: Sequence[Sequence[int]]
+) -> list[Batch]:
+    first = micro_batches[0][0] // loader.batch_size
+    batches = list(islice(loader.epoch(epoch, first), len(micro_batches)))
+    # After they are read: only then it is known where the pass ends.
+    read = loader.micro_batches(StreamPlace(epoch, first), len(batches))
+    if read != [[*micro] for micro in micro_batches]:
+        raise ConfigError(
+            f"data: the saved samples {micro_batches[0][0]} to {micro_batches[-1][-1]} are not in "
+            f"pass {epoch} of the stream, or not in batches of {loader.batch_size}. Type the data= "
+            "and train.batch_size= that they were saved with."
+        )
+    return batches
+
+
 def targets_of_steps(
-    loader: Loader, steps: Sequence[StepSamples]
+    loader: BatchLoader, steps: Sequence[StepSamples]
 ) -> Iterator[tuple[list[int], Any]]:
-    """Yield the samples of each micro-batch of steps and their targets [samples, ...]."""
-    for samples in steps:
-        for number, indices in enumerate(samples.micro_batches, samples.first_batch):
-            yield indices, targets_of_samples(loader, indices, samples.epoch, number)
+    """Yield the samples of steps, at most a batch at a time, and their targets [samples, ...]."""
+    if not isinstance(loader, StreamLoader):
+        for samples in steps:
+            for number, indices in enumerate(samples.micro_batches, samples.first_batch):
+                yield indices, _targets_of_batch(loader, indices, samples.epoch, number)
+        return
+    for epoch, group in groupby(steps, key=lambda samples: samples.epoch):
+        places = [index for samples in group for index in samples.indices]
+        for part in torch.tensor(places).split(loader.batch_size):
+            make = loader.collator or collate
+            examples = loader.examples_at(epoch, part.tolist())
+            yield part.tolist(), loader.layout.split(make(examples))[1]
 
 
-def all_targets(loader: Loader) -> Iterator[tuple[list[int], Any]]:
+def all_targets(loader: BatchLoader) -> Iterator[tuple[list[int], Any]]:
     """Yield all samples of a data set, a batch at a time, and their targets [samples, ...]."""
+    if isinstance(loader, StreamLoader):
+        for places, (_, target) in loader.first_batches():
+            yield places.tolist(), target
+        return
     for number, part in enumerate(torch.arange(loader.examples).split(loader.batch_size)):
         # An evaluation reads epoch 0.
-        yield part.tolist(), targets_of_samples(loader, part.tolist(), 0, number)
+        yield part.tolist(), _targets_of_batch(loader, part.tolist(), 0, number)
 
 
-def targets_of_samples(
-    loader: Loader, indices: Sequence[int], epoch: int = 1, number: int = 0
-) -> Any:
+def _targets_of_batch(loader: Loader, indices: Sequence[int], epoch: int, number: int) -> Any:
     """Return the targets of the samples of a batch as the run was given them: [samples, ...].
 
     Args:

@@ -33,6 +33,14 @@ def init_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
+def init_stream_reader(worker: int) -> None:
+    """Prepare the only process that reads a stream ahead; torch calls this when it starts."""
+    init_worker(worker)
+    # torch.utils.data.get_worker_info() is None here, too: a stream of Hugging Face has another
+    # order in a loading process, even in a single one, than in the main process.
+    _utils.worker._worker_info = None
+
+
 def wait_for_batch(
     loader: Iterable[Any], wait_context: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[Any]:
@@ -49,7 +57,8 @@ def wait_for_batch(
     while True:
         try:
             with wait_context():
-                batches = batches or iter(loader)
+                if batches is None:
+                    batches = iter(loader)
                 batch = next(batches, None)
         except Stopped:
             # Seconds that torch waits for each process that hangs, when it ends them.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.data.loader import Batch, Loader
+from runner.data.batch_layout import Batch
 from runner.data.step_samples import StepSamples, targets_of_steps
+from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.training.tasks.task import IGNORED, Task, labels_of
 
 ROWS_PER_PIECE = 4096
@@ -22,7 +23,9 @@ MAX_CHECK_SECONDS = 2.0
 _LEFT_OUT = f"cross entropy leaves {IGNORED} out"
 
 
-def data_problems(loader: Loader, split: str, task: Task, classes: int | None) -> Iterator[str]:
+def data_problems(
+    loader: BatchLoader, split: str, task: Task, classes: int | None
+) -> Iterator[str]:
     """Yield what is wrong with a data set, a message for each kind of problem.
 
     Data in memory is checked whole, other data in its first MAX_CHECKED_BATCHES batches, both for
@@ -65,7 +68,7 @@ def data_problems(loader: Loader, split: str, task: Task, classes: int | None) -
         yield f"data: no label of {which} counts ({_LEFT_OUT}): the loss would be NaN."
 
 
-def explain_uncounted_labels(loader: Loader, samples: StepSamples, task: Task) -> str | None:
+def explain_uncounted_labels(loader: BatchLoader, samples: StepSamples, task: Task) -> str | None:
     """Return what to do about a step none of whose labels counts; None where one does.
 
     Args:
@@ -117,9 +120,12 @@ def _whose(samples: list[int], split: str, checked: int) -> str:
     return f"data: sample {samples[0]} of the {split} set{more}"
 
 
-def _portions(loader: Loader) -> Iterator[tuple[Tensor, Batch]]:
+def _portions(loader: BatchLoader) -> Iterator[tuple[Tensor, Batch]]:
     """Yield the indices of samples and their batch."""
     dataset: Any = loader.dataset
+    if isinstance(loader, StreamLoader):
+        yield from loader.first_batches(MAX_CHECKED_BATCHES)
+        return
     if loader.slices_tensors:
         for indices in torch.arange(loader.examples).split(ROWS_PER_PIECE):
             part = slice(int(indices[0]), int(indices[-1]) + 1)

@@ -12,8 +12,8 @@ from typing import Any
 
 from runner.config.invocation import Invocation
 from runner.config.schema import RunSpec
-from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step
+from runner.data.stream_loader import BatchLoader
 from runner.utils.errors import ConfigError
 from runner.utils.files import write_text
 from runner.utils.formatting import relative_path
@@ -28,7 +28,7 @@ class SavedBatch:
 
     Attributes:
         steps: the first and the last step whose samples these are.
-        micro_batches: indices in the training set.
+        micro_batches: indices in the training set, or in the pass over a stream.
         loss_scale: in force in the step; None for a precision without one.
         seed, data: of the run; with others the indices mean other samples.
         begun: the step that the run started or was resumed at; None where the samples are at
@@ -67,7 +67,7 @@ class BatchSaver:
     origin: Invocation
     folder: Path
     precision: str
-    loader: Loader
+    loader: BatchLoader
     save_artifact: Callable[[Path, Callable[[Path], object], str], bool]
 
     def save(

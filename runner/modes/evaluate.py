@@ -20,11 +20,11 @@ from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.data.build import RunLoaders, build_data, build_run_loaders
-from runner.data.loader import Loader
+from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.startup_checks import check_data, try_batch
+from runner.modes.startup_checks import check_data, check_stream, try_batch
 from runner.modes.startup_report import describe_model, log_data_sets
 from runner.modes.training_outputs import save_dtypes
 from runner.modes.trial_forward import prove_conversion
@@ -161,16 +161,20 @@ def _evaluation_loaders(run: RunContext) -> RunLoaders:
     log_data_sets(run, data)
     evaluated = loaders.labelled
     del evaluated["train"]
+    for label, loader in evaluated.items():
+        check_stream(run, label, loader)
     check_data(run, evaluated)
     return loaders
 
 
 @torch.no_grad()
-def _compile_for_batches(state: TrainState, validation: Loader) -> None:
+def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
     """Compile for the shapes of a full batch and of the last one, before time is measured."""
-    # The last batch may hold fewer examples, which is a shape of its own.
+    # The last batch may hold fewer examples, which is a shape of its own. Where a stream has its
+    # last batch is not known.
+    last = 0 if isinstance(validation, StreamLoader) else len(validation) - 1
     state.model.eval()
-    for start in {0, len(validation) - 1}:
+    for start in {0, last}:
         inputs, _ = next(validation.epoch(0, start))
         with state.precision.eval_context(state.model), state.precision.forward(state.device):
             call_model(state.model, state.precision.cast(inputs))

@@ -16,9 +16,10 @@ from rich.table import Table
 from torch import nn
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.data.batch_layout import Batch
 from runner.data.build import build_loaders, build_splits
-from runner.data.loader import Batch
 from runner.data.step_samples import saved_batches
+from runner.data.stream_loader import StreamLoader
 from runner.diagnostics import saved_batch
 from runner.diagnostics.nonfinite_trace import (
     NonfiniteTrace,
@@ -147,7 +148,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
         )
     loader, _ = build_loaders(spec, build_splits(spec), run.device)
     highest = max(index for micro in saved.micro_batches for index in micro)
-    if highest >= loader.examples:
+    if not isinstance(loader, StreamLoader) and highest >= loader.examples:
         raise ConfigError(
             f"batch={spec.batch} holds sample {highest}; the training set has {loader.examples}. "
             f"Type the data= and data.* that it was saved with (data={saved.data})."

@@ -6,6 +6,7 @@ Training is bit-exact, from the seed as from a checkpoint, so the state is the o
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,14 +21,15 @@ from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
+from runner.data.batch_layout import Batch
 from runner.data.build import build_data, build_run_loaders
-from runner.data.loader import Batch
 from runner.data.task_target import build_task
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes import run_metadata
 from runner.modes.trial_forward import build_proven_model
 from runner.precision.precision import Precision
 from runner.training import state_dict
+from runner.training.callbacks.stream_position import stream_callbacks
 from runner.training.evaluation import evaluate_validation
 from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
 from runner.training.setup import TrainingSetup, build_state, model_builder
@@ -40,6 +42,12 @@ from runner.utils.reproducibility import make_deterministic, seed_all
 
 RUN_KEYS = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "init", "seed")
 """Top-level keys that a replay takes from its run."""
+
+
+_OTHER_STREAM = (
+    "warning: the train set's stream yields other batches than it did in the run: what follows is "
+    "not the run's own step"
+)
 
 
 def saved_run_spec(batch: Path) -> RunSpec | None:
@@ -154,7 +162,8 @@ def rewind_to_step(
         steps = total_steps(spec.train, loader)
         state = build_state(TrainingSetup(spec, precision, task, device), built.model, steps)
         if start is not None:
-            state_dict.restore(state, start, spec, ())
+            checks = stream_callbacks(state, loader, partial(console.print, _OTHER_STREAM))
+            state_dict.restore(state, start, spec, checks)
         state.model.train()
         for micros, _ in accumulation_batches(state, loader, spec.train.accumulate):
             if state.step == last:

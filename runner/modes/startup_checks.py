@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from runner.config.schema import TrainSpec
-from runner.data.loader import Loader
+from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.data_checks import data_problems
 from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 from runner.modes import batch_errors
@@ -20,7 +20,7 @@ from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, RunnerError
 
 
-def check_data(run: RunContext, loaders: Mapping[str, Loader]) -> None:
+def check_data(run: RunContext, loaders: Mapping[str, BatchLoader]) -> None:
     """Check the data sets before anything is computed from them, and act as guard.data says.
 
     Args:
@@ -44,6 +44,57 @@ def check_data(run: RunContext, loaders: Mapping[str, Loader]) -> None:
         raise DataError("\n".join([*problems, "To train on them all the same: guard.data=warn."]))
     for problem in problems:
         run.say(f"warning: {problem}")
+
+
+def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
+    """Check that a stream can obey the command, and is the same in all processes.
+
+    Args:
+        run: the run.
+        split: label of the data set in messages.
+        loader: of the data set; nothing is checked of a map-style one.
+
+    Raises:
+        ConfigError: it cannot be read twice, or the processes read different examples.
+    """
+    if not isinstance(loader, StreamLoader):
+        return
+    is_shuffled = split == "train" and run.spec.data.get("shuffle") is True
+    # true is the default, too, which a stream leaves aside: log_loading says so.
+    if is_shuffled and run.origin.overrides_key("data.shuffle"):
+        raise ConfigError(
+            "data.shuffle=true: the train set is a stream, which is read in its own order. Leave "
+            "data.shuffle out, and shuffle in the stream (docs/own-code.md)."
+        )
+    if iter(loader.dataset) is iter(loader.dataset):
+        raise ConfigError(
+            f"data: the {split} set's stream, a {type(loader.dataset).__name__}, is the same "
+            "iterator each time, and can be read once only. Have its __iter__ return a new "
+            "iterator over all examples (docs/own-code.md)."
+        )
+    digest = loader.first_digest()
+    _check_same_stream(run, split, digest)
+    if digest != loader.first_digest():
+        run.say(
+            f"warning: the {split} set's stream yields other examples each time it is begun: the "
+            "run cannot be resumed bit by bit, and runs see different data (docs/own-code.md)."
+        )
+        run.tracker.tags({"stream": "not deterministic"})
+
+
+def _check_same_stream(run: RunContext, split: str, digest: int) -> None:
+    """Raise ConfigError in all processes where their streams begin with different batches."""
+    if run.strategy.place.world_size == 1:
+        return
+    largest = run.strategy.all_reduce_max(digest)
+    smallest = -run.strategy.all_reduce_max(-digest)
+    if largest != smallest:
+        raise ConfigError(
+            f"data: the processes read different examples from the {split} set's stream. Each must "
+            "read the whole stream, and the runner divides each batch: leave "
+            "split_dataset_by_node and the like out, and let random numbers follow from the seed "
+            "(docs/own-code.md)."
+        )
 
 
 def check_strategy(state: TrainState, train: TrainSpec) -> None:
@@ -82,7 +133,9 @@ def _unshardable_part(state: TrainState) -> str:
     return "sparse gradients" if state.sparse_gradient_parameters else ""
 
 
-def try_batch(run: RunContext, state: TrainState, loader: Loader, says_layout: bool = True) -> None:
+def try_batch(
+    run: RunContext, state: TrainState, loader: BatchLoader, says_layout: bool = True
+) -> None:
     """Compute one forward and loss in evaluation mode, which changes nothing.
 
     So an error here means that model, data and task do not fit, not that the training failed.

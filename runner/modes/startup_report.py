@@ -9,8 +9,9 @@ from typing import Any
 from torch.utils.data import TensorDataset
 
 from runner.data import fingerprint
-from runner.data.loader import Loader
 from runner.data.splits import RunData
+from runner.data.stream import is_stream
+from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.modes.context import RunContext
 from runner.training.freezing import describe_frozen
 from runner.training.model import BuiltModel
@@ -61,13 +62,25 @@ def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:
     )
 
 
-def _count(dataset: Any) -> int:
-    """Return the number of examples of a data set, which torch's Dataset declares no len() for."""
-    return len(dataset)
+def _count(dataset: Any) -> str:
+    """Return the number of examples of a data set, or that it is a stream."""
+    return "stream" if is_stream(dataset) else str(len(dataset))
 
 
-def log_loading(run: RunContext, loader: Loader) -> None:
-    """Say what data.sampler changes, and data.collate and train.num_workers for data in memory."""
+def log_loading(run: RunContext, loader: BatchLoader) -> None:
+    """Say what data.sampler changes, and data.collate and train.num_workers for data in memory.
+
+    Of a stream, say how it is read.
+    """
+    if isinstance(loader, StreamLoader):
+        every = run.spec.train.eval_every
+        evaluated = f"every {every} steps" if every else "after the last step (train.eval_every)"
+        run.say(
+            f"data: the train set is a stream ({type(loader.dataset).__name__}), read in its own "
+            f"order, without data.shuffle, and begun anew where it ends before train.max_steps="
+            f"{run.spec.train.max_steps}; evaluated {evaluated}"
+        )
+        return
     if loader.sampler:
         run.say(
             f"data.sampler={loader.sampler.name}: an epoch has {loader.epoch_examples} examples, "

@@ -15,7 +15,7 @@ from runner.data.splits import set_labels
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.startup_checks import check_data, check_strategy, try_batch
+from runner.modes.startup_checks import check_data, check_strategy, check_stream, try_batch
 from runner.modes.startup_report import (
     describe_model,
     describe_optimizers,
@@ -132,6 +132,8 @@ def _loaders(run: RunContext) -> RunLoaders:
         for loader in loaders.labelled.values():
             loader.wait_context = run.signals.interruptible
     log_data_sets(run, data)
+    for label, loader in loaders.labelled.items():
+        check_stream(run, label, loader)
     log_loading(run, loaders.train)
     check_data(run, loaders.labelled)
     # Again, after the data: the weights follow from the seed, whatever numbers a data set draws.

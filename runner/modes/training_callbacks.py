@@ -11,8 +11,8 @@ from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.locate import checkpoints_in
 from runner.checkpoint.sharded_writer import ShardedCheckpointWriter
-from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step
+from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
 from runner.modes.context import RunContext
@@ -26,6 +26,7 @@ from runner.training.callbacks.guard import Guard
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress
+from runner.training.callbacks.stream_position import StreamPosition, stream_callbacks
 from runner.training.callbacks.summary import RunSummary
 from runner.training.loop import is_evaluation_step, total_steps
 from runner.training.records import StepRecord
@@ -48,7 +49,9 @@ class TrainingCallbacks:
         writer: writes the checkpoints.
     """
 
-    def __init__(self, run: RunContext, state: TrainState, loader: Loader, start_step: int) -> None:
+    def __init__(
+        self, run: RunContext, state: TrainState, loader: BatchLoader, start_step: int
+    ) -> None:
         self.run = run
         self.state = state
         self.writer = _checkpoint_writer(run)
@@ -60,7 +63,7 @@ class TrainingCallbacks:
         # Checkpoints come last: what the guard refuses is not saved.
         self.callbacks = [*self._reading_callbacks(loader), *self._saving_callbacks(loader)]
 
-    def _reading_callbacks(self, loader: Loader) -> list[Callback]:
+    def _reading_callbacks(self, loader: BatchLoader) -> list[Callback]:
         run = self.run
         steps = total_steps(run.spec.train, loader)
         callbacks: list[Callback] = [
@@ -71,6 +74,7 @@ class TrainingCallbacks:
         ]
         if self.numerics:
             callbacks.append(self.numerics)
+        callbacks += stream_callbacks(self.state, loader, self._report_other_stream)
         patience = run.spec.train.early_stop
         if patience:
             callbacks.append(EarlyStopping(run.task.quality, run.task.direction, patience))
@@ -78,7 +82,17 @@ class TrainingCallbacks:
             callbacks.append(Profiler(run.out, run.spec.debug.profile, run.write_file))
         return callbacks
 
-    def _saving_callbacks(self, loader: Loader) -> list[Callback]:
+    def _report_other_stream(self) -> None:
+        """Say that a resumed run reads other batches than it would have, and record it."""
+        run = self.run
+        run.say(
+            f"warning: the train set's stream yields another batch before step "
+            f"{self.state.step + 1} than it did before the run was stopped: the stream is not "
+            "deterministic, or its settings have changed. The run continues on other examples."
+        )
+        run.tracker.tags({"stream": "not deterministic"})
+
+    def _saving_callbacks(self, loader: BatchLoader) -> list[Callback]:
         wanted = self.run.spec.checkpoint
         task = self.run.task
         if not (wanted.every_steps or wanted.best):
@@ -109,6 +123,11 @@ class TrainingCallbacks:
         run = self.run
         typed = typed_overrides(run.origin).keys()
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
+        if any(isinstance(callback, StreamPosition) for callback in self.callbacks):
+            count = self.state.position
+            messages.append(
+                f"the stream is read again up to batch {count} of pass {self.state.epoch}"
+            )
         # Checkpoints of later steps would be taken for this run's newest ones.
         if run.strategy.place.is_main:
             checkpoint_file.rename_superseded(run.checkpoint_folder, self.state.step)
@@ -167,7 +186,7 @@ def _numerics_callback(run: RunContext, state: TrainState) -> NumericsCallback |
     return NumericsCallback(state, every, output)
 
 
-def _guard(run: RunContext, loader: Loader, start_step: int) -> Guard:
+def _guard(run: RunContext, loader: BatchLoader, start_step: int) -> Guard:
     """Return the callback that judges the records, with what it saves and how it says so.
 
     Args:

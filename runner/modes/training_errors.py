@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from runner.data.loader import Loader
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
+from runner.data.stream_loader import BatchLoader
 from runner.data.workers import PREFETCH, is_dataset_error, worker_failure
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
@@ -49,7 +49,7 @@ def raise_diverged(run: RunContext, result: RunResult, problems: Sequence[str]) 
 
 @contextmanager
 def explain_training_errors(
-    run: RunContext, state: TrainState, loaders: tuple[Loader, Mapping[str, Loader]]
+    run: RunContext, state: TrainState, loaders: tuple[BatchLoader, Mapping[str, BatchLoader]]
 ) -> Iterator[None]:
     """Return the context around the training loop, which explains errors that it knows.
 
@@ -100,7 +100,7 @@ def _failing_step(run: RunContext, state: TrainState, error: Exception) -> str:
     )
 
 
-def _no_gradient_reason(state: TrainState, loader: Loader) -> str:
+def _no_gradient_reason(state: TrainState, loader: BatchLoader) -> str:
     """Return why the loss has no gradient, from one more forward that changes nothing."""
     inputs, _ = next(loader.epoch(0))
     state.model.eval()
@@ -128,7 +128,7 @@ def explain_dead_workers(run: RunContext, split: str) -> Iterator[None]:
 def _explain_data_error(
     run: RunContext,
     state: TrainState,
-    loaders: tuple[Loader, Mapping[str, Loader]],
+    loaders: tuple[BatchLoader, Mapping[str, BatchLoader]],
     error: Exception,
 ) -> str | None:
     """Return what an error of the loop means; None for one that the data does not cause."""
@@ -153,7 +153,7 @@ def _explain_data_error(
 
 
 def _explain_dead_worker(
-    run: RunContext, loader: Loader, step: int, reason: str, error: Exception
+    run: RunContext, loader: BatchLoader, step: int, reason: str, error: Exception
 ) -> str:
     """Return which steps a training worker may have been loading, and save their samples."""
     if is_dataset_error(error):
@@ -176,7 +176,7 @@ def _worker_message(reason: str, what: str) -> str:
 
 
 def _evaluated_label_out_of_range(
-    run: RunContext, evaluated: Mapping[str, Loader], text: str
+    run: RunContext, evaluated: Mapping[str, BatchLoader], text: str
 ) -> str:
     """Return a message for a label or token of an evaluated set that the model has no output for.
 
@@ -191,7 +191,9 @@ def _evaluated_label_out_of_range(
     return f"In the evaluation: {reason}.{sample}"
 
 
-def _label_out_of_range(run: RunContext, loader: Loader, text: str, steps: Sequence[int]) -> str:
+def _label_out_of_range(
+    run: RunContext, loader: BatchLoader, text: str, steps: Sequence[int]
+) -> str:
     """Return a message for a label or token that the model has no output or embedding for.
 
     Args:
@@ -228,6 +230,6 @@ def _first_bad_sample(run: RunContext, portions: Iterator[tuple[list[int], Any]]
     return ""
 
 
-def batch_saver(run: RunContext, loader: Loader) -> BatchSaver:
+def batch_saver(run: RunContext, loader: BatchLoader) -> BatchSaver:
     """Return what saves the samples of a run's steps for mode=replay."""
     return BatchSaver(run.spec, run.origin, run.out, run.precision.name, loader, run.save_artifact)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from runner.checkpoint.export import ExportedModel, error_line, export
-from runner.data.loader import Loader
+from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
@@ -173,7 +173,7 @@ def raise_unsaved_weights(run: RunContext, result: RunResult, problems: Sequence
     raise error
 
 
-def save_model(run: RunContext, state: TrainState, loader: Loader) -> None:
+def save_model(run: RunContext, state: TrainState, loader: BatchLoader) -> None:
     """Export the trained model and upload it; a model that cannot be exported is reported."""
     if not run.tracker.takes_models or run.signals.is_stop_requested():
         return

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from runner.data.loader import Loader
+from runner.data.stream_loader import BatchLoader
 from runner.distributed.strategy import Single, Strategy
 from runner.modes.context import RunContext
 from runner.precision.conversion_proof import (
@@ -49,7 +49,9 @@ class TrialResult(NamedTuple):
     matrix_layers: list[str]
 
 
-def prove_conversion(run: RunContext, make: Callable[[], BuiltModel], loader: Loader) -> BuiltModel:
+def prove_conversion(
+    run: RunContext, make: Callable[[], BuiltModel], loader: BatchLoader
+) -> BuiltModel:
     """Build a run's model with its conversion proven; see build_proven_model."""
 
     def inputs() -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from runner.data.loader import Loader
+from runner.data.stream_loader import BatchLoader
 from runner.precision.casting import cast_nest
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
@@ -14,7 +14,7 @@ from runner.utils.stop_signals import until_interrupted
 
 @torch.no_grad()
 def evaluate(
-    state: TrainState, validation: Loader, should_stop: Callable[[], bool] = lambda: False
+    state: TrainState, validation: BatchLoader, should_stop: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
     """Return the task's metrics over a data set, computed in the run's precision.
 
@@ -40,7 +40,7 @@ def evaluate(
 
 
 def _totals(
-    state: TrainState, validation: Loader, should_stop: Callable[[], bool]
+    state: TrainState, validation: BatchLoader, should_stop: Callable[[], bool]
 ) -> Tensor | None:
     """Return the task's totals over a data set; None if stopped or without a batch."""
     precision = state.precision
@@ -71,7 +71,7 @@ def _totals(
 
 def evaluate_validation(
     state: TrainState,
-    loaders: Mapping[str, Loader],
+    loaders: Mapping[str, BatchLoader],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Return the metrics of all validation sets.
@@ -99,7 +99,7 @@ def evaluate_validation(
 
 def evaluate_test(
     state: TrainState,
-    loaders: Mapping[str, Loader],
+    loaders: Mapping[str, BatchLoader],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Return the metrics of all test sets, named test/<metric> or test/<name>/<metric>.

@@ -7,7 +7,8 @@ from math import inf
 from time import perf_counter, time
 
 from runner.config.schema import TrainSpec
-from runner.data.loader import Batch, Loader
+from runner.data.batch_layout import Batch
+from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.training.evaluation import Stagnation, evaluate_validation
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import EvalRecord, Record
@@ -19,21 +20,32 @@ from runner.utils.stop_signals import until_interrupted
 _NO_CONTEXT = nullcontext()
 
 
-def total_steps(train: TrainSpec, loader: Loader) -> int:
+def total_steps(train: TrainSpec, loader: BatchLoader) -> int:
     """Return the optimizer steps of a run; an epoch's last step may have fewer micro-batches."""
-    per_epoch = -(-len(loader) // train.accumulate)  # rounded up
-    return train.max_steps or train.epochs * per_epoch
+    if train.max_steps:
+        return train.max_steps
+    per_epoch = _steps_per_epoch(train, loader)
+    assert per_epoch is not None  # a stream is refused without train.max_steps
+    return train.epochs * per_epoch
 
 
-def is_evaluation_step(train: TrainSpec, loader: Loader, step: int) -> bool:
+def _steps_per_epoch(train: TrainSpec, loader: BatchLoader) -> int | None:
+    """Return the optimizer steps of an epoch; None for a stream, whose length is not known."""
+    if isinstance(loader, StreamLoader):
+        return None
+    return -(-len(loader) // train.accumulate)  # rounded up
+
+
+def is_evaluation_step(train: TrainSpec, loader: BatchLoader, step: int) -> bool:
     """Return whether an evaluation follows this step: at an interval, and after the last one."""
-    # Without an interval, an evaluation follows each epoch.
-    every = train.eval_every or -(-len(loader) // train.accumulate)
-    return step % every == 0 or step == total_steps(train, loader)
+    # Without an interval, an evaluation follows each epoch; on a stream the last step alone.
+    every = train.eval_every or _steps_per_epoch(train, loader)
+    is_due = every is not None and step % every == 0
+    return is_due or step == total_steps(train, loader)
 
 
 def accumulation_batches(
-    state: TrainState, loader: Loader, size: int
+    state: TrainState, loader: BatchLoader, size: int
 ) -> Iterator[tuple[list[Batch], list[int]]]:
     """Yield the micro-batches of each step and their examples in all processes.
 
@@ -62,8 +74,8 @@ def accumulation_batches(
 # What trains, on what, how long, and three hooks for the caller: each is used on its own.
 def fit(  # noqa: PLR0913
     state: TrainState,
-    loader: Loader,
-    validation: Loader | Mapping[str, Loader],
+    loader: BatchLoader,
+    validation: BatchLoader | Mapping[str, BatchLoader],
     train: TrainSpec,
     *,
     flush_every: int | None = None,
@@ -89,7 +101,7 @@ def fit(  # noqa: PLR0913
         step_context: returns the context in which the step of a number runs (probes).
     """
     blocks = RecordBuffer(state)
-    if isinstance(validation, Loader):
+    if not isinstance(validation, Mapping):
         validation = {"": validation}
     try:
         yield from _steps(
@@ -107,8 +119,8 @@ def fit(  # noqa: PLR0913
 def _steps(  # noqa: PLR0913 - those of fit, and its buffer
     state: TrainState,
     blocks: RecordBuffer,
-    loader: Loader,
-    validation: Mapping[str, Loader],
+    loader: BatchLoader,
+    validation: Mapping[str, BatchLoader],
     train: TrainSpec,
     flush_every: int | None,
     should_stop: Callable[[], bool],
@@ -150,7 +162,7 @@ def _steps(  # noqa: PLR0913 - those of fit, and its buffer
     yield from blocks.flush()
 
 
-def _lacks_evaluation(state: TrainState, train: TrainSpec, loader: Loader) -> bool:
+def _lacks_evaluation(state: TrainState, train: TrainSpec, loader: BatchLoader) -> bool:
     """Return whether the run was stopped between a step and the evaluation that follows it."""
     if state.step == 0 or state.last_evaluation_step >= state.step:
         return False
@@ -158,7 +170,7 @@ def _lacks_evaluation(state: TrainState, train: TrainSpec, loader: Loader) -> bo
 
 
 def _evaluation(
-    state: TrainState, validation: Mapping[str, Loader], should_stop: Callable[[], bool]
+    state: TrainState, validation: Mapping[str, BatchLoader], should_stop: Callable[[], bool]
 ) -> Iterator[EvalRecord]:
     """Yield the record of an evaluation; nothing if the run is asked to stop meanwhile."""
     random_state = host_rng_state()

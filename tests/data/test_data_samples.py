@@ -5,10 +5,10 @@ from torch.utils.data import TensorDataset
 from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.step_samples import (
+    StepSamples,
     all_targets,
     samples_of_step,
     saved_batches,
-    targets_of_samples,
     targets_of_steps,
 )
 from runner.training.loop import accumulation_batches
@@ -50,7 +50,8 @@ def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
 @pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Items(), Batches()])
 def test_targets_are_those_of_the_data_set(dataset):
     loader = Loader(dataset, 3, shuffle=True, seed=4, device=torch.device("cpu"))
-    assert targets_of_samples(loader, [3, 0, 7]).tolist() == [3, 0, 7]
+    ((indices, targets),) = targets_of_steps(loader, [StepSamples(1, 1, [[3, 0, 7]])])
+    assert indices == targets.tolist() == [3, 0, 7]
 
 
 def masking(pairs):
@@ -68,7 +69,8 @@ def collating(function, workers=0, dataset=None):
 
 
 def test_targets_of_a_collator_are_those_that_it_makes():
-    assert targets_of_samples(collating(joined), [3, 0, 7]) == [4, 1, 8]
+    step = StepSamples(1, 1, [[3, 0, 7]])
+    assert [*targets_of_steps(collating(joined), [step])] == [([3, 0, 7], [4, 1, 8])]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own, from Python 3.12 on

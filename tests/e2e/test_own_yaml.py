@@ -1,5 +1,6 @@
 """Examples of docs/own-code.md that are yaml alone, or nearly, run as they stand there."""
 
+import json
 import re
 
 import pytest
@@ -25,6 +26,19 @@ class Photos(Dataset):
     def __getitem__(self, index):
         return self.transform(torch.full((1, 16, 12), index % 2 / 2)), index % 2
 '''
+
+NET = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, classes))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
 
 
 @pytest.fixture
@@ -79,3 +93,19 @@ def test_a_resolver_of_ones_own(fresh_cli, root, tmp_path):
     done = fresh_cli("model=mlp", "model.hidden=['${mul:2,3}']", "--cfg", "job", "--resolve")
     assert done.rc == 0, done.stderr
     assert "hidden:\n  - 6" in done.stdout
+
+
+def test_a_stream_of_hugging_face(documented, root, tmp_path):
+    pytest.importorskip("datasets")
+    text = (root / "docs" / "own-code.md").read_text()
+    (content,) = re.findall(r"```python\n# lab/streams.py\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "lab" / "streams.py").write_text(content)
+    (tmp_path / "lab" / "nets.py").write_text(NET)
+    for name, count in (("rows", 20), ("held_out", 8)):
+        rows = [json.dumps({"x": [i / 4, 1.0, -i, 2.0], "label": i % 2}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    words = ("data=lines", "model=net", "task=classification", "train.batch_size=8")
+    done = documented(*words, "train.max_steps=4", "train.eval_every=2")
+    assert done.rc == 0, done.stderr
+    assert "the train set is a stream (IterableDataset), read in its own order" in done.stdout
+    assert "epoch 2  step 4" in done.stdout

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 
 from runner.config.schema import RunSpec
-from runner.data.loader import Loader
+from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.memory.forecast import (
     PeakForecast,
     failed_step_forecast,
@@ -76,11 +76,11 @@ class MemoryWatch:
         self.accelerator = accelerator
         self.optimizer = optimizer
         self.state: TrainState | None = None
-        self.loader: Loader | None = None
+        self.loader: BatchLoader | None = None
         self.other_bytes = 0.0
         self._save_traceback = save_traceback
 
-    def begin_steps(self, state: TrainState, loader: Loader | None = None) -> None:
+    def begin_steps(self, state: TrainState, loader: BatchLoader | None = None) -> None:
         """Take note of the state that is about to run its first step.
 
         Args:

@@ -1,0 +1,39 @@
+"""Hash an example of a data set by its content."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def hash_value(content: Any, value: Any) -> None:
+    """Add a sample to a hash: tensors and arrays by dtype, shape and bytes, nests by their parts.
+
+    An object without bytes is added by the name of its type.
+
+    Args:
+        content: a hash object of hashlib.
+        value: the sample, or a part of it.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous()
+        content.update(f"{value.dtype} {list(value.shape)} ".encode())
+        content.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            content.update(f"{key}: ".encode())
+            hash_value(content, value[key])
+    elif isinstance(value, list | tuple):
+        content.update(f"{len(value)} ".encode())
+        for part in value:
+            hash_value(content, part)
+    elif isinstance(value, str | bytes | int | float | complex | None):
+        content.update(f"{value!r} ".encode())
+    elif hasattr(value, "tobytes"):  # arrays of numpy, images of Pillow
+        facts = [str(getattr(value, key, "")) for key in ("dtype", "shape", "mode", "size")]
+        content.update(" ".join([type(value).__name__, *facts]).encode())
+        content.update(value.tobytes())
+    else:
+        # repr() would hold an address, which differs in each process.
+        content.update(type(value).__name__.encode())

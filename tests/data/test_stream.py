@@ -1,0 +1,284 @@
+"""Streams: data sets that are iterated, pass after pass, without indices."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from runner.config.schema import DebugSpec, RunSpec, TrainSpec
+from runner.data.build import build_data, build_loaders, build_splits
+from runner.data.collate import Collator
+from runner.data.fingerprint import describe_data
+from runner.data.loader import LoaderOptions
+from runner.data.splits import Splits
+from runner.data.step_samples import (
+    all_targets,
+    samples_of_step,
+    saved_batches,
+    targets_of_steps,
+)
+from runner.data.stream_loader import StreamLoader, StreamPlace
+from runner.distributed.torchrun import ProcessRank
+from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
+from runner.utils.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+class Numbers(IterableDataset):
+    """(number, number % 3), offset by 100 in each pass, with noise from every generator."""
+
+    def __init__(self, count=10, noise=False):
+        self.count = count
+        self.noise = noise
+        self.epoch = 0
+        self.read = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for i in range(self.count):
+            self.read += 1
+            drawn = torch.rand(()) + random.random() + np.random.rand() if self.noise else 0.0
+            yield torch.tensor(100.0 * self.epoch + i) + drawn, i % 3
+
+
+class Once(IterableDataset):
+    """Its iterator is exhausted after the first pass."""
+
+    def __init__(self):
+        self.rows = iter([(torch.zeros(1), 0)] * 5)
+
+    def __iter__(self):
+        return self.rows
+
+
+def loader(stream=None, size=4, seed=0, **options):
+    return StreamLoader(
+        stream or Numbers(), size, seed=seed, device=CPU, options=LoaderOptions(**options)
+    )
+
+
+def inputs(batches):
+    return [x.tolist() for x, _ in batches]
+
+
+class State:
+    """What the loop counts."""
+
+    epoch = position = 0
+
+
+def test_a_pass_has_all_examples_in_the_order_of_the_stream():
+    batches = loader()
+    assert inputs(batches.epoch(2)) == [[200, 201, 202, 203], [204, 205, 206, 207], [208, 209]]
+    assert batches.examples == 10
+    assert [batches.examples_in(i) for i in range(3)] == [4, 4, 2]
+    assert [y.tolist() for _, y in loader(size=5).epoch(0)] == [[0, 1, 2, 0, 1], [2, 0, 1, 2, 0]]
+
+
+def test_any_batch_of_a_pass_is_the_same_when_it_is_begun_there():
+    whole = inputs(loader(Numbers(noise=True)).epoch(3))
+    for start in range(4):
+        assert inputs(loader(Numbers(noise=True)).epoch(3, start)) == whole[start:]
+    assert inputs(loader(Numbers(noise=True), seed=1).epoch(3)) != whole
+
+
+def test_a_stream_neither_changes_the_random_state_nor_depends_on_it():
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        found.append(inputs(loader(Numbers(noise=True)).epoch(1)))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own, from Python 3.12 on
+def test_a_process_that_reads_ahead_yields_the_same_batches():
+    ahead = loader(Numbers(noise=True), workers=1)
+    assert inputs(ahead.epoch(1, 1)) == inputs(loader(Numbers(noise=True)).epoch(1, 1))
+    assert ahead.examples == 10
+    assert [ahead.examples_in(i) for i in range(3)] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_divide_each_batch(world):
+    whole = inputs(loader(Numbers(9, noise=True)).epoch(1))
+    parts = [
+        inputs(loader(Numbers(9, noise=True), place=ProcessRank(rank, world)).epoch(1))
+        for rank in range(world)
+    ]
+    # The last batch has one example, which the other processes compute without counting it.
+    assert [part[2] for part in parts] == [whole[2]] * world
+    joined = [[x for part in parts for x in part[i]] for i in range(2)]
+    assert joined == whole[:2]
+
+
+def test_a_collator_gets_the_list_of_examples():
+    taken = []
+
+    def join(examples):
+        taken.append(len(examples))
+        return torch.rand(len(examples)), torch.zeros(len(examples))
+
+    batches = loader(collator=Collator("mine", join))
+    assert inputs(batches.epoch(1)) == inputs(batches.epoch(1, 0))
+    # Two more of the first batch, which are compared.
+    assert taken == [4, 4, 4, 4, 2, 4, 4, 2]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("begun", [0, 5])
+def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate, begun):
+    state = State()
+    steps = accumulation_batches(state, loader(), accumulate)
+    for _ in range(begun):
+        next(steps)
+    batches = loader()
+    batches.resume_at(begun, StreamPlace(max(state.epoch, 1), state.position), "", lambda: None)
+    steps = accumulation_batches(state, batches, accumulate)
+    for step in range(begun + 1, begun + 9):
+        micros, sizes = next(steps)
+        samples = samples_of_step(batches, accumulate, step)
+        assert (samples.step, samples.epoch) == (step, state.epoch)
+        numbers = [[int(x) % 100 for x in micro] for micro in inputs(micros)]
+        assert samples.micro_batches == numbers
+        assert sizes == [len(micro) for micro in numbers]
+        for indices, targets in targets_of_steps(batches, [samples]):
+            assert targets.tolist() == [i % 3 for i in indices]
+        again = saved_batches(loader(), samples.epoch, samples.micro_batches)
+        assert inputs(again) == inputs(micros)
+
+
+def test_a_batch_that_was_saved_in_another_size_is_refused():
+    for micro_batches in ([[4, 5]], [[40, 41]], [[2, 3]]):
+        with pytest.raises(ConfigError, match="not in batches of 4"):
+            saved_batches(loader(), 1, micro_batches)
+
+
+def test_all_targets_are_those_of_a_pass():
+    portions = [(samples, target.tolist()) for samples, target in all_targets(loader())]
+    assert portions == [
+        ([0, 1, 2, 3], [0, 1, 2, 0]),
+        ([4, 5, 6, 7], [1, 2, 0, 1]),
+        ([8, 9], [2, 0]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stream", "start", "reports"),
+    [(Numbers(), 2, 0), (Numbers(), 3, 0), (Numbers(noise=True), 2, 1), (Numbers(3), 2, 1)],
+)
+def test_another_stream_is_noticed_where_a_run_is_resumed(stream, start, reports):
+    left = loader()
+    state = State()
+    steps = accumulation_batches(state, left, 1)
+    for _ in range(start):
+        next(steps)
+    found = []
+    resumed = loader(stream)
+    place = StreamPlace(state.epoch, state.position)
+    resumed.resume_at(start, place, left.last_digest, lambda: found.append(1))
+    next(accumulation_batches(state, resumed, 1))
+    assert len(found) == reports
+    assert state.epoch == (1 if start == 2 and stream.count > 3 else 2)
+
+
+def test_a_stream_that_yields_nothing_the_second_time_is_refused():
+    batches = loader(Once())
+    assert len(list(batches.epoch(1))) == 2
+    with pytest.raises(ConfigError, match="a Once, yields no example when it is begun anew"):
+        next(batches.epoch(2))
+
+
+def test_a_stream_has_no_length_that_evaluations_follow():
+    train = TrainSpec(max_steps=7)
+    assert total_steps(train, loader()) == 7
+    assert [s for s in range(1, 8) if is_evaluation_step(train, loader(), s)] == [7]
+    often = TrainSpec(max_steps=7, eval_every=3)
+    assert [s for s in range(1, 8) if is_evaluation_step(often, loader(), s)] == [3, 6, 7]
+
+
+def streams(count=10, val=5):
+    return Splits(Numbers(count), Numbers(val))
+
+
+def make_spec(debug=None, mode="train", train=None, **data):
+    node = {"_target_": f"{__name__}.streams", **data}
+    train = train or TrainSpec(max_steps=3)
+    return RunSpec(mode=mode, data=node, train=train, debug=debug or DebugSpec())
+
+
+def test_loaders_of_streams_follow_the_spec():
+    spec = make_spec(train=TrainSpec(max_steps=3, batch_size=6, num_workers=1))
+    train, val = build_loaders(spec, build_splits(spec), CPU)
+    assert isinstance(train, StreamLoader)
+    assert (train.batch_size, train.workers) == (6, 1)
+    assert isinstance(val, StreamLoader)
+
+
+def test_a_few_examples_of_a_stream_are_a_list():
+    spec = make_spec(DebugSpec(overfit=4), train=TrainSpec())
+    train, val = build_splits(spec)
+    assert train is val
+    assert [int(x) for x, _ in train] == [100, 101, 102, 103]
+
+
+@pytest.mark.parametrize(
+    ("train", "data", "message"),
+    [
+        (TrainSpec(), {}, r"train.epochs=10: the train set is a stream.* Type train.max_steps="),
+        (
+            TrainSpec(max_steps=3, num_workers=2),
+            {},
+            r"num_workers=2: the train set .*num_workers=1",
+        ),
+        (TrainSpec(max_steps=3, data_on_device=True), {}, "data_on_device=true: the train set is"),
+        (TrainSpec(max_steps=3), {"sampler": "a.b"}, "data.sampler=a.b: the train set is a stream"),
+        (TrainSpec(max_steps=3), {"count": 0}, "the train set is empty"),
+        (TrainSpec(max_steps=3), {"val": 0}, "the val set is empty"),
+        (TrainSpec(max_steps=3), {"meta": {"input": [3]}}, r"data.meta.input=\[3\], but an exam"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(train, data, message):
+    spec = make_spec(train=train, **data)
+    with pytest.raises(ConfigError, match=message):
+        build_loaders(spec, build_data(spec).splits, CPU)
+
+
+def test_an_evaluation_needs_no_length_of_the_training_stream():
+    build_splits(make_spec(mode="evaluate", train=TrainSpec()))
+    with pytest.raises(ConfigError, match="num_workers=2: the val set is a stream"):
+        build_splits(make_spec(mode="evaluate", train=TrainSpec(num_workers=2)))
+
+
+def test_the_description_of_a_stream_says_what_it_is_of():
+    random.seed(1)
+    described = [describe_data("mine", {}, Splits(Numbers(n, True), Numbers(n)))[0] for n in (9, 9)]
+    assert described[0] == described[1]
+    profile = {"stream": "Numbers", "digest_of": "the first 9 examples"}
+    assert json.loads(described[0]["profile"]) == profile
+    assert "float32" in described[0]["schema"]
+    other = describe_data("mine", {}, streams(8, 8))[0]
+    assert other["digest"] != described[0]["digest"]
+
+
+def test_a_stream_of_hugging_face_is_shuffled_anew_in_each_pass():
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": [float(i) for i in range(12)], "label": [0, 1] * 6})
+    stream = rows.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=4)
+
+    def values(epoch, start=0, **options):
+        batches = loader(stream, **options).epoch(epoch, start)
+        return [[*fields["x"].tolist()] for fields, _ in batches]
+
+    first = values(1)
+    assert sorted(x for batch in first for x in batch) == [float(i) for i in range(12)]
+    assert values(2) != first
+    assert values(1, 2) == first[2:]
+    assert values(1, workers=1) == first
