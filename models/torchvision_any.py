@@ -11,15 +11,18 @@ import torchvision
 from torch import nn
 from torchvision.models import detection, segmentation, video
 
-from runner.models.weight_files import load_except_head
+from runner.utils.weight_files import load_except_head
 
 _KINDS = (torchvision.models, detection, segmentation, video)
 _OWN_OPTIONS: Mapping[str, str] = {
     "weights": "model.weights=<a local file>",
     "weights_backbone": "model.weights=<a local file>",
     "num_classes": "model.classes=<number>",
+    "trainable_backbone_layers": "train.freeze=[backbone] or other patterns of names",
 }
 """Keywords of torchvision that model.options may not hold, and what to type instead."""
+_IGNORE_OPTIONS = ("torchvision.models.detection.", "torchvision.models.segmentation.")
+"""Modules of torchvision whose models take any keyword, and ignore those that they do not know."""
 _AUXILIARY_HEADS: Mapping[str, tuple[str, ...]] = {
     "googlenet": ("aux1.", "aux2."),
     "inception_v3": ("AuxLogits.",),
@@ -68,8 +71,7 @@ def torchvision_any(
     keywords = {**_options(name, builder, input_shape), **options}
     make = partial(_make, name, builder, keywords, channels)
     model = make(classes)
-    if kind in (detection, segmentation):
-        _check_taken(name, builder, type(model), options)
+    _check_taken(name, builder, type(model), options)
     if weights is not None:
         left_out = _AUXILIARY_HEADS.get(name, ())
         # The head is what has other shapes in a model of other classes.
@@ -86,6 +88,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _check_taken(name: str, builder: Any, model_class: type, options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that torchvision's **keywords take and ignore."""
     known = {*signature(builder).parameters}
+    if name.startswith("mobilenet_v3"):
+        known |= {"width_mult", "reduced_tail", "dilated"}
+    elif not model_class.__module__.startswith(_IGNORE_OPTIONS):
+        return  # the class has refused what it does not know
     if model_class.__module__.startswith("torchvision.models.detection."):
         for base in model_class.__mro__:
             known |= {*signature(base.__init__).parameters}
