@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 class Squares(Dataset):
     """Bright squares on dark images of two sizes; one image of the training set has none."""
 
-    def __init__(self, count, first, kind):
-        self.count, self.first, self.kind = count, first, kind
+    def __init__(self, count, first, kind, label):
+        self.count, self.first, self.kind, self.label = count, first, kind, label
 
     def __len__(self):
         return self.count
@@ -35,11 +35,11 @@ class Squares(Dataset):
             boxes.append([x, y, x + 10, y + 10])
         if self.kind == "pixels":
             return image, pixels
-        return image, {"boxes": boxes, "labels": [1] * len(boxes)}
+        return image, {"boxes": boxes, "labels": [self.label] * len(boxes)}
 
 
-def squares(kind="boxes"):
-    return Squares(6, 0, kind), Squares(3, 100, kind)
+def squares(kind="boxes", label=1):
+    return Squares(6, 0, kind, label), Squares(3, 100, kind, label)
 
 
 def two_lists(examples):
@@ -74,7 +74,6 @@ TINY = {
     "rpn_post_nms_top_n_test": 20,
     "box_batch_size_per_image": 8,
 }
-SSD = ("model.name=ssdlite320_mobilenet_v3_large", "model.options=null")
 OPTIONS = ", ".join(f"{key}: {value}" for key, value in TINY.items())
 RUN = (
     "--config-dir",
@@ -162,28 +161,32 @@ def test_a_detector_learns_bit_by_bit_what_a_loop_by_hand_learns(detect, lab, se
     assert metrics(lab, "run") == {"val/loss": pytest.approx(total / len(val), rel=1e-6)}
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_a_detector_trains_in_mixed_precision_and_goes_on(detect, lab, precision):
-    words = (*SSD, f"precision={precision}", "train.accumulate=2", "data.collate=squares.two_lists")
-    half = "precision.loss_scale.init_scale=256" if precision == "16-mixed" else "seed=0"
-    whole = detect(
-        *words, half, "hydra.run.dir=whole", "checkpoint.every_steps=2", "checkpoint.keep=2"
-    )
+def test_a_detector_trains_in_bf16_mixed_in_micro_batches(detect, lab):
+    words = ("precision=bf16-mixed", "train.max_steps=1", "train.accumulate=2")
+    done = detect(*words, "checkpoint.final=false", "hydra.run.dir=run")
+    assert done.rc == 0, done.stderr
+    assert metrics(lab, "run")["val/loss"] > 0
+
+
+def test_a_detector_in_16_mixed_resumes_where_it_stopped(detect, lab):
+    words = ("precision=16-mixed", "train.max_steps=2", "data.collate=squares.two_lists")
+    saving = ("hydra.run.dir=run", "checkpoint.every_steps=1", "checkpoint.keep=2")
+    whole = detect(*words, "precision.loss_scale.init_scale=256", *saving)
     assert whole.rc == 0, whole.stderr
-    (lab / "whole" / "result.json").rename(lab / "first.json")
-    checkpoint = lab / "whole" / "checkpoints" / "step-00000002.pt"
-    resumed = detect(*SSD, f"checkpoint.resume={checkpoint}")
+    expected = metrics(lab, "run")
+    (lab / "run" / "result.json").unlink()
+    checkpoint = lab / "run" / "checkpoints" / "step-00000001.pt"
+    resumed = detect(f"checkpoint.resume={checkpoint}", "train.max_steps=2")
     assert resumed.rc == 0, resumed.stderr
-    first = json.loads((lab / "first.json").read_text())
-    assert metrics(lab, "whole") == first["metrics"]
+    assert metrics(lab, "run") == expected
 
 
 def test_it_is_planned_and_evaluated(detect, lab):
-    assert detect(*SSD, "hydra.run.dir=run", "train.max_steps=1").rc == 0
-    planned = detect(*SSD, "mode=plan", "+data.meta.input=[3,32,40]")
+    assert detect("hydra.run.dir=run", "train.max_steps=1").rc == 0
+    planned = detect("mode=plan", "+data.meta.input=[3,32,40]")
     assert planned.rc == 0, planned.stderr
     assert "not predicted" in planned.stdout
-    found = detect(*SSD, "mode=evaluate", "checkpoint=run", "precision=bf16-mixed")
+    found = detect("mode=evaluate", "checkpoint=run", "precision=bf16-mixed")
     assert found.rc == 0, found.stderr
     assert "change +" in found.stdout or "change -" in found.stdout
 
@@ -203,6 +206,15 @@ def test_what_does_not_fit_a_detector_gets_one_message(detect, args, message):
     assert done.rc == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_labels_outside_the_classes_are_found_before_training(detect):
+    done = detect("+data.label=2")
+    assert done.rc == 1
+    found = (
+        "data: sample 0 of the train set, and 4 more of the 6 looked at: label 2 is outside the 2"
+    )
+    assert found in done.stderr
 
 
 def test_a_segmenter_takes_out_and_says_so(segment, lab, sets):

@@ -78,13 +78,17 @@ class EncodedImages(Dataset):
         try:
             with Image.open(io.BytesIO(_encoded(value))) as image:
                 return image.convert("RGB")
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError, TypeError) as error:
+        except UnidentifiedImageError as error:  # its text holds an address
+            raise ConfigError(self._problem(row, "it is in no format that Pillow knows")) from error
+        except (OSError, SyntaxError, ValueError, TypeError) as error:
             reason = str(error).split("\n")[0].rstrip(".")
-            raise ConfigError(
-                f"{self.source}, row {row}: its image cannot be decoded: {type(error).__name__}: "
-                f"{reason}. Take that row out of the table, or write its image again as PNG or "
-                "JPEG."
-            ) from error
+            raise ConfigError(self._problem(row, reason)) from error
+
+    def _problem(self, row: int, reason: str) -> str:
+        return (
+            f"{self.source}, row {row}: its image cannot be decoded: {reason}. Take that row out "
+            "of the table, or write its image again as PNG or JPEG."
+        )
 
 
 def _encoded(value: Any) -> bytes:

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from runner.data.batch_layout import BatchLayout
 from runner.data.detection import DetectionLayout
-from runner.training.tasks.task import Task, mean, stack
+from runner.training.tasks.task import Task, labels_out_of_range, mean, stack
 from runner.utils.errors import ConfigError
 
 
@@ -83,6 +84,11 @@ class Detection(Task):
         """Return [the loss times the images of the batch, its images]."""
         loss, _ = self.loss(output, target)
         return stack(loss * len(target), len(target))
+
+    def misplaced(self, target: Any, classes: int) -> Tensor:
+        """Return bool [B], which images have a box whose label is no class."""
+        wrong = [labels_out_of_range(one["labels"].reshape(1, -1), classes) for one in target]
+        return torch.cat(wrong)
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss, the mean over the images."""
