@@ -1,6 +1,7 @@
 """torchvision's detection and segmentation models from yaml, on small sets of a user's own."""
 
 import json
+import re
 from importlib import import_module
 
 import pytest
@@ -253,3 +254,16 @@ def test_a_segmenter_with_an_auxiliary_head_trains(segment, lab, precision):
     )
     assert done.rc == 0, done.stderr
     assert set(metrics(lab, "run")) == {"val/loss", "val/accuracy", "val/iou"}
+
+
+def test_the_example_of_the_docs_trains(lab, root, main):
+    page = (root / "docs" / "vision.md").read_text()
+    for kind, name in (("python", "lab/boxes.py"), ("yaml", "lab/conf/data/boxes.yaml")):
+        file = lab / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page.partition(f"```{kind}\n# {name}\n")[2].partition("```")[0])
+    (command,) = re.findall(r"    python -m runner (.*data=boxes.*)\n", page)
+    small = ("tracking=none", "train.max_steps=1", "train.batch_size=4", "checkpoint.final=false")
+    done = main(*command.split(), *small)
+    assert done.rc == 0, done.stderr
+    assert "val/loss" in done.stdout
