@@ -131,6 +131,6 @@ def try_batch(run: RunContext, state: TrainState, loader: Loader, says_layout: b
     problem = batch_errors.loss_problem(loss, names["task"])
     if problem:
         raise ConfigError(problem)
-    taken = state.task.describe_output(outputs[-1])
+    taken = state.task.describe_output(outputs[-1]) if outputs else ""
     if taken and says_layout:
         run.say(taken)
