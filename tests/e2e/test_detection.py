@@ -199,6 +199,7 @@ def test_it_is_planned_and_evaluated(detect, lab):
         (["data.collate=squares.stacked"], "a batch has a tensor float32 [2, 3, 32, 40] and a"),
         (["task.loss_weights={loss_box: 2}"], "returns loss_classifier, loss_box_reg"),
         (["task.loss_weights={loss_box_reg: -1}"], "task.loss_weights.loss_box_reg=-1 does not"),
+        (["task=classification"], "data=boxes yields boxes. Type task=detection"),
         (["model.name=resnet18", "model.options=null"], "resnet18 needs input_shape"),
     ],
 )
@@ -207,6 +208,13 @@ def test_what_does_not_fit_a_detector_gets_one_message(detect, args, message):
     assert done.rc == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_takes_no_boxes_is_refused(lab, main):
+    words = [word for word in RUN if word != "model=torchvision"]
+    done = main(*words, "data=boxes", "model=resnet", "model.input_shape=[3,32,40]")
+    assert done.rc == 2
+    assert "model(images, targets), and ResNet.forward takes (x)" in done.stderr
 
 
 def test_labels_outside_the_classes_are_found_before_training(detect):
