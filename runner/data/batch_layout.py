@@ -9,6 +9,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.utils._pytree import (
@@ -17,6 +18,7 @@ from torch.utils._pytree import (
     register_pytree_node,
 )
 
+from runner.precision.casting import WideFields
 from runner.utils.errors import ConfigError
 
 Batch = tuple[Any, Any]
@@ -34,14 +36,15 @@ class PositionalInputs(list[Any]):
 
 
 def _register_containers() -> None:
-    """Have torch's functions for nested containers look into both classes."""
-    register_pytree_node(
-        KeywordInputs,
-        lambda inputs: ([*inputs.values()], [*inputs]),
-        lambda values, names: KeywordInputs(zip(names, values, strict=True)),
-        serialized_type_name="runner.data.batch_layout.KeywordInputs",
-        flatten_with_keys_fn=_flatten_keywords,
-    )
+    """Have torch's functions for nested containers look into these classes."""
+    for container in (KeywordInputs, WideFields):
+        register_pytree_node(
+            container,
+            lambda inputs: ([*inputs.values()], [*inputs]),
+            partial(_mapping_of, container),
+            serialized_type_name=f"{container.__module__}.{container.__name__}",
+            flatten_with_keys_fn=_flatten_keywords,
+        )
     register_pytree_node(
         PositionalInputs,
         lambda inputs: ([*inputs], None),
@@ -49,6 +52,10 @@ def _register_containers() -> None:
         serialized_type_name="runner.data.batch_layout.PositionalInputs",
         flatten_with_keys_fn=_flatten_positions,
     )
+
+
+def _mapping_of(container: type[Any], values: Any, names: Any) -> Any:
+    return container(zip(names, values, strict=True))
 
 
 def _flatten_keywords(inputs: Any) -> Any:

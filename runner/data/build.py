@@ -285,4 +285,4 @@ def _batch_layout(spec: RunSpec) -> BatchLayout:
         return PAIRS
     # The task itself is asked, as a class of the user's may name its fields.
     task = build_task(spec.task)
-    return BatchLayout(task.input_fields, task.target_field, task.passes_target)
+    return task.layout(task.input_fields, task.target_field, task.passes_target)

@@ -180,6 +180,11 @@ def collate_problem(examples: Sequence[Any], error: Exception) -> str:
         error: that torch's default_collate raised for them.
     """
     pairs = [_pair(example) for example in examples]
+    if isinstance(pairs[0][1], Mapping) and "boxes" in pairs[0][1]:
+        return (
+            "data: images with boxes are not stacked: they differ in the number of boxes. Type "
+            "data.collate=runner.data.detection.collate_detection (docs/own-code.md)."
+        )
     for part in range(2):
         mismatch = _shape_mismatch(pairs, part)
         if mismatch:

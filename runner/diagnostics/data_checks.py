@@ -1,7 +1,7 @@
 """Check the data before training: values that are not finite, labels outside the classes, and
 sets in which no label counts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from runner.data.batch_layout import Batch
 from runner.data.step_samples import StepSamples, targets_of_steps
 from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import IGNORED, Task, labels_of
 
 ROWS_PER_PIECE = 4096
@@ -51,7 +52,7 @@ def data_problems(
         wrong = _misplaced(task, target, classes, len(indices))
         if wrong is not None and wrong.any():
             if first_mislabelled is None:
-                first_mislabelled = target[wrong][0]
+                first_mislabelled = _labels_of_one(target[int(wrong.nonzero()[0])])
             mislabelled += indices[wrong.cpu()].tolist()
         # After a portion, not before it: one is checked however slow the data is.
         if perf_counter() > deadline:
@@ -97,9 +98,15 @@ def _misplaced(task: Task, target: Any, classes: int | None, count: int) -> Tens
 
     None where the task has no labels, or a collator has made another number of rows of them.
     """
-    if not classes or not isinstance(target, Tensor) or len(target) != count:
+    has_classes = isinstance(target, Tensor) or isinstance(task, Detection)
+    if not classes or not has_classes or len(target) != count:
         return None
     return task.misplaced(target, classes)
+
+
+def _labels_of_one(target: Any) -> Tensor:
+    """Return the labels of one sample's target, which has them beside boxes in detection."""
+    return target["labels"] if isinstance(target, Mapping) else target
 
 
 def label_problem(target: Tensor, classes: int) -> str:

@@ -7,17 +7,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from runner.data.batch_layout import KeywordInputs, PositionalInputs
 from runner.modes.argument_errors import binds, explain_arguments
 from runner.modes.precision_errors import failing_module, precision_advice
 from runner.precision.precision import Precision
 from runner.training.model_call import takes_fields
+from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import Task
 
 # PyTorch's messages about operands whose sizes do not fit.
@@ -25,7 +25,6 @@ _SIZE_ERROR = re.compile(
     r"cannot be multiplied|to have \d+ channels|size mismatch|must match the size|is invalid for "
     r"input of size|normalized_shape|shape mismatch|size of tensor"
 )
-_NO_GRADIENT = ("does not require grad and does not have a grad_fn", "received a gradient")
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,30 @@ def _returns_none(failure: BatchFailure) -> bool:
 def _say_none(failure: BatchFailure) -> str:
     name = type(failure.model).__name__
     return f"The model returns None: end {name}.forward with `return <output>`."
+
+
+def _yields_boxes(failure: BatchFailure) -> bool:
+    target = failure.target
+    if isinstance(failure.task, Detection) or not isinstance(target, list) or not target:
+        return False
+    return isinstance(target[0], Mapping) and "boxes" in target[0]
+
+
+def _say_boxes(failure: BatchFailure) -> str:
+    return f"data={failure.names['data']} yields boxes. Type task=detection (docs/vision.md)."
+
+
+def _takes_no_boxes(failure: BatchFailure) -> bool:
+    return isinstance(failure.task, Detection) and _does_not_bind(failure)
+
+
+def _say_no_boxes(failure: BatchFailure) -> str:
+    taken = ", ".join(signature(failure.model.forward).parameters)
+    return (
+        "task=detection calls the model as model(images, targets), and "
+        f"{type(failure.model).__name__}.forward takes ({taken}). Type model=torchvision "
+        "model.name=fasterrcnn_resnet50_fpn, or have the forward take both (docs/vision.md)."
+    )
 
 
 def _returns_structure(failure: BatchFailure) -> bool:
@@ -269,6 +292,8 @@ def _always(_failure: BatchFailure) -> bool:
 
 RULES: tuple[tuple[Callable[[BatchFailure], bool], Callable[[BatchFailure], str]], ...] = (
     (_returns_none, _say_none),
+    (_yields_boxes, _say_boxes),
+    (_takes_no_boxes, _say_no_boxes),
     (_returns_structure, _say_structure),
     (_yields_structure, _say_target),
     (_does_not_bind, _say_arguments),
@@ -295,70 +320,6 @@ def loss_problem(loss: Any, task: str) -> str | None:
         f"task={task} returns as loss {what}, and training needs one number. Return the mean over "
         "the batch, `loss.mean()`."
     )
-
-
-def is_loss_independent_of_weights(error: Exception) -> bool:
-    """Return whether a backward failed because the loss does not depend on what trains."""
-    return any(text in str(error) for text in _NO_GRADIENT)
-
-
-def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
-    """Return why a loss has no gradient: found by one more forward, module by module.
-
-    Args:
-        model: whose parameters train.
-        call: runs the forward on a batch and returns its output.
-    """
-    # Per module: its name, whether gradients are on in it, and whether its output has one.
-    seen: list[tuple[str, bool, bool]] = []
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            seen.append((name, torch.is_grad_enabled(), _requires_grad(output)))
-
-        return hook
-
-    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
-    try:
-        with torch.enable_grad():
-            output = call()
-    finally:
-        for handle in handles:
-            handle.remove()
-    without_grad = [name for name, enabled, _ in seen if not enabled]
-    with_gradient = [name for name, _, requires in seen if requires]
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    start = "The loss has no gradient, so nothing can train."
-    if _requires_grad(output):
-        return f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
-    if without_grad:
-        return (
-            f"{start} {type(model).__name__}.forward runs {without_grad[0]} with gradients "
-            "switched off. Leave torch.no_grad() and torch.inference_mode() out of what trains."
-        )
-    if with_gradient:
-        last = with_gradient[-1]
-        return f"{start} The last module whose output has one is {last}. {_GRADIENT_BREAKERS}"
-    return (
-        f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
-        f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
-        "set requires_grad of those that it uses."
-    )
-
-
-_GRADIENT_BREAKERS = (
-    "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
-    "torch.no_grad()."
-)
-
-
-def _requires_grad(nest: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _leaves(nest))
-
-
-def _leaves(nest: Any) -> list[Any]:
-    """Return the leaves of a nest; of a mapping that torch does not know (ModelOutput), too."""
-    return tree_leaves(dict(nest) if isinstance(nest, Mapping) else nest)
 
 
 def _kind(value: Any) -> str:

@@ -30,6 +30,7 @@ from runner.modes.training_outputs import save_dtypes
 from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_test, evaluate_validation
+from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model import restore_model
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
@@ -173,11 +174,15 @@ def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
     # The last batch may hold fewer examples, which is a shape of its own. Where a stream has its
     # last batch is not known.
     last = 0 if isinstance(validation, StreamLoader) else len(validation) - 1
-    state.model.eval()
+    precision = state.precision
     for start in {0, last}:
         inputs, _ = next(validation.epoch(0, start))
-        with state.precision.eval_context(state.model), state.precision.forward(state.device):
-            call_model(state.model, state.precision.cast(inputs))
+        with (
+            evaluation_mode(state.model, state.task, state.device),
+            precision.eval_context(state.model),
+            precision.forward(state.device),
+        ):
+            call_model(state.model, precision.cast(inputs))
 
 
 def _timed_evaluation(

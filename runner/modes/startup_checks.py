@@ -14,6 +14,7 @@ from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 from runner.modes import batch_errors
 from runner.modes.context import RunContext
 from runner.modes.training_errors import explain_dead_workers
+from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model_call import describe_call
 from runner.training.state import TrainState
 from runner.training.step import loss_of
@@ -158,10 +159,13 @@ def try_batch(
     layout = describe_call(state.plain_model, inputs)
     if layout and says_layout:
         run.say(layout)
-    state.model.eval()
     with batch_errors.outputs_of(state.plain_model) as outputs:
         try:
-            with torch.no_grad(), run.precision.eval_context(state.plain_model):
+            with (
+                torch.no_grad(),
+                evaluation_mode(state.model, state.task, state.device),
+                run.precision.eval_context(state.plain_model),
+            ):
                 loss = loss_of(state, inputs, target)
         except RunnerError:
             raise  # its message says already what to change
@@ -177,3 +181,6 @@ def try_batch(
     problem = batch_errors.loss_problem(loss, names["task"])
     if problem:
         raise ConfigError(problem)
+    taken = state.task.describe_output(outputs[-1]) if outputs else ""
+    if taken and says_layout:
+        run.say(taken)

@@ -15,10 +15,11 @@ from runner.data.stream_loader import BatchLoader
 from runner.data.workers import PREFETCH, is_dataset_error, worker_failure
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
-from runner.modes import batch_errors
+from runner.modes import gradient_errors
 from runner.modes.context import RunContext
 from runner.modes.precision_errors import precision_advice
 from runner.modes.result import RunResult
+from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, DataError, Diverged, ModelError, RunnerError
@@ -73,7 +74,7 @@ def explain_training_errors(
         raise  # its message says already what to change
     except Exception as error:
         run.signals.check()  # an interrupt reaches the processes that load data, too
-        if batch_errors.is_loss_independent_of_weights(error):
+        if gradient_errors.is_loss_independent_of_weights(error):
             reason = _no_gradient_reason(state, next(iter(loaders[1].values())))
             raise ConfigError(f"{reason} {run.save_traceback()}") from error
         advice = precision_advice(error, state.plain_model, run.precision)
@@ -103,13 +104,13 @@ def _failing_step(run: RunContext, state: TrainState, error: Exception) -> str:
 def _no_gradient_reason(state: TrainState, loader: BatchLoader) -> str:
     """Return why the loss has no gradient, from one more forward that changes nothing."""
     inputs, _ = next(loader.epoch(0))
-    state.model.eval()
 
     def call() -> Any:
         with state.precision.forward(state.device):
             return call_model(state.plain_model, state.precision.cast(inputs))
 
-    return batch_errors.gradient_problem(state.plain_model, call)
+    with evaluation_mode(state.model, state.task, state.device):
+        return gradient_errors.gradient_problem(state.plain_model, call)
 
 
 @contextmanager

@@ -19,6 +19,11 @@ from torch.utils._pytree import tree_map
 _COMPLEX = {torch.float64: torch.complex128}
 
 
+class WideFields(dict[str, Any]):
+    """Fields whose floats no half precision casts, such as boxes, whose coordinates it would
+    round by pixels: they are float32 at least."""
+
+
 @cache
 def autocast(device_type: str, dtype: torch.dtype) -> torch.autocast:
     """Return torch's autocast context, one object for a device type and dtype.
@@ -64,6 +69,8 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
 
 def _cast_mapping(nest: Mapping[Any, Any], dtype: torch.dtype) -> Any:
     """Return a copy of a mapping, of its own class, with the tensors of every value cast."""
+    if type(nest) is WideFields:
+        dtype = torch.promote_types(dtype, torch.float32)
     cast = {key: cast_nest(value, dtype) for key, value in nest.items()}
     if type(nest) is dict:
         return cast

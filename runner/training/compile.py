@@ -6,12 +6,13 @@ All of it happens in place: modules keep their names, parameters and class names
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from runner.config.schema import CUDA_GRAPH_MODES, RunSpec
@@ -182,9 +183,29 @@ def _checkpointing_class(
         # A compiled graph holds both forwards, in one context.
         if torch.compiler.is_compiling():
             return checkpoint(original, *args, use_reentrant=False, **kwargs)
+        contexts = partial(both_contexts, self)
         return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    def contexts() -> tuple[Any, Any]:
-        return nullcontext(), second_context()
+    def both_contexts(block: nn.Module) -> tuple[Any, Any]:
+        return nullcontext(), _second_forward(block, second_context())
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+@contextmanager
+def _second_forward(block: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Return the context of a second forward, which leaves the statistics of batch norms as the
+    first one has made them."""
+    norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    own = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        # Without track_running_stats it would keep other tensors for the backward than before.
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None
+    try:
+        with context:
+            yield
+    finally:
+        for norm, (momentum, count) in zip(norms, own, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked = count

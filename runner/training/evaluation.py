@@ -7,6 +7,7 @@ from torch import Tensor
 
 from runner.data.stream_loader import BatchLoader
 from runner.precision.casting import cast_nest
+from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.stop_signals import until_interrupted
@@ -48,9 +49,11 @@ def _totals(
     strategy = state.strategy
     # Running statistics of each process come from its own examples; all must evaluate one model.
     strategy.broadcast_buffers(state.plain_model)
-    state.model.eval()
     totals: Tensor | None = None
-    with precision.eval_context(state.plain_model):
+    with (
+        evaluation_mode(state.model, task, state.device),
+        precision.eval_context(state.plain_model),
+    ):
         for i, (inputs, target) in enumerate(until_interrupted(validation.epoch(0))):
             if should_stop():
                 return None

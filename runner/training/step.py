@@ -37,9 +37,12 @@ from runner.utils.tensors import widest_float
 def examples_in(batch: Batch) -> int:
     """Return the examples of a batch: the first dimension of its target, or else of its inputs.
 
-    A batch that holds a tensor in neither place counts as one example.
+    A target that is a list has one member for each example. A batch that holds a tensor in neither
+    place counts as one example.
     """
     inputs, target = batch
+    if isinstance(target, list):
+        return len(target)
     counted = target if isinstance(target, Tensor) else _first_tensor(inputs)
     if counted is None or counted.ndim == 0:
         return 1

@@ -26,6 +26,7 @@ YAMLS = sorted(path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob
 OPTIONS = [path for path in YAMLS if len(path.parts) == 2]
 # What an option asks of the command in addition to its own name.
 WITH = {
+    "data=hf": ["data.path=rows.csv", "data.meta.input=[1,8,8]", "data.meta.classes=2"],
     "data=imagefolder": ["data.meta.classes=2"],
     "data=npz": ["data.path=data.npz", "data.meta.input=[1,8,8]", "data.meta.classes=2"],
     "data=parquet": ["data.path=rows", "data.meta.input=[1,8,8]", "data.meta.classes=2"],

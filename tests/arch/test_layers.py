@@ -104,7 +104,14 @@ def test_models_are_plain(path):
     """Libraries of extras are imported where a model of theirs is built."""
     path = path.relative_to(ROOT)
     assert tops(imports(path, top_only=True)) <= {"torch", "torchvision"}
-    assert tops(imports(path)) <= {"torch", "torchvision", "timm", "transformers", "yaml"}
+    assert tops(imports(path)) <= {
+        "torch",
+        "torchvision",
+        "timm",
+        "transformers",
+        "yaml",
+        "safetensors",
+    }
 
 
 def test_mlflow_is_imported_where_it_is_spoken_to_only():

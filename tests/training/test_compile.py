@@ -287,6 +287,18 @@ def test_the_second_forward_has_the_precisions_context_too():
     assert model[0].inner.weight.grad.dtype is torch.bfloat16
 
 
+def test_the_second_forward_leaves_the_statistics_of_batch_norms():
+    found = []
+    for what in (False, ["0", "1"]):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(2)]
+        model = prepare(nn.Sequential(*blocks), activation_checkpointing=what)
+        loss = model(torch.randn(6, 4)).square().sum()
+        loss.backward()
+        found.append([loss, *model.buffers(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
 def test_activation_checkpointing_saves_fewer_bytes_for_the_backward():
     found = []
     for what in (False, True):

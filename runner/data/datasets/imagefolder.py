@@ -8,14 +8,12 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import Subset
-from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
+from runner.data.datasets.encoded_images import image_transform
 from runner.data.splits import Splits, held_out, require_at_least
 from runner.utils.errors import ConfigError
 
-# ImageNet's statistics, which torchvision's own training and weights use.
-_NORMALISE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _LAYOUT = (
     "It must hold train/ and val/ with one folder for each class, or the class folders themselves."
 )
@@ -90,18 +88,9 @@ def _folder(path: Path, size: int, augment: bool) -> ImageFolder:
         ConfigError: it does not exist, or a class has no images.
     """
     try:
-        return ImageFolder(str(path), _transform(size, augment))
+        return ImageFolder(str(path), image_transform(size, augment))
     except OSError as error:
         raise ConfigError(
             f"data=imagefolder: no classes of images in {path.absolute()} ({error}). {_LAYOUT} "
             "Type data.root=FOLDER."
         ) from error
-
-
-def _transform(size: int, augment: bool) -> transforms.Compose:
-    """Return the preprocessing: Pillow image to normalised float32 [3, size, size]."""
-    if augment:
-        crop = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
-    else:
-        crop = [transforms.Resize(size), transforms.CenterCrop(size)]
-    return transforms.Compose([*crop, transforms.ToTensor(), _NORMALISE])

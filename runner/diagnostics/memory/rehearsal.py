@@ -25,6 +25,7 @@ from runner.precision.casting import cast_nest
 from runner.precision.precision import Precision
 from runner.training.compile import prepare_model
 from runner.training.evaluation import Stagnation
+from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model import BuiltModel, build_model
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
@@ -93,8 +94,11 @@ class Rehearsal:
         """Compute what an evaluation computes with a batch."""
         state = self.state
         precision = state.precision
-        state.model.eval()
-        with precision.eval_context(state.plain_model), precision.forward(state.device):
+        with (
+            evaluation_mode(state.model, state.task, state.device),
+            precision.eval_context(state.plain_model),
+            precision.forward(state.device),
+        ):
             output = call_model(state.model, precision.cast(inputs))
         dtype = precision.loss_dtype
         state.task.totals(cast_nest(output, dtype), cast_nest(target, dtype))

@@ -1,5 +1,6 @@
 """Segmentation: one class per pixel."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,23 +16,81 @@ from runner.training.tasks.task import (
     wide,
 )
 from runner.training.tasks.tensor_task import TensorTask
+from runner.utils.errors import ConfigError
 
 
 class Segmentation(TensorTask):
     """Cross entropy over logits [B, C, H, W] and classes int64 [B, H, W], of which -100 does not
-    count."""
+    count.
+
+    Args:
+        aux_weight: what the loss of the output's part `aux`, the auxiliary head of torchvision's
+            models, is multiplied by in training; 0 leaves it out. The metrics are without it.
+        inputs, target, loss: see TensorTask.
+        output: see TensorTask; None takes the part `out` of a dict that has it, too.
+
+    Raises:
+        ConfigError: aux_weight is negative.
+    """
 
     takes = "logits [B, C, H, W]"
     quality: ClassVar[str] = "val/iou"
     direction = "max"
 
-    def loss(self, output: Any, target: Tensor) -> Tensor:
+    def __init__(
+        self,
+        inputs: Sequence[str] | None = None,
+        target: str | None = None,
+        output: str | int | None = None,
+        loss: Callable[..., Any] | None = None,
+        aux_weight: float = 0.0,
+    ) -> None:
+        super().__init__(inputs, target, output, loss)
+        if not 0 <= aux_weight < float("inf"):
+            raise ConfigError(
+                f"task.aux_weight={aux_weight} does not fit. Allowed: a number, 0 or more."
+            )
+        self.aux_weight = aux_weight
+
+    def loss(self, output: Any, target: Tensor) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
         """Return the mean cross entropy per pixel, in nats, or the loss that task.loss names.
+
+        With aux_weight that of the auxiliary head is added, and both are returned by name.
 
         Raises:
             ValueError: the shapes do not match.
+            ConfigError: aux_weight is given, and the output has no part `aux`.
         """
-        return self.minimised(self._logits(output, target), target, F.cross_entropy)
+        main = self.minimised(self._logits(output, target), target, F.cross_entropy)
+        if not self.aux_weight:
+            return main
+        logits = output.get("aux") if isinstance(output, Mapping) else None
+        if not isinstance(logits, Tensor):
+            raise ConfigError(
+                f"task.aux_weight={self.aux_weight}: the model returns no part aux. Type "
+                "model.options={aux_loss: true} where torchvision's model has one, or "
+                "task.aux_weight=0."
+            )
+        aux = self.minimised(logits, target, F.cross_entropy)
+        return main + self.aux_weight * aux, {"main_loss": main, "aux_loss": aux}
+
+    def select(self, output: Any) -> Any:
+        """Return the logits; see TensorTask.select."""
+        return output["out"] if self._takes_out(output) else super().select(output)
+
+    def describe_output(self, output: Any) -> str:
+        """Return that the part `out` was found by itself."""
+        if not self._takes_out(output):
+            return ""
+        others = [str(key) for key in output if key != "out"]
+        unused = f"; not taken: {', '.join(others)}" if others and not self.aux_weight else ""
+        return f"task=segmentation takes out of the model's output (task.output=out){unused}"
+
+    def _takes_out(self, output: Any) -> bool:
+        """Return whether an output is torchvision's, {"out": logits, ...}, and none was named."""
+        if self.output_field is not None or not isinstance(output, Mapping):
+            return False
+        return "logits" not in output and isinstance(output.get("out"), Tensor)
 
     def totals(self, output: Any, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, correct pixels, pixels that count, then for each

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from runner.data.batch_layout import BatchLayout
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import widest_float
 
@@ -29,6 +30,10 @@ class Task(ABC):
     """The field of a dict batch that holds the target; None looks for the usual names."""
     passes_target: bool = False
     """Whether the model takes the target, too, as one that returns its loss does."""
+    layout: ClassVar[type[BatchLayout]] = BatchLayout
+    """Class that splits the batches."""
+    evaluates_losses: ClassVar[bool] = False
+    """Whether an evaluation takes what the model returns in training mode; see evaluation_mode."""
 
     @abstractmethod
     def loss(self, output: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
@@ -59,6 +64,11 @@ class Task(ABC):
         """Return bool [B], which examples have a label that is none of the classes 0 to
         classes - 1; None where labels are no classes."""
         return None
+
+    def describe_output(self, output: Any) -> str:
+        """Return which part of a model's output the loss takes, where that was found out; empty
+        where there is nothing to say."""
+        return ""
 
     @abstractmethod
     def summarise(self, totals: list[float]) -> dict[str, float]:

@@ -1,0 +1,193 @@
+"""Load local data with Hugging Face's datasets: what save_to_disk wrote, csv, json or parquet."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from runner.data.datasets.table_columns import TableColumns, table_columns
+from runner.data.splits import Splits
+from runner.utils.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_KINDS: Mapping[str, str] = {
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+}
+"""Loaders of datasets by the suffixes of files."""
+_VALIDATION_SPLITS = ("validation", "val", "valid", "dev")
+_SHARE = 0.1
+_LAYOUT = "Allowed: a folder of save_to_disk, or a file or glob of .csv, .json, .jsonl or .parquet"
+
+
+def hf_dataset(  # noqa: PLR0913 - its parameters are the keys of the yaml
+    path: str,
+    val: str | float | None = None,
+    split: str = "train",
+    columns: Sequence[str] | None = None,
+    target: str | None = None,
+    text: str | None = None,
+    tokenizer: str | None = None,
+    length: int = 128,
+    packing: bool = False,
+    seed: int = 0,
+    image: str | None = None,
+    label: str | None = None,
+    size: int = 224,
+    augment: bool = False,
+) -> Splits:
+    """Load a data set of Hugging Face's datasets; nothing is downloaded.
+
+    Args:
+        path: a folder that save_to_disk wrote, or a file or glob of .csv, .json, .jsonl, .parquet.
+        val: the validation set: another path, the name of a split beside `split`, or a share of
+            path's examples between 0 and 1. None takes the split `validation` where the folder
+            has one (a line of the log says so), else 0.1 of the examples.
+        split: which part of a folder with several is trained on.
+        columns: columns of numbers, or of lists of one length, that are fields under their names.
+        target: the column with the targets, the field `labels`; None makes the tokens of `text`
+            their own labels, as task=causal_lm takes them.
+        text: the column with texts, which become the fields input_ids and attention_mask.
+        tokenizer: a local folder that transformers loads, or a tokenizer.json.
+        length: tokens of an example: longer texts are cut, shorter ones padded at the end.
+        packing: texts one after the other, cut into examples without padding; without target.
+        seed: of the split into examples for training and validation.
+        image: the column with images (datasets.Image, or encoded bytes); examples are then pairs
+            (image, class).
+        label: the column with the images' classes, integers from 0.
+        size: side of the square image in pixels: the shorter side is resized to it, then
+            the centre is cropped.
+        augment: train on random resized crops and mirror images instead.
+
+    Returns:
+        Fields of float32, int64 tokens and labels; labels are -100 at padding. Images are float32
+        [3, size, size], normalised with ImageNet's statistics, and decoded when they are read.
+
+    Raises:
+        ConfigError: datasets is not installed, or a file, a column or the tokenizer cannot be used.
+    """
+    wanted = table_columns(
+        "hf",
+        columns=columns,
+        target=target,
+        text=text,
+        tokenizer=tokenizer,
+        length=length,
+        packing=packing,
+        image=image,
+        label=label,
+        size=size,
+        augment=augment,
+    )
+    parts = _load(path)
+    train = _table(_part(parts, split, path, "split"), path, wanted)
+    if isinstance(val, int | float):
+        return wanted.splits(train, None, float(val), seed)
+    held = _validation(parts, val, path)
+    if held is None:
+        return wanted.splits(train, None, _SHARE, seed)
+    return wanted.splits(train, _table(held, str(val or path), wanted), _SHARE, seed)
+
+
+def _validation(parts: Mapping[str, Any], val: str | None, path: str) -> Any:
+    """Return the validation set; None where it is a share of the training set."""
+    if val is None:
+        found = next((name for name in _VALIDATION_SPLITS if name in parts), None)
+        if found is None:
+            return None
+        log.warning("data=hf validates on the split %s of %s (data.val=%s)", found, path, found)
+        return parts[found]
+    if val in parts:
+        return parts[val]
+    others = _load(val, "val", [*parts])
+    # A folder of one set, or the set of that purpose in a folder of several.
+    if len(others) == 1:
+        return next(iter(others.values()))
+    name = next((name for name in _VALIDATION_SPLITS if name in others), None)
+    return _part(others, name or _VALIDATION_SPLITS[0], val, "val")
+
+
+def _part(parts: Mapping[str, Any], name: str, path: str, key: str) -> Any:
+    """Return one of the sets of a folder."""
+    if len(parts) == 1 and "" in parts:
+        return parts[""]
+    if name in parts:
+        return parts[name]
+    raise ConfigError(
+        f"data=hf: {path} has the splits {', '.join(parts)}, and not {name}. Type "
+        f"data.{key}=<one of them>."
+    )
+
+
+def _load(path: str, key: str = "path", splits: Sequence[str] = ()) -> Mapping[str, Any]:
+    """Return the data sets at a path by the names of their splits; that of an only one is empty.
+
+    Args:
+        path: folder, file or glob.
+        key: that named it, for messages.
+        splits: of data.path, which data.val may name, for messages.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            "data=hf: datasets is not installed here. Type pip install "
+            "'precision-runner[datasets]'."
+        ) from error
+    where = Path(path)
+    # Not Path.glob, which takes no absolute pattern.
+    files = sorted(name for name in glob(path, recursive=True) if Path(name).is_file())  # noqa: PTH207
+    if not where.is_dir() and not files:
+        named = f", or one of its splits {', '.join(splits)}" if any(splits) else ""
+        raise ConfigError(
+            f"data=hf: data.{key}={path} is not on this machine, and nothing is downloaded. "
+            f"{_LAYOUT}{named}. A data set of the hub is saved by "
+            f'datasets.load_dataset("{path}").save_to_disk("data/{where.name}").'
+        )
+    # Its bars would stand between the runner's own lines.
+    datasets.disable_progress_bars()
+    try:
+        found: Any = _folder(datasets, where) if where.is_dir() else _files(datasets, files)
+    except ConfigError:
+        raise
+    except Exception as error:  # of any reader's own type
+        cause = error.__cause__ or error
+        reason = str(cause).split("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"data=hf: {path} cannot be read: {type(cause).__name__}: {reason}. {_LAYOUT}."
+        ) from error
+    if isinstance(found, datasets.DatasetDict):
+        return {str(name): part for name, part in found.items()}
+    return {"": found}
+
+
+def _folder(datasets: Any, where: Path) -> Any:
+    """Return what save_to_disk wrote into a folder."""
+    if any((where / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return datasets.load_from_disk(str(where))
+    suffixes = sorted({file.suffix for file in where.iterdir() if file.suffix in _KINDS})
+    hint = f" It has {', '.join(suffixes)} files: type data.path='{where}/*{suffixes[0]}'."
+    raise ConfigError(
+        f"data=hf: {where} is no folder that save_to_disk wrote. {_LAYOUT}."
+        f"{hint if suffixes else ''}"
+    )
+
+
+def _files(datasets: Any, files: Sequence[str]) -> Any:
+    """Return the rows of files, which must be of one kind."""
+    suffixes = sorted({Path(file).suffix for file in files})
+    kinds = {_KINDS.get(suffix) for suffix in suffixes}
+    if len(kinds) != 1 or None in kinds:
+        named = ", ".join(suffix or "without suffix" for suffix in suffixes)
+        raise ConfigError(f"data=hf: the files are {named}. {_LAYOUT}, all of one kind.")
+    return datasets.load_dataset(kinds.pop(), data_files=[*files], split="train")
+
+
+def _table(dataset: Any, where: str, wanted: TableColumns) -> Any:
+    """Return the columns of a data set as an Arrow table, of files that stay on the disk."""
+    wanted.check_present(where, dataset.column_names)
+    return dataset.select_columns(wanted.names).with_format("arrow")[:]

@@ -1,0 +1,109 @@
+"""Detection: the losses that a model returns for images and boxes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from runner.data.batch_layout import BatchLayout
+from runner.data.detection import DetectionLayout
+from runner.training.tasks.task import Task, labels_out_of_range, mean, stack
+from runner.utils.errors import ConfigError
+
+
+class Detection(Task):
+    """The sum of the losses that the model returns for (images, targets), as torchvision's
+    detection models do in training mode.
+
+    Each loss is recorded in every step as train/<name>, before it is weighted. An evaluation
+    computes the same sum: the model is in training mode but for normalisations and dropout, see
+    training/evaluation_mode.py. Each image weighs alike.
+
+    Args:
+        loss_weights: what a loss is multiplied by, by its name; 1 where it has none.
+        inputs: fields of a dict batch that the model takes besides the target; None for all.
+        target: the field of a dict batch that holds the targets; None looks for labels, label,
+            targets, target.
+
+    Raises:
+        ConfigError: a weight is no number from 0 on.
+    """
+
+    quality: ClassVar[str] = "val/loss"
+    direction = "min"
+    passes_target = True
+    layout: ClassVar[type[BatchLayout]] = DetectionLayout
+    evaluates_losses: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        loss_weights: Mapping[str, float] | None = None,
+        inputs: Sequence[str] | None = None,
+        target: str | None = None,
+    ) -> None:
+        self.loss_weights = dict(loss_weights or {})
+        self.input_fields = None if inputs is None else tuple(inputs)
+        self.target_field = target
+        for name, weight in self.loss_weights.items():
+            if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+                raise ConfigError(
+                    f"task.loss_weights.{name}={weight} does not fit. Allowed: a number, 0 or more."
+                )
+
+    def loss(self, output: Any, target: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the weighted sum of the losses, a scalar, and each loss by its name.
+
+        Raises:
+            ConfigError: the output is no dict of losses, or lacks one that has a weight.
+        """
+        losses = self._losses(output)
+        weighted = [
+            value * self.loss_weights[name] if name in self.loss_weights else value
+            for name, value in losses.items()
+        ]
+        return sum(weighted[1:], weighted[0]), losses
+
+    def _losses(self, output: Any) -> Mapping[str, Tensor]:
+        if not _are_losses(output):
+            raise ConfigError(
+                f"task=detection: the model returns a {_described(output)}, and not its losses by "
+                "name. Have it return a dict of scalars for (images, targets) in training mode, as "
+                "torchvision's detection models do: model=torchvision "
+                "model.name=fasterrcnn_resnet50_fpn."
+            )
+        unknown = [name for name in self.loss_weights if name not in output]
+        if unknown:
+            raise ConfigError(
+                f"task.loss_weights names {', '.join(unknown)}, and the model returns "
+                f"{', '.join(map(str, output))}."
+            )
+        return {name: value.reshape(()) for name, value in output.items()}
+
+    def totals(self, output: Any, target: Any) -> Tensor:
+        """Return [the loss times the images of the batch, its images]."""
+        loss, _ = self.loss(output, target)
+        return stack(loss * len(target), len(target))
+
+    def misplaced(self, target: Any, classes: int) -> Tensor:
+        """Return bool [B], which images have a box whose label is no class."""
+        wrong = [labels_out_of_range(one["labels"].reshape(1, -1), classes) for one in target]
+        return torch.cat(wrong)
+
+    def summarise(self, totals: list[float]) -> dict[str, float]:
+        """Return val/loss, the mean over the images."""
+        return {"val/loss": mean(*totals)}
+
+
+def _are_losses(output: Any) -> bool:
+    """Return whether an output is a dict of scalars, with one at least."""
+    if not isinstance(output, Mapping) or not output:
+        return False
+    return all(isinstance(value, Tensor) and value.numel() == 1 for value in output.values())
+
+
+def _described(output: Any) -> str:
+    """Return an output in words."""
+    name = type(output).__name__
+    keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+    return f"{name}{keys}"

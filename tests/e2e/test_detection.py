@@ -1,0 +1,277 @@
+"""torchvision's detection and segmentation models from yaml, on small sets of a user's own."""
+
+import json
+import re
+from importlib import import_module
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torchvision.models import get_model
+
+SETS = '''
+import torch
+from torch.utils.data import Dataset
+
+
+class Squares(Dataset):
+    """Bright squares on dark images of two sizes; one image of the training set has none."""
+
+    def __init__(self, count, first, kind, label):
+        self.count, self.first, self.kind, self.label = count, first, kind, label
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(self.first + i)
+        height = 32 if self.kind == "pixels" else 32 + 8 * (i % 2)
+        image = torch.rand(3, height, 40, generator=generator) * 0.2
+        pixels = torch.zeros(height, 40, dtype=torch.long)
+        boxes = []
+        for _ in range(0 if self.first + i == 2 else 1 + i % 2):
+            x, y = torch.randint(0, 20, (2,), generator=generator).tolist()
+            image[:, y : y + 10, x : x + 10] += 0.7
+            pixels[y : y + 10, x : x + 10] = 1
+            boxes.append([x, y, x + 10, y + 10])
+        if self.kind == "pixels":
+            return image, pixels
+        return image, {"boxes": boxes, "labels": [self.label] * len(boxes)}
+
+
+def squares(kind="boxes", label=1):
+    return Squares(6, 0, kind, label), Squares(3, 100, kind, label)
+
+
+def two_lists(examples):
+    images, targets = zip(*examples)
+    tensors = [{"boxes": torch.tensor(t["boxes"]).reshape(-1, 4).float(),
+                "labels": torch.tensor(t["labels"], dtype=torch.long)} for t in targets]
+    return list(images), tensors
+
+
+def stacked(examples):
+    return torch.stack([image[:, :32] for image, _ in examples]), torch.ones(len(examples))
+'''
+BOXES = """
+defaults: [{override /task@_global_.task: detection}]
+_target_: squares.squares
+collate: runner.data.detection.collate_detection
+meta: {classes: 2}
+"""
+PIXELS = """
+defaults: [{override /task@_global_.task: segmentation}]
+_target_: squares.squares
+kind: pixels
+meta: {input: [3, 32, 40], classes: 2}
+"""
+DETECTOR = "fasterrcnn_mobilenet_v3_large_320_fpn"
+TINY = {
+    "min_size": 32,
+    "max_size": 32,
+    "rpn_pre_nms_top_n_train": 40,
+    "rpn_post_nms_top_n_train": 20,
+    "rpn_pre_nms_top_n_test": 40,
+    "rpn_post_nms_top_n_test": 20,
+    "box_batch_size_per_image": 8,
+}
+OPTIONS = ", ".join(f"{key}: {value}" for key, value in TINY.items())
+RUN = (
+    "--config-dir",
+    "conf",
+    "model=torchvision",
+    "tracking=none",
+    "train.batch_size=2",
+    "train.max_steps=3",
+    "optimizer=sgd",
+    "optimizer.lr=0.01",
+    "optimizer.momentum=0.0",
+    "optimizer.weight_decay=0.0",
+    "scheduler=constant",
+    "data.shuffle=false",
+)
+
+
+@pytest.fixture
+def lab(tmp_path):
+    (tmp_path / "squares.py").write_text(SETS)
+    folder = tmp_path / "conf" / "data"
+    folder.mkdir(parents=True)
+    (folder / "boxes.yaml").write_text(BOXES)
+    (folder / "pixels.yaml").write_text(PIXELS)
+    return tmp_path
+
+
+@pytest.fixture
+def detect(lab, main):
+    return lambda *args: main(
+        *RUN, "data=boxes", f"model.name={DETECTOR}", f"model.options={{{OPTIONS}}}", *args
+    )
+
+
+@pytest.fixture
+def segment(lab, main):
+    return lambda *args: main(*RUN, "data=pixels", "model.name=lraspp_mobilenet_v3_large", *args)
+
+
+@pytest.fixture
+def sets(lab, monkeypatch):
+    monkeypatch.syspath_prepend(str(lab))
+    return import_module("squares")
+
+
+def metrics(lab, folder):
+    return json.loads((lab / folder / "result.json").read_text())["metrics"]
+
+
+def weights(lab, folder):
+    from safetensors.torch import load_file
+
+    return load_file(lab / folder / "model.safetensors")
+
+
+def batches(dataset, make):
+    for start in range(0, len(dataset), 2):
+        yield make([dataset[i] for i in range(start, min(start + 2, len(dataset)))])
+
+
+def test_a_detector_learns_bit_by_bit_what_a_loop_by_hand_learns(detect, lab, sets):
+    done = detect("checkpoint.safetensors=true", "hydra.run.dir=run")
+    assert done.rc == 0, done.stderr
+
+    torch.manual_seed(0)
+    model = get_model(DETECTOR, weights=None, weights_backbone=None, num_classes=2, **TINY)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train, val = sets.squares()
+    for images, targets in batches(train, sets.two_lists):
+        sum(model(images, targets).values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    own = model.state_dict()
+    saved = weights(lab, "run")
+    assert all(torch.equal(value, own[name]) for name, value in saved.items())
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.eval()
+    torch.manual_seed(0)
+    total = 0.0
+    with torch.no_grad():
+        for images, targets in batches(val, sets.two_lists):
+            total += sum(model(images, targets).values()).item() * len(images)
+    assert metrics(lab, "run") == {"val/loss": pytest.approx(total / len(val), rel=1e-6)}
+
+
+def test_a_detector_trains_in_bf16_mixed_in_micro_batches(detect, lab):
+    words = ("precision=bf16-mixed", "train.max_steps=1", "train.accumulate=2")
+    done = detect(*words, "checkpoint.final=false", "hydra.run.dir=run")
+    assert done.rc == 0, done.stderr
+    assert metrics(lab, "run")["val/loss"] > 0
+
+
+def test_a_detector_in_16_mixed_resumes_where_it_stopped(detect, lab):
+    words = ("precision=16-mixed", "train.max_steps=2", "data.collate=squares.two_lists")
+    saving = ("hydra.run.dir=run", "checkpoint.every_steps=1", "checkpoint.keep=2")
+    whole = detect(*words, "precision.loss_scale.init_scale=256", *saving)
+    assert whole.rc == 0, whole.stderr
+    expected = metrics(lab, "run")
+    (lab / "run" / "result.json").unlink()
+    checkpoint = lab / "run" / "checkpoints" / "step-00000001.pt"
+    resumed = detect(f"checkpoint.resume={checkpoint}", "train.max_steps=2")
+    assert resumed.rc == 0, resumed.stderr
+    assert metrics(lab, "run") == expected
+
+
+def test_it_is_planned_and_evaluated(detect, lab):
+    assert detect("hydra.run.dir=run", "train.max_steps=1").rc == 0
+    planned = detect("mode=plan", "+data.meta.input=[3,32,40]")
+    assert planned.rc == 0, planned.stderr
+    assert "not predicted" in planned.stdout
+    found = detect("mode=evaluate", "checkpoint=run", "precision=bf16-mixed")
+    assert found.rc == 0, found.stderr
+    assert "change +" in found.stdout or "change -" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["data.collate=null"], "data.collate=runner.data.detection.collate_detection"),
+        (["data.collate=squares.stacked"], "a batch has a tensor float32 [2, 3, 32, 40] and a"),
+        (["task.loss_weights={loss_box: 2}"], "returns loss_classifier, loss_box_reg"),
+        (["task.loss_weights={loss_box_reg: -1}"], "task.loss_weights.loss_box_reg=-1 does not"),
+        (["task=classification"], "data=boxes yields boxes. Type task=detection"),
+        (["model.name=resnet18", "model.options=null"], "resnet18 needs input_shape"),
+    ],
+)
+def test_what_does_not_fit_a_detector_gets_one_message(detect, args, message):
+    done = detect(*args)
+    assert done.rc == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_takes_no_boxes_is_refused(lab, main):
+    words = [word for word in RUN if word != "model=torchvision"]
+    done = main(*words, "data=boxes", "model=resnet", "model.input_shape=[3,32,40]")
+    assert done.rc == 2
+    assert "model(images, targets), and ResNet.forward takes (x)" in done.stderr
+
+
+def test_labels_outside_the_classes_are_found_before_training(detect):
+    done = detect("+data.label=2")
+    assert done.rc == 1
+    found = (
+        "data: sample 0 of the train set, and 4 more of the 6 looked at: label 2 is outside the 2"
+    )
+    assert found in done.stderr
+
+
+def test_a_segmenter_takes_out_and_says_so(segment, lab, sets):
+    done = segment("checkpoint.safetensors=true", "hydra.run.dir=run")
+    assert done.rc == 0, done.stderr
+    assert "takes out of the model's output (task.output=out)" in done.stdout
+
+    torch.manual_seed(0)
+    name = "lraspp_mobilenet_v3_large"
+    model = get_model(name, weights=None, weights_backbone=None, num_classes=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train, _ = sets.squares("pixels")
+    for batch in batches(train, torch.utils.data.default_collate):
+        F.cross_entropy(model(batch[0])["out"], batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    own = model.state_dict()
+    assert all(torch.equal(value, own[key]) for key, value in weights(lab, "run").items())
+
+
+def test_the_auxiliary_loss_needs_its_head(segment):
+    done = segment("task.aux_weight=0.4")
+    assert done.rc == 2
+    assert "model.options={aux_loss: true}" in done.stderr
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_segmenter_with_an_auxiliary_head_trains(segment, lab, precision):
+    done = segment(
+        "model.name=deeplabv3_mobilenet_v3_large",
+        "model.options={aux_loss: true}",
+        "task.aux_weight=0.4",
+        f"precision={precision}",
+        "train.max_steps=1",
+        "hydra.run.dir=run",
+    )
+    assert done.rc == 0, done.stderr
+    assert set(metrics(lab, "run")) == {"val/loss", "val/accuracy", "val/iou"}
+
+
+def test_the_example_of_the_docs_trains(lab, root, main):
+    page = (root / "docs" / "vision.md").read_text()
+    for kind, name in (("python", "lab/boxes.py"), ("yaml", "lab/conf/data/boxes.yaml")):
+        file = lab / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page.partition(f"```{kind}\n# {name}\n")[2].partition("```")[0])
+    (command,) = re.findall(r"    python -m runner (.*data=boxes.*)\n", page)
+    small = ("tracking=none", "train.max_steps=1", "train.batch_size=4", "checkpoint.final=false")
+    done = main(*command.split(), *small)
+    assert done.rc == 0, done.stderr
+    assert "val/loss" in done.stdout
