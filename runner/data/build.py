@@ -198,9 +198,20 @@ class RunLoaders(NamedTuple):
 
 
 def build_run_loaders(
-    spec: RunSpec, data: RunData, device: torch.device, place: ProcessRank = SINGLE_PROCESS
+    spec: RunSpec,
+    data: RunData,
+    device: torch.device,
+    place: ProcessRank = SINGLE_PROCESS,
+    task: Any = None,
 ) -> RunLoaders:
-    """Return the loaders of all data sets of a run; see build_loaders for the arguments.
+    """Return the loaders of all data sets of a run; see build_loaders for the other arguments.
+
+    Args:
+        spec: of the run.
+        data: from build_data.
+        device: where the batches go.
+        place: this process.
+        task: of the run, which says how a batch is split; None builds it.
 
     Raises:
         ConfigError: a set is empty.
@@ -219,7 +230,7 @@ def build_run_loaders(
         spec.train.num_workers,
         place,
         spec.train.data_on_device,
-        layout=_batch_layout(spec),
+        layout=_batch_layout(spec, task),
         collator=_collator(spec),
     )
     train_options = replace(options, sampler=_sampler(spec, data.splits.train))
@@ -279,10 +290,10 @@ def _sampler(spec: RunSpec, dataset: Any) -> SamplerOrder | None:
     return SamplerOrder(name, sampler, len(dataset))
 
 
-def _batch_layout(spec: RunSpec) -> BatchLayout:
+def _batch_layout(spec: RunSpec, task: Any) -> BatchLayout:
     """Return how the run's task splits a batch."""
-    if "_target_" not in spec.task:
+    if task is None and "_target_" not in spec.task:
         return PAIRS
     # The task itself is asked, as a class of the user's may name its fields.
-    task = build_task(spec.task)
+    task = build_task(spec.task) if task is None else task
     return task.layout(task.input_fields, task.target_field, task.passes_target)

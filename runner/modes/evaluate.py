@@ -158,7 +158,7 @@ def _with_evaluated_weights(run: RunContext, saved: LoadedCheckpoint) -> LoadedC
 def _evaluation_loaders(run: RunContext) -> RunLoaders:
     """Build the loaders, log the data sets and check those that are evaluated for bad values."""
     data = build_data(run.spec)
-    loaders = build_run_loaders(run.spec, data, run.device, run.strategy.place)
+    loaders = build_run_loaders(run.spec, data, run.device, run.strategy.place, run.task)
     log_data_sets(run, data)
     evaluated = loaders.labelled
     del evaluated["train"]

@@ -151,7 +151,7 @@ def rewind_to_step(
     # Seeded twice, as mode=train does: whatever random numbers the data draws, the model's weights
     # are those of the seed.
     seed_all(spec.seed)
-    loaders = build_run_loaders(spec, build_data(spec), device)
+    loaders = build_run_loaders(spec, build_data(spec), device, task=task)
     loader = loaders.train
     seed_all(spec.seed)
     make = model_builder(spec, precision, device, start)

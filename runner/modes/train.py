@@ -127,7 +127,7 @@ def _loaders(run: RunContext) -> RunLoaders:
     prepare_process(run)
     data = build_data(run.spec)
     place = run.strategy.place
-    loaders = build_run_loaders(run.spec, data, run.device, place)
+    loaders = build_run_loaders(run.spec, data, run.device, place, run.task)
     if place.world_size == 1:  # else the others would not know that a wait was interrupted
         for loader in loaders.labelled.values():
             loader.wait_context = run.signals.interruptible

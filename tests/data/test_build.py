@@ -7,9 +7,10 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from runner.config.schema import DebugSpec, RunSpec, TrainSpec
-from runner.data.build import build_loaders, build_splits
+from runner.data.build import build_data, build_loaders, build_run_loaders, build_splits
 from runner.data.split_checks import splits_problems
 from runner.data.splits import Splits
+from runner.training.tasks.classification import Classification
 from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -77,6 +78,14 @@ def test_a_set_without_a_name_for_its_metrics_is_refused(name):
     problems = list(splits_problems(([1], {name: [1], "fine": [1]}), "mine.make"))
     assert len(problems) == 1
     assert f"a val set is called {name!r}, which cannot be part of a metric's name" in problems[0]
+
+
+def test_the_task_of_a_run_is_not_built_again():
+    chosen = replace(make_spec("tensors"), task={"_target_": "no.such.Task"})
+    task = Classification(inputs=("a",), target="b")
+    loaders = build_run_loaders(chosen, build_data(chosen), CPU, task=task)
+    assert loaders.train.layout.inputs == ("a",)
+    assert loaders.val.layout.target == "b"
 
 
 @pytest.mark.parametrize("target", ["tensors", "images"])
