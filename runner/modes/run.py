@@ -294,6 +294,9 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     }
     if strategy.place.world_size > 1:
         tags |= {"strategy": strategy.name, "processes": str(strategy.place.world_size)}
+    if context.task.additions.quality is not None:
+        # For reports that find no result.json.
+        tags |= {"quality": context.task.quality, "direction": context.task.direction}
     tags |= run_metadata.git_tags(Path.cwd())
     info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=origin.sweep)
     earlier = journal.latest_journal(context.out)

@@ -20,6 +20,7 @@ KNOWN = {
     "data": ("runner.data.datasets.digits.digits", "mine.Net", "runner.data.padding.pad"),
     "optimizer": ("torch.optim.NAdam", "runner.training.lowbit_optimizers.AdamW8bit"),
     "scheduler": ("torch.optim.lr_scheduler.StepLR",),
+    "task": ("torchmetrics.classification.MulticlassF1Score", "torchmetrics.R2Score", "mine.Net"),
 }
 UNKNOWN = {
     "model": (
@@ -42,6 +43,12 @@ UNKNOWN = {
     ),
     "data": ("runner.data.datasets.text.Path", "torch.nn.Linear", "builtins.open"),
     "optimizer": ("torch.optim.lr_scheduler.StepLR", "torch.optim.optimizer.torch.load"),
+    "task": (
+        "torchmetrics.functional.accuracy",
+        "torchmetrics.MetricCollection",
+        "torchmetrics.metric.Module",
+        "torchmetrics.none",
+    ),
 }
 
 

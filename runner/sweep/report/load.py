@@ -217,10 +217,14 @@ def _stored_values(run: "StoredRun") -> dict[str, Any]:
     """Return the fields of a result that a run's last metrics and tags hold."""
     known = ("val/iou", "val/accuracy", "val/loss")
     quality = next((key for key in known if key in run.metrics), "")
+    direction = "max" if quality in known[:2] else "min"
+    if run.tags.get("quality") in run.metrics:  # task.quality names it
+        quality = run.tags["quality"]
+        direction = run.tags.get("direction", direction)
     values: dict[str, Any] = {
         "metrics": {key: v for key, v in run.metrics.items() if key.startswith(("val/", "test/"))},
         "quality": quality,
-        "direction": "max" if quality in known[:2] else "min",
+        "direction": direction,
         "train_loss": run.metrics.get("train/loss"),
         "loss_scale": run.metrics.get("loss_scale/value"),
         "weights_mib": run.metrics.get("memory/weights_mib"),

@@ -1,12 +1,19 @@
 """Tasks with a class at every position: language modelling and the classification of tokens."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import count_labels, labels_out_of_range, mean, stack, wide
+from runner.training.tasks.task import (
+    count_labels,
+    counted_positions,
+    labels_out_of_range,
+    mean,
+    stack,
+    wide,
+)
 from runner.training.tasks.tensor_task import TensorTask
 
 
@@ -17,7 +24,7 @@ class Language(TensorTask):
     """
 
     takes = "logits [B, T, V]"
-    quality: ClassVar[str] = "val/loss"
+    quality = "val/loss"
     direction = "min"
 
     def aligned(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,6 +59,10 @@ class Language(TensorTask):
     def labels(self, target: Tensor) -> Tensor:
         """Return how many tokens count."""
         return self.counted(target)
+
+    def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [N, V] and tokens [N] of the positions whose labels count."""
+        return counted_positions(*self.aligned(output, target))
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which sequences hold a token that is no class."""
@@ -98,7 +109,7 @@ class TokenClassification(Language):
     count."""
 
     takes = "logits [B, T, C]"
-    quality: ClassVar[str] = "val/accuracy"
+    quality = "val/accuracy"
     direction = "max"
 
     def totals(self, output: Any, target: Tensor) -> Tensor:
@@ -118,7 +129,7 @@ class MaskedLM(TokenClassification):
     masked; val/accuracy is the share of masked tokens that are guessed right."""
 
     takes = "logits [B, T, V]"
-    quality: ClassVar[str] = "val/loss"
+    quality = "val/loss"
     direction = "min"
 
 
