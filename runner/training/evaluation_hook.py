@@ -124,9 +124,11 @@ class EvaluationHook:
         return f"task.after_evaluation={name}, called after the evaluation at step {self.step()},"
 
     def _reason(self, error: Exception) -> str:
-        """Return an error's type and text, and the line of code that raised it."""
+        """Return an error's type and text, and the innermost line of the user's code."""
         text = " ".join(str(error).split()).rstrip(".")
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "site-packages" not in frame.filename]
+        place = (own or frames)[-1]
         where = f"{Path(place.filename).name}, line {place.lineno}"
         return f": {type(error).__name__}: {text} ({where})."
 
