@@ -132,9 +132,8 @@ def test_a_hook_that_fails_loses_nothing(hooked, main, lab):
     done, _ = hooked("run", "task.after_evaluation=lab.hooks.fail")
     assert done.rc == 1
     assert "Traceback" not in done.stderr
-    assert "task.after_evaluation=lab.hooks.fail, called after the evaluation at step 2, fails: " in (
-        done.stderr
-    )
+    where = "task.after_evaluation=lab.hooks.fail, called after the evaluation at step 2, fails: "
+    assert where in done.stderr
     assert "KeyError: 'no such prompt' (hooks.py, line " in done.stderr
     assert "Resume with: python -m runner --config-dir lab/conf checkpoint.resume=" in done.stderr
     assert "no such prompt" in (lab / "run" / "error.txt").read_text()

@@ -3,6 +3,8 @@
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("torchmetrics")
+pytestmark = pytest.mark.slow
 
 GPT2 = "{model_type: gpt2, n_embd: 16, n_layer: 1, n_head: 2, vocab_size: 64, eos_token_id: 0}"
 

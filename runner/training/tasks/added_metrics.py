@@ -68,10 +68,7 @@ class AddedMetrics:
         found: dict[str, float] = {}
         for name, metric in self.metrics.items():
             try:
-                with warnings.catch_warnings():
-                    # Without a label that counts a metric has no update, of which it warns.
-                    warnings.simplefilter("ignore")
-                    value = metric.compute()
+                value = _computed(metric)
             except Exception as error:  # of whatever type a metric raises
                 raise _failure(name, error, "") from error
             found.update(_numbers(f"val/{name}", value))
@@ -88,6 +85,16 @@ class AddedMetrics:
             if higher is not None:
                 return "max" if higher else "min"
         return None
+
+
+def _computed(metric: Any) -> Any:
+    """Return a metric's value over all processes."""
+    if metric.update_called:
+        return metric.compute()
+    # No label counts in this process, of which the metric warns; others may have some.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return metric.compute()
 
 
 def _widened(value: Any) -> Any:

@@ -16,6 +16,7 @@ from runner.training.tasks.segmentation import Segmentation
 from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError, ModelError
 
+pytest.importorskip("torchmetrics")
 CPU = torch.device("cpu")
 ACCURACY = {
     "_target_": "torchmetrics.classification.MulticlassAccuracy",
