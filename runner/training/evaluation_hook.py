@@ -15,6 +15,7 @@ from torch import Tensor
 from runner.training.state import TrainState
 from runner.utils.errors import HookError
 from runner.utils.reproducibility import rng_state, set_rng_state
+from runner.utils.stop_signals import Stopped
 
 SAMPLES = "samples"
 """Folder of the files that hooks write, in the run's folder and among its artifacts."""
@@ -106,6 +107,8 @@ class EvaluationHook:
         if strategy.place.is_main or strategy.shards:
             try:
                 values = self._checked(self._call(label, metrics, batch), metrics)
+            except Stopped:
+                raise  # a signal, which is no failure of the hook
             except HookError as error:
                 problem = str(error)
             except Exception as error:  # of whatever type the user's code raises

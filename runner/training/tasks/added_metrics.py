@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from runner.utils.errors import ModelError
+from runner.utils.stop_signals import Stopped
 
 Gather = Callable[[Tensor], list[Tensor]]
 """Returns the tensors of all processes, in their order."""
@@ -50,7 +51,7 @@ class AddedMetrics:
         for name, metric in self.metrics.items():
             try:
                 metric.update(predictions, _widened(targets))
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, Stopped):
                 raise
             except Exception as error:  # of whatever type a metric raises
                 given = f"{_described(predictions)} and {_described(targets)}"
@@ -69,6 +70,8 @@ class AddedMetrics:
         for name, metric in self.metrics.items():
             try:
                 value = _computed(metric)
+            except (torch.OutOfMemoryError, Stopped):
+                raise
             except Exception as error:  # of whatever type a metric raises
                 raise _failure(name, error, "") from error
             found.update(_numbers(f"val/{name}", value))
