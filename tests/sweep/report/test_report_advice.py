@@ -113,7 +113,7 @@ def test_precisions_are_judged_by_the_named_quality_in_its_direction() -> None:
     verdicts = {verdict.name: verdict for verdict in found.verdicts}
     assert verdicts["bf16-mixed"].rating.name == "RECOMMENDED"
     assert verdicts["16-mixed"].rating.name == "WORSE"
-    assert ", and its val/f1 is higher by 0.1" in advice_sentence(found)
+    assert ", and its val/f1 is higher by 0.0998" in advice_sentence(found)
     assert reason_sentence(verdicts["16-mixed"]).startswith("val/f1 -0.1")
     assert reason_sentence(verdicts["32-true"]).startswith("val/f1 1, seeds differ by")
 
