@@ -112,6 +112,31 @@ def test_the_hook_sees_the_averaged_weights(hooked, lab):
     assert not torch.equal(weight, next(iter(content["model"].values())))
 
 
+def test_each_set_has_its_metrics_its_call_and_its_folder(hooked, lab):
+    pytest.importorskip("torchmetrics")
+    (lab / "lab" / "sets.py").write_text(
+        "from lab.data import Rows\n\n\ndef sets(count):\n"
+        "    return Rows(count), {'seen': Rows(20), 'unseen': Rows(30)}, Rows(10)\n"
+    )
+    done, found = hooked(
+        "run",
+        "data._target_=lab.sets.sets",
+        "task.after_evaluation={_target_: lab.hooks.Write, text: hello}",
+        "task.metrics={f1: {_target_: torchmetrics.F1Score, task: multiclass, num_classes: 2}}",
+        "task.quality=unseen/f1",
+        "checkpoint.best=true",
+    )
+    assert done.rc == 0, done.stderr
+    names = ("val/f1", "val/seen/f1", "val/unseen/f1", "test/f1")
+    assert all(0 <= found["metrics"][name] <= 1 for name in names)
+    assert found["metrics"]["val/f1"] == found["metrics"]["val/seen/f1"]
+    assert found["quality"] == "val/unseen/f1"
+    assert "runs are compared by val/unseen/f1\n" in done.stdout
+    last = lab / "run" / "samples" / "step-00000004"
+    written = {str(path.relative_to(last)) for path in last.rglob("*.txt")}
+    assert written == {"seen/text.txt", "unseen/text.txt", "test/text.txt"}
+
+
 @pytest.mark.parametrize(
     "value",
     [
