@@ -261,8 +261,9 @@ def _raise_with_checkpoint(
     except CheckpointError as unsaved:
         raise HookError(f"{message} {unsaved}") from error
     if path is not None:
-        resume = quote_command(run.origin.resume_command(run.out))
-        message += f" The state is in {relative_path(path)}. Resume with: {resume}"
+        message += f" The state is in {relative_path(path)}."
+        if run.origin.sweep is None:  # a sweep is resumed as a whole
+            message += f" Resume with: {quote_command(run.origin.resume_command(run.out))}"
     raise HookError(message) from error
 
 

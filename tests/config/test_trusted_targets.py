@@ -151,6 +151,22 @@ def test_a_collator_that_is_given_as_text():
     )
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"metrics": "os.system"},
+        {"metrics": ["torchmetrics.R2Score", "os.system"]},
+        {"metrics": {"a": {"_target_": "os.system"}}},
+        {"after_evaluation": "os.system"},
+        {"after_evaluation": {"_target_": "os.system", "_partial_": True}},
+    ],
+)
+def test_a_metric_or_a_hook_of_a_stranger(keys):
+    spec = {"task": {"_target_": "mine.Net", **keys}}
+    with pytest.raises(ConfigError, match=r"names task\._target_=os\.system"):
+        trusted_targets.check_trusted(spec, ["task"], {}, "x.pt", "checkpoint")
+
+
 def test_a_secret_that_was_left_out_is_asked_for():
     spec = {"data": {"_target_": "mine.Net", "api_key": "***", "max_tokens": 3}}
     with pytest.raises(ConfigError, match=r"secret data\.api_key\. Type data\.api_key=<value>"):
