@@ -1,6 +1,7 @@
 """task.metrics and task.quality: metrics of torchmetrics beside a task's own."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -250,6 +251,13 @@ def test_wrong_keys_are_refused(quick, keys, message):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert "epoch 1" not in done.stdout
+
+
+def test_the_extra_is_named_where_torchmetrics_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    node = {"_target_": f"{Classification.__module__}.Classification"}
+    (problem,) = task_problems({**node, "metrics": "torchmetrics.R2Score"})
+    assert problem.endswith("Type pip install 'precision-runner[metrics]'.")
 
 
 def test_a_task_that_takes_a_key_itself_is_given_it():
