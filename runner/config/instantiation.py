@@ -23,6 +23,9 @@ CONVERT_MODES = ("all", "partial", "object", "none")
 """Values of `_convert_`. A spec holds plain containers, so that the first three are the same; none
 passes Hydra's own lists and mappings."""
 
+_EXTRAS = {"torchmetrics": "metrics"}
+"""Optional packages that targets of the user's may name, and the extra that installs each."""
+
 # Keys of a group that describe it to the runner and are not passed to its target.
 DESCRIPTIVE_KEYS = {"meta", "match", "shuffle"}
 
@@ -76,9 +79,14 @@ def locate(path: str) -> Callable[..., Any]:
                 raise ConfigError(f"{path} does not import: {module_name} has no {name}.")
             found = getattr(found, name)
         return found
+    extra = _EXTRAS.get(parts[0])
     raise ConfigError(
         f"{path} does not import: no module named {parts[0]} on the path. "
-        "Write package.module.Name, importable from the folder you run in."
+        + (
+            f"Type pip install 'precision-runner[{extra}]'."
+            if extra
+            else "Write package.module.Name, importable from the folder you run in."
+        )
     )
 
 

@@ -1,14 +1,33 @@
-"""Name the keys of the data group that the runner reads itself: data.collate, data.sampler.
+"""Name the keys of the data and the task group that the runner reads itself.
 
-They are not passed to the data group's own target. Each is a node with a `_target_`, or a dotted
-path as text. The runner builds them with loading_targets.py.
+Those of the data group are data.collate and data.sampler, which loading_targets.py builds; those of
+the task group are TASK_KEYS, which data/task_additions.py builds. They are not passed to the
+group's own target. A target among them is a node with a `_target_`, or a dotted path as text.
 """
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 LEADING_COUNTS = {"collate": 0, "sampler": 1}
 """Number of arguments that the runner passes before the keywords, by key."""
+
+TASK_KEYS = ("metrics", "quality", "direction", "after_evaluation")
+"""Keys of the task group that fit every task."""
+
+
+class MetricItem(NamedTuple):
+    """A metric of task.metrics.
+
+    Attributes:
+        key: dotted key of its value.
+        name: under which it is recorded.
+        value: a node with a `_target_` or a dotted path; anything else is wrong.
+    """
+
+    key: str
+    name: str
+    value: Any
 
 
 def data_target_node(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,11 +45,50 @@ def loading_nodes(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
             yield f"data.{key}", node, leading or int(node.get("_partial_") is True)
 
 
+def metric_items(value: Any) -> list[MetricItem]:
+    """Return the metrics of task.metrics: one, a list, or a mapping of names to metrics."""
+    key = "task.metrics"
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [MetricItem(f"{key}[{i}]", _metric_name(v), v) for i, v in enumerate(value)]
+    if isinstance(value, Mapping) and "_target_" not in value:
+        return [MetricItem(f"{key}.{name}", str(name), v) for name, v in value.items()]
+    return [MetricItem(key, _metric_name(value), value)]
+
+
+_WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def _metric_name(value: Any) -> str:
+    """Return the name of a metric without one of its own: its class in snake_case."""
+    path = value.get("_target_") if isinstance(value, Mapping) else value
+    return _WORD_STARTS.sub("_", str(path).rpartition(".")[2]).lower()
+
+
+def task_nodes(task: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """Yield each node with a target among TASK_KEYS, as loading_nodes does.
+
+    Args:
+        task: the keys of the task group that the runner reads.
+    """
+    for item in metric_items(task.get("metrics")):
+        if isinstance(item.value, Mapping) and "_target_" in item.value:
+            yield item.key, item.value, 0
+    hook = task.get("after_evaluation")
+    if isinstance(hook, Mapping) and "_target_" in hook:
+        # A partial function is called with the model and what the evaluation found.
+        yield "task.after_evaluation", hook, 2 * int(hook.get("_partial_") is True)
+
+
 def task_paths(task: Any) -> list[tuple[str, str]]:
     """Return the dotted key and the value of the task group's targets that are given as text; of
     anything but a mapping none."""
-    loss = task.get("loss") if isinstance(task, Mapping) else None
-    return [("task.loss", loss)] if isinstance(loss, str) else []
+    if not isinstance(task, Mapping):
+        return []
+    values = [(f"task.{key}", task.get(key)) for key in ("loss", "after_evaluation")]
+    values += [(item.key, item.value) for item in metric_items(task.get("metrics"))]
+    return [(key, value) for key, value in values if isinstance(value, str)]
 
 
 def loading_paths(data: Any) -> list[tuple[str, str]]:

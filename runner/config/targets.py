@@ -1,6 +1,7 @@
 """Check the targets (`_target_`) of a config, and build its groups."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from inspect import signature
 from typing import Any
@@ -17,7 +18,7 @@ from runner.config.instantiation import (
     refusals,
     target_arguments,
 )
-from runner.config.loading_keys import data_target_node, loading_nodes
+from runner.config.loading_keys import TASK_KEYS, data_target_node, loading_nodes, task_nodes
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
 
@@ -28,6 +29,7 @@ LEADING_ARGUMENT_COUNTS = {"optimizer": 1, "scheduler": 1}
 RUNNER_KEYS = {
     "optimizer": ("groups", "no_decay_on", "layer_decay"),
     "scheduler": ("warmup",),
+    "task": TASK_KEYS,
 }
 """Keys that the runner reads and does not pass to the target, by group."""
 
@@ -54,6 +56,15 @@ def without_runner_keys(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key not in keys}
 
 
+def runner_values(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a group's node that the runner reads itself, by their keys."""
+    keys: Iterable[str] = RUNNER_KEYS.get(group, ())
+    # check_targets reports a target that does not import.
+    with suppress(ConfigError, AttributeError, TypeError):
+        keys = runner_keys(group, locate(str(node.get("_target_"))))
+    return {key: node[key] for key in keys if node.get(key) is not None}
+
+
 def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     """Yield each node of a spec with a target: its dotted key, the node, its leading arguments."""
     for part in fields(RunSpec):
@@ -65,6 +76,8 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
         if part.name == "data":
             yield from loading_nodes(node)
             node = data_target_node(node)
+        if part.name == "task":
+            yield from task_nodes(runner_values("task", node))
         if "_target_" in node:
             yield part.name, node, leading
             # Schedules of schedules, each of which is called with the optimizer.
@@ -111,6 +124,8 @@ def check_targets(spec: RunSpec) -> list[str]:
 
 def _group_arguments(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that a group's node passes to its target."""
+    if key.startswith("task."):
+        return target_arguments(node, key)
     try:
         own_node = without_runner_keys(key.partition(".")[0], node)
     except (ConfigError, AttributeError, TypeError):

@@ -119,6 +119,9 @@ def _is_known(group: str, target: Any) -> bool:
         return False
     if target in _options(group) or target in _OWN_FUNCTIONS.get(group, ()):
         return True
+    if group == "task" and target.startswith("torchmetrics."):
+        located = _locate_or_none(target)
+        return isinstance(located, type) and issubclass(located, _metric_class())
     prefixes, base_class = _KINDS.get(group, ((), object))
     if target.startswith(prefixes):
         # These packages hold other things, too, which take files or run code.
@@ -134,6 +137,12 @@ def _is_known(group: str, target: Any) -> bool:
     # (mine.os.system) is not own code: the module that defines it counts.
     located = _locate_or_none(target)
     return located is None or _defining_package(located) == root
+
+
+def _metric_class() -> Any:
+    """Return torchmetrics.Metric, the base class of the metrics of task.metrics."""
+    # Imported where a metric is named: the package is optional, and slow to import.
+    return locate("torchmetrics.Metric")
 
 
 def _options(group: str) -> set[str]:

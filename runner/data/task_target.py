@@ -1,4 +1,4 @@
-"""Check and build the task with the targets that are nested in it: task.loss."""
+"""Check and build the task with what the config adds to it: task.loss, task.metrics, ..."""
 
 from collections.abc import Iterator, Mapping
 from inspect import signature
@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from runner.config.loading_targets import path_problems
-from runner.config.targets import build_group, locate
+from runner.config.targets import build_group, locate, runner_values, without_runner_keys
+from runner.data.task_additions import addition_problems, build_additions
 from runner.utils.errors import ConfigError
 
 
 def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with these keys, their nodes' arguments left out."""
+    yield from addition_problems(runner_values("task", task))
     loss = task.get("loss")
     # A task of the user's own may have a key of this name for something else.
     if loss is None or not _is_builtin(task):
@@ -28,7 +30,7 @@ def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
 
 
 def build_task(task: Mapping[str, Any]) -> Any:
-    """Return the task of a run, with its training loss built.
+    """Return the task of a run, with its training loss and its metrics built.
 
     Args:
         task: the task group's node.
@@ -36,14 +38,23 @@ def build_task(task: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: a target does not import, or refuses its arguments.
     """
-    node = dict(task)
+    node = without_runner_keys("task", task)
     loss = node.get("loss")
     if isinstance(loss, str) and _is_builtin(task):
         found = locate(loss)
         node["loss"] = build_group("task.loss", {"_target_": loss}) if _is_class(found) else found
     elif isinstance(loss, Mapping) and "_target_" in loss:
         node["loss"] = build_group("task.loss", with_tensors("task.loss", loss))
-    return build_group("task", node)
+    built = build_group("task", node)
+    added = runner_values("task", task)
+    if added:
+        if not hasattr(built, "extend"):
+            raise ConfigError(
+                f"task.{next(iter(added))} fits tasks that derive from "
+                f"runner.training.tasks.task.Task, which {task['_target_']} does not."
+            )
+        built.extend(build_additions(added))
+    return built
 
 
 def with_tensors(key: str, node: Mapping[str, Any]) -> dict[str, Any]:

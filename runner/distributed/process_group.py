@@ -139,6 +139,13 @@ class ProcessGroupStrategy(Strategy):
         dist.gather_object(value, values, group=self._control)
         return values or []
 
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
+        parts: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(parts, tensor.cpu(), group=self._control)
+        like = next((part for part in parts if part.numel()), parts[0])
+        empty = like.new_empty((0, *like.shape[1:]))
+        return [(part if part.numel() else empty).to(tensor.device) for part in parts]
+
     def broadcast_object(self, value: Any) -> Any:
         values = [value]
         dist.broadcast_object_list(values, group=self._control)

@@ -103,6 +103,13 @@ class Strategy(ABC):
         """Return the values of all processes on the main one, an empty list on the others."""
         return [value]
 
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all processes, in their order and on this one's device.
+
+        They may differ in their first dimension. An empty one takes dtype and shape of the others.
+        """
+        return [tensor]
+
     def broadcast_object(self, value: Any) -> Any:
         """Return the value of the main process."""
         return value

@@ -24,12 +24,13 @@ from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.startup_checks import check_data, check_stream, try_batch
+from runner.modes.startup_checks import check_data, check_evaluation, check_stream, try_batch
 from runner.modes.startup_report import describe_model, log_data_sets
-from runner.modes.training_outputs import save_dtypes
+from runner.modes.training_outputs import save_dtypes, set_evaluation_hook
 from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_test, evaluate_validation
+from runner.training.evaluation_hook import EvaluationHook
 from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model import restore_model
 from runner.training.model_call import call_model
@@ -122,10 +123,12 @@ def _evaluate_checkpoint(
         with DtypeProbe(built.model) as probe:
             try_batch(run, state, validation)
         save_dtypes(run, probe, built.report)
+        hook = set_evaluation_hook(run, state, saved.content["step"])
+        check_evaluation(run, state, loaders.validation, hook)
         prepare_model(spec, run.precision, run.device, built.model)
         if spec.train.compile:
             _compile_for_batches(state, validation)
-        metrics, rate = _timed_evaluation(run, state, loaders)
+        metrics, rate = _timed_evaluation(run, state, loaders, hook)
     values = {**metrics, "memory/peak_mib": run.accelerator.peak_memory_mib()}
     if rate is not None:
         values["perf/examples_per_second"] = rate
@@ -186,9 +189,12 @@ def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
 
 
 def _timed_evaluation(
-    run: RunContext, state: TrainState, loaders: RunLoaders
+    run: RunContext, state: TrainState, loaders: RunLoaders, hook: EvaluationHook | None
 ) -> tuple[dict[str, float], float | None]:
-    """Return the metrics, and examples per second; None for less than MIN_TIMED_SECONDS."""
+    """Return the metrics, and examples per second; None for less than MIN_TIMED_SECONDS.
+
+    The time of the hook does not count.
+    """
     start = perf_counter()
     metrics = evaluate_validation(state, loaders.validation, run.stop_requested)
     run.signals.check()
@@ -196,7 +202,7 @@ def _timed_evaluation(
     test_metrics = evaluate_test(state, loaders.test, run.stop_requested)
     run.signals.check()
     assert test_metrics is not None
-    seconds = perf_counter() - start
+    seconds = perf_counter() - start - (hook.seconds if hook else 0.0)
     evaluated = [*loaders.validation.values(), *loaders.test.values()]
     examples = sum(loader.examples for loader in evaluated)
     rate = examples / seconds if seconds >= MIN_TIMED_SECONDS else None

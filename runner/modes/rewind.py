@@ -3,11 +3,12 @@
 Training is bit-exact, from the seed as from a checkpoint, so the state is the original one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from omegaconf import OmegaConf
@@ -23,6 +24,7 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.batch_layout import Batch
 from runner.data.build import build_data, build_run_loaders
+from runner.data.stream_loader import BatchLoader
 from runner.data.task_target import build_task
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes import run_metadata
@@ -31,6 +33,7 @@ from runner.precision.precision import Precision
 from runner.training import state_dict
 from runner.training.callbacks.stream_position import stream_callbacks
 from runner.training.evaluation import evaluate_validation
+from runner.training.evaluation_hook import EvaluationHook, HookOutput
 from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
 from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
@@ -172,6 +175,15 @@ def rewind_to_step(
             train_step(state, micros)
             if is_evaluation_step(spec.train, loader, state.step):
                 # Its data may draw random numbers, and a schedule may follow its quality.
-                metrics = evaluate_validation(state, loaders.validation)
-                if metrics is not None:
-                    state.record_evaluation(metrics)
+                _evaluate(state, loaders.validation)
+
+
+def _evaluate(state: TrainState, validation: Mapping[str, BatchLoader]) -> None:
+    """Evaluate as the run did, its hook included, whose files are deleted."""
+    with TemporaryDirectory() as folder:
+        if state.task.additions.hook is not None:
+            output = HookOutput(Path(folder), lambda path, name: None, lambda: "")
+            state.set_evaluation_hook(EvaluationHook(state, output))
+        metrics = evaluate_validation(state, validation)
+    if metrics is not None:
+        state.record_evaluation(metrics)

@@ -3,7 +3,9 @@
 Errors that the training loop raises later are explained by training_errors.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -14,11 +16,14 @@ from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 from runner.modes import batch_errors
 from runner.modes.context import RunContext
 from runner.modes.training_errors import explain_dead_workers
+from runner.training.evaluation import evaluate
+from runner.training.evaluation_hook import EvaluationHook
 from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model_call import describe_call
 from runner.training.state import TrainState
 from runner.training.step import loss_of
-from runner.utils.errors import ConfigError, DataError, RunnerError
+from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError
+from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 
 
 def check_data(run: RunContext, loaders: Mapping[str, BatchLoader]) -> None:
@@ -132,6 +137,61 @@ def _unshardable_part(state: TrainState) -> str:
     if state.complex_parameters:
         return "complex weights"
     return "sparse gradients" if state.sparse_gradient_parameters else ""
+
+
+def check_evaluation(
+    run: RunContext,
+    state: TrainState,
+    sets: Mapping[str, BatchLoader],
+    hook: EvaluationHook | None = None,
+) -> None:
+    """Check the metrics and the quality that the config adds to the task, on one batch.
+
+    Args:
+        run: the run.
+        state: its model is evaluated, which changes nothing.
+        sets: loaders of the validation sets by name.
+        hook: is tried in a folder that is deleted, where the quality may be one of its numbers.
+
+    Raises:
+        ConfigError: a metric fails or has a name that is taken, the hook fails, or the quality is
+            not recorded.
+    """
+    task = run.task
+    quality = task.additions.quality
+    if quality is None and task.added_metrics is None:
+        return
+    drawn = host_rng_state()
+    first = next(iter(sets.values()))
+    try:
+        metrics = evaluate(state, first, batches=1) or {}
+        names = [*metrics]
+        if quality is not None and quality not in _all_names(names, sets) and hook is not None:
+            with TemporaryDirectory() as folder:
+                tried = evaluate(state, first, batches=1, hook=hook.on_trial(Path(folder)))
+            names = [*(tried or {})]
+    except (ModelError, HookError) as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        set_host_rng_state(drawn)
+    recorded = _all_names(names, sets)
+    if quality is not None and quality not in recorded:
+        raise ConfigError(
+            f"task.quality={quality} is not recorded here. Type task.quality=<name>, one of: "
+            f"{', '.join(recorded)}."
+        )
+    if quality is not None:
+        better = "more" if task.direction == "max" else "less"
+        run.say(f"runs are compared by {quality}: {better} is better")
+
+
+def _all_names(names: Sequence[str], sets: Mapping[str, BatchLoader]) -> list[str]:
+    """Return the names under which the metrics of all validation sets are recorded."""
+    found = list(names)
+    for label in sets:
+        if label:
+            found += [name.replace("val/", f"val/{label}/", 1) for name in names]
+    return found
 
 
 def try_batch(

@@ -43,10 +43,11 @@ def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:
     if len(data.validation) > 1 or "" not in data.validation:
         sizes = ", ".join(f"{name} ({_count(found)})" for name, found in data.validation.items())
         first = next(iter(data.validation))
-        yield (
-            f"validation sets: {sizes}; runs are compared by {run.task.quality} of {first}, the "
-            "first of them"
-        )
+        quality = run.task.quality
+        chosen = f"{quality} of {first}, the first of them"
+        if any(quality.startswith(f"val/{name}/") for name in data.validation):
+            chosen = quality
+        yield f"validation sets: {sizes}; runs are compared by {chosen}"
     if not data.test:
         return
     if run.spec.debug.overfit:

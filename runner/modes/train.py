@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.data.build import RunLoaders, build_data, build_run_loaders
@@ -15,7 +15,13 @@ from runner.data.splits import set_labels
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.startup_checks import check_data, check_strategy, check_stream, try_batch
+from runner.modes.startup_checks import (
+    check_data,
+    check_evaluation,
+    check_strategy,
+    check_stream,
+    try_batch,
+)
 from runner.modes.startup_report import (
     describe_model,
     describe_optimizers,
@@ -31,6 +37,7 @@ from runner.modes.training_outputs import (
     save_model,
     save_processes,
     save_weights,
+    set_evaluation_hook,
 )
 from runner.modes.trial_forward import FirstStepProof, prove_conversion
 from runner.precision.precision import ConversionReport
@@ -41,8 +48,8 @@ from runner.training.evaluation import evaluate_test
 from runner.training.loop import fit, total_steps
 from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
-from runner.utils.errors import CheckpointError
-from runner.utils.formatting import format_number, now_ms
+from runner.utils.errors import CheckpointError, HookError
+from runner.utils.formatting import format_number, now_ms, relative_path
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import MIB, tensor_bytes
 from runner.utils.terminal import quote_command
@@ -100,6 +107,8 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
             _separate_random_streams(run)
             memory.begin_steps(state, loaders.train)
             try_batch(run, state, loaders.val)
+            hook = set_evaluation_hook(run, state)
+            check_evaluation(run, state, loaders.validation, hook)
         proof = FirstStepProof(run, state, built.report)
         outcome = _train_loop(run, state, loaders, resumed, proof)
         summary = outcome.summary.result_values()
@@ -168,6 +177,7 @@ def _train_loop(
         flush_every=spec.checkpoint.every_steps,
         should_stop=run.stop_requested,
     )
+    hook_error = None
     try:
         evaluated = set_labels("val", loaders.validation)
         with explain_training_errors(run, state, (loaders.train, evaluated)):
@@ -175,9 +185,13 @@ def _train_loop(
                 dispatch(callbacks.callbacks, record)
                 if callbacks.should_stop:
                     break
+    except HookError as error:
+        hook_error = error
     finally:
         callbacks.close()
         loaders.close()
+    if hook_error is not None:
+        _raise_with_checkpoint(run, callbacks, hook_error)
     # A signal that reached one process stops all of them.
     run.signals.record_remote_signal(run.strategy.all_reduce_max(run.signals.number or 0))
     unsaved = _save_weights(run, callbacks)
@@ -241,6 +255,26 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
         if problem:
             unsaved.append(problem)
     return unsaved
+
+
+def _raise_with_checkpoint(
+    run: RunContext, callbacks: TrainingCallbacks, error: HookError
+) -> NoReturn:
+    """End a run whose hook failed, after a checkpoint from which it can be resumed.
+
+    Raises:
+        HookError: with the command that resumes.
+    """
+    message = str(error)
+    try:
+        path = callbacks.save_last()
+    except CheckpointError as unsaved:
+        raise HookError(f"{message} {unsaved}") from error
+    if path is not None:
+        message += f" The state is in {relative_path(path)}."
+        if run.origin.sweep is None:  # a sweep is resumed as a whole
+            message += f" Resume with: {quote_command(run.origin.resume_command(run.out))}"
+    raise HookError(message) from error
 
 
 def _separate_random_streams(run: RunContext) -> None:

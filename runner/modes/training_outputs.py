@@ -4,7 +4,7 @@ The run's config, environment and commit are written by run_metadata.py.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from platform import node
@@ -20,6 +20,7 @@ from runner.modes.result import RunResult
 from runner.modes.tables import print_result
 from runner.precision.precision import ConversionReport
 from runner.training.callbacks.summary import RunSummary
+from runner.training.evaluation_hook import EvaluationHook, HookOutput
 from runner.training.model_call import call_model, taken_inputs
 from runner.training.state import TrainState
 from runner.training.tasks.tensor_task import TensorTask
@@ -42,6 +43,34 @@ def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) ->
         rows = [{**row, "conversion": conversions.get(row["module"], "")} for row in rows]
     if run.save_artifact(run.out / _DTYPES_FILE, lambda path: write_table(path, rows)):
         run.tracker.tags(_tables_tag(_DTYPES_FILE))
+
+
+def set_evaluation_hook(
+    run: RunContext, state: TrainState, step: int | None = None
+) -> EvaluationHook | None:
+    """Have the run's task.after_evaluation called after each evaluation, and return what calls it.
+
+    Args:
+        run: the run; None is returned where its task has no hook.
+        state: of the run.
+        step: that the weights are of; None for the state's own.
+    """
+    if run.task.additions.hook is None:
+        return None
+    output = HookOutput(run.out, _uploader(run), run.save_traceback)
+    hook = EvaluationHook(state, output, None if step is None else lambda: step)
+    state.set_evaluation_hook(hook)
+    return hook
+
+
+def _uploader(run: RunContext) -> Callable[[Path, str], None]:
+    """Return what uploads a folder; the files of other processes than the main one stay."""
+
+    def upload(folder: Path, name: str) -> None:
+        if run.strategy.place.is_main:
+            run.tracker.artifact(folder, name)
+
+    return upload
 
 
 def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:

@@ -189,12 +189,9 @@ def _direction(config: DictConfig) -> str:
     Raises:
         ConfigError: it is unknown; the task of a checkpoint is not read here.
     """
-    from runner.config.targets import locate
-
     direction = None
     if config.mode == "train":
-        target = locate(str(config.task.get("_target_")))
-        direction = _DIRECTIONS.get(str(getattr(target, "direction", None)))
+        direction = _DIRECTIONS.get(_task_direction(config))
     if direction is None:
         raise ConfigError(
             f"Optuna cannot know here whether more or less is better (mode={config.mode}, "
@@ -202,3 +199,21 @@ def _direction(config: DictConfig) -> str:
             "or hydra.sweeper.direction=minimize."
         )
     return direction
+
+
+def _task_direction(config: DictConfig) -> str:
+    """Return max or min, whichever is better of the quality of a config's task; else empty."""
+    from runner.config.targets import RUNNER_KEYS, locate
+    from runner.data.task_target import build_task, task_problems
+
+    target = locate(str(config.task.get("_target_")))
+    own = getattr(target, "direction", None)
+    added = [key for key in RUNNER_KEYS["task"] if config.task.get(key) is not None]
+    if own is not None and not added:
+        return str(own)
+    task: Any = OmegaConf.to_container(config.task, resolve=True)
+    problems = list(task_problems(task))
+    if problems:
+        raise ConfigError(*problems)
+    # A function that returns the task shows its direction only by a call.
+    return str(getattr(build_task(task), "direction", ""))

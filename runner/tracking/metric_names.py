@@ -24,6 +24,8 @@ METRICS = {
     "val/accuracy": "share of right classes, of the labels that count (tasks of classes)",
     "val/perplexity": "exp of val/loss (task=language, causal_lm, seq2seq)",
     "val/iou": "intersection over union, mean of the classes that occur (task=segmentation)",
+    "val/<name>": "a metric of task.metrics, or a number that task.after_evaluation returns; "
+    "val/<name>/<index or key> of several numbers",
     "val/<name>/<metric>": "of one of several validation sets; of the first set val/<metric>, too",
     "test/<metric>": "a metric of the test set, with the last weights, once at the end; "
     "test/<name>/<metric> of several",

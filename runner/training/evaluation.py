@@ -1,21 +1,29 @@
 """Evaluate a model on data sets, and measure updates that leave weights unchanged."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from runner.data.batch_layout import Batch
 from runner.data.stream_loader import BatchLoader
 from runner.precision.casting import cast_nest
 from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model_call import call_model
-from runner.training.state import TrainState
+from runner.training.state import EvaluationCall, TrainState
+from runner.utils.errors import ConfigError
 from runner.utils.stop_signals import until_interrupted
 
 
 @torch.no_grad()
 def evaluate(
-    state: TrainState, validation: BatchLoader, should_stop: Callable[[], bool] = lambda: False
+    state: TrainState,
+    validation: BatchLoader,
+    should_stop: Callable[[], bool] = lambda: False,
+    label: str = "val",
+    batches: int | None = None,
+    hook: EvaluationCall | None = None,
 ) -> dict[str, float] | None:
     """Return the task's metrics over a data set, computed in the run's precision.
 
@@ -25,36 +33,87 @@ def evaluate(
         state: its model is evaluated; schedules that wait for a found-inf flag are advanced.
         validation: the data set.
         should_stop: asked before each batch; once it returns True, the result is None.
+        label: of the set, for the hook.
+        batches: number of batches that are evaluated; None for all.
+        hook: called with the metrics of the set; the numbers that it returns are added.
 
     Returns:
         The metrics by name, for example {"val/loss": 0.3}; None if stopped or without a batch.
+
+    Raises:
+        ConfigError: a metric of task.metrics has the name of one of the task's.
+        ModelError: such a metric fails.
+        HookError: the hook fails.
     """
     # The flags that the schedules wait for have long arrived: the records were flushed before.
     for scheduled in state.optimizers:
         scheduled.advance_schedule()
+    first_batch: list[Batch] = []
     with state.evaluated_weights():
-        totals = _totals(state, validation, should_stop)
+        loaded = islice(validation.epoch(0), batches)
+        if hook is not None:
+            loaded = _noting_first(loaded, first_batch)
+        totals = _totals(state, validation, loaded, should_stop)
+        metrics = None
+        if not should_stop() and totals is not None:
+            metrics = state.task.summarise(state.strategy.sum(totals).tolist())
+            metrics |= _added_values(state, metrics)
+            if hook is not None:
+                state.model.eval()  # also of a task that evaluates losses
+                with state.precision.eval_context(state.plain_model):
+                    metrics |= hook(label, metrics, first_batch[0])
     state.model.train()
-    if should_stop() or totals is None:
-        return None
-    return state.task.summarise(state.strategy.sum(totals).tolist())
+    return metrics
+
+
+def _noting_first(batches: Iterator[Batch], first: list[Batch]) -> Iterator[Batch]:
+    """Yield batches, the first of which is appended to a list."""
+    for batch in batches:
+        if not first:
+            first.append(batch)
+        yield batch
+
+
+def _added_values(state: TrainState, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of task.metrics."""
+    added = state.task.added_metrics
+    if added is None:
+        return {}
+    values = added.values()
+    shared = sorted(metrics.keys() & values.keys())
+    if shared:
+        name = shared[0]
+        short = _short(name)
+        raise ConfigError(
+            f"task.metrics: {short} has the name of a metric that the task records itself, {name}. "
+            f"Give it another one: task.metrics={{my_{short}: {{_target_: ...}}}}."
+        )
+    return values
 
 
 def _totals(
-    state: TrainState, validation: BatchLoader, should_stop: Callable[[], bool]
+    state: TrainState,
+    validation: BatchLoader,
+    batches: Iterator[Batch],
+    should_stop: Callable[[], bool],
 ) -> Tensor | None:
-    """Return the task's totals over a data set; None if stopped or without a batch."""
+    """Return the task's totals over batches of a data set; None if stopped or without a batch.
+
+    The metrics of task.metrics are updated, too.
+    """
     precision = state.precision
     task = state.task
     strategy = state.strategy
     # Running statistics of each process come from its own examples; all must evaluate one model.
     strategy.broadcast_buffers(state.plain_model)
+    if task.added_metrics is not None:
+        task.added_metrics.begin(state.device, strategy.gather_tensors)
     totals: Tensor | None = None
     with (
         evaluation_mode(state.model, task, state.device),
         precision.eval_context(state.plain_model),
     ):
-        for i, (inputs, target) in enumerate(until_interrupted(validation.epoch(0))):
+        for i, (inputs, target) in enumerate(until_interrupted(batches)):
             if should_stop():
                 return None
             with precision.forward(state.device):
@@ -62,11 +121,15 @@ def _totals(
             # In the loss's dtype and outside autocast, so that no metric is computed in half
             # precision. The task adds up in the widest float of the device.
             dtype = precision.loss_dtype
-            found = task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
+            output = cast_nest(output, dtype)
+            target = cast_nest(target, dtype)
+            found = task.totals(output, target)
             # A process without an example of this batch has computed one of another process's:
             # all processes run every forward, since a strategy may exchange weights in it.
             if not strategy.place.batch_share(validation.examples_in(i)):
                 found = torch.zeros_like(found)
+            elif task.added_metrics is not None:
+                task.added_metrics.update(*task.metric_inputs(output, target))
             # Totals stay on the device; the only read of it is the one at the end.
             totals = found if totals is None else totals + found
     return totals
@@ -90,7 +153,8 @@ def evaluate_validation(
     """
     metrics: dict[str, float] = {}
     for name, loader in loaders.items():
-        found = evaluate(state, loader, should_stop)
+        label = f"val/{name}" if name else "val"
+        found = evaluate(state, loader, should_stop, label, hook=state.evaluation_hook)
         if found is None:
             return None
         if not metrics:
@@ -117,11 +181,11 @@ def evaluate_test(
     """
     metrics: dict[str, float] = {}
     for name, loader in loaders.items():
-        found = evaluate(state, loader, should_stop)
+        label = f"test/{name}" if name else "test"
+        found = evaluate(state, loader, should_stop, label, hook=state.evaluation_hook)
         if found is None:
             return None
-        start = f"test/{name}/" if name else "test/"
-        metrics |= {f"{start}{_short(key)}": value for key, value in found.items()}
+        metrics |= {f"{label}/{_short(key)}": value for key, value in found.items()}
     return metrics
 
 

@@ -14,6 +14,7 @@ from runner.training.record_buffer import RecordBuffer
 from runner.training.records import EvalRecord, Record
 from runner.training.state import TrainState
 from runner.training.step import train_step
+from runner.utils.errors import HookError
 from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 from runner.utils.stop_signals import until_interrupted
 
@@ -174,7 +175,12 @@ def _evaluation(
 ) -> Iterator[EvalRecord]:
     """Yield the record of an evaluation; nothing if the run is asked to stop meanwhile."""
     random_state = host_rng_state()
-    metrics = evaluate_validation(state, validation, should_stop)
+    try:
+        metrics = evaluate_validation(state, validation, should_stop)
+    except HookError:
+        # As after a stop: the resumed run evaluates this step again.
+        set_host_rng_state(random_state)
+        raise
     if metrics is None:
         # The resumed run evaluates from the start, so what the data has drawn here is put back.
         set_host_rng_state(random_state)

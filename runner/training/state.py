@@ -18,6 +18,9 @@ from runner.training.sparse_gradients import sparse_parameters
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
 
+EvaluationCall = Callable[[str, Mapping[str, float], tuple[Any, Any]], Mapping[str, float]]
+"""Takes the label of a set, its metrics and its first batch, and returns further metrics."""
+
 _NO_CONTEXT = nullcontext()
 
 
@@ -111,6 +114,7 @@ class TrainState:
     average: WeightAverage | None = None
     term_names: tuple[str, ...] | None = None
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
+    _evaluation_hook: EvaluationCall | None = field(default=None, init=False)
 
     def set_update_hook(self, hook: Callable[[], None]) -> None:
         """Set the function that each step calls just before weights and optimizer state change.
@@ -119,6 +123,15 @@ class TrainState:
         separates the backward from the update.
         """
         self._update_hook = hook
+
+    def set_evaluation_hook(self, hook: EvaluationCall) -> None:
+        """Set the function that is called after the evaluation of each set."""
+        self._evaluation_hook = hook
+
+    @property
+    def evaluation_hook(self) -> EvaluationCall | None:
+        """Return the function that is called after the evaluation of each set; None for none."""
+        return self._evaluation_hook
 
     def evaluated_weights(self) -> AbstractContextManager[object]:
         """Return the context in which the model has the weights that are evaluated."""

@@ -66,6 +66,12 @@ class ModelError(RunnerError):
     exit_status = 1
 
 
+class HookError(RunnerError):
+    """The user's task.after_evaluation, which failed or returned something else than numbers."""
+
+    exit_status = 1
+
+
 class Diverged(RunnerError):
     """A run that a guard stopped for its numbers, after it wrote its result."""
 

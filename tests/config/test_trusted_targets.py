@@ -20,6 +20,7 @@ KNOWN = {
     "data": ("runner.data.datasets.digits.digits", "mine.Net", "runner.data.padding.pad"),
     "optimizer": ("torch.optim.NAdam", "runner.training.lowbit_optimizers.AdamW8bit"),
     "scheduler": ("torch.optim.lr_scheduler.StepLR",),
+    "task": ("torchmetrics.classification.MulticlassF1Score", "torchmetrics.R2Score", "mine.Net"),
 }
 UNKNOWN = {
     "model": (
@@ -42,6 +43,12 @@ UNKNOWN = {
     ),
     "data": ("runner.data.datasets.text.Path", "torch.nn.Linear", "builtins.open"),
     "optimizer": ("torch.optim.lr_scheduler.StepLR", "torch.optim.optimizer.torch.load"),
+    "task": (
+        "torchmetrics.functional.accuracy",
+        "torchmetrics.MetricCollection",
+        "torchmetrics.metric.Module",
+        "torchmetrics.none",
+    ),
 }
 
 
@@ -146,6 +153,22 @@ def test_a_target_that_is_given_as_text(key):
     spec = {group: {"_target_": "mine.Net", name: {"a": [1, {"_target_": "os.system"}]}}}
     with pytest.raises(ConfigError, match=re.escape(f"names {key}.a[1]._target_=os.system")):
         trusted_targets.check_trusted(spec, [group], {}, "x.pt", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"metrics": "os.system"},
+        {"metrics": ["torchmetrics.R2Score", "os.system"]},
+        {"metrics": {"a": {"_target_": "os.system"}}},
+        {"after_evaluation": "os.system"},
+        {"after_evaluation": {"_target_": "os.system", "_partial_": True}},
+    ],
+)
+def test_a_metric_or_a_hook_of_a_stranger(keys):
+    spec = {"task": {"_target_": "mine.Net", **keys}}
+    with pytest.raises(ConfigError, match=r"names task\._target_=os\.system"):
+        trusted_targets.check_trusted(spec, ["task"], {}, "x.pt", "checkpoint")
 
 
 def test_a_secret_that_was_left_out_is_asked_for():

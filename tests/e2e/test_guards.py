@@ -204,9 +204,28 @@ def test_a_replay_has_the_weights_of_the_step(faults, cli):
     assert "It begins in the forward, at the output of body.2 (float32)" in done.stdout
 
 
-def test_a_replay_trains_to_the_very_bits(faulty, faults):
+HOOK = """
+def score(model, info):
+    # Better once, then worse: the schedule lowers the rate.
+    return {"score": -float(info.step != 1)}
+"""
+FOLLOWED = (
+    "task.after_evaluation=lab.hooks.score",
+    "task.quality=score",
+    "task.direction=maximize",
+    "scheduler=constant",
+    "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
+    "+scheduler.patience=0",
+    "train.eval_every=1",
+)
+
+
+@pytest.mark.parametrize("keys", [(), FOLLOWED], ids=["plain", "a schedule follows a hook"])
+def test_a_replay_trains_to_the_very_bits(faulty, faults, keys):
+    (faults / "lab" / "hooks.py").write_text(HOOK)
     faulty(
         *NAN,
+        *keys,
         "checkpoint.every_steps=5",
         "checkpoint.keep=9",
         "precision=16-mixed",

@@ -59,6 +59,20 @@ def test_transforms_in_yaml(documented):
     assert "32-true mlp photos" in done.stdout
 
 
+def test_metrics_in_yaml(documented, tmp_path):
+    pytest.importorskip("torchmetrics")
+    done = documented(
+        "experiment=macro",
+        "data=digits",
+        "checkpoint.best=true",
+        "train.max_steps=2",
+        "hydra.run.dir=run",
+    )
+    assert done.rc == 0, done.stderr
+    assert "runs are compared by val/multiclass_f1_score" in done.stdout
+    assert "val/multiclass_recall/9" in (tmp_path / "run" / "result.json").read_text()
+
+
 def test_a_wrong_transform_in_yaml(documented):
     node = "{_target_: torchvision.transforms.v2.Resize, sizes: [8, 8]}"
     done = documented("data=photos", "model=mlp", f"data.transform.transforms=[{node}]")

@@ -20,7 +20,6 @@ from runner.sweep.advisor.trials import Trials
 from runner.sweep.report.compare import BASELINE
 from runner.sweep.report.ranking import Advice, PrecisionVerdict, rank_precisions
 from runner.sweep.report.statistics import Verdict
-from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
 
 _IGNORE_KEY = "precision.ignore_modules"
@@ -88,7 +87,7 @@ class Float32ModuleSearch:
             chosen = frozenset(modules)
             if chosen not in tried:
                 result = self._run_trial(name, key, modules, seed)
-                gap = _gap(result, base_loss) if result else inf
+                gap = _gap(result, base_loss, advice.settings) if result else inf
                 tried[chosen] = gap <= max_gap
             return tried[chosen]
 
@@ -162,9 +161,9 @@ class Float32ModuleSearch:
         return max(margin, ACCEPTED_GAP_SHARE * verdict.test.value)
 
 
-def _gap(result: RunResult, base_loss: float) -> float:
+def _gap(result: RunResult, base_loss: float, settings: AdviseSettings) -> float:
     """Return how far a trial's loss is above float32's, infinity if it did not finish."""
-    loss = result.metrics.get(VAL_LOSS)
+    loss = settings.judged_loss(result.metrics)
     if result.outcome != "finished" or loss is None:
         return inf
     return loss - base_loss

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
@@ -59,11 +60,18 @@ _UNREACHED_STEP = 10**9
 
 @dataclass(frozen=True)
 class BaselineTiming:
-    """Measured times of float32: of a step, and of a job besides its steps."""
+    """Measured times of float32, of a step and of a job besides its steps, and what it records.
+
+    Attributes:
+        metric: that precisions are judged by.
+        direction: whichever of it is better.
+    """
 
     step_seconds: float
     overhead_seconds: float
     planned_steps: int
+    metric: str = VAL_LOSS
+    direction: Literal["max", "min"] = "min"
 
 
 class TrialScheduler:
@@ -205,13 +213,16 @@ class TrialScheduler:
         if result is None or result.status != "finished" or not result.step_ms:
             error = result.error if result else ""
             raise ConfigError(error or f"{BASELINE} took no step: there is nothing to compare.")
-        if VAL_LOSS not in result.metrics:
-            raise ConfigError(f"mode=advise judges by {VAL_LOSS}, which task= does not measure.")
+        is_named = self.request.spec.task.get("quality") is not None
+        metric = result.quality if is_named else VAL_LOSS
+        if metric not in result.metrics:
+            raise ConfigError(f"mode=advise judges by {metric}, which task= does not measure.")
         step_seconds = result.step_ms / 1e3
         # Besides its steps a run may compile, which the trials do as well.
         other_seconds = max(0.0, result.seconds - result.steps * step_seconds)
         overhead = other_seconds + JOB_OVERHEAD_SECONDS
-        return BaselineTiming(step_seconds, overhead, result.planned_steps)
+        direction = result.direction if is_named else "min"
+        return BaselineTiming(step_seconds, overhead, result.planned_steps, metric, direction)
 
     def _choose_steps(self, timing: BaselineTiming) -> int:
         """Return the number of optimizer steps of a trial that the budget allows."""
@@ -248,6 +259,8 @@ class TrialScheduler:
             absent=request.missing_precisions,
             # No job runs now, so that what is measured are other programs.
             busy=other_programs_load(request.device),
+            metric=timing.metric,
+            direction=timing.direction,
         )
         # Typed keys under precision follow from a trial's precision: no job is named after them.
         shared = {word for words in request.precision_overrides.values() for word in words}
@@ -350,7 +363,8 @@ class TrialScheduler:
             case "memory":
                 return -((result.weights_mib or 0.0) + (result.optimizer_mib or 0.0))
             case _:
-                return -result.metrics[VAL_LOSS]
+                loss = self.settings.judged_loss(result.metrics)
+                return -math.inf if loss is None else -loss
 
     def _finished(self, results: Sequence[RunResult]) -> set[str]:
         """Return the precisions whose trial took all its steps."""

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from runner.config.annotations import dataclass_fields_from_json
+from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.files import write_text
 from runner.utils.layout import ADVICE
 from runner.utils.secrets import redact_values
@@ -49,6 +51,8 @@ class AdviseSettings:
         found: what float32's numbers say of each precision that fails.
         memory: forecast for each precision that trains as well; see memory_forecast().
         busy: share of the processors that other programs kept busy when the command began, 0 to 1.
+        metric: that precisions are judged by: val/loss, or the one that task.quality names.
+        direction: max where more of it is better, else min.
     """
 
     objective: str
@@ -64,6 +68,15 @@ class AdviseSettings:
     found: Mapping[str, str] = field(default_factory=dict)
     memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     busy: float = 0.0
+    metric: str = VAL_LOSS
+    direction: Literal["max", "min"] = "min"
+
+    def judged_loss(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the metric of a trial, negated where more of it is better; None without it."""
+        value = metrics.get(self.metric)
+        if value is None or self.direction == "min":
+            return value
+        return -value
 
     def length_overrides(self, precision: str) -> list[str]:
         """Return the overrides that set the length of a precision's trial."""

@@ -11,7 +11,6 @@ from runner.sweep.report.number_text import format_interval
 from runner.sweep.report.ranking import Advice, PrecisionVerdict
 from runner.sweep.report.statistics import ERROR_RATE, Verdict
 from runner.sweep.report.wording import memory_words, speed_words
-from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number
 from runner.utils.markup import Block, Commands, Heading, Items, Table, Text
 from runner.utils.terminal import quote_command
@@ -62,7 +61,7 @@ def _gain_words(verdict: PrecisionVerdict) -> str:
     has_speed = comparison.speed_verdict in ("faster", "slower")
     gains = [speed_words(comparison) if has_speed else "", memory_words(comparison)]
     gain = " and ".join(filter(None, gains)) or "no costlier"
-    return f"{gain}, and its loss is {_loss_words(verdict)}"
+    return f"{gain}, and its {verdict.noun} is {_loss_words(verdict)}"
 
 
 def _loss_words(verdict: PrecisionVerdict) -> str:
@@ -70,7 +69,8 @@ def _loss_words(verdict: PrecisionVerdict) -> str:
     if test is None:
         return "the baseline"
     if test.verdict is Verdict.BETTER:
-        return f"lower by {format_interval(-test.value, test.ci_half_width)}"
+        which = "lower" if verdict.sign > 0 else "higher"
+        return f"{which} by {format_interval(-test.value, test.ci_half_width)}"
     return f"indistinguishable from {BASELINE}'s"
 
 
@@ -180,10 +180,11 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
         f"batches as {BASELINE}, for each seed. Jobs ran in turn, seed by seed.",
     )
     if len(advice.baseline_losses) > 1:
-        loss = fmean(advice.baseline_losses.values())
+        sign = 1 if settings.direction == "min" else -1
+        ends_at = sign * fmean(advice.baseline_losses.values())
         yield (
             "Baseline",
-            f"{BASELINE} ends at {VAL_LOSS} {format_number(loss)}; its seeds "
+            f"{BASELINE} ends at {settings.metric} {format_number(ends_at)}; its seeds "
             f"differ by a standard deviation of {format_number(advice.baseline_spread)}. "
             f"Tolerated are {settings.tolerance:g} of them (advise.tolerance).",
         )

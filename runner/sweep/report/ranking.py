@@ -49,6 +49,8 @@ class PrecisionVerdict:
         forecast: an entry of AdviseSettings.memory.
         attempted_module_sets: overrides that exclude modules, each with the first seed's loss minus
             32-true's; NaN if that trial did not finish. Empty if any of them is acceptable.
+        metric: that it is judged by; a final loss is this one, negated where more of it is better.
+        sign: -1 where it is negated, else 1.
     """
 
     comparison: Comparison
@@ -59,6 +61,13 @@ class PrecisionVerdict:
     float32_finding: str = ""
     forecast: Mapping[str, float] | None = None
     attempted_module_sets: Sequence[tuple[str, float]] = ()
+    metric: str = VAL_LOSS
+    sign: int = 1
+
+    @property
+    def noun(self) -> str:
+        """Return what it is judged by, in words."""
+        return "loss" if self.metric == VAL_LOSS else self.metric
 
     @property
     def group(self) -> Group:
@@ -92,7 +101,7 @@ class Advice:
 
     Attributes:
         verdicts: best first.
-        baseline_losses: 32-true's final losses by seed.
+        baseline_losses: 32-true's final losses by seed, see AdviseSettings.judged_loss.
     """
 
     settings: AdviseSettings
@@ -157,8 +166,9 @@ def _final_losses(group: Group, settings: AdviseSettings) -> dict[int | None, fl
     for job in group.jobs:
         # A trial that hit its time limit finishes early: its loss is not one of the last step.
         is_whole = job.outcome == "finished" and job.steps >= settings.steps
-        if is_whole and VAL_LOSS in job.metrics:
-            losses[job.seed] = job.metrics[VAL_LOSS]
+        loss = settings.judged_loss(job.metrics)
+        if is_whole and loss is not None:
+            losses[job.seed] = loss
     return losses
 
 
@@ -226,6 +236,8 @@ def _verdict(
         _command(group, settings),
         settings.found.get(group.precision, "") if is_plain else "",
         settings.memory.get(group.precision) if is_plain else None,
+        metric=settings.metric,
+        sign=1 if settings.direction == "min" else -1,
     )
 
 

@@ -6,6 +6,7 @@ from runner.sweep.report.compare import BASELINE, Comparison
 from runner.sweep.report.number_text import format_interval, format_ratio
 from runner.sweep.report.ranking import PrecisionVerdict
 from runner.sweep.report.statistics import MIN_SEEDS, Difference, Verdict
+from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number
 from runner.utils.markup import Tone
 
@@ -99,19 +100,22 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
     if test is None:
         return _baseline_loss_words(verdict) if verdict.name == BASELINE else ""
     if test.n < MIN_SEEDS:
-        gap = f"{test.value:+.2g}"
-        return f"loss {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
-    interval = format_interval(test.value, test.ci_half_width, "+")
-    return f"loss {interval}, tolerated {format_number(test.margin)}, {test.n} seeds"
+        gap = f"{verdict.sign * test.value:+.2g}"
+        return f"{verdict.noun} {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
+    interval = format_interval(verdict.sign * test.value, test.ci_half_width, "+")
+    return f"{verdict.noun} {interval}, tolerated {format_number(test.margin)}, {test.n} seeds"
 
 
 def _baseline_loss_words(verdict: PrecisionVerdict) -> str:
-    loss = verdict.group.loss
-    if loss is None:
+    group = verdict.group
+    # Any other metric than the loss is the quality of the trials.
+    spread = group.loss if verdict.metric == VAL_LOSS else group.quality
+    if spread is None:
         return ""
-    if loss.sd is None:
-        return f"loss {format_number(loss.mean)}, one seed"
-    return f"loss {format_number(loss.mean)}, seeds differ by {format_number(loss.sd)}"
+    mean = f"{verdict.noun} {format_number(spread.mean)}"
+    if spread.sd is None:
+        return f"{mean}, one seed"
+    return f"{mean}, seeds differ by {format_number(spread.sd)}"
 
 
 def _loss_scale_remedy(verdict: PrecisionVerdict) -> str:
@@ -136,7 +140,7 @@ def _attempts_words(verdict: PrecisionVerdict) -> str:
         if math.isnan(gap):
             attempts.append(f"{overrides} did not finish")
         else:
-            attempts.append(f"{overrides} loss {gap:+.2g}")
+            attempts.append(f"{overrides} {verdict.noun} {verdict.sign * gap:+.2g}")
     if not attempts:
         return ""
     return f"tried on one seed: {', '.join(attempts)}"

@@ -2,12 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import count_labels, labels_out_of_range, mean, stack, wide
+from runner.training.tasks.task import (
+    count_labels,
+    counted_positions,
+    labels_out_of_range,
+    mean,
+    stack,
+    wide,
+)
 from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import ConfigError
 
@@ -26,7 +33,7 @@ class Classification(TensorTask):
     """
 
     takes = "logits [B, C]"
-    quality: ClassVar[str] = "val/accuracy"
+    quality = "val/accuracy"
     direction = "max"
 
     def __init__(
@@ -73,6 +80,10 @@ class Classification(TensorTask):
     def labels(self, target: Tensor) -> Tensor:
         """Return how many labels count."""
         return self.counted(target)
+
+    def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [N, C] and classes [N] of the examples whose labels count."""
+        return counted_positions(self.select(output), target)
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which labels are no class."""

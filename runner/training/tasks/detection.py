@@ -1,12 +1,11 @@
 """Detection: the losses that a model returns for images and boxes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from runner.data.batch_layout import BatchLayout
 from runner.data.detection import DetectionLayout
 from runner.training.tasks.task import Task, labels_out_of_range, mean, stack
 from runner.utils.errors import ConfigError
@@ -30,11 +29,11 @@ class Detection(Task):
         ConfigError: a weight is no number from 0 on.
     """
 
-    quality: ClassVar[str] = "val/loss"
+    quality = "val/loss"
     direction = "min"
     passes_target = True
-    layout: ClassVar[type[BatchLayout]] = DetectionLayout
-    evaluates_losses: ClassVar[bool] = True
+    layout = DetectionLayout
+    evaluates_losses = True
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Tasks with a class at every position: language modelling and the classification of tokens."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from runner.training.tasks.task import (
     IGNORED,
     count_labels,
+    counted_positions,
     labels_out_of_range,
     mean,
     stack,
@@ -24,7 +25,7 @@ class Language(TensorTask):
     """
 
     takes = "logits [B, T, V]"
-    quality: ClassVar[str] = "val/loss"
+    quality = "val/loss"
     direction = "min"
 
     def aligned(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,6 +60,10 @@ class Language(TensorTask):
     def labels(self, target: Tensor) -> Tensor:
         """Return how many tokens count."""
         return self.counted(target)
+
+    def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [N, V] and tokens [N] of the positions whose labels count."""
+        return counted_positions(*self.aligned(output, target))
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which sequences hold a token that is no class."""
@@ -119,7 +124,7 @@ class TokenClassification(Language):
     count."""
 
     takes = "logits [B, T, C]"
-    quality: ClassVar[str] = "val/accuracy"
+    quality = "val/accuracy"
     direction = "max"
 
     def totals(self, output: Any, target: Tensor) -> Tensor:
@@ -139,7 +144,7 @@ class MaskedLM(TokenClassification):
     masked; val/accuracy is the share of masked tokens that are guessed right."""
 
     takes = "logits [B, T, V]"
-    quality: ClassVar[str] = "val/loss"
+    quality = "val/loss"
     direction = "min"
 
 

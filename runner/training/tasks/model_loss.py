@@ -1,12 +1,12 @@
 """The loss that the model itself returns."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.training.tasks.task import Task, mean, stack
+from runner.training.tasks.task import Task, counted_positions, mean, stack
 from runner.utils.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ class ModelLoss(Task):
             it is, `loss` of an output that has it, and the sum of a dict of losses.
     """
 
-    quality: ClassVar[str] = "val/loss"
+    quality = "val/loss"
     direction = "min"
     passes_target = True
 
@@ -72,6 +72,20 @@ class ModelLoss(Task):
         loss = self.loss(output, target)
         examples = _examples(target)
         return stack(loss * examples, examples)
+
+    def metric_inputs(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """Return the output's logits, or the whole output without any, and the target as it is.
+
+        Logits [B, C] of targets [B] leave out those whose label does not count.
+        """
+        is_mapping = isinstance(output, Mapping)
+        logits = output.get("logits") if is_mapping else getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            return output, target
+        is_classes = isinstance(target, Tensor) and not target.is_floating_point()
+        if is_classes and logits.ndim == 2 and target.shape == logits.shape[:1]:
+            return counted_positions(logits, target)
+        return logits, target
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss, the mean over the examples."""

@@ -1,6 +1,6 @@
 """Regression: real targets."""
 
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ class Regression(TensorTask):
     """Mean squared error between real tensors of one shape [B, ...]."""
 
     takes = "real numbers in the shape of the target"
-    quality: ClassVar[str] = "val/loss"
+    quality = "val/loss"
     direction = "min"
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -38,6 +38,10 @@ class Regression(TensorTask):
     def labels(self, target: Tensor) -> Tensor:
         """Return the number of elements."""
         return torch.full((), target.numel(), device=target.device)
+
+    def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the output and the targets, in one shape [B, ...]."""
+        return self.select(output), target
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss, the mean squared error."""

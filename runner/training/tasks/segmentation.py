@@ -1,7 +1,7 @@
 """Segmentation: one class per pixel."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from runner.training.tasks.task import (
     IGNORED,
     count_labels,
+    counted_positions,
     labels_out_of_range,
     mean,
     stack,
@@ -34,7 +35,7 @@ class Segmentation(TensorTask):
     """
 
     takes = "logits [B, C, H, W]"
-    quality: ClassVar[str] = "val/iou"
+    quality = "val/iou"
     direction = "max"
 
     def __init__(
@@ -110,6 +111,10 @@ class Segmentation(TensorTask):
     def labels(self, target: Tensor) -> Tensor:
         """Return how many pixels count."""
         return self.counted(target)
+
+    def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [N, C] and classes [N] of the pixels whose labels count."""
+        return counted_positions(self._logits(output, target).movedim(1, -1), target)
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor:
         """Return bool [B], which images hold a pixel that is no class."""

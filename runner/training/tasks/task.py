@@ -3,12 +3,14 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from runner.data.batch_layout import BatchLayout
+from runner.data.task_additions import TaskAdditions
+from runner.training.tasks.added_metrics import AddedMetrics
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import widest_float
 
@@ -20,9 +22,9 @@ class Task(ABC):
     on the device and `summarise` divides once, so a partial last batch weighs what it should.
     """
 
-    quality: ClassVar[str]
+    quality: str
     """The metric that runs are compared by, e.g. "val/accuracy"."""
-    direction: ClassVar[Literal["max", "min"]]
+    direction: Literal["max", "min"]
     """Whether `quality` is better high ("max") or low ("min")."""
     input_fields: Sequence[str] | None = None
     """Fields of a dict batch that the model takes; None for all but the target."""
@@ -30,10 +32,15 @@ class Task(ABC):
     """The field of a dict batch that holds the target; None looks for the usual names."""
     passes_target: bool = False
     """Whether the model takes the target, too, as one that returns its loss does."""
-    layout: ClassVar[type[BatchLayout]] = BatchLayout
+    layout: type[BatchLayout] = BatchLayout
     """Class that splits the batches."""
-    evaluates_losses: ClassVar[bool] = False
+    evaluates_losses: bool = False
     """Whether an evaluation takes what the model returns in training mode; see evaluation_mode."""
+
+    additions: TaskAdditions = TaskAdditions()
+    """What the keys of the task group that fit every task add to it."""
+    added_metrics: AddedMetrics | None = None
+    """The metrics that task.metrics names."""
 
     @abstractmethod
     def loss(self, output: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
@@ -77,6 +84,47 @@ class Task(ABC):
         Without any label the metrics are NaN.
         """
 
+    def metric_inputs(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """Return the predictions and targets of a batch that the metrics of task.metrics take.
+
+        Args:
+            output: of the model.
+            target: of the batch.
+        """
+        return output, target
+
+    def extend(self, additions: TaskAdditions) -> None:
+        """Add what the config names to the task, before it is used.
+
+        Raises:
+            ConfigError: it is not known whether more or less of the quality is better.
+        """
+        self.additions = additions
+        if additions.metrics:
+            self.added_metrics = AddedMetrics(additions.metrics)
+        quality = additions.quality or self.quality
+        self.direction = additions.direction or self._direction_of(quality)
+        self.quality = quality
+
+    def _direction_of(self, quality: str) -> Literal["max", "min"]:
+        """Return whichever of a metric is better."""
+        name = quality.rpartition("/")[2]
+        # The quality of one of several validation sets is of the same kind.
+        if name == self.quality.rpartition("/")[2]:
+            return self.direction
+        known = _DIRECTIONS.get(name)
+        if self.added_metrics is not None:
+            known = self.added_metrics.direction(quality) or known
+        if known is None:
+            raise ConfigError(
+                f"task.quality={quality}: whether more or less of it is better is not known. Type "
+                "task.direction=maximize or task.direction=minimize."
+            )
+        return "max" if known == "max" else "min"
+
+
+_DIRECTIONS = {"loss": "min", "perplexity": "min", "accuracy": "max", "iou": "max"}
+"""Whichever is better of the metrics of the built-in tasks."""
 
 IGNORED = -100
 """The label that torch's cross entropy leaves out."""
@@ -101,6 +149,19 @@ def labels_of(task: Task, target: Any) -> Tensor | None:
         f"task={type(task).__name__}: labels() returned {shape}. It returns a scalar tensor, the "
         "number of labels that the mean loss divides by, or None. Type return mask.sum()."
     )
+
+
+def counted_positions(predictions: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return predictions [N, C] and classes int64 [N] of the positions whose labels count.
+
+    On a GPU the host waits for their number.
+
+    Args:
+        predictions: [..., C].
+        target: integers [...] of the same shape without C.
+    """
+    counted = (target != IGNORED).flatten()
+    return predictions.flatten(0, -2)[counted], target.flatten()[counted]
 
 
 def labels_out_of_range(target: Tensor, classes: int) -> Tensor:

@@ -97,6 +97,27 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
     )
 
 
+def test_precisions_are_judged_by_the_named_quality_in_its_direction() -> None:
+    def scored(jobs: list[RunResult]) -> list[RunResult]:
+        # The better the score, the greater the loss, which must not count.
+        found = []
+        for job in jobs:
+            score = 2 - job.metrics[VAL_LOSS]
+            metrics = {VAL_LOSS: score, "val/f1": score}
+            found.append(replace(job, quality="val/f1", direction="max", metrics=metrics))
+        return found
+
+    settings = replace(ASKED, metric="val/f1", direction="max")
+    jobs = [BASE, trials("bf16-mixed", -0.1, 150.0), trials("16-mixed", 0.1, 150.0)]
+    found = rank_precisions([job for some in jobs for job in scored(some)], settings)
+    verdicts = {verdict.name: verdict for verdict in found.verdicts}
+    assert verdicts["bf16-mixed"].rating.name == "RECOMMENDED"
+    assert verdicts["16-mixed"].rating.name == "WORSE"
+    assert ", and its val/f1 is higher by 0.0998" in advice_sentence(found)
+    assert reason_sentence(verdicts["16-mixed"]).startswith("val/f1 -0.1")
+    assert reason_sentence(verdicts["32-true"]).startswith("val/f1 1, seeds differ by")
+
+
 def test_float32_is_recommended_if_nothing_is_faster() -> None:
     found = asked(BASE, trials("bf16-mixed", 0.001, 101.0), trials("16-mixed", 0.0, 50.0))
     assert found.recommendation is not None

@@ -285,3 +285,17 @@ def test_joined_jobs_are_named_by_what_differs():
     }
     assert baselines[f"16-mixed {words}"] == f"32-true {words}"
     assert baselines["16-mixed model=resnet train.max_steps=2"] is None
+
+
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        ({}, ("val/loss", "min")),
+        ({"quality": "val/f1", "direction": "max"}, ("val/f1", "max")),
+        ({"quality": "val/bleu", "direction": "max"}, ("val/loss", "min")),
+    ],
+)
+def test_a_run_without_a_result_is_compared_by_the_quality_of_its_tags(tags, expected):
+    run = StoredRun("1", "0", "", "FAILED", 0, {"val/loss": 1.0, "val/f1": 0.5}, tags, {})
+    values = load._stored_values(run)
+    assert (values["quality"], values["direction"]) == expected

@@ -1,0 +1,213 @@
+"""task.after_evaluation: a function of the user's after each evaluation."""
+
+import json
+
+import pytest
+import torch
+
+from runner.checkpoint.checkpoint_file import load
+
+HOOKS = '''
+import random
+
+import numpy as np
+import torch
+
+SEEN = []
+
+
+def note(model, info):
+    """Draw numbers, as a sampling hook does, and note what is given."""
+    random.random(), np.random.rand(), torch.randn(3)
+    state = (model.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+    SEEN.append((info, state, next(model.parameters()).detach().clone()))
+    output = model(info.batch[0])
+    return {"largest": output.max(), "steps": info.step}
+
+
+def fail(model, info):
+    torch.randn(3)
+    if info.step == 2:
+        raise KeyError("no such prompt")
+
+
+class Write:
+    def __init__(self, text):
+        self.text = text
+
+    def __call__(self, model, info):
+        (info.folder / "text.txt").write_text(self.text)
+
+
+def partial(model, info, text):
+    Write(text)(model, info)
+
+
+def a_list(model, info):
+    return [1]
+
+
+def a_text(model, info):
+    return {"bleu": "high"}
+
+
+def the_loss(model, info):
+    return {"loss": 1}
+'''
+STEPS = ("train.max_steps=4", "train.eval_every=2", "data=mine")
+
+
+@pytest.fixture
+def hooked(own, lab):
+    """A tiny run with dropout, whose hooks are in lab/hooks.py, in a folder of a name."""
+    (lab / "lab" / "hooks.py").write_text(HOOKS)
+
+    def run(name, *typed):
+        done = own(*STEPS, *typed, f"hydra.run.dir={name}")
+        path = lab / name / "result.json"
+        return done, json.loads(path.read_text()) if path.exists() else {}
+
+    return run
+
+
+def calls():
+    import lab.hooks
+
+    found, lab.hooks.SEEN = lab.hooks.SEEN, []
+    return found
+
+
+def last_checkpoint(folder):
+    content = load(sorted(folder.glob("checkpoints/step-*.pt"))[-1])
+    return content["model"], content["metrics"]
+
+
+def test_the_hook_is_given_the_evaluation_and_changes_no_step(hooked, lab):
+    _, plain = hooked("plain", "precision=bf16-mixed")
+    done, found = hooked("hooked", "precision=bf16-mixed", "task.after_evaluation=lab.hooks.note")
+    assert done.rc == 0, done.stderr
+    for key, value in last_checkpoint(lab / "plain")[0].items():
+        assert torch.equal(value, last_checkpoint(lab / "hooked")[0][key])
+    assert plain["train_loss"] == found["train_loss"]
+    assert found["metrics"].pop("val/steps") == 4
+    assert isinstance(found["metrics"].pop("val/largest"), float)
+    assert found["metrics"] == plain["metrics"]
+    seen = calls()
+    assert [info.step for info, _, _ in seen] == [2, 4]
+    for info, state, _ in seen:
+        assert state == (False, False, True)
+        assert info.label == "val"
+        assert info.metrics.keys() == plain["metrics"].keys()
+        assert [len(part) for part in info.batch] == [20, 20]
+        # Nothing was written there.
+        assert info.folder == lab / "hooked" / "samples" / f"step-{info.step:08d}"
+        assert not info.folder.exists()
+
+
+def test_the_hook_sees_the_averaged_weights(hooked, lab):
+    done, _ = hooked("run", "train.ema=0.9", "task.after_evaluation=lab.hooks.note")
+    assert done.rc == 0, done.stderr
+    weight = calls()[-1][2]
+    content = load(sorted((lab / "run").glob("checkpoints/step-*.pt"))[-1])
+    assert not torch.equal(weight, next(iter(content["model"].values())))
+
+
+def test_each_set_has_its_metrics_its_call_and_its_folder(hooked, lab):
+    pytest.importorskip("torchmetrics")
+    (lab / "lab" / "sets.py").write_text(
+        "from lab.data import Rows\n\n\ndef sets(count):\n"
+        "    return Rows(count), {'seen': Rows(20), 'unseen': Rows(30)}, Rows(10)\n"
+    )
+    done, found = hooked(
+        "run",
+        "data._target_=lab.sets.sets",
+        "task.after_evaluation={_target_: lab.hooks.Write, text: hello}",
+        "task.metrics={f1: {_target_: torchmetrics.F1Score, task: multiclass, num_classes: 2}}",
+        "task.quality=unseen/f1",
+        "checkpoint.best=true",
+    )
+    assert done.rc == 0, done.stderr
+    names = ("val/f1", "val/seen/f1", "val/unseen/f1", "test/f1")
+    assert all(0 <= found["metrics"][name] <= 1 for name in names)
+    assert found["metrics"]["val/f1"] == found["metrics"]["val/seen/f1"]
+    assert found["quality"] == "val/unseen/f1"
+    assert "runs are compared by val/unseen/f1\n" in done.stdout
+    last = lab / "run" / "samples" / "step-00000004"
+    written = {str(path.relative_to(last)) for path in last.rglob("*.txt")}
+    assert written == {"seen/text.txt", "unseen/text.txt", "test/text.txt"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "{_target_: lab.hooks.Write, text: hello}",
+        "{_target_: lab.hooks.partial, _partial_: true, text: hello}",
+    ],
+)
+def test_a_hook_with_values_of_its_own(hooked, lab, value):
+    done, _ = hooked("run", f"task.after_evaluation={value}")
+    assert done.rc == 0, done.stderr
+    files = sorted((lab / "run" / "samples").rglob("*.txt"))
+    assert [file.parent.name for file in files] == ["step-00000002", "step-00000004"]
+    assert {file.read_text() for file in files} == {"hello"}
+
+
+def test_a_hook_that_fails_loses_nothing(hooked, main, lab):
+    _, plain = hooked("plain")
+    done, _ = hooked("run", "task.after_evaluation=lab.hooks.fail")
+    assert done.rc == 1
+    assert "Traceback" not in done.stderr
+    where = "task.after_evaluation=lab.hooks.fail, called after the evaluation at step 2, fails: "
+    assert where in done.stderr
+    assert "KeyError: 'no such prompt' (hooks.py, line " in done.stderr
+    assert "Resume with: python -m runner --config-dir lab/conf checkpoint.resume=" in done.stderr
+    assert "no such prompt" in (lab / "run" / "error.txt").read_text()
+    done = main("checkpoint.resume=run", "task.after_evaluation=lab.hooks.note", "tracking=none")
+    assert done.rc == 0, done.stderr
+    resumed = json.loads((lab / "run" / "result.json").read_text())
+    # The evaluation of step 2 is done again, and the rest is that of a run that never failed.
+    assert [info.step for info, _, _ in calls()] == [2, 4]
+    assert resumed["train_loss"] == plain["train_loss"]
+    assert plain["metrics"].items() < resumed["metrics"].items()
+
+
+def test_runs_are_compared_by_a_number_of_the_hook(hooked, main, lab):
+    keys = ("task.after_evaluation=lab.hooks.note", "task.quality=steps")
+    done, _ = hooked("run", *keys)
+    assert done.rc == 2
+    assert "Type task.direction=maximize or task.direction=minimize" in done.stderr
+    done, found = hooked("run", *keys, "task.direction=minimize", "checkpoint.best=true")
+    assert done.rc == 0, done.stderr
+    assert "runs are compared by val/steps: less is better" in done.stdout
+    assert (found["best"], found["metrics"]["val/steps"]) == (2, 4)
+    # Once before the training, to know its names.
+    assert [info.step for info, _, _ in calls()] == [0, 2, 4]
+    done = main("mode=evaluate", "checkpoint=run", "tracking=none", "hydra.run.dir=again")
+    assert done.rc == 0, done.stderr
+    again = json.loads((lab / "again" / "result.json").read_text())
+    assert again["metrics"] == found["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "status", "message"),
+    [
+        (["lab.hooks.away"], 2, "task.after_evaluation=lab.hooks.away does not import"),
+        (["3"], 2, "task.after_evaluation=3 does not fit. Allowed: a dotted path"),
+        (["{_target_: lab.hooks.Write}"], 2, "task.after_evaluation.text is needed by lab.hooks"),
+        (["{_target_: builtins.dict}"], 2, "gives a dict, which cannot be called"),
+        (["lab.hooks.a_list"], 1, "returns a list. Return a mapping of names to numbers"),
+        (["lab.hooks.a_text"], 1, "returns 'bleu': str. Return numbers by names"),
+        (["lab.hooks.the_loss"], 1, "returns loss, and val/loss is a metric of the evaluation"),
+        (
+            ["lab.hooks.note", "task.quality=bleu", "task.direction=maximize"],
+            2,
+            "task.quality=val/bleu is not recorded here. Type task.quality=<name>, one of: "
+            "val/loss, val/accuracy, val/largest, val/steps",
+        ),
+    ],
+)
+def test_wrong_hooks(hooked, keys, status, message):
+    done, _ = hooked("run", f"task.after_evaluation={keys[0]}", *keys[1:])
+    assert done.rc == status, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

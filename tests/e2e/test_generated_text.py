@@ -1,0 +1,54 @@
+"""A hook of the user's generates text with a language model; MLflow shows it and its picture."""
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("torchmetrics")
+pytestmark = pytest.mark.slow
+
+GPT2 = "{model_type: gpt2, n_embd: 16, n_layer: 1, n_head: 2, vocab_size: 64, eos_token_id: 0}"
+
+
+@pytest.fixture
+def run_of_docs(root, main, tmp_path):
+    """A command in a folder that has the hook of the page."""
+    page = (root / "docs" / "own-code.md").read_text()
+    code = page.partition("```python\n# lab/samples.py\n")[2].partition("```")[0]
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "samples.py").write_text(code)
+    return main
+
+
+def test_the_text_and_the_picture_are_among_the_artifacts(run_of_docs, tmp_path, empty_store):
+    uri = empty_store(tmp_path / "mlflow.db")
+    done = run_of_docs(
+        "model=hf",
+        f"model.config={GPT2}",
+        "model.kind=causal_lm",
+        "data=synthetic_tokens",
+        "data.vocab=64",
+        "task=language",
+        "data.count=40",
+        "data.context=12",
+        "train.batch_size=8",
+        "task.after_evaluation=lab.samples.generate",
+        "task.metrics={top5: {_target_: torchmetrics.classification.MulticlassAccuracy, "
+        "num_classes: 64, top_k: 5}}",
+        "precision=bf16-mixed",
+        "train.max_steps=2",
+        "train.eval_every=2",
+        "tracking.log_model=false",
+        f"tracking.uri={uri}",
+        "hydra.run.dir=run",
+    )
+    assert done.rc == 0, done.stderr
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("precision-runner").experiment_id])
+    folder = "samples/step-00000002"
+    found = {file.path: file.file_size for file in client.list_artifacts(run.info.run_id, folder)}
+    assert found.keys() == {f"{folder}/text.txt", f"{folder}/tokens.png"}
+    assert all(found.values())
+    assert run.data.metrics["val/distinct_tokens"] >= 1
+    assert 0 <= run.data.metrics["val/top5"] <= 1
