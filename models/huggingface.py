@@ -1,6 +1,7 @@
 """Any model of Hugging Face's transformers, from a local folder or from a config alone."""
 
 import json
+import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,12 +54,7 @@ def huggingface(
     """
     if kind not in AUTO_CLASSES:
         raise ValueError(f"kind={kind} is not known. Allowed: {', '.join(AUTO_CLASSES)}")
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError(
-            "transformers is not installed here. Type pip install 'precision-runner[hf]'"
-        ) from error
+    transformers = _import_transformers()
     changes = {} if config is None else _read_config(config)
     if kind in _CLASSIFIES and classes is not None:
         changes = {**changes, "num_labels": classes}
@@ -72,6 +68,27 @@ def huggingface(
         raise ValueError(f"{type(error).__name__}: {error}") from error
     _switch_off_caches(model)
     return model
+
+
+def _import_transformers() -> Any:
+    """Return the library, without the log lines of what it imports.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    level = logging.root.manager.disable
+    # torch warns of classes of torchao, where that is installed; a user can do nothing about it.
+    logging.disable(max(level, logging.WARNING))
+    try:
+        import transformers
+        import transformers.modeling_utils
+    except ImportError as error:
+        raise ValueError(
+            "transformers is not installed here. Type pip install 'precision-runner[hf]'"
+        ) from error
+    finally:
+        logging.disable(level)
+    return transformers
 
 
 def _switch_off_caches(model: nn.Module) -> None:

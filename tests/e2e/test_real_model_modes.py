@@ -184,6 +184,13 @@ def test_a_batch_norm_with_one_example_is_one_message(main, files, size, status,
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_a_run_of_a_transformers_model_writes_no_warnings_of_its_imports(fresh_cli, files):
+    done = fresh_cli(*typed("vit", files), "tracking=none", "train.max_steps=1")
+    assert done.rc == 0
+    assert done.stderr == ""
+
+
 CUT = """
 import torch
 from torch import nn
