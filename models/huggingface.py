@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,12 +58,7 @@ def huggingface(
         raise ValueError(f"kind={kind} is not known. Allowed: {', '.join(AUTO_CLASSES)}")
     if classes is not None and classes < 1:
         raise ValueError(f"classes={classes} is no number of logits. Allowed: 1 and up")
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError(
-            "transformers is not installed here. Type pip install 'precision-runner[hf]'"
-        ) from error
+    transformers = _import_transformers()
     changes = {} if config is None else _read_config(config)
     if kind in _CLASSIFIES and classes is not None:
         changes = {**changes, "num_labels": classes}
@@ -81,6 +77,27 @@ def huggingface(
     if kind == "causal_lm":
         _check_causal(model.config)
     return model
+
+
+def _import_transformers() -> Any:
+    """Return the library, without the log lines of what it imports.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    level = logging.root.manager.disable
+    # torch warns of classes of torchao, where that is installed; a user can do nothing about it.
+    logging.disable(max(level, logging.WARNING))
+    try:
+        import transformers
+        import transformers.modeling_utils
+    except ImportError as error:
+        raise ValueError(
+            "transformers is not installed here. Type pip install 'precision-runner[hf]'"
+        ) from error
+    finally:
+        logging.disable(level)
+    return transformers
 
 
 def _pretrained(

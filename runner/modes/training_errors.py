@@ -29,6 +29,8 @@ from runner.utils.layout import RESULT
 _BAD_LABEL = re.compile(r"Target -?\d+ is out of bounds")
 _BAD_INDEX = "index out of range in self"
 _DEVICE_ASSERT = "device-side assert"
+# Of a batch norm that is given one example without height and width.
+_ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
 def raise_diverged(run: RunContext, result: RunResult, problems: Sequence[str]) -> NoReturn:
@@ -55,7 +57,8 @@ def explain_training_errors(
     """Return the context around the training loop, which explains errors that it knows.
 
     These are labels outside the classes, loading processes that die, operations that the precision
-    lacks and losses without a gradient. The traceback goes to error.txt.
+    lacks, losses without a gradient and batch norms with one example. The traceback goes to
+    error.txt.
 
     Args:
         run: the run.
@@ -64,8 +67,8 @@ def explain_training_errors(
 
     Raises:
         DataError: in place of what the data causes.
-        ConfigError: in place of what the precision or a missing gradient causes in the first step.
-        ModelError: in place of what the precision causes after steps have been trained.
+        ConfigError: in place of what the settings or a missing gradient cause in the first step.
+        ModelError: in place of what the settings cause after steps have been trained.
     """
     start_step = state.step
     try:
@@ -77,7 +80,10 @@ def explain_training_errors(
         if gradient_errors.is_loss_independent_of_weights(error):
             reason = _no_gradient_reason(state, next(iter(loaders[1].values())))
             raise ConfigError(f"{reason} {run.save_traceback()}") from error
-        advice = precision_advice(error, state.plain_model, run.precision)
+        if _ONE_VALUE in str(error):
+            advice = _larger_batch(run, loaders[0])
+        else:
+            advice = precision_advice(error, state.plain_model, run.precision)
         if advice:
             # In the first step the settings do not fit (exit status 2); after steps that were
             # trained, the same error ends a run that had begun (exit status 1).
@@ -88,6 +94,20 @@ def explain_training_errors(
         if explanation is None:
             raise
         raise DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
+
+
+def _larger_batch(run: RunContext, loader: Loader) -> str:
+    """Return the batch size that leaves a batch norm two examples in every batch."""
+    examples = loader.epoch_examples
+    least = 2 * run.strategy.place.world_size
+    sizes = range(max(loader.batch_size, least), examples + 1)
+    fitting = next((size for size in sizes if not 0 < examples % size < least), least)
+    last = examples % loader.batch_size
+    rest = f", the last one {last}" if last else ""
+    return (
+        "In training a batch norm needs two examples in each process: an epoch has "
+        f"{examples} examples, a batch {loader.batch_size}{rest}. Type train.batch_size={fitting}."
+    )
 
 
 def _failing_step(run: RunContext, state: TrainState, error: Exception) -> str:

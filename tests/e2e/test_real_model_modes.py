@@ -169,6 +169,28 @@ def test_a_run_says_where_a_model_of_fields_loses_its_gradient(lab, main):
     assert "Cut.forward runs layer with gradients switched off" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("size", "status", "said"),
+    [
+        (11, 1, "12 examples, a batch 11, the last one 1. Type train.batch_size=12"),
+        (1, 2, "12 examples, a batch 1. Type train.batch_size=2"),
+    ],
+)
+def test_a_batch_norm_with_one_example_is_one_message(main, files, size, status, said):
+    short = ("tracking=none", "train.max_steps=2", f"train.batch_size={size}")
+    done = main(*typed("timm-resnet", files), *short)
+    assert done.rc == status
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_of_a_transformers_model_writes_no_warnings_of_its_imports(fresh_cli, files):
+    done = fresh_cli(*typed("vit", files), "tracking=none", "train.max_steps=1")
+    assert done.rc == 0
+    assert done.stderr == ""
+
+
 CUT = """
 import torch
 from torch import nn

@@ -27,6 +27,7 @@ from runner.utils.errors import RunnerError
 
 # What a run imports when it needs it; each process would import it anew.
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp")
+MODEL_LIBRARIES = {"model=hf": "transformers.modeling_utils", "model=timm": "timm"}
 RANK_JOURNAL = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
 
 
@@ -96,6 +97,8 @@ def serve(request):
     """Return 0 where every process ran every job, else 1."""
     for overrides in request["jobs"].values():
         for typed in overrides:
+            if typed in MODEL_LIBRARIES:
+                import_module(MODEL_LIBRARIES[typed])
             key, _, target = typed.partition("=")
             if key.endswith("._target_"):
                 import_module(target.rpartition(".")[0])
