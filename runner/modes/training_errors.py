@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
-from runner.data.stream_loader import BatchLoader
+from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.data.workers import PREFETCH, is_dataset_error, worker_failure
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
@@ -96,10 +96,15 @@ def explain_training_errors(
         raise DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
 
 
-def _larger_batch(run: RunContext, loader: Loader) -> str:
+def _larger_batch(run: RunContext, loader: BatchLoader) -> str:
     """Return the batch size that leaves a batch norm two examples in every batch."""
-    examples = loader.epoch_examples
     least = 2 * run.strategy.place.world_size
+    if isinstance(loader, StreamLoader):
+        return (
+            "In training a batch norm needs two examples in each process. Type train.batch_size="
+            f"{max(loader.batch_size, least)}, and have the stream yield a multiple of it."
+        )
+    examples = loader.epoch_examples
     sizes = range(max(loader.batch_size, least), examples + 1)
     fitting = next((size for size in sizes if not 0 < examples % size < least), least)
     last = examples % loader.batch_size
