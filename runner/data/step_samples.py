@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from runner.data.batch_layout import Batch
-from runner.data.collate import collate
 from runner.data.loader import Loader
 from runner.data.stream_loader import BatchLoader, StreamLoader, StreamPlace
 from runner.utils.errors import ConfigError
@@ -105,9 +104,7 @@ def targets_of_steps(
     for epoch, group in groupby(steps, key=lambda samples: samples.epoch):
         places = [index for samples in group for index in samples.indices]
         for part in torch.tensor(places).split(loader.batch_size):
-            make = loader.collator or collate
-            examples = loader.examples_at(epoch, part.tolist())
-            yield part.tolist(), loader.layout.split(make(examples))[1]
+            yield part.tolist(), loader.batch_at(epoch, part.tolist())[1]
 
 
 def all_targets(loader: BatchLoader) -> Iterator[tuple[list[int], Any]]:

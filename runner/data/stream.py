@@ -122,6 +122,17 @@ class StreamPass(IterableDataset[StreamBatch]):
                 return
             number += 1
 
+    def collated(self, number: int, examples: list[Any]) -> Any:
+        """Return the batch of examples, with what a run in one process draws at random for it.
+
+        Args:
+            number: of the batch in the pass, from 0.
+            examples: of it.
+        """
+        with _restored_random_state():
+            seed_host(self._batch_seed(number, self.place.rank + 1))
+            return self.collate(examples)
+
     def _content(self, number: int, examples: list[Any]) -> Any:
         """Return this process's part of a batch; at least one example, for collectives need every
         process to run a step. None before the first batch that is wanted."""

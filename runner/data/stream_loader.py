@@ -128,15 +128,15 @@ class StreamLoader:
         Args:
             count: of the batches; None for those of a whole pass.
         """
-        make = self.collator or collate
-        batches = islice(self._pass(1).examples(), count)
+        stream_pass = self._pass(1)
+        batches = islice(stream_pass.examples(), count)
         while True:
             with explain_stream_errors(self.dataset):
                 number, examples = next(batches, (0, []))
             if not examples:
                 return
             first = number * self.batch_size
-            content = _checked(make(examples))
+            content = _checked(stream_pass.collated(number, examples))
             yield torch.arange(first, first + len(examples)), self.layout.split(content)
 
     def first_digest(self) -> int:
@@ -144,6 +144,12 @@ class StreamLoader:
         with explain_stream_errors(self.dataset):
             _, examples = next(self._pass(1).examples(), (0, []))
         return int(digest_of(examples[-1]) or "0", 16) % 2**31 if examples else 0
+
+    def batch_at(self, epoch: int, places: Sequence[int]) -> Batch:
+        """Return the batch of places of a pass, in order and of one micro-batch."""
+        examples = self.examples_at(epoch, places)
+        number = places[0] // self.batch_size
+        return self.layout.split(_checked(self._pass(epoch).collated(number, examples)))
 
     def examples_at(self, epoch: int, places: Sequence[int]) -> list[Any]:
         """Return the examples at places of a pass, counted from 0, by reading it up to them."""

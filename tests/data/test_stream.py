@@ -15,6 +15,7 @@ from runner.data.fingerprint import describe_data
 from runner.data.loader import LoaderOptions
 from runner.data.splits import Splits
 from runner.data.step_samples import (
+    StepSamples,
     all_targets,
     samples_of_step,
     saved_batches,
@@ -130,6 +131,19 @@ def test_a_collator_gets_the_list_of_examples():
     assert inputs(batches.epoch(1)) == inputs(batches.epoch(1, 0))
     # Two more of the first batch, which are compared.
     assert taken == [4, 4, 4, 4, 2, 4, 4, 2]
+
+
+def test_targets_of_a_step_are_those_that_the_step_drew():
+    def masking(examples):
+        return torch.zeros(len(examples)), torch.rand(len(examples))
+
+    batches = loader(collator=Collator("mine", masking))
+    drawn = [target.tolist() for _, target in batches.epoch(1)]
+    state = torch.get_rng_state()
+    steps = [StepSamples(1, 1, [[0, 1, 2, 3], [4, 5, 6, 7]]), StepSamples(2, 1, [[8, 9]])]
+    assert [target.tolist() for _, target in targets_of_steps(batches, steps)] == drawn
+    assert [target.tolist() for _, target in all_targets(batches)] == drawn
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
