@@ -181,7 +181,9 @@ def _quality_facts(comparison: Comparison) -> str:
     """Return a group's name, mean quality, and the verdict on its difference to 32-true's."""
     assert comparison.difference is not None
     group = comparison.group
-    verdict = " ".join(filter(None, difference_words(comparison.difference)))
+    words, numbers = difference_words(comparison.difference)
+    separator = ", " if numbers.startswith("identical") else " "
+    verdict = separator.join(filter(None, (words, numbers)))
     return f"{group.name} {format_mean_sd(group.quality)} ({verdict})"
 
 
