@@ -182,7 +182,8 @@ def logits_and_labels(name: str, model: nn.Module, batch: Mapping[str, Tensor]):
         passed.pop("labels")
     logits = model(**passed).logits
     if kind_of(name) == "causal_lm":
-        logits, labels = logits[:, :-1], labels[:, 1:]
+        # As transformers' own loss shifts them.
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
 
 
