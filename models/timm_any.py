@@ -3,10 +3,13 @@
 import difflib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from runner.models.torchvision_any import load_except_head
 
 
 def timm_any(
@@ -14,6 +17,7 @@ def timm_any(
     classes: int,
     input_shape: Sequence[int],
     checkpoint_path: str | None = None,
+    weights: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Build a timm model; nothing is downloaded.
@@ -22,8 +26,10 @@ def timm_any(
         name: as timm.list_models() lists it.
         classes: number of logits.
         input_shape: [channels, height, width]; vision transformers are built for this size.
-        checkpoint_path: a local file of weights that timm reads (.safetensors, .pth); a head for
-            another number of classes has to be left out of it.
+        checkpoint_path: a local file of weights that timm reads (.safetensors, .pth), of a model
+            with as many classes.
+        weights: a state dict, .pth (of tensors alone) or .safetensors. A head for another number
+            of classes keeps its random weights, which a line of the log says.
         options: further keywords of timm.create_model.
 
     Returns:
@@ -48,9 +54,21 @@ def timm_any(
         raise ValueError(f"input_shape={input_shape} is no [channels, height, width]")
     if classes < 0:
         raise ValueError(f"classes={classes} is no number of logits. Allowed: 0 and up")
+    model = _made(name, classes, input_shape, checkpoint_path or "", options or {})
+    if weights is not None:
+        other = partial(_made, name, classes + 1, input_shape, "", options or {})
+        load_except_head(model, weights, other)
+    return model
+
+
+def _made(
+    name: str, classes: int, input_shape: Sequence[int], file: str, options: Mapping[str, Any]
+) -> nn.Module:
+    """Return a model with the weights of a file of timm's, or random ones."""
+    import timm
+
     channels, height, width = input_shape
-    keywords = {"num_classes": classes, "in_chans": channels, **(options or {})}
-    file = checkpoint_path or ""
+    keywords = {"num_classes": classes, "in_chans": channels, **options}
     try:
         if "img_size" not in keywords:
             # Models with weights for each position take the size of their images, others refuse it.

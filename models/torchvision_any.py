@@ -82,7 +82,7 @@ def torchvision_any(
     if weights is not None:
         left_out = _AUXILIARY_HEADS.get(name, ())
         # The head is what has other shapes in a model of other classes.
-        _load_except_head(model, weights, lambda: make(classes + 1), left_out)
+        load_except_head(model, weights, lambda: make(classes + 1), left_out)
     return model
 
 
@@ -221,7 +221,7 @@ def _adapt(model: nn.Module, channels: int) -> None:
     model.set_submodule(name, new)
 
 
-def _load_except_head(
+def load_except_head(
     model: nn.Module,
     file: str,
     other_head: Callable[[], nn.Module],

@@ -4,11 +4,13 @@ torch raises errors of several types and lengths where a process's data set rais
 dies. `worker_failure` turns them into one sentence.
 """
 
+import atexit
 import re
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from multiprocessing import active_children
 from time import sleep
 from typing import Any
 
@@ -31,6 +33,20 @@ def init_worker(worker: int) -> None:
     signal.set_wakeup_fd(-1)  # the run's, which the fork has copied
     ignore_signals()
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+@atexit.register
+def _end_processes_at_exit() -> None:
+    """End the loading processes that an error has left when the interpreter exits.
+
+    multiprocessing would send each of them one SIGTERM and wait for ever: they end at a second one.
+    """
+    left = [process for process in active_children() if process.daemon]
+    if left:
+        # torch's handler would raise an error for each of them.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for process in left:
+        process.kill()
 
 
 def init_stream_reader(worker: int) -> None:

@@ -19,6 +19,7 @@ from runner.precision.precision import Precision
 from runner.training.model_call import takes_fields
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import Task
+from runner.training.tasks.tensor_task import TensorTask
 
 # PyTorch's messages about operands whose sizes do not fit.
 _SIZE_ERROR = re.compile(
@@ -134,8 +135,12 @@ def _say_no_boxes(failure: BatchFailure) -> str:
 
 
 def _returns_structure(failure: BatchFailure) -> bool:
-    outputs = failure.outputs
-    return bool(failure.expected_output and outputs) and not isinstance(outputs[-1], Tensor)
+    if not (failure.expected_output and failure.outputs):
+        return False
+    output = failure.outputs[-1]
+    # A built-in task takes the logits of an output by itself.
+    taken = failure.task.select(output) if isinstance(failure.task, TensorTask) else output
+    return not isinstance(taken, Tensor)
 
 
 def _say_structure(failure: BatchFailure) -> str:

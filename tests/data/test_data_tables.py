@@ -156,6 +156,7 @@ def test_tables_that_cannot_be_used_are_refused(rows, tokenizer, tmp_path):
         ({"path": rows, "columns": ["text"], "target": "kind"}, "no numbers. Texts are read with"),
         ({"path": rows, "columns": ["ragged"], "target": "kind"}, "differ in length"),
         ({"path": rows, "text": "text"}, "data.text=text needs a tokenizer"),
+        ({**text, "text": "kind"}, "column kind holds values of type int, no texts"),
         ({**text, "tokenizer": "absent"}, "data.tokenizer=absent does not exist"),
         ({**text, "tokenizer": str(broken)}, "cannot be loaded"),
         ({**text, "packing": True, "target": "kind"}, "Type data.packing=false"),

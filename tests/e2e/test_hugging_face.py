@@ -259,6 +259,7 @@ def test_what_a_run_offers_works_with_batches_of_fields(job, options):
         (["model.path=unsafe"], "path=unsafe has no *.safetensors"),
         (["model.path=package://absent/net"], "Type pip install --no-deps absent"),
         (["model.config={model_type: vit}"], "Unrecognized configuration class"),
+        (["data.kind=sequence_classification"], "needs logits [B, T, V] and tokens [B, T], got"),
     ],
 )
 def test_what_does_not_fit_is_one_message(job, lab, options, said):
@@ -277,6 +278,17 @@ TIMM = ("data=digits", "tracking=none", "train.max_steps=2", "precision=bf16-mix
 def test_a_timm_model_trains_by_its_name(main):
     done = main("model=timm", "model.name=test_vit", "model.options={patch_size: 2}", *TIMM)
     assert done.rc == 0, done.stderr
+
+
+def test_a_timm_model_takes_weights_of_other_classes(tmp_path):
+    from runner.models.timm_any import timm_any
+
+    other = timm_any("test_resnet", 7, [3, 32, 32])
+    torch.save(other.state_dict(), tmp_path / "seven.pth")
+    model = timm_any("test_resnet", 3, [3, 32, 32], weights=str(tmp_path / "seven.pth"))
+    own, saved = model.state_dict(), other.state_dict()
+    assert own["fc.weight"].shape == (3, saved["fc.weight"].shape[1])
+    assert all(torch.equal(own[name], saved[name]) for name in own if not name.startswith("fc."))
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "swinv2_cr_tiny_224", "test_resnet"])

@@ -201,6 +201,12 @@ class TableColumns:
         """Return input_ids, attention_mask and labels, int64 [N, length] each."""
         if any(text is None for text in texts):
             raise ConfigError(f"data={self.source}: column {options.column} has empty values.")
+        if not all(isinstance(text, str) for text in texts):
+            kind = type(texts[0]).__name__
+            raise ConfigError(
+                f"data={self.source}: column {options.column} holds values of type {kind}, no "
+                "texts. Type data.text=<another column>, or data.columns=[<names>] for numbers."
+            )
         rows = options.tokenize(texts)
         length = options.length
         if options.packing:

@@ -105,7 +105,7 @@ class CausalLM(Language):
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many tokens count."""
-        return self.counted(target[:, 1:])
+        return self.counted(target[..., 1:])
 
 
 class Seq2Seq(Language):
