@@ -130,7 +130,7 @@ def results(folder):
 def living(folder):
     """Processes that work in a folder."""
     found = []
-    for process in psutil.process_iter(["cwd", "status"]):
+    for process in psutil.process_iter(["cwd", "status", "cmdline"]):
         if process.info["cwd"] == str(folder) and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
@@ -174,7 +174,7 @@ def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, server):
     (waiting,) = [
         process
         for process in living(jobs)
-        if "submitit.core._submit" in process.cmdline()
+        if "submitit.core._submit" in (process.info["cmdline"] or ())
         and process.environ()["SLURM_ARRAY_TASK_ID"] == "1"
     ]
     waiting.send_signal(signal.SIGUSR2)
