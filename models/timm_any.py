@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from runner.models.torchvision_any import load_except_head
+# The type checker does not know that setuptools puts models/ into runner/.
+from runner.models.torchvision_any import load_except_head  # pyright: ignore[reportMissingImports]
 
 
 def timm_any(
