@@ -151,15 +151,21 @@ def _pretrained(
 
 
 def _check_loaded(model: Any, loaded: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError where weights of the folder do not fit other parts than the head."""
-    lost = sorted(name for name, *_ in loaded["mismatched_keys"])
-    body = [name for name in lost if name.startswith(f"{model.base_model_prefix}.")]
-    if body:
-        names = ", ".join(body[:3]) + (", ..." if len(body) > 3 else "")
-        raise ValueError(
-            f"path={folder} has weights of other sizes than its changed config asks for: {names}. "
-            "Leave out the keys of config that change sizes, or path for random weights"
-        )
+    """Raise ValueError where weights are random in other parts than a head or a pooler."""
+    body = f"{model.base_model_prefix}."
+    found = {
+        "has weights of other sizes than": [name for name, *_ in loaded["mismatched_keys"]],
+        "lacks weights that": loaded["missing_keys"],
+    }
+    for problem, names in found.items():
+        # Models for masked tokens have no pooler, and classifiers are tuned from them.
+        lost = sorted(name for name in names if name.startswith(body) and ".pooler." not in name)
+        if lost:
+            listed = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+            raise ValueError(
+                f"path={folder} {problem} the model's config asks for: {listed}. Leave out the "
+                "keys of config that change the layers, or path for random weights"
+            )
 
 
 def _package_folder(path: str) -> Path:

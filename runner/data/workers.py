@@ -5,14 +5,16 @@ dies. `worker_failure` turns them into one sentence.
 """
 
 import atexit
+import os
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from multiprocessing import active_children
 from time import sleep
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import _utils
 
@@ -35,13 +37,18 @@ def init_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
+_started: MutableMapping[Any, int] = WeakKeyDictionary()
+"""The loading processes, and the number of the process that has started each."""
+
+
 @atexit.register
 def _end_processes_at_exit() -> None:
     """End the loading processes that an error has left when the interpreter exits.
 
     multiprocessing would send each of them one SIGTERM and wait for ever: they end at a second one.
     """
-    left = [process for process in active_children() if process.daemon]
+    # A fork of this process knows its loading processes, too, and must leave them alone.
+    left = [process for process in active_children() if _started.get(process) == os.getpid()]
     if left:
         # torch's handler would raise an error for each of them.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -75,6 +82,7 @@ def wait_for_batch(
             with wait_context():
                 if batches is None:
                     batches = iter(loader)
+                    _started.update(dict.fromkeys(getattr(batches, "_workers", ()), os.getpid()))
                 batch = next(batches, None)
         except Stopped:
             # Seconds that torch waits for each process that hangs, when it ends them.

@@ -101,7 +101,8 @@ def test_a_head_for_other_classes_starts_with_random_weights(folder):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"config": {"hidden_size": 32}}, "has weights of other sizes than its changed config"),
+        ({"config": {"hidden_size": 32}}, "has weights of other sizes than the model's config"),
+        ({"config": {"num_hidden_layers": 2}}, "lacks weights that the model's config asks for"),
         ({"config": {"hidden_sise": 32}}, "Close matches: hidden_size"),
         ({"classes": 0}, "classes=0 is no number of logits. Allowed: 1 and up"),
         ({"classes": 3, "config": {"hidden_size": 32}}, "has weights of other sizes"),
@@ -111,6 +112,14 @@ def test_pretrained_weights_are_never_dropped_silently(folder, settings, said):
     with pytest.raises(ValueError) as refused:
         huggingface("sequence_classification", path=str(folder), **settings)
     assert said in str(refused.value)
+
+
+def test_a_classifier_is_tuned_from_a_model_of_masked_tokens(tmp_path):
+    masked = huggingface("masked_lm", config=BERT)
+    masked.save_pretrained(tmp_path)
+    model = huggingface("sequence_classification", path=str(tmp_path), classes=3)
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    assert torch.equal(model.state_dict()[name], masked.state_dict()[name])
 
 
 def test_a_damaged_file_of_weights_is_one_message(folder, tmp_path):
