@@ -85,7 +85,7 @@ def sweep(tracking: str, launcher: str, jobs: int) -> list[str]:
 
 def measure_launchers(rounds: int, jobs: int) -> None:
     """Measure what each further job of a sweep takes under each launcher."""
-    from runner.sweep.launcher.fork_server import PRELOADED_MODULES
+    from runner.sweeps.launcher.fork_server import PRELOADED_MODULES
 
     spawn = (sys.executable, "-c", f"import {', '.join(PRELOADED_MODULES)}")
     cases = list(product(TRACKING, LAUNCHERS))

@@ -19,7 +19,7 @@ from torch import nn
 
 from bench.common import RESULTS, interleave, median, spread, table, versions, write, write_rows
 from models.gpt import GPT
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.precision.registry import load_precision, precision_names
 from runner.training import lowbit_optimizers
 from runner.training.state import ScheduledOptimizer, TrainState

@@ -24,7 +24,7 @@ from runner.data.build import build_loaders, build_splits
 from runner.data.loader import Loader
 from runner.diagnostics.memory.forecast import peak_forecast
 from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.training.compile import prepare_model
 from runner.training.loop import fit
 from runner.training.model import build_model

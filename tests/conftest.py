@@ -29,7 +29,7 @@ from hydra import initialize_config_module
 from runner.cli import main as command_line
 from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve_spec
-from runner.sweep.launcher import job_process
+from runner.sweeps.launcher import job_process
 from runner.utils.stop_signals import SIGNALS as STOP_SIGNALS
 
 ROOT = Path(__file__).parents[1]

@@ -26,8 +26,8 @@ from runner.checkpoint.program_inputs import (
     program_arguments,
 )
 from runner.precision.casting import cast_nest
+from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.layers.exportable import Plain8bit, PlainFloat8, exportable_copy
-from runner.precision.precision import CPU_DEVICE, Precision
 from runner.utils.files import os_error_reason, write_with_torch
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import EXPORTED_MODEL

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.data.batch_layout import PositionalInputs
-from runner.precision.precision import CPU_DEVICE
+from runner.precision.contract import CPU_DEVICE
 
 
 class InputError(Exception):

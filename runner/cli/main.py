@@ -39,7 +39,7 @@ from runner.config.precision_keys import remove_keys
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import AUTO
 from runner.distributed import torchrun
-from runner.sweep.job_result import (
+from runner.sweeps.job_result import (
     is_sweep_job,
     job_origin,
     job_overrides,
@@ -146,7 +146,7 @@ def _expand_resumed_sweep(argv: Sequence[str]) -> Sequence[str]:
     """Return the whole command of the sweep that sweep.resume= names, any other unchanged."""
     if not any(text.startswith("sweep.resume=") for text in argv):
         return argv
-    from runner.sweep.sweep_resume import expand_resume_command
+    from runner.sweeps.sweep_resume import expand_resume_command
 
     return expand_resume_command(argv)
 
@@ -200,7 +200,7 @@ def _interrupt_status(error: KeyboardInterrupt) -> int:
 
 def _sweep_module() -> Any:
     """Return the module of sweeps if a sweep has imported it, else None: it is slow to import."""
-    return sys.modules.get("runner.sweep.sweep")
+    return sys.modules.get("runner.sweeps.sweep")
 
 
 def _has_open_sweep() -> bool:
@@ -315,7 +315,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
 
         from runner.modes.run import run
     if is_trial:
-        from runner.sweep.advisor.trials import print_one_line_result
+        from runner.sweeps.advisor.trials import print_one_line_result
 
         return print_one_line_result(lambda console: run(spec, folder, invocation, console))
     return run(spec, folder, invocation)
@@ -329,7 +329,7 @@ def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunRe
             config.checkpoint.resume = AUTO
     if not (resumes_sweep or config.checkpoint.resume == AUTO):
         return None
-    from runner.sweep.sweep_resume import final_result
+    from runner.sweeps.sweep_resume import final_result
 
     return final_result(folder, job_overrides())
 
@@ -367,7 +367,7 @@ def _ui(argv: Sequence[str]) -> int:
 
 
 def _report(argv: Sequence[str]) -> int:
-    from runner.sweep.report.rebuild import rebuild_report
+    from runner.sweeps.report.rebuild import rebuild_report
 
     return rebuild_report(argv)
 

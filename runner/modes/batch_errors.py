@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from runner.data.batch_layout import KeywordInputs, PositionalInputs
 from runner.modes.argument_errors import binds, explain_arguments
 from runner.modes.precision_errors import failing_module, precision_advice
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.training.model_call import takes_fields
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import Task

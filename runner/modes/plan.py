@@ -13,8 +13,8 @@ from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.memory.rehearsal import build_fake_model
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
+from runner.precision.contract import Precision
 from runner.precision.keep_fp32 import Float32Island
-from runner.precision.precision import Precision
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.model import BuiltModel

@@ -12,9 +12,9 @@ from traceback import walk_tb
 import torch
 from torch import nn
 
+from runner.precision.contract import Precision
 from runner.precision.emulation.float16 import choose_kernels
 from runner.precision.keep_fp32 import Float32Island
-from runner.precision.precision import Precision
 from runner.utils.modules import matches_pattern
 from runner.utils.tensors import dtype_name
 

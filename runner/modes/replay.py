@@ -33,7 +33,7 @@ from runner.modes.result import RunResult
 from runner.modes.rewind import rewind_to_step, saved_run_spec
 from runner.modes.trial_forward import build_proven_model
 from runner.precision import registry
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.training.model import build_model, keeps_adapter, load_init_weights
 from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState

@@ -29,7 +29,7 @@ from runner.data.task_target import build_task
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes import run_metadata
 from runner.modes.trial_forward import build_proven_model
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.training import state_dict
 from runner.training.callbacks.stream_position import stream_callbacks
 from runner.training.evaluation import evaluate_validation

@@ -34,7 +34,7 @@ from runner.modes.resumed_spec import changed_settings
 from runner.modes.rewind import with_run_config
 from runner.modes.tables import print_result
 from runner.modes.train import train
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.tracking import journal
 from runner.tracking.rank_journal import ProcessJournal
 from runner.tracking.tracker import RunInfo, Status, Tracker

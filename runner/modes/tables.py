@@ -1,6 +1,6 @@
 """Print the result table of one run; compute its metric changes and its place in MLflow.
 
-The table of a sweep's jobs is in runner/sweep/report/columns.py.
+The table of a sweep's jobs is in runner/sweeps/report/columns.py.
 """
 
 import os

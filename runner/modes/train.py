@@ -40,7 +40,7 @@ from runner.modes.training_outputs import (
     set_evaluation_hook,
 )
 from runner.modes.trial_forward import FirstStepProof, prove_conversion
-from runner.precision.precision import ConversionReport
+from runner.precision.contract import ConversionReport
 from runner.training.callbacks.callback import dispatch
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import check_compile_options, prepare_model

@@ -18,7 +18,7 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.modes.tables import print_result
-from runner.precision.precision import ConversionReport
+from runner.precision.contract import ConversionReport
 from runner.training.callbacks.summary import RunSummary
 from runner.training.evaluation_hook import EvaluationHook, HookOutput
 from runner.training.model_call import call_model, taken_inputs

@@ -11,13 +11,13 @@ from torch import nn
 from runner.data.stream_loader import BatchLoader
 from runner.distributed.strategy import Single, Strategy
 from runner.modes.context import RunContext
+from runner.precision.contract import ConversionReport, Precision
 from runner.precision.conversion_proof import (
     ForwardWatch,
     adapted_layers,
     converted_layers,
     holds_matrix,
 )
-from runner.precision.precision import ConversionReport, Precision
 from runner.training.model import BuiltModel
 from runner.training.model_call import call_model
 from runner.training.state import TrainState

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from runner.precision.casting import autocast, cast_nest, float64_to_float32
+from runner.precision.contract import CPU_DEVICE, ConversionReport, Precision
 from runner.precision.conversion import ConversionRules, convert_modules
 from runner.precision.cuda_half import (
     native_half_prefix,
@@ -24,7 +25,6 @@ from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.conv1d import layer_widths, linear_classes
 from runner.precision.options import DTYPES, PrecisionOptions
-from runner.precision.precision import CPU_DEVICE, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import accelerator_kind
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from runner.precision.contract import ConversionReport, ModuleConversion, summarize_modules
 from runner.precision.keep_fp32 import no_op_hook
-from runner.precision.precision import ConversionReport, ModuleConversion, summarize_modules
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
 

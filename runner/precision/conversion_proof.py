@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from runner.precision.contract import ConversionReport
 from runner.precision.conversion import ROOT_NAME
-from runner.precision.precision import ConversionReport
 
 _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 # Questions whose answers differ between a packed weight [bytes, 1] and the weight it represents.

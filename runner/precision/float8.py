@@ -21,6 +21,7 @@ from runner.precision.casting import (
     cast_nest,
     float64_to_float32,
 )
+from runner.precision.contract import CPU_DEVICE, ComputeFormat, ConversionReport, Precision
 from runner.precision.conversion import ConversionRules, convert_modules, replace_in_place
 from runner.precision.cuda_half import native_half_prefix
 from runner.precision.keep_fp32 import find_islands, make_islands
@@ -28,7 +29,6 @@ from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
 from runner.precision.layers.padding import pad_rows
 from runner.precision.options import DTYPES, FP8_LAYERS, PrecisionOptions, switch_problems
-from runner.precision.precision import CPU_DEVICE, ComputeFormat, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tpu import accelerator_kind, is_tpu

@@ -13,9 +13,9 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from runner.precision.contract import ComputeFormat
 from runner.precision.cuda_half import reduced_precision_sums
 from runner.precision.emulation.float16 import KernelChoice, choose_kernels, float32_accumulate
-from runner.precision.precision import ComputeFormat
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import accelerator_kind
 

@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.config.targets import instantiate
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.utils.errors import ConfigError, Unavailable
 
 PRECISION_CONFIGS = Path(str(files("runner.conf"))) / "precision"

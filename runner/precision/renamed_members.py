@@ -10,7 +10,7 @@ RENAMED_MEMBERS: Mapping[str, str] = {
     "unrepeatable": "no_recompute_reason",
     "whole": "unshardable_reason",
 }
-"""Old name to new name of a member of runner.precision.precision.Precision."""
+"""Old name to new name of a member of runner.precision.contract.Precision."""
 
 _OTHER_NAME = {**RENAMED_MEMBERS, **{new: old for old, new in RENAMED_MEMBERS.items()}}
 

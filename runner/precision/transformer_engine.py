@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import te_recipes
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
+from runner.precision.contract import CPU_DEVICE, ComputeFormat, ConversionReport, Precision
 from runner.precision.conversion import ROOT_NAME, ConversionRules
 from runner.precision.cuda_half import reduced_precision_sums
 from runner.precision.emulation import te_emulation
@@ -31,7 +32,6 @@ from runner.precision.options import (
     float32_matmul,
     switch_problems,
 )
-from runner.precision.precision import CPU_DEVICE, ComputeFormat, ConversionReport, Precision
 from runner.utils.errors import ConfigError, Unavailable
 
 WEIGHT_DTYPES = ("bfloat16", "float16")

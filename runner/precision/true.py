@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from runner.precision.casting import DefaultDtype, cast_nest
+from runner.precision.contract import Precision
 from runner.precision.cuda_half import (
     lacks_bfloat16,
     reduced_precision_sums,
@@ -27,7 +28,6 @@ from runner.precision.options import (
     require_cpu,
     require_tf32,
 )
-from runner.precision.precision import Precision
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import is_tpu
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from runner.config.schema import CUDA_GRAPH_MODES, RunSpec
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.utils.errors import ConfigError
 from runner.utils.modules import repeated_blocks, select_modules
 

@@ -15,9 +15,9 @@ from runner.config.resolve import to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.precision.casting import cast_floats, default_dtype
+from runner.precision.contract import ConversionReport, Precision
 from runner.precision.conversion import is_converted
 from runner.precision.layers.conv1d import is_transposed
-from runner.precision.precision import ConversionReport, Precision
 from runner.training import adapters
 from runner.training.freezing import freeze_parameters
 from runner.training.lazy_layers import materialize_lazy_layers

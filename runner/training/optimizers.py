@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, instantiate, locate, without_runner_keys
 from runner.distributed.strategy import is_sharded
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.training.parameter_groups import (
     divide_parameters,
     entry_options,

@@ -15,7 +15,7 @@ from torch import nn
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.distributed.strategy import Single, Strategy
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.training.model import BuiltModel, build_model, load_init_weights
 from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import ScheduledOptimizer, TrainState

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.distributed.strategy import Single, Strategy
+from runner.precision.contract import Precision
 from runner.precision.loss_scale import HostFlag, LossScale
-from runner.precision.precision import Precision
 from runner.training.model_call import plain_module
 from runner.training.sparse_gradients import sparse_parameters
 from runner.training.tasks.task import Task

@@ -19,8 +19,10 @@ ORDER = (
     "training",
     "diagnostics",
     "modes",
-    "sweep",
+    "sweeps",
+    "integrations",
     "cli",
+    "api",
 )
 FILES = sorted(
     path.relative_to(ROOT)
@@ -84,12 +86,12 @@ def test_no_import_goes_upward(path):
 
 @pytest.mark.parametrize(
     "path",
-    ["cli/main.py", "cli/help.py", "sweep/hydra_callback.py", "__main__.py", "__init__.py"],
+    ["cli/main.py", "cli/help.py", "sweeps/hydra_callback.py", "__main__.py", "__init__.py"],
 )
 def test_the_command_line_imports_little_at_its_top(path):
     """Else --help and tab completion would wait for torch."""
     names = set(imports(Path("runner", path), top_only=True))
-    assert packages(names) <= {"utils", "config", "distributed", "cli", "sweep"}
+    assert packages(names) <= {"utils", "config", "distributed", "cli", "sweeps"}
     assert tops(names) <= {"hydra", "omegaconf", "runner", "yaml"}  # OmegaConf reads with yaml
 
 
@@ -145,7 +147,7 @@ def test_config_objects_stop_at_the_config_layer():
     """Below it nothing sees a DictConfig."""
     users = {str(path) for path in FILES if any(".DictConfig" in name for name in imports(path))}
     # Hydra calls plugins and callbacks with its own objects.
-    called_by_hydra = {path for path in users if path.startswith("runner/sweep/")}
+    called_by_hydra = {path for path in users if path.startswith("runner/sweeps/")}
     in_config = {path for path in users if path.startswith("runner/config/")}
     assert users - called_by_hydra - in_config == {"runner/cli/main.py"}
 

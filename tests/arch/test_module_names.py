@@ -1,7 +1,7 @@
 """Names of modules that stand in strings, in configs and in users' files lead to something.
 
 A name in a string is followed by no import statement, so that a module that moves would leave it
-behind without an error: `sys.modules.get("runner.sweep.sweep")` would find no sweep.
+behind without an error: `sys.modules.get("runner.sweeps.sweep")` would find no sweep.
 """
 
 import ast

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from runner.checkpoint.export import ExportError, export
 from runner.config.targets import build_group
 from runner.modes.training_outputs import save_model
+from runner.precision.contract import Precision
 from runner.precision.mixed import MixedPrecision
-from runner.precision.precision import Precision
 from runner.precision.true import TruePrecision
 from runner.training.model import build_model
 

@@ -313,11 +313,11 @@ def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkey
     from hydra.core.utils import JobReturn, JobStatus
     from omegaconf import OmegaConf
 
-    from runner.sweep.launcher import remote
+    from runner.sweeps.launcher import remote
 
     monkeypatch.setattr(remote, "_MAX_VISIBILITY_SECONDS", 0.1)
     monkeypatch.setattr(
-        "runner.sweep.job_result.record_result", lambda *told: recorded.append(told[2:])
+        "runner.sweeps.job_result.record_result", lambda *told: recorded.append(told[2:])
     )
     recorded = []
     configs = {

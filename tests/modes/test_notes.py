@@ -6,7 +6,7 @@ import pytest
 
 from runner.modes import notes
 from runner.modes.result import RunResult
-from runner.precision.precision import ConversionReport, ModuleConversion
+from runner.precision.contract import ConversionReport, ModuleConversion
 
 COMMAND = ["python", "-m", "runner", "precision=16-mixed", "precision.keep_fp32=[a b]"]
 DONE = RunResult(

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
+from runner.precision.contract import ConversionReport, Precision
 from runner.precision.loss_scale import LossScale
 from runner.precision.mixed import MixedPrecision
-from runner.precision.precision import ConversionReport, Precision
 from runner.precision.true import TruePrecision
 from runner.training.step import loss_of, train_step
 from runner.training.tasks.classification import Classification

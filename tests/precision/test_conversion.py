@@ -6,6 +6,7 @@ from precision_models import skip_reasons
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from runner.precision.contract import ModuleConversion
 from runner.precision.conversion import (
     ConversionRules,
     convert_modules,
@@ -13,7 +14,6 @@ from runner.precision.conversion import (
     is_converted,
     replace_in_place,
 )
-from runner.precision.precision import ModuleConversion
 from runner.utils.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from runner.precision.casting import cast_nest
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 
 
 class Factor(nn.Module):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 from torch import nn
 
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.precision.renamed_members import RENAMED_MEMBERS
 from runner.precision.true import TruePrecision
 

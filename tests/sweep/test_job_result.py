@@ -5,8 +5,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from runner.config.resolve import register_schema
-from runner.sweep.job_result import is_sweep_job, use_sweep_time
-from runner.sweep.manifest import Manifest
+from runner.sweeps.job_result import is_sweep_job, use_sweep_time
+from runner.sweeps.manifest import Manifest
 
 BEGAN_MS = 1_700_000_000_000
 

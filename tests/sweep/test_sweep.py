@@ -6,8 +6,8 @@ import warnings
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweep import sweep as sweeps
-from runner.sweep.sweep import Sweep
+from runner.sweeps import sweep as sweeps
+from runner.sweeps.sweep import Sweep
 from runner.tracking.reader import Reader
 from runner.tracking.tracker import NoTracker
 from runner.utils.errors import TrackingError

@@ -41,7 +41,7 @@ from runner.diagnostics.memory.rehearsal import (
     build_rehearsal,
     make_optimizer_state,
 )
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.lazy_layers import materialize_lazy_layers
 from runner.training.state import TrainState

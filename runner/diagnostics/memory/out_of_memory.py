@@ -16,7 +16,7 @@ from runner.diagnostics.memory.forecast import (
 )
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, memory_limit
 from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.training.state import TrainState
 from runner.utils.accelerator import Accelerator
 from runner.utils.errors import RunnerError

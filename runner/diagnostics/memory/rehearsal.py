@@ -22,7 +22,7 @@ from runner.diagnostics.memory.memory_tracker import (
     MemoryTracker,
 )
 from runner.precision.casting import cast_nest
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.training.compile import prepare_model
 from runner.training.evaluation import Stagnation
 from runner.training.evaluation_mode import evaluation_mode

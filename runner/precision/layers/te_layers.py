@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from runner.precision.contract import ConversionReport
 from runner.precision.conversion import (
     ROOT_NAME,
     ConversionRules,
@@ -29,7 +30,6 @@ from runner.precision.keep_fp32 import no_op_hook
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
 from runner.precision.layers.padding import pad_rows
-from runner.precision.precision import ConversionReport
 
 
 class NoExtraState:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from runner.config.schema import RunSpec
-from runner.precision.precision import Precision
+from runner.precision.contract import Precision
 from runner.training.callbacks.callback import Callback
 from runner.training.records import EvalRecord, StepRecord, Steps
 

@@ -6,8 +6,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from runner.sweep.report.load import load_from_folder
-from runner.sweep.report.ranking import Advice, PrecisionVerdict
+from runner.sweeps.report.load import load_from_folder
+from runner.sweeps.report.ranking import Advice, PrecisionVerdict
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""runner.sweep.report.ranking and advice_page: the ranking, the recommendation, the words."""
+"""runner.sweeps.report.ranking and advice_page: the ranking, the recommendation, the words."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweep.advisor.settings import AdviseSettings, memory_forecast
-from runner.sweep.report.advice_page import (
+from runner.sweeps.advisor.settings import AdviseSettings, memory_forecast
+from runner.sweeps.report.advice_page import (
     advice_blocks,
     advice_sentence,
     next_command,
     other_sentences,
 )
-from runner.sweep.report.columns import advice_table
-from runner.sweep.report.jobs import Job, SweepData
-from runner.sweep.report.pages import write_report
-from runner.sweep.report.ranking import Advice, rank_precisions
-from runner.sweep.report.statistics import Ratio
-from runner.sweep.report.wording import health_words, reason_sentence
+from runner.sweeps.report.columns import advice_table
+from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.report.pages import write_report
+from runner.sweeps.report.ranking import Advice, rank_precisions
+from runner.sweeps.report.statistics import Ratio
+from runner.sweeps.report.wording import health_words, reason_sentence
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.markup import to_markdown
 

@@ -1,4 +1,4 @@
-"""runner.sweep.report.columns: the columns of a sweep's tables."""
+"""runner.sweeps.report.columns: the columns of a sweep's tables."""
 
 import io
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from runner.modes.result import RunResult
-from runner.sweep.report.columns import (
+from runner.sweeps.report.columns import (
     ADVICE_COLUMNS,
     COLUMNS,
     GROUP_COLUMNS,

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweep.report import load
-from runner.sweep.report.compare import compare_with_baselines
-from runner.sweep.report.load import (
+from runner.sweeps.report import load
+from runner.sweeps.report.compare import compare_with_baselines
+from runner.sweeps.report.load import (
     load_from_folder,
     load_from_store,
     with_unique_names,
     write_job_facts,
 )
-from runner.sweep.report.rebuild import rebuild_report, store_report
+from runner.sweeps.report.rebuild import rebuild_report, store_report
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.reader import Reader, StoredRun

@@ -6,8 +6,8 @@ import warnings
 import pytest
 from serving import Server
 
-from runner.sweep.report.load import load_from_store
-from runner.sweep.report.pages import write_report
+from runner.sweeps.report.load import load_from_store
+from runner.sweeps.report.pages import write_report
 from runner.tracking.reader import Reader
 
 with warnings.catch_warnings():

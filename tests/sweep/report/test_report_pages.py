@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweep.report.jobs import Job, SweepData
-from runner.sweep.report.pages import summary_markdown, write_report
+from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.utils.markup import (
     Cell,
     Commands,

@@ -1,0 +1,368 @@
+"""Read a command with mode=advise: which precisions to try, and the overrides of each trial.
+
+Everything that cannot be compared is refused here, before the first trial.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from omegaconf import DictConfig, OmegaConf
+
+from runner.config.hydra_plugins import ISOLATED, REMOTE
+from runner.config.invocation import override_texts
+from runner.config.loading_targets import loading_problems
+from runner.config.overrides import PRECISION_ALIASES
+from runner.config.resolve import resolve_spec
+from runner.config.schema import RunSpec
+from runner.config.targets import check_targets
+from runner.data.task_target import task_problems
+from runner.precision.contract import Precision
+from runner.precision.registry import (
+    PrecisionSupport,
+    load_precision,
+    precision_config,
+    precision_names,
+    supported_precisions,
+)
+from runner.sweeps.report.compare import BASELINE
+from runner.utils.accelerator import choose_accelerator
+from runner.utils.errors import ConfigError
+
+_NO_CHECKPOINTS = (
+    "checkpoint.final=false",
+    "checkpoint.best=false",
+    "checkpoint.every_steps=null",
+    "checkpoint.safetensors=false",
+)
+_SCHEDULED_GROUPS = ("mode", "precision", "seed", "advise", "hydra")
+"""Keys and groups that the advisor sets for every trial."""
+_TRIAL_KEYS = (
+    "train.max_steps",
+    "train.max_seconds",
+    "train.eval_every",
+    "train.early_stop",
+    "checkpoint",
+    "tracking.log_model",
+    "numerics",
+)
+"""Keys that a trial sets itself; the recommended command keeps the user's values."""
+_EMULATE = "precision.emulate"
+
+
+@dataclass(frozen=True)
+class AdviseRequest:
+    """The parts of a command with mode=advise.
+
+    Attributes:
+        spec: resolved, with the baseline's precision or the one that was typed.
+        device: that trials run on.
+        overrides: the user's, without those of precision, seed, mode and advise.
+        seed_override: the override of the seed, if one was typed.
+        command: words of a command that come before its overrides.
+        precisions: to try, the baseline first.
+        precision_overrides: further overrides of each precision.
+        emulated_precisions: precisions that this machine emulates.
+        missing_precisions: precisions that this machine lacks, with the reason.
+        seed: the first one.
+        config_dir: the user's configs, among them further precisions; None without --config-dir.
+    """
+
+    spec: RunSpec
+    device: torch.device
+    overrides: Sequence[str]
+    seed_override: Sequence[str]
+    command: Sequence[str]
+    precisions: Sequence[str]
+    precision_overrides: Mapping[str, Sequence[str]]
+    emulated_precisions: Sequence[str]
+    missing_precisions: Mapping[str, str]
+    seed: int
+    config_dir: Path | None = None
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> "AdviseRequest":
+        """Read the config of a sweep with mode=advise.
+
+        Raises:
+            ConfigError: the command asks for what cannot be compared.
+            Unavailable: the device is not there.
+        """
+        _check_launcher(config)
+        overrides = _parse(override_texts(config.hydra.overrides.task))
+        _check_sweeps(overrides)
+        extras = _precision_extras(overrides)
+        spec = _baseline_spec(config, extras)
+        device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
+        config_dir = _config_dir(config)
+        typed = _typed_precisions(overrides, precision_names(config_dir))
+        # Only those that were typed: to ask the others would import their libraries, for seconds.
+        supported = supported_precisions(device, config_dir, typed)
+        emulatable = _emulatable(supported, extras, config_dir)
+        chosen = typed or [*_trainable_here(spec, emulatable, supported, config_dir)]
+        precisions = _with_baseline(chosen)
+        fitting = {}
+        for name in precisions:
+            fitting[name] = [*_fitting_extras(name, extras, name in emulatable, config_dir)]
+        _check_extras(extras, fitting)
+        return cls(
+            spec=spec,
+            device=device,
+            overrides=_input_lines(overrides, lambda o: _group(o) not in _SCHEDULED_GROUPS),
+            seed_override=_input_lines(overrides, lambda o: o.get_key_element() == "seed"),
+            command=_command_words(config),
+            precisions=precisions,
+            precision_overrides=fitting,
+            emulated_precisions=[name for name in precisions if name in emulatable],
+            missing_precisions={} if typed else _missing_precisions(supported, chosen),
+            seed=spec.seed,
+            config_dir=config_dir,
+        )
+
+    def load_precision(self, name: str) -> Precision:
+        """Return one of the precisions, built-in or the user's, as its yaml says."""
+        return load_precision(name, self.config_dir)
+
+    def trial_overrides(
+        self, precision: str, seed: int, *more: str, is_tracked: bool = True
+    ) -> list[str]:
+        """Return the overrides of one trial.
+
+        Args:
+            precision: its name.
+            seed: the trial's.
+            more: further overrides.
+            is_tracked: whether the sweep's store records the trial.
+        """
+        dropped = _TRIAL_KEYS if is_tracked else (*_TRIAL_KEYS, "tracking")
+        user = [word for word in self.overrides if not word.lstrip("+~").startswith(dropped)]
+        extra = self.precision_overrides.get(precision, ())
+        advisor = ["mode=train", f"precision={precision}", *extra, f"seed={seed}", *_NO_CHECKPOINTS]
+        tracking = []
+        if not is_tracked:
+            tracking = ["tracking=none"]
+        elif "log_model" in self.spec.tracking:
+            # No model is stored of a trial.
+            tracking = ["tracking.log_model=false"]
+        # `more` comes last: of two overrides of a key, Hydra takes the last one.
+        return [*user, *advisor, *tracking, *more]
+
+
+def _check_launcher(config: DictConfig) -> None:
+    """Refuse launchers that run jobs elsewhere or at once: trials are timed against each other."""
+    hydra = config.hydra
+    launcher = str(hydra.launcher.get("_target_"))
+    # The isolated launcher has a path in hydra_plugins, too.
+    is_plugin = "hydra_plugins." in launcher.replace(ISOLATED, "")
+    if launcher == REMOTE or is_plugin or hydra.launcher.get("n_jobs", 1) != 1:
+        raise ConfigError(
+            "mode=advise times its trials on this machine, one after another. Leave launcher= and "
+            "hydra.launcher.n_jobs= out; on a cluster, start the command in a job of its own."
+        )
+    # Trials are found again by the numbers of their folders.
+    if str(OmegaConf.to_container(hydra.sweep)["subdir"]) != "${hydra.job.num}":  # type: ignore[index]
+        raise ConfigError(
+            "mode=advise names its jobs' folders itself. Leave hydra.sweep.subdir= out."
+        )
+
+
+def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
+    """Return the resolved spec without the keys under precision that were typed.
+
+    They may belong to another precision than the baseline.
+    """
+    run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    spec = resolve_spec(run_config)
+    precision = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
+    spec = replace(spec, precision=precision)
+    problems = [*spec.problems(), *check_targets(spec), *loading_problems(spec.data)]
+    problems += task_problems(spec.task)
+    if problems:
+        raise ConfigError(*problems)
+    return spec
+
+
+def _command_words(config: DictConfig) -> list[str]:
+    """Return the words of a command with the same config folder and config name."""
+    words = ["python", "-m", "runner"]
+    config_dir = _config_dir(config)
+    if config_dir is not None:
+        words += ["--config-dir", os.path.relpath(config_dir)]
+    if config.hydra.job.config_name != "config":
+        words += ["--config-name", config.hydra.job.config_name]
+    return words
+
+
+def _config_dir(config: DictConfig) -> Path | None:
+    """Return the folder that --config-dir names; None without one."""
+    sources = config.hydra.runtime.config_sources
+    folders = [Path(s.path) for s in sources if s.provider == "command-line"]
+    return folders[0] if folders else None
+
+
+def _parse(words: Sequence[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides([*words])
+
+
+def _input_lines(overrides: Sequence[Override], is_wanted: Callable[[Override], bool]) -> list[str]:
+    """Return overrides as they were typed."""
+    return [o.input_line for o in overrides if is_wanted(o) and o.input_line]
+
+
+def _group(override: Override) -> str:
+    """Return the first part of an override's key."""
+    return override.get_key_element().lstrip("+~").partition(".")[0].partition("/")[0]
+
+
+def _precision_extras(overrides: Sequence[Override]) -> dict[str, Override]:
+    """Return the overrides of keys under precision, by key."""
+    by_key = {o.get_key_element().lstrip("+~"): o for o in overrides}
+    return {key: o for key, o in by_key.items() if key.startswith("precision.")}
+
+
+def _typed_precisions(overrides: Sequence[Override], known: Sequence[str]) -> list[str] | None:
+    """Return the names after `precision=`, None where it was not typed.
+
+    Raises:
+        ConfigError: one of them is not the name of a precision.
+    """
+    override = next((o for o in overrides if o.get_key_element() == "precision"), None)
+    if override is None:
+        return None
+    lists = (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP)
+    values = [override.value()]
+    if override.is_sweep_override():
+        if override.value_type not in lists:
+            raise ConfigError(f"{override.input_line}: name the precisions, one after another.")
+        values = [*override.sweep_string_iterator()]
+    # The strings of a sweep keep the quotes that were typed.
+    plain = [str(value).strip("'\"") for value in values]
+    # Each precision once: an alias and its name may both have been typed.
+    names = list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in plain))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"precision={unknown[0]}: mode=advise does not know it. Allowed: {', '.join(known)}."
+        )
+    return names
+
+
+def _with_baseline(names: Sequence[str]) -> list[str]:
+    """Return precisions with the baseline first.
+
+    Raises:
+        ConfigError: there is none to compare with the baseline.
+    """
+    precisions = [BASELINE, *(name for name in names if name != BASELINE)]
+    if len(precisions) == 1:
+        raise ConfigError(
+            f"mode=advise compares precisions with {BASELINE}, and was given no other. Leave "
+            "precision= out to try all that this machine has, or name some: "
+            "precision=bf16-mixed,16-mixed."
+        )
+    return precisions
+
+
+def _check_sweeps(overrides: Sequence[Override]) -> None:
+    """Refuse several values of any key but precision."""
+    swept = [o for o in overrides if o.is_sweep_override() and o.get_key_element() != "precision"]
+    if swept:
+        key = swept[0].get_key_element()
+        raise ConfigError(
+            f"mode=advise answers for one config, and {swept[0].input_line} names several. Type "
+            f"one value of {key}; advise.seeds=5 repeats trials with other seeds."
+        )
+
+
+def _check_extras(extras: Mapping[str, Override], fitting: Mapping[str, Sequence[str]]) -> None:
+    """Refuse keys under precision that no precision takes."""
+    used = {word.partition("=")[0] for words in fitting.values() for word in words}
+    # Checked before other keys: precisions have it, and it is unused as long as none is emulated.
+    if _EMULATE in {*extras} - used:
+        raise ConfigError(
+            "precision.emulate=true: this machine lacks none of "
+            f"{', '.join(fitting)} that could be emulated. Leave it out."
+        )
+    unused = [key for key in extras if key not in used]
+    if unused:
+        raise ConfigError(
+            f"{unused[0]}: none of {', '.join(fitting)} has such a key. Leave it out, or name the "
+            "precisions that it is for."
+        )
+
+
+def _emulatable(
+    supported: Sequence[PrecisionSupport],
+    extras: dict[str, Override],
+    config_dir: Path | None,
+) -> list[str]:
+    """Return precisions that this machine lacks and emulates, if precision.emulate=true was typed.
+
+    Args:
+        supported: what this machine has and lacks.
+        extras: overrides of keys under precision; precision.emulate=false, which is every
+            precision's default, is removed.
+
+    Raises:
+        ConfigError: precision.emulate is neither true nor false.
+    """
+    if _EMULATE not in extras:
+        return []
+    value = extras[_EMULATE].value()
+    if not isinstance(value, bool):
+        raise ConfigError(f"precision.emulate={value} is not known. Allowed: true, false.")
+    if not value:
+        del extras[_EMULATE]
+        return []
+    # A reason (`why`) stands only in the rows of precisions that this machine lacks.
+    lacking = [row.name for row in supported if row.why]
+    return [name for name in lacking if _has_key(name, "emulate", config_dir)]
+
+
+def _missing_precisions(
+    supported: Sequence[PrecisionSupport], chosen: Collection[str]
+) -> dict[str, str]:
+    """Return the precisions that this machine lacks, each with the reason."""
+    return {row.name: row.why for row in supported if row.why and row.name not in chosen}
+
+
+def _trainable_here(
+    spec: RunSpec,
+    emulated: Collection[str],
+    supported: Sequence[PrecisionSupport],
+    config_dir: Path | None,
+) -> Iterator[str]:
+    """Yield the precisions that this device has or emulates, and that are worth a trial."""
+    has_adapter = bool(spec.adapter.get("_target_"))
+    for row in supported:
+        if not row.runs and row.name not in emulated:
+            continue
+        precision = load_precision(row.name, config_dir)
+        # Frozen 4-bit and 8-bit weights train nothing without an adapter.
+        trains_nothing = precision.freezes and not has_adapter
+        # float64 costs time and memory, and can only win on quality.
+        is_float64 = precision.storage is torch.float64
+        cannot_win = is_float64 and spec.advise.objective != "quality"
+        if not (trains_nothing or cannot_win):
+            yield row.name
+
+
+def _has_key(name: str, key: str, config_dir: Path | None) -> bool:
+    """Return whether a precision's config has a key."""
+    return key in precision_config(name, config_dir)
+
+
+def _fitting_extras(
+    name: str, extras: Mapping[str, Override], is_emulated: bool, config_dir: Path | None
+) -> Iterator[str]:
+    """Yield the overrides of keys that a precision has; what runs here is not emulated."""
+    for key, override in extras.items():
+        is_wanted = is_emulated or key != _EMULATE
+        if is_wanted and _has_key(name, key.split(".")[1], config_dir):
+            assert override.input_line is not None
+            # Once precision=<name> is chosen, the key exists: Hydra refuses `+` for it.
+            yield override.input_line.lstrip("+")

@@ -1,0 +1,384 @@
+"""Schedule the trials of mode=advise within its budget.
+
+Measure float32's step time, run every precision for several seeds, then diagnose those that fail
+and search for modules to keep out of them; at last forecast the memory of the others.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
+from runner.diagnostics.numerics import read
+from runner.modes.result import RunResult
+from runner.sweeps.advisor.diagnosis import describe_shortage, suspect_modules
+from runner.sweeps.advisor.fp32_search import Float32ModuleSearch
+from runner.sweeps.advisor.request import AdviseRequest
+from runner.sweeps.advisor.settings import (
+    EMULATED_STEP_TIME_RATIO,
+    AdviseSettings,
+    memory_forecast,
+)
+from runner.sweeps.advisor.system_load import other_programs_load
+from runner.sweeps.advisor.trials import Trials
+from runner.sweeps.report.compare import BASELINE
+from runner.sweeps.report.ranking import Advice, rank_precisions
+from runner.sweeps.report.statistics import MIN_SEEDS
+from runner.tracking.metric_names import VAL_LOSS
+from runner.utils.console import plain_console
+from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.tensors import MIB
+
+BASELINE_BUDGET_SHARE = 0.05
+"""Share of the budget in which float32's step time is measured, for a second at least."""
+TRIALS_BUDGET_SHARE = 0.6
+"""Share of the budget that the trials are planned for: precisions differ in speed, and those that
+fail take further trials."""
+EXPECTED_STEP_TIME_RATIO = 1.5
+"""Expected step time of a precision over float32's, before it is measured."""
+MIN_TRIAL_STEPS = 20
+"""Fewest optimizer steps of a trial, unless the whole run has fewer."""
+DIAGNOSIS_SNAPSHOTS = 4
+"""Number of snapshots of float32's numbers in the trial that explains why a precision fails."""
+MIN_TIMED_SECONDS = 0.6
+"""Time of float32's steps in a trial from which on its speed is measured well."""
+JOB_OVERHEAD_SECONDS = 0.7
+"""Time of a job before and after its run: process, imports, the end of its record."""
+TIMEOUT_TIME_RATIO = 4.0
+"""Time limit of a trial over the time that float32 takes."""
+MAX_TIMEOUT_SLACK_SECONDS = 30.0
+"""Longest time that is added to a trial's limit: a busy machine may stall for a while."""
+TIMEOUT_SLACK_BUDGET_SHARE = 0.1
+"""Share of the budget that the added time is at most."""
+_UNREACHED_STEP = 10**9
+"""Step of an evaluation that never comes."""
+
+
+@dataclass(frozen=True)
+class BaselineTiming:
+    """Measured times of float32, of a step and of a job besides its steps, and what it records.
+
+    Attributes:
+        metric: that precisions are judged by.
+        direction: whichever of it is better.
+    """
+
+    step_seconds: float
+    overhead_seconds: float
+    planned_steps: int
+    metric: str = VAL_LOSS
+    direction: Literal["max", "min"] = "min"
+
+
+class TrialScheduler:
+    """The trials of one command with mode=advise.
+
+    Args:
+        request: the command.
+        trials: runs the jobs.
+        resumed: settings of an earlier command, whose trials are continued with the same lengths.
+    """
+
+    def __init__(
+        self, request: AdviseRequest, trials: Trials, resumed: AdviseSettings | None = None
+    ) -> None:
+        self.request = request
+        self.trials = trials
+        self.console = plain_console()
+        self.options = request.spec.advise
+        self._written = resumed
+
+    def run(self) -> None:
+        """Run all trials.
+
+        Raises:
+            ConfigError: float32 does not train, or measures no loss.
+            SystemExit: a signal has stopped the sweep.
+        """
+        # A resumed command keeps the length of its finished trials, to compare further ones.
+        if self._written is None:
+            self._set_budget(self._measure_baseline())
+        self._run_rounds()
+        self._diagnose_and_search()
+        self._forecast_memory()
+
+    @property
+    def settings(self) -> AdviseSettings:
+        """Return the settings that the sweep's folder holds."""
+        assert self._written is not None
+        return self._written
+
+    def _write(self, settings: AdviseSettings) -> None:
+        """Write the settings to the sweep's folder, where the report finds them."""
+        self._written = settings
+        settings.write(self.trials.folder)
+
+    def _diagnose_and_search(self) -> None:
+        """Find what is wrong with the precisions that fail, and which modules to keep out."""
+        advice = self._advice()
+        failing = [verdict.group.precision for verdict in advice.verdicts if verdict.is_failing]
+        # Nothing is recommended if not even float32 trains: then it explains no other precision.
+        if not failing or advice.recommendation is None:
+            return
+        suspects = self._diagnose(failing)
+        if self.options.islands:
+            Float32ModuleSearch(self.request, self.trials, self.settings).run(suspects)
+
+    def _forecast_memory(self) -> None:
+        """Write the forecast memory of the precisions that train as well as float32."""
+        forecasts = {}
+        for verdict in self._advice().verdicts:
+            # The forecast knows no excluded modules; an emulated precision takes other memory here
+            # than on its hardware.
+            is_forecastable = not (verdict.group.settings or verdict.is_emulated)
+            if verdict.is_acceptable and is_forecastable:
+                name = verdict.group.precision
+                # Precisions are judged without a forecast, too.
+                with suppress(RunnerError):
+                    forecasts[name] = self._memory_forecast(name)
+        self._write(replace(self.settings, memory=forecasts))
+
+    def _memory_forecast(self, name: str) -> dict[str, float]:
+        """Return a precision's entry of AdviseSettings.memory.
+
+        Raises:
+            RunnerError: the memory cannot be forecast.
+        """
+        spec = self.request.spec
+        device = self.request.device
+        batch_size = spec.train.batch_size
+        forecast = peak_forecast(spec, self.request.load_precision(name), device)
+        peak = forecast(batch_size).total / MIB
+        usable = free_memory(device) * USABLE_MEMORY_SHARE
+        largest = largest_fitting_batch(forecast, batch_size, usable)
+        return memory_forecast(peak, largest or 0)
+
+    def _diagnose(self, failing: Sequence[str]) -> dict[str, list[str]]:
+        """Train float32 once more with snapshots of its numbers, and write what they say.
+
+        Args:
+            failing: names of precisions.
+
+        Returns:
+            The modules that each precision harms most; nothing if the trial was not possible.
+        """
+        every = max(1, self.settings.steps // DIAGNOSIS_SNAPSHOTS)
+        # Numbers are read by hooks, which need eager modules: a config with train.compile is
+        # refused together with numerics.every.
+        length = self.settings.length_overrides(BASELINE)
+        words = [*length, f"numerics.every={every}", "train.compile=false"]
+        if self.trials.remaining_seconds <= 0:
+            return {}
+        trial = self.request.trial_overrides(BASELINE, self.request.seed, *words)
+        result = self.trials.launch(trial)
+        if result is None or result.status != "finished":
+            return {}
+        try:
+            numbers = read(self.trials.folder / Path(result.folder).name)
+        except RunnerError:
+            return {}
+        nothing = f"in every module {BASELINE}'s numbers fit its formats"
+        findings: dict[str, str] = {}
+        suspects: dict[str, list[str]] = {}
+        # A precision may fail both by itself and with a set of modules.
+        for name in dict.fromkeys(failing):
+            precision = self.request.load_precision(name)
+            findings[name] = describe_shortage(numbers, precision) or nothing
+            suspects[name] = suspect_modules(numbers, precision)
+        self._write(replace(self.settings, found=findings))
+        return suspects
+
+    def _measure_baseline(self) -> BaselineTiming:
+        """Measure float32's times in a short job that is then deleted.
+
+        Raises:
+            ConfigError: float32 does not train, or measures no loss.
+        """
+        seconds = max(1.0, BASELINE_BUDGET_SHARE * self.trials.budget)
+        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_UNREACHED_STEP}"]
+        # No longer than a trial, or the whole run, takes.
+        limits = [n for n in (self.request.spec.train.max_steps, self.options.steps) if n]
+        if limits:
+            words.append(f"train.max_steps={min(limits)}")
+        self.console.print(f"{BASELINE} for {seconds:.0f} s at most, to measure its step time")
+        # The job is deleted below, and a store would keep its run.
+        trial = self.request.trial_overrides(BASELINE, self.request.seed, *words, is_tracked=False)
+        self.trials.record_shared_overrides(trial)
+        result = self.trials.launch(trial)
+        self.trials.delete_jobs()
+        if result is None or result.status != "finished" or not result.step_ms:
+            error = result.error if result else ""
+            raise ConfigError(error or f"{BASELINE} took no step: there is nothing to compare.")
+        is_named = self.request.spec.task.get("quality") is not None
+        metric = result.quality if is_named else VAL_LOSS
+        if metric not in result.metrics:
+            raise ConfigError(f"mode=advise judges by {metric}, which task= does not measure.")
+        step_seconds = result.step_ms / 1e3
+        # Besides its steps a run may compile, which the trials do as well.
+        other_seconds = max(0.0, result.seconds - result.steps * step_seconds)
+        overhead = other_seconds + JOB_OVERHEAD_SECONDS
+        direction = result.direction if is_named else "min"
+        return BaselineTiming(step_seconds, overhead, result.planned_steps, metric, direction)
+
+    def _choose_steps(self, timing: BaselineTiming) -> int:
+        """Return the number of optimizer steps of a trial that the budget allows."""
+        emulated = len(self.request.emulated_precisions)
+        others = len(self.request.precisions) - 1 - emulated
+        # A round of all precisions takes as long as this many trials of float32.
+        round_cost = 1 + EXPECTED_STEP_TIME_RATIO * others + EMULATED_STEP_TIME_RATIO * emulated
+        count = self.options.seeds * round_cost
+        seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - timing.overhead_seconds
+        # Twice the time, because rounding down may take up to 60 % of it.
+        least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / timing.step_seconds))
+        # A round number, so that the same machine gives the same one again although measured step
+        # times differ a little.
+        affordable = _round_down(seconds / timing.step_seconds)
+        return min(timing.planned_steps, max(least, affordable))
+
+    def _set_budget(self, timing: BaselineTiming) -> None:
+        """Set the length of the trials, and write the settings."""
+        request = self.request
+        options = self.options
+        steps = min(timing.planned_steps, options.steps or self._choose_steps(timing))
+        float32_seconds = steps * timing.step_seconds
+        slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
+        self._written = AdviseSettings(
+            objective=options.objective,
+            tolerance=options.tolerance,
+            steps=steps,
+            seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * timing.step_seconds + slack),
+            seeds=options.seeds,
+            budget=options.budget,
+            command=[*request.command, *request.overrides, *request.seed_override],
+            emulated=request.emulated_precisions,
+            own={name: words for name, words in request.precision_overrides.items() if words},
+            absent=request.missing_precisions,
+            # No job runs now, so that what is measured are other programs.
+            busy=other_programs_load(request.device),
+            metric=timing.metric,
+            direction=timing.direction,
+        )
+        # Typed keys under precision follow from a trial's precision: no job is named after them.
+        shared = {word for words in request.precision_overrides.values() for word in words}
+        length = self._written.length_overrides(BASELINE)
+        trial = request.trial_overrides(BASELINE, request.seed, *length)
+        self.trials.record_shared_overrides([*trial, *sorted(shared)])
+        self._write(self._written)
+        self._warn_of_small_budget(float32_seconds + timing.overhead_seconds)
+        text = f"{steps} steps, {options.seeds} seeds, {len(request.precisions)} precisions"
+        self.console.print(f"{text}: {', '.join(request.precisions)}")
+
+    def _warn_of_small_budget(self, trial_seconds: float) -> None:
+        """Print a warning if the budget is too small for verdicts, by float32's step time."""
+        seconds = MIN_SEEDS * trial_seconds * len(self.request.precisions)
+        if seconds > self.trials.remaining_seconds:
+            time = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
+            text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
+            self.console.print(f"{text}, and advise.budget={self.options.budget}.")
+
+    def _run_rounds(self) -> None:
+        """Run one trial of each precision per seed.
+
+        Precisions that failed are left out, and so are the least promising ones where the budget
+        would give no verdict on all. A round that the budget has no time for is not begun.
+        """
+        running = list(self.request.precisions)
+        seconds: dict[str, float] = {}
+        has_diverged = False
+        for number in range(self.options.seeds):
+            if number and self.trials.remaining_seconds < sum(seconds[name] for name in running):
+                self.console.print(f"the budget ends after {number} seeds")
+                return
+            # Each round begins with another precision, so that none always runs first.
+            turn = number % len(running)
+            results = self._run_round(running[turn:] + running[:turn], self.request.seed + number)
+            seconds = {r.precision: r.seconds + JOB_OVERHEAD_SECONDS for r in results}
+            # What failed or was too slow with one seed is not tried with another.
+            finished = self._finished(results)
+            running = [name for name in running if name in finished]
+            has_diverged |= any(r.outcome == "diverged" for r in results)
+            # Float32 alone needs further seeds only to judge a diverged precision once modules
+            # are kept out of it.
+            if BASELINE not in running or (len(running) == 1 and not has_diverged):
+                return
+            running = self._affordable(running, results, seconds, MIN_SEEDS - number - 1)
+
+    def _run_round(self, order: Sequence[str], seed: int) -> list[RunResult]:
+        """Run a trial of each precision while the budget lasts, and return the results."""
+        results: list[RunResult] = []
+        for number, name in enumerate(order):
+            if number and self.trials.remaining_seconds <= 0:
+                self.console.print(f"the budget ends before {', '.join(order[number:])}")
+                break
+            length = self.settings.length_overrides(name)
+            result = self.trials.launch(self.request.trial_overrides(name, seed, *length))
+            if result is not None:
+                results.append(result)
+        return results
+
+    def _affordable(
+        self,
+        names: list[str],
+        results: Sequence[RunResult],
+        seconds: Mapping[str, float],
+        rounds: int,
+    ) -> list[str]:
+        """Return the precisions that the budget has time for until there is a verdict on them.
+
+        The least promising ones are left out first.
+
+        Args:
+            names: precisions that finished their last trial.
+            results: of the last round.
+            seconds: time of a trial by precision.
+            rounds: rounds that a verdict still takes.
+        """
+        baseline = next(r for r in results if r.precision == BASELINE)
+        merits = {r.precision: self._merit(r, baseline) for r in results if r.precision in names}
+        others = [name for name in names if name != BASELINE]
+        others.sort(key=lambda name: merits[name], reverse=True)
+        remaining = self.trials.remaining_seconds - rounds * seconds[BASELINE]
+        chosen = {BASELINE}
+        for name in others:
+            # Also for one that is dropped: a less promising precision does not take its place.
+            remaining -= rounds * seconds[name]
+            # One besides the baseline stays in any case, or there would be nothing to compare.
+            if rounds <= 0 or remaining >= 0 or chosen == {BASELINE}:
+                chosen.add(name)
+        dropped = [name for name in others if name not in chosen]
+        if dropped:
+            self.console.print(f"no time for more seeds of {', '.join(dropped)}")
+        return [name for name in names if name in chosen]
+
+    def _merit(self, result: RunResult, baseline: RunResult) -> float:
+        """Return how good one trial is by the objective; larger is better."""
+        match self.options.objective:
+            case "time":
+                # An emulated precision has no step time of its own.
+                return -(result.step_ms or baseline.step_ms or math.inf)
+            case "memory":
+                return -((result.weights_mib or 0.0) + (result.optimizer_mib or 0.0))
+            case _:
+                loss = self.settings.judged_loss(result.metrics)
+                return -math.inf if loss is None else -loss
+
+    def _finished(self, results: Sequence[RunResult]) -> set[str]:
+        """Return the precisions whose trial took all its steps."""
+        steps = self.settings.steps
+        return {r.precision for r in results if r.outcome == "finished" and r.steps >= steps}
+
+    def _advice(self) -> Advice:
+        """Return what the trials so far say."""
+        return rank_precisions(self.trials.results(), self.settings)
+
+
+def _round_down(number: float) -> int:
+    """Return the next of 1, 2, 5, 10, 20, ... downwards; 0 below 1."""
+    if number < 1:
+        return 0
+    power = 10 ** math.floor(math.log10(number))
+    return next(factor * power for factor in (5, 2, 1) if factor * power <= number)

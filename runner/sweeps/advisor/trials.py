@@ -1,0 +1,112 @@
+"""Run trials as jobs of the sweep, and keep the budget of time."""
+
+import io
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+from hydra.plugins.launcher import Launcher
+from rich.console import Console
+
+from runner.modes.result import RunResult, read_results
+from runner.sweeps.sweep import Sweep
+from runner.sweeps.sweep_resume import final_result, have_same_settings
+from runner.utils.console import plain_console
+from runner.utils.formatting import format_number
+
+
+class Trials:
+    """The sweep's jobs as trials: launches them, reads their results, keeps the budget.
+
+    Args:
+        launcher: set up.
+        folder: the sweep's.
+        budget: seconds from now.
+        resumes: continue with the jobs that the folder holds.
+    """
+
+    def __init__(self, launcher: Launcher, folder: Path, budget: float, resumes: bool) -> None:
+        self.launcher = launcher
+        self.folder = folder
+        self.budget = budget
+        # A resumed command has the whole budget again; jobs that finished before take none of it.
+        self._began = perf_counter()
+        self._earlier_results: dict[int, RunResult] = {}
+        if resumes:
+            self._earlier_results = self._results_by_number()
+        self._next_number = max(self._earlier_results, default=-1) + 1
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Seconds that remain of the budget; negative once it is used up."""
+        return self.budget - (perf_counter() - self._began)
+
+    def launch(self, words: Sequence[str]) -> RunResult | None:
+        """Run a job and return its result, None if it wrote none.
+
+        A job that finished in an earlier command is not run again.
+
+        Args:
+            words: overrides of the job.
+
+        Raises:
+            SystemExit: a signal has stopped the sweep.
+        """
+        number = self._number(words)
+        is_earlier = number in self._earlier_results
+        # One job per launch: jobs that run at once would disturb each other's timing.
+        if not (is_earlier and final_result(self.folder / str(number), words)):
+            self.launcher.launch([[*words]], initial_job_idx=number)
+        return self._results_by_number().get(number)
+
+    def _number(self, words: Sequence[str]) -> int:
+        """Return the number that a job had in an earlier command, else the next one."""
+        # By its overrides, not by its place: how many trials come before it depends on the budget.
+        for number, result in self._earlier_results.items():
+            if have_same_settings(result.overrides, words):
+                return number
+        number = self._next_number
+        self._next_number += 1
+        return number
+
+    def record_shared_overrides(self, words: Sequence[str]) -> None:
+        """Write the overrides that all jobs share to the manifest: no job is named after them.
+
+        Args:
+            words: overrides of a job; its precision and seed are not shared.
+        """
+        sweep = Sweep.current
+        if sweep is not None:
+            shared = [word for word in words if not word.startswith(("precision=", "seed="))]
+            sweep.manifest = replace(sweep.manifest, overrides=shared)
+            sweep.manifest.write(self.folder)
+
+    def results(self) -> list[RunResult]:
+        """Return the results of all jobs so far."""
+        return read_results(self.folder)
+
+    def _results_by_number(self) -> dict[int, RunResult]:
+        # A job's folder is named by its number.
+        return {int(Path(result.folder).name): result for result in self.results()}
+
+    def delete_jobs(self) -> None:
+        """Delete the jobs so far; their numbers are used again."""
+        for number in range(self._next_number):
+            shutil.rmtree(self.folder / str(number), ignore_errors=True)
+        self._earlier_results = {}
+        self._next_number = 0
+
+
+def print_one_line_result(work: Callable[[Console], RunResult]) -> RunResult:
+    """Run a trial silently, and print its result in one line.
+
+    Args:
+        work: runs the trial, printing to the console that it is given.
+    """
+    result = work(Console(file=io.StringIO()))
+    numbers = [f"{name} {format_number(value)}" for name, value in result.metrics.items()]
+    duration = f"{result.steps} steps, {result.seconds:.1f} s"
+    plain_console().print("  ".join([f"{result.label}:", *numbers, duration]), soft_wrap=True)
+    return result

@@ -1,0 +1,219 @@
+"""Hydra's callback for sweeps: refuse what cannot work, open the sweep, keep secrets out of files.
+
+Hydra calls it in the command's process before the first job, and in every job's process.
+"""
+
+import logging
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, read_write
+
+from runner.config.hydra_plugins import ADVISE, ISOLATED
+from runner.config.invocation import override_texts
+from runner.config.precision_keys import omitted_key_messages, omitted_key_pairs
+from runner.config.schema import ADVISE_USAGE_MESSAGE
+from runner.utils.errors import ConfigError, RunnerError, Unavailable
+from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.secrets import redact_values
+from runner.utils.terminal import print_error, sanitize
+
+_OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
+_BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+_DIRECTIONS = {"max": "maximize", "min": "minimize"}
+_YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""PyYAML may be installed without libyaml."""
+
+
+class SweepCallback(Callback):
+    """Hydra's callback that checks a sweep's config and opens the sweep before its first job.
+
+    The command line ends the sweep when Hydra returns, however the jobs ended: Hydra skips
+    on_multirun_end after a failure.
+
+    Args:
+        resume: resume the sweep that the folder holds.
+    """
+
+    def __init__(self, resume: bool = False) -> None:
+        self._resume = resume
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Open the sweep.
+
+        Args:
+            config: the sweep's; its launcher may be replaced in place.
+
+        Raises:
+            SystemExit: the sweep is refused, after its message was printed.
+        """
+        if config.hydra.launcher.get("_target_") == ISOLATED:
+            from runner.sweeps.launcher.isolated import prepare_launcher
+
+            # First of all: the fork server imports torch while this process does what follows.
+            prepare_launcher()
+        from runner.sweeps.sweep import Sweep
+
+        tracking = OmegaConf.to_container(config.tracking, resolve=True)
+        assert isinstance(tracking, dict)
+        if config.mode == "plan":
+            tracking = {"_target_": "runner.tracking.tracker.NoTracker"}
+        overrides = override_texts(config.hydra.overrides.task)
+        folder = Path(config.hydra.sweep.dir).absolute()
+        try:
+            _prepare(config)
+            left_out = []
+            # The advisor has its own rule for keys that only some precisions have.
+            if config.hydra.sweeper.get("_target_") != ADVISE:
+                left_out = omitted_key_pairs(config, _needs_no_emulation)
+            Sweep.begin(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
+            for message in omitted_key_messages(left_out):
+                print(sanitize(message), flush=True)
+        except RunnerError as error:
+            # Hydra would turn an Exception of a callback into a warning.
+            print_error(str(error))
+            raise SystemExit(error.exit_status) from error
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        """Redact secrets in the command and the config that Hydra has written to files.
+
+        Args:
+            config: the job's.
+        """
+        folder = Path(config.hydra.runtime.output_dir, str(config.hydra.output_subdir))
+        for path in [*folder.glob("*"), Path(config.hydra.sweep.dir, "multirun.yaml")]:
+            if path.is_file():
+                _redact_yaml(path)
+
+
+def _redact_yaml(path: Path) -> None:
+    """Redact secrets in a yaml file that Hydra has written."""
+    # OmegaConf parses ten times as slowly as libyaml, and only few configs hold a secret. With
+    # every value read as text, no secret can be missed.
+    texts = yaml.load(path.read_text(), _YAML_LOADER)
+    if redact_values(texts) == texts:
+        return
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    redacted = redact_values(content)
+    if redacted != content:
+        path.write_text(OmegaConf.to_yaml(OmegaConf.create(redacted)))
+
+
+def _prepare(config: DictConfig) -> None:
+    """Check a sweep's config, and prepare its sweeper and its launcher.
+
+    Raises:
+        ConfigError: the command combines what does not go together.
+        Unavailable: mode=advise cannot run on this machine.
+    """
+    if config.checkpoint.resume is not None:
+        raise ConfigError(
+            "checkpoint.resume resumes one run. Leave -m out, or type "
+            "sweep.resume=<folder of a sweep>."
+        )
+    sweeper = str(config.hydra.sweeper.get("_target_"))
+    if (sweeper == ADVISE) != (config.mode == "advise"):
+        raise ConfigError(ADVISE_USAGE_MESSAGE)
+    if sweeper == ADVISE:
+        from runner.sweeps.advisor.sweeper import prepare_sweeper
+
+        prepare_sweeper(config)
+    if sweeper.startswith(_OPTUNA):
+        prepare_search(config)
+    if config.hydra.launcher.get("_target_") not in (ISOLATED, _BASIC):
+        from runner.sweeps.launcher.remote import prepare_remote
+
+        prepare_remote(config)
+
+
+def _needs_no_emulation(config: DictConfig) -> bool:
+    """Return whether the precision of a job's config runs on this machine's device, which cannot
+    emulate it."""
+    from runner.config.resolve import resolve_spec
+    from runner.config.targets import instantiate
+    from runner.utils.accelerator import choose_accelerator
+
+    own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    with suppress(ConfigError, Unavailable):
+        spec = resolve_spec(own)
+        device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
+        instantiate(spec.precision).require(device)
+        try:
+            instantiate({**spec.precision, "emulate": True}).require(device)
+        except Unavailable:
+            return True
+    return False
+
+
+def prepare_search(config: DictConfig) -> None:
+    """Set Optuna's direction to the task's, unless the user names one, and silence its warnings.
+
+    Optuna minimises by default, whatever the number is: it would search for the lowest accuracy.
+
+    Args:
+        config: the sweep's; changed in place.
+
+    Raises:
+        ConfigError: the direction is unknown, or the mode measures nothing.
+    """
+    if config.mode == "plan":
+        raise ConfigError(
+            "hydra/sweeper=optuna has nothing to look for in mode=plan. Leave one of them out."
+        )
+    if config.hydra.sweeper.storage is not None:
+        raise ConfigError(
+            "hydra.sweeper.storage: Optuna 2 cannot keep a study in a database with the SQLAlchemy "
+            "that MLflow installs. Leave it out: every job is in MLflow and in the sweep's folder."
+        )
+    # The plugin's own default is an Enum; what a user gives, on the command line or in a yaml,
+    # is text, or a list for several objectives.
+    if isinstance(config.hydra.sweeper.direction, Enum):
+        with read_write(config):
+            config.hydra.sweeper.direction = _direction(config)
+    # Optuna would report each failed job as one without a number; the job itself has said why.
+    logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)
+    # Optuna 2 uses names that SQLAlchemy deprecates.
+    with suppress_import_warnings():
+        import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def _direction(config: DictConfig) -> str:
+    """Return the direction of the task's quality, `maximize` or `minimize`.
+
+    Raises:
+        ConfigError: it is unknown; the task of a checkpoint is not read here.
+    """
+    direction = None
+    if config.mode == "train":
+        direction = _DIRECTIONS.get(_task_direction(config))
+    if direction is None:
+        raise ConfigError(
+            f"Optuna cannot know here whether more or less is better (mode={config.mode}, "
+            f"task._target_={config.task.get('_target_')}). Type hydra.sweeper.direction=maximize "
+            "or hydra.sweeper.direction=minimize."
+        )
+    return direction
+
+
+def _task_direction(config: DictConfig) -> str:
+    """Return max or min, whichever is better of the quality of a config's task; else empty."""
+    from runner.config.targets import RUNNER_KEYS, locate
+    from runner.data.task_target import build_task, task_problems
+
+    target = locate(str(config.task.get("_target_")))
+    own = getattr(target, "direction", None)
+    added = [key for key in RUNNER_KEYS["task"] if config.task.get(key) is not None]
+    if own is not None and not added:
+        return str(own)
+    task: Any = OmegaConf.to_container(config.task, resolve=True)
+    problems = list(task_problems(task))
+    if problems:
+        raise ConfigError(*problems)
+    # A function that returns the task shows its direction only by a call.
+    return str(getattr(build_task(task), "direction", ""))

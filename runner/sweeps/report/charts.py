@@ -1,0 +1,351 @@
+"""Draw a sweep's charts: loss and quality over the steps, loss scales, speed against quality.
+
+matplotlib is imported inside the functions, so that a report without charts does not need it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runner.sweeps.report.compare import (
+    BASELINE,
+    Comparison,
+    compare_with_baselines,
+    group_name,
+    pareto_front,
+)
+from runner.sweeps.report.downsample import (
+    ENVELOPE_BUCKETS,
+    MEAN_BUCKETS,
+    Points,
+    bucket_means,
+    curve_points,
+    envelope,
+)
+from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.report.point_labels import label_points
+from runner.tracking.metric_names import VAL_LOSS
+from runner.utils.markup import LegendEntry
+from runner.utils.plots import chart_style, plain_label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Style = tuple[str, Any]
+"""Colour, and dash pattern as matplotlib's linestyle."""
+DrawPanel = Callable[["Axes | None", Sequence[Job], Mapping[str, Style]], bool]
+"""Draw into the axes and return whether there was something to draw; with None only the latter."""
+GROUP_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+"""Okabe and Ito's palette for every kind of colour vision, without its yellow, which is invisible
+on white; black is for 32-true."""
+DASH_PATTERNS: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
+CHART_WIDTH_INCHES = 5.4
+CHART_HEIGHT_INCHES = 3.3
+LEGEND_WIDTH_INCHES = 1.8
+MAX_WIDE_LINES = 8
+"""More curves are drawn with narrow lines, and without the unsmoothed curve behind the means."""
+MAX_MARKED_POINTS = 40
+"""Curves of no more points, such as evaluations, get a dot at each point."""
+
+
+def group_styles(names: Sequence[str]) -> dict[str, Style]:
+    """Return colour and dash of each group: 24 pairs before one repeats; 32-true solid black."""
+    others = [name for name in dict.fromkeys(names) if name != BASELINE]
+    styles: dict[str, Style] = {BASELINE: ("black", "solid")}
+    for index, name in enumerate(others):
+        # All colours with one dash before the next dash: colours differ more.
+        round_of_colours = index // len(GROUP_COLOURS)
+        colour = GROUP_COLOURS[index % len(GROUP_COLOURS)]
+        styles[name] = (colour, DASH_PATTERNS[round_of_colours % len(DASH_PATTERNS)])
+    return styles
+
+
+def legend_entries(data: SweepData) -> list[LegendEntry]:
+    """Return the legend of every group that the charts show, in order."""
+    jobs = _trained_jobs(data)
+    style_of = group_styles([_job_group_name(job) for job in jobs])
+    shown = [job for job in jobs if job.curves or _is_timed(job)]
+    entries = []
+    for name in dict.fromkeys(_job_group_name(job) for job in shown):
+        colour, dash = style_of[name]
+        # matplotlib's dash pattern is (offset, lengths).
+        dashes = () if dash == "solid" else dash[1]
+        entries.append(LegendEntry(name, colour, dashes))
+    return entries
+
+
+def chart_figures(data: SweepData) -> "list[Figure]":
+    """Return each chart as a figure without a legend.
+
+    Training loss, quality, loss scale, speed against quality: those with something to draw, none
+    if nothing was trained.
+    """
+    return [_figure(data, [panel], has_legend=False) for panel in _drawable_panels(data)]
+
+
+def overview_figure(data: SweepData) -> "Figure | None":
+    """Return all charts in one figure with a legend at the right, None without any chart."""
+    drawable = _drawable_panels(data)
+    return _figure(data, drawable, has_legend=True) if drawable else None
+
+
+def _trained_jobs(data: SweepData) -> list[Job]:
+    """Return the jobs of the sweep that trained, instead of evaluating a checkpoint."""
+    return [job for job in data.jobs if not job.result.trained_in]
+
+
+def _drawable_panels(data: SweepData) -> "list[DrawPanel]":
+    every: list[DrawPanel] = [
+        _draw_train_loss,
+        _draw_quality,
+        _draw_loss_scale,
+        _draw_speed_and_quality,
+    ]
+    jobs = _trained_jobs(data)
+    return [panel for panel in every if panel(None, jobs, {})]
+
+
+def _figure(data: SweepData, drawn: "Sequence[DrawPanel]", has_legend: bool) -> "Figure":
+    from matplotlib.figure import Figure
+
+    jobs = _trained_jobs(data)
+    style_of = group_styles([_job_group_name(job) for job in jobs])
+    across = min(2, len(drawn))
+    down = (len(drawn) + 1) // 2
+    width = CHART_WIDTH_INCHES * across
+    if has_legend:
+        width += LEGEND_WIDTH_INCHES
+    size = (width, CHART_HEIGHT_INCHES * down)
+    with chart_style(font_size=9):
+        figure = Figure(figsize=size, layout="constrained")
+        if has_legend:
+            _draw_legend(figure, legend_entries(data))
+        for i, panel in enumerate(drawn):
+            axes = figure.add_subplot(down, across, i + 1)
+            axes.grid(color="#e4e4e4", lw=0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+            panel(axes, jobs, style_of)
+    return figure
+
+
+def _draw_legend(figure: "Figure", entries: Sequence[LegendEntry]) -> None:
+    from matplotlib.lines import Line2D
+
+    lines = []
+    for entry in entries:
+        dash = (0, entry.dashes) if entry.dashes else "solid"
+        lines.append(Line2D([], [], color=entry.colour, ls=dash, lw=1.6))
+    drawn = figure.legend(
+        lines,
+        [plain_label(entry.name) for entry in entries],
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8 if len(entries) <= 12 else 7,
+        handlelength=3,
+    )
+    # A dollar sign in a name would begin a formula.
+    for text in drawn.get_texts():
+        text.set_parse_math(False)
+
+
+def _job_group_name(job: Job) -> str:
+    return group_name(job.result)
+
+
+def _is_timed(job: Job) -> bool:
+    """Return whether the job has a speed that can be compared."""
+    return job.result.status == "finished" and bool(job.result.examples_per_second)
+
+
+def _curves_with_points(jobs: Sequence[Job], *keys: str) -> Iterator[tuple[Job, Points]]:
+    """Yield each job's first curve among the keys that has points; jobs without any are skipped."""
+    for job in jobs:
+        for key in keys:
+            curve = job.curves.get(key)
+            if curve is not None and curve.shape[-1]:
+                yield job, curve_points(curve)
+                break
+
+
+def _line_width(jobs: Sequence[Job]) -> float:
+    return 1.3 if len(jobs) <= MAX_WIDE_LINES else 0.9
+
+
+def _draw_train_loss(
+    axes: "Axes | None", jobs: Sequence[Job], style_of: Mapping[str, Style]
+) -> bool:
+    curves = list(_curves_with_points(jobs, "train/loss"))
+    if axes is None or not curves:
+        return bool(curves)
+    is_any_smoothed = False
+    for job, (steps, values) in curves:
+        colour, dash = style_of[_job_group_name(job)]
+        # bucket_means() returns shorter curves as they are.
+        is_smoothed = len(steps) > 2 * MEAN_BUCKETS
+        is_any_smoothed = is_any_smoothed or is_smoothed
+        if is_smoothed and len(curves) <= MAX_WIDE_LINES:
+            axes.plot(*envelope(steps, values), color=colour, lw=0.4, alpha=0.25)
+        axes.plot(*bucket_means(steps, values), color=colour, ls=dash, lw=_line_width(jobs))
+    title = "training loss"
+    if is_any_smoothed:
+        title += f" (means over 1/{MEAN_BUCKETS} of the run)"
+    _finish_curve_axes(axes, title, _coloured_points(curves, style_of), is_log=True)
+    return True
+
+
+def _draw_quality(axes: "Axes | None", jobs: Sequence[Job], style_of: Mapping[str, Style]) -> bool:
+    names = {job.result.quality for job in jobs} - {""}
+    key = names.pop() if len(names) == 1 else VAL_LOSS
+    curves = list(_curves_with_points(jobs, key))
+    if not curves:
+        key = VAL_LOSS
+        curves = list(_curves_with_points(jobs, key))
+    if axes is None or not curves:
+        return bool(curves)
+    is_marked = all(len(steps) <= MAX_MARKED_POINTS for _, (steps, _) in curves)
+    marker = "." if is_marked else None
+    width = _line_width(jobs)
+    for job, (steps, values) in curves:
+        colour, dash = style_of[_job_group_name(job)]
+        drawn = envelope(steps, values)
+        axes.plot(*drawn, color=colour, ls=dash, lw=width, marker=marker, ms=4)
+    is_log = key.endswith(("loss", "perplexity"))
+    _finish_curve_axes(axes, plain_label(key), _coloured_points(curves, style_of), is_log)
+    return True
+
+
+def _coloured_points(
+    curves: Sequence[tuple[Job, Points]], style_of: Mapping[str, Style]
+) -> list[tuple[str, Points]]:
+    """Return each curve with its group's colour."""
+    return [(style_of[_job_group_name(job)][0], points) for job, points in curves]
+
+
+def _set_title(axes: "Axes", text: str) -> None:
+    axes.set_title(text, fontsize=9, loc="left", parse_math=False)
+
+
+def _finish_curve_axes(
+    axes: "Axes", title: str, lines: Sequence[tuple[str, Points]], is_log: bool
+) -> None:
+    """Set scale, title and labels; mark with a cross where a curve stopped being finite.
+
+    Args:
+        lines: colour and points of each curve.
+        is_log: whether to scale logarithmically, if all values are positive.
+    """
+    finite_values = np.concatenate([values[np.isfinite(values)] for _, (_, values) in lines])
+    if is_log and len(finite_values) and finite_values.min() > 0:
+        axes.set_yscale("log")
+    # At the upper edge: a value that is not finite has no height of its own.
+    top = axes.get_xaxis_transform()
+    has_gap = False
+    for colour, (steps, values) in lines:
+        nonfinite = ~np.isfinite(values)
+        if not nonfinite.any():
+            continue
+        has_gap = True
+        axes.plot(
+            steps[nonfinite.argmax()],
+            0.97,
+            "X",
+            color=colour,
+            mec="white",
+            mew=0.5,
+            ms=8,
+            transform=top,
+            clip_on=False,
+            zorder=5,
+        )
+    if has_gap:
+        title += " (✖: first NaN or inf)"
+    _set_title(axes, title)
+    axes.set_xlabel("optimizer step")
+
+
+def _draw_loss_scale(
+    axes: "Axes | None", jobs: Sequence[Job], style_of: Mapping[str, Style]
+) -> bool:
+    curves = list(_curves_with_points(jobs, "loss_scale/value", "loss_scale/changes"))
+    if axes is None or not curves:
+        return bool(curves)
+    has_positive = False
+    for job, (steps, scales) in curves:
+        colour, dash = style_of[_job_group_name(job)]
+        x, y = envelope(steps, scales)
+        has_positive = has_positive or bool((y > 0).any())
+        # A scale holds until the step that changes it.
+        axes.plot(x, y, color=colour, ls=dash, lw=1.1, drawstyle="steps-post")
+        for _, (flag_steps, flags) in _curves_with_points([job], "loss_scale/overflow"):
+            overflows = flag_steps[flags > 0]
+            # Every n-th: thousands of crosses would hide the curve and fill the page.
+            stride = max(1, math.ceil(len(overflows) / ENVELOPE_BUCKETS))
+            overflows = overflows[::stride]
+            # The value of the curve at each overflow: the crosses are on the curve.
+            heights = scales[np.searchsorted(steps[1:], overflows, "right")]
+            axes.plot(overflows, heights, "x", color=colour, ms=4, mew=0.9)
+    if has_positive:
+        axes.set_yscale("log", base=2)
+    _set_title(axes, "loss scale (×: overflow, step skipped)")
+    axes.set_xlabel("optimizer step")
+    return True
+
+
+def _draw_speed_and_quality(
+    axes: "Axes | None", jobs: Sequence[Job], style_of: Mapping[str, Style]
+) -> bool:
+    compared = compare_with_baselines([job.result for job in jobs])
+    drawn = [c for c in compared if c.group.speed and c.group.quality]
+    # One point alone shows nothing: a quality and a speed are compared with others'.
+    if axes is None or len(drawn) < 2:
+        return len(drawn) >= 2
+    is_ratio = all(c.speed_ratio for c in drawn)
+    points = [_speed_and_quality(c, is_ratio) for c in drawn]
+    _draw_groups(axes, drawn, points, style_of)
+    _draw_front(axes, drawn, is_ratio)
+    axes.margins(0.18)
+    labels = [plain_label(c.group.name, 26) for c in drawn]
+    label_points(axes, list(zip(labels, points, strict=True)))
+    axes.set_xlabel(f"speed × {BASELINE}" if is_ratio else "examples/s")
+    quality = plain_label(drawn[0].group.jobs[0].quality)
+    _set_title(axes, f"{quality} against speed (area: memory; dashed: Pareto front)")
+    return True
+
+
+def _draw_groups(
+    axes: "Axes",
+    drawn: Sequence[Comparison],
+    points: Sequence[tuple[float, float]],
+    style_of: Mapping[str, Style],
+) -> None:
+    """Draw a disc for each group, its area in proportion to memory, with the quality's spread."""
+    memories = [comparison.group.memory_mib or 0 for comparison in drawn]
+    most = max(memories)
+    for comparison, memory, (x, y) in zip(drawn, memories, points, strict=True):
+        group = comparison.group
+        assert group.quality is not None
+        colour = style_of[group.name][0]
+        # The least area still shows its colour; without any known memory all discs are equal.
+        size = max(15, 260 * memory / most) if most else 60
+        axes.errorbar(x, y, yerr=group.quality.sd, color=colour, lw=1, capsize=3, fmt="none")
+        axes.scatter([x], [y], s=size, color=colour, alpha=0.55, ec="white", zorder=3)
+
+
+def _draw_front(axes: "Axes", drawn: Sequence[Comparison], is_ratio: bool) -> None:
+    """Connect the groups of the Pareto front; no line between speeds of several devices."""
+    if len({comparison.group.device for comparison in drawn}) > 1:
+        return
+    front = sorted(_speed_and_quality(best, is_ratio) for best in pareto_front(drawn))
+    if len(front) > 1:
+        axes.plot(*zip(*front, strict=True), color="#888888", lw=0.8, ls="--", zorder=1)
+
+
+def _speed_and_quality(c: Comparison, is_ratio: bool) -> tuple[float, float]:
+    """Return speed (over 32-true's if is_ratio, else in examples/s) and quality of a group."""
+    assert c.group.speed is not None
+    assert c.group.quality is not None
+    speed = c.speed_ratio.value if is_ratio and c.speed_ratio else c.group.speed.mean
+    return speed, c.group.quality.mean

@@ -1,0 +1,342 @@
+"""Group a sweep's jobs by seed and compare each group with 32-true: ratios and verdicts.
+
+A `Group` holds the jobs that differ in their seeds alone; a `Comparison` sets it against the
+32-true group with the same other settings on the same device.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from runner.modes.result import RunResult
+from runner.modes.tables import change_since_training, shared_settings
+from runner.sweeps.report.statistics import (
+    Difference,
+    Ratio,
+    SeedValues,
+    Spread,
+    Verdict,
+    pair_by_seed,
+    quality_difference,
+)
+from runner.tracking.metric_names import VAL_LOSS
+
+BASELINE = "32-true"
+"""The precision that every other one is compared with."""
+MIN_GAIN_SEEDS = 0.05
+"""Median speed ratios of several seeds that are nearer to 1 are called even: on a shared machine
+speeds vary as much."""
+MIN_GAIN_ONE_SEED = 0.10
+"""The same for one seed: no range over seeds shows how much the speed varies."""
+MAX_EVEN_RANGE = 1.5
+"""If the greatest ratio of a range around 1 is this many times the least, nothing was measured: the
+verdict is "unclear", not "even"."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs that differ in their seeds alone, on one device.
+
+    Attributes:
+        name: the label without the seed.
+        counts: jobs by outcome.
+        quality, best, loss: over the complete jobs (finished, not diverged); the other spreads are
+            over all jobs that finished or were stopped as diverged.
+        change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
+        speed: training speed in examples/s.
+        peak_mib, weights_mib, optimizer_mib: MiB.
+        reasons: why jobs did not finish, each reason once.
+    """
+
+    name: str
+    precision: str
+    device: str
+    jobs: tuple[RunResult, ...]
+    counts: Mapping[str, int]
+    quality: Spread | None
+    best: Spread | None
+    loss: Spread | None
+    change: Spread | None
+    speed: Spread | None
+    peak_mib: Spread | None
+    weights_mib: Spread | None
+    optimizer_mib: Spread | None
+    loss_scale: Spread | None
+    skipped: Spread | None
+    converted: str
+    reasons: tuple[str, ...]
+
+    @property
+    def finished_count(self) -> int:
+        """Return how many jobs reached their end, diverged ones included."""
+        return self.counts.get("finished", 0) + self.counts.get("diverged", 0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every job finished with a finite quality."""
+        return self.quality is not None and self.counts.get("finished", 0) == len(self.jobs)
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Return whether the jobs evaluated a checkpoint instead of training."""
+        return any(job.trained_in for job in self.jobs)
+
+    @property
+    def settings(self) -> str:
+        """Return the swept settings apart from precision and seed."""
+        return self.jobs[0].settings
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Return whether the device is a CPU, by the name that runner.utils.accelerator gives."""
+        return "threads)" in self.device
+
+    @property
+    def memory_mib(self) -> float | None:
+        """Return the memory that is comparable between jobs, in MiB.
+
+        On an accelerator the device's peak; on a CPU weights plus optimizer state.
+        """
+        # The resident set of a process includes what earlier jobs in it allocated.
+        if not self.is_on_cpu:
+            return self.peak_mib.mean if self.peak_mib else None
+        if self.weights_mib is None:
+            return None
+        optimizer_mib = self.optimizer_mib.mean if self.optimizer_mib else 0
+        return self.weights_mib.mean + optimizer_mib
+
+
+def group_jobs(results: Sequence[RunResult]) -> list[Group]:
+    """Return the groups of a sweep, ordered by their first jobs.
+
+    A job that failed before it knew its device counts on the device where its group ran.
+    """
+    devices = {result.device for result in results if result.device}
+    only_device = devices.pop() if len(devices) == 1 else ""
+    device_by_name: dict[str, str] = {}
+    for result in results:
+        if result.device:
+            device_by_name.setdefault(group_name(result), result.device)
+    grouped: dict[tuple[str, str], list[RunResult]] = {}
+    for result in results:
+        name = group_name(result)
+        device = result.device or device_by_name.get(name, only_device)
+        grouped.setdefault((name, device), []).append(result)
+    return [_group(*key, jobs, results) for key, jobs in grouped.items()]
+
+
+def group_name(result: RunResult) -> str:
+    """Return the name of a job's group: its label without the seed."""
+    return result.group or result.label
+
+
+def _group(
+    name: str, device: str, jobs: Sequence[RunResult], sweep_results: Sequence[RunResult]
+) -> Group:
+    ended = [job for job in jobs if job.outcome in ("finished", "diverged")]
+    complete = [job for job in ended if job.outcome == "finished"]
+
+    def spread(value: Callable[[RunResult], float | None]) -> Spread | None:
+        return Spread.of_values(map(value, ended))
+
+    return Group(
+        name,
+        jobs[0].precision,
+        device,
+        tuple(jobs),
+        Counter(job.outcome for job in jobs),
+        quality=Spread.of_values(job.metrics.get(job.quality) for job in complete),
+        best=Spread.of_values(job.best for job in complete),
+        loss=Spread.of_values(job.metrics.get(VAL_LOSS) for job in complete),
+        change=Spread.of_values(
+            change_since_training(job.quality, job, sweep_results) for job in complete
+        ),
+        speed=spread(lambda job: job.examples_per_second),
+        peak_mib=spread(lambda job: job.peak_memory_mib),
+        weights_mib=spread(lambda job: job.weights_mib),
+        optimizer_mib=spread(lambda job: job.optimizer_mib),
+        loss_scale=spread(lambda job: job.loss_scale),
+        skipped=spread(lambda job: job.skipped_steps),
+        converted=", ".join(dict.fromkeys(job.converted for job in ended if job.converted)),
+        reasons=tuple(dict.fromkeys(job.error for job in jobs if job.error)),
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A group and its baseline: 32-true with the same other settings on the same device.
+
+    Attributes:
+        baseline: None if 32-true was not swept; the group itself if it is others' baseline.
+        speed_ratio: examples/s over the baseline's, per seed if the seeds match, else of medians;
+            above 1 if the group is faster.
+        memory_ratio: Group.memory_mib over the baseline's.
+        difference: quality minus the baseline's.
+    """
+
+    group: Group
+    baseline: Group | None
+    speed_ratio: Ratio | None = None
+    memory_ratio: float | None = None
+    difference: Difference | None = None
+
+    @property
+    def is_baseline(self) -> bool:
+        """Return whether other groups are compared with this one."""
+        return self.baseline is self.group
+
+    @property
+    def is_judged(self) -> bool:
+        """Return whether the quality was tested against the baseline's."""
+        return self.difference is not None and self.difference.verdict is not Verdict.UNJUDGED
+
+    @property
+    def is_not_worse(self) -> bool:
+        """Return whether the quality was tested and not found worse; true of the baseline."""
+        if self.difference is None:
+            return self.is_baseline
+        return self.difference.verdict in (Verdict.SAME, Verdict.BETTER)
+
+    @property
+    def speed_verdict(self) -> Literal["faster", "slower", "even", "unclear", ""]:
+        """Return the verdict on speed by the range over seeds; empty without a ratio."""
+        ratio = self.speed_ratio
+        if ratio is None or self.is_baseline:
+            return ""
+        min_gain = MIN_GAIN_ONE_SEED if ratio.n == 1 else MIN_GAIN_SEEDS
+        # Both: a range that excludes 1 by a hair is no gain, and a large median whose range
+        # includes 1 may be chance.
+        if ratio.low > 1 and ratio.value > 1 + min_gain:
+            return "faster"
+        if ratio.high < 1 and ratio.value < 1 - min_gain:
+            return "slower"
+        return "even" if ratio.high < MAX_EVEN_RANGE * ratio.low else "unclear"
+
+
+def compare_with_baselines(results: Sequence[RunResult]) -> list[Comparison]:
+    """Compare every group of a sweep with its baseline, in the order of group_jobs()."""
+    groups = group_jobs(results)
+    candidates = {}
+    for group in groups:
+        if group.precision == BASELINE:
+            candidates[group.settings, group.device] = group
+    baselines = [_baseline_of(group, candidates) for group in groups]
+    pairs = list(zip(groups, baselines, strict=True))
+    used = {id(baseline) for group, baseline in pairs if baseline is not group}
+    compared = []
+    for group, baseline in pairs:
+        # A 32-true group that no other group is compared with is an ordinary row.
+        if baseline is group and id(group) not in used:
+            compared.append(compare_two_groups(group, None))
+        else:
+            compared.append(compare_two_groups(group, baseline))
+    return compared
+
+
+def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> Group | None:
+    """Return the 32-true group with the same settings on the same device, None without one.
+
+    Args:
+        group: any group of the sweep.
+        candidates: the 32-true groups by (settings, device).
+    """
+    exact = candidates.get((group.settings, group.device))
+    if exact is not None:
+        return exact
+    # Settings that belong to a precision, such as its keep_fp32, have no 32-true with the same.
+    return candidates.get((shared_settings(group.settings), group.device))
+
+
+def compare_two_groups(group: Group, baseline: Group | None) -> Comparison:
+    """Compare a group with a baseline; without ratios if either has no finished job."""
+    if baseline is None or not baseline.finished_count or not group.finished_count:
+        return Comparison(group, baseline)
+    memory_ratio = None
+    if group.memory_mib is not None and baseline.memory_mib:
+        memory_ratio = group.memory_mib / baseline.memory_mib
+    speed_ratio = _speed_ratio(group, baseline)
+    difference = _difference(group, baseline)
+    return Comparison(group, baseline, speed_ratio, memory_ratio, difference)
+
+
+def _difference(group: Group, baseline: Group) -> Difference | None:
+    """Return the difference in quality, None for the baseline itself and without a quality."""
+    # An evaluated checkpoint is compared with its own precision (Group.change), not with 32-true.
+    if group is baseline or group.is_evaluation:
+        return None
+    if group.quality is None or baseline.quality is None:
+        return None
+    direction = baseline.jobs[0].direction
+    return quality_difference(_qualities_by_seed(group), _qualities_by_seed(baseline), direction)
+
+
+def _qualities_by_seed(group: Group) -> SeedValues:
+    """Return (seed, quality) of each complete job."""
+    complete = [job for job in group.jobs if job.outcome == "finished"]
+    return [(job.seed, job.metrics[job.quality]) for job in complete]
+
+
+def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
+    """Return the ratios of examples/s with the range over seeds.
+
+    A job that was too short has no speed; the remaining seeds are still compared pairwise.
+    """
+    speeds = _speeds_by_seed(group)
+    base_speeds = _speeds_by_seed(baseline)
+    pairs = pair_by_seed(speeds, base_speeds)
+    if pairs is not None:
+        return Ratio.of_values(speed / base_speed for speed, base_speed in pairs)
+    ordered = sorted(speed for _, speed in speeds if speed)
+    base_ordered = sorted(speed for _, speed in base_speeds if speed)
+    if not ordered or not base_ordered:
+        return None
+    value = median(ordered) / median(base_ordered)
+    count = min(len(ordered), len(base_ordered))
+    # Without pairs any two seeds may meet: the widest range is the honest one.
+    low = ordered[0] / base_ordered[-1]
+    high = ordered[-1] / base_ordered[0]
+    return Ratio(value, count, low, high)
+
+
+def _speeds_by_seed(group: Group) -> SeedValues:
+    """Return (seed, examples/s) of each job; None for one that failed or was too short."""
+    speeds = []
+    for job in group.jobs:
+        speed = job.examples_per_second if job.status == "finished" else None
+        speeds.append((job.seed, speed or None))
+    return speeds
+
+
+def pareto_front(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Return the complete groups that no other one on the same device dominates.
+
+    A group dominates another if its means of speed, memory and quality are at least as good and
+    one is better.
+    """
+    timed = [comparison for comparison in comparisons if comparison.group.speed]
+    complete = [comparison for comparison in timed if comparison.group.is_complete]
+    front = []
+    for candidate in complete:
+        if not any(_dominates(other.group, candidate.group) for other in complete):
+            front.append(candidate)
+    return front
+
+
+def _dominates(first: Group, second: Group) -> bool:
+    """Return whether the first group is nowhere worse than the second, and somewhere better."""
+    if first.device != second.device:
+        return False
+    merits = zip(_merits(first), _merits(second), strict=True)
+    gains = [merit - other_merit for merit, other_merit in merits]
+    return min(gains) >= 0 and max(gains) > 0
+
+
+def _merits(group: Group) -> tuple[float, float, float]:
+    """Return speed, memory and quality, each signed so that greater is better."""
+    assert group.speed is not None
+    assert group.quality is not None
+    quality_sign = 1 if group.jobs[0].direction == "max" else -1
+    memory_mib = group.memory_mib or 0.0
+    return group.speed.mean, -memory_mib, quality_sign * group.quality.mean

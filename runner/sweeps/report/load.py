@@ -1,0 +1,255 @@
+"""Load a sweep's jobs with their curves, from its folder or from MLflow alone.
+
+Each process that ran jobs stores a list of their results (jobs-<time>.json) with the parent run, so
+that a report made from MLflow also knows the jobs that never became a run there.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from runner.modes.result import RunResult, read_results
+from runner.sweeps.advisor.settings import AdviseSettings
+from runner.sweeps.manifest import Manifest
+from runner.sweeps.report.jobs import Job, SweepData
+from runner.tracking import history
+from runner.tracking.history import Curve
+from runner.utils.formatting import shorten_override
+from runner.utils.layout import HISTORY, RESULT
+from runner.utils.secrets import redact, redact_values
+from runner.utils.terminal import quote_command
+
+if TYPE_CHECKING:
+    from runner.tracking.reader import Reader, StoredRun
+
+JOB_RESULTS_FOLDER = "jobs"
+"""Folder of the parent run's artifacts that holds the lists of results."""
+_CURVE_METRICS = (
+    "train/loss",
+    "val/loss",
+    "val/accuracy",
+    "val/perplexity",
+    "val/iou",
+    "loss_scale/changes",
+    "loss_scale/overflow",
+)
+_STATUS_BY_RUN_STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
+    "FINISHED": "finished",
+    "FAILED": "failed",
+    "KILLED": "stopped",
+}
+_UNKNOWN_STATUS = "Status unknown: still running, or killed without writing a result."
+_IGNORED_OVERRIDE = re.compile(
+    r"[+~]*(seed|precision|mode|tracking\b.*|hydra\b.*|data\.root|train\.num_workers)="
+)
+"""Overrides in which two jobs may differ and still be compared."""
+
+
+@dataclass
+class _StoredFacts:
+    """What the processes that ran a sweep's jobs stored with its parent run."""
+
+    is_stopped: bool
+    results: list[RunResult] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    job_count: int = 0
+    advise_settings: AdviseSettings | None = None
+
+    def add(self, content: Mapping[str, Any]) -> None:
+        """Add the content of one process's list; entries that cannot be read are skipped."""
+        for values in content.get("results", ()):
+            with suppress(ValueError):
+                self.results.append(RunResult.from_json(values))
+        self.commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
+        self.is_stopped |= bool(content.get("stopped"))
+        self.advise_settings = (
+            AdviseSettings.from_json(content.get("question")) or self.advise_settings
+        )
+        job_count = content.get("asked")
+        if isinstance(job_count, int):
+            self.job_count += job_count
+
+
+def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
+    """Load a sweep whose jobs ran here."""
+    manifest = Manifest.read(folder)
+    jobs = []
+    for result in read_results(folder):
+        # A result names the folder where its job ran; the sweep may have been moved since.
+        job_folder = folder / Path(result.folder).name
+        jobs.append(Job(result, history.from_folder(job_folder)))
+    commands = [quote_command(manifest.command)]
+    settings = AdviseSettings.read(folder)
+    return SweepData(jobs, commands, manifest.id, is_stopped, manifest.jobs, settings)
+
+
+def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
+    """Write the results of the jobs that ran here, for reports made from MLflow; return the path.
+
+    They include the jobs that never became a run there.
+    """
+    path = folder / f"jobs-{began_ms}.json"
+    content = {
+        "commands": list(data.commands),
+        "stopped": data.is_stopped,
+        "asked": data.job_count,
+        "question": asdict(data.advise_settings) if data.advise_settings else None,
+        "results": [asdict(job.result) for job in data.jobs],
+    }
+    path.write_text(json.dumps(redact_values(content), indent=2) + "\n")
+    return path
+
+
+def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
+    """Load a sweep from MLflow, on however many machines its jobs ran."""
+    facts = _stored_facts(reader, parent)
+    runs = {run.run_id: run for run in reader.jobs(parent)}
+    run_ids = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
+    results = []
+    for result in facts.results:
+        # A result without a run id belongs to the run that names its folder.
+        run_id = result.run_id or run_ids.get(result.folder)
+        results.append(replace(result, run_id=run_id))
+    # A process that was killed stored no list: its jobs are known by their runs alone.
+    listed_ids = {result.run_id for result in results}
+    unlisted = [run for run in runs.values() if run.run_id not in listed_ids]
+    results += [_result_of_run(reader, run) for run in unlisted]
+    if not facts.advise_settings:
+        results = with_unique_names(results)
+    jobs = []
+    for result in results:
+        run = runs.get(result.run_id or "")
+        jobs.append(Job(result, _curves(reader, run)))
+    return SweepData(
+        jobs,
+        facts.commands or [parent.tags.get("command", "")],
+        parent.tags.get("sweep_id", ""),
+        facts.is_stopped,
+        facts.job_count,
+        facts.advise_settings,
+        tuple(reader.notices),
+    )
+
+
+def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
+    """Rename the jobs of joined sweeps by all settings that differ, if their names are ambiguous.
+
+    A sweep names its jobs by what it varied itself. In a sweep that others joined, one name may
+    then stand for different settings, and different names for the same ones.
+    """
+    # A result that was made from tags has no overrides and is not renamed.
+    known = [result for result in results if result.overrides]
+    named_settings = {(result.settings, _compared_overrides(result)) for result in known}
+    names = {name for name, _ in named_settings}
+    settings = {overrides for _, overrides in named_settings}
+    # One name for each set of overrides and the other way round: the names are not ambiguous.
+    if len(names) == len(settings) == len(named_settings):
+        return [*results]
+
+    common = frozenset.intersection(*settings)
+    has_seeds = len({result.seed for result in known}) > 1
+    renamed = []
+    for result in results:
+        if not result.overrides:
+            renamed.append(result)
+            continue
+        distinct = _compared_overrides(result) - common
+        group = " ".join([result.precision, *sorted(map(shorten_override, distinct))])
+        label = group
+        if has_seeds and result.seed is not None:
+            label = f"{group} seed={result.seed}"
+        renamed.append(replace(result, group=group, label=label))
+    return renamed
+
+
+def _compared_overrides(result: RunResult) -> frozenset[str]:
+    """Return the overrides that two jobs must share to be seeds of one group."""
+    return frozenset(text for text in result.overrides if not _IGNORED_OVERRIDE.match(text))
+
+
+def _stored_facts(reader: "Reader", parent: "StoredRun") -> _StoredFacts:
+    """Return what the processes that ran the jobs stored with the parent run when they ended."""
+    facts = _StoredFacts(is_stopped=parent.status == "KILLED")
+    for path in sorted(reader.artifacts(parent.run_id, JOB_RESULTS_FOLDER)):
+        content = None
+        # A damaged list leaves the jobs to their own runs.
+        with suppress(ValueError):
+            content = json.loads(reader.artifact_or_notice(parent.run_id, path) or b"{}")
+        if isinstance(content, dict):
+            facts.add(content)
+    return facts
+
+
+def _result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
+    """Return the result of a run that no list names: its own file, else its tags and metrics."""
+    location: dict[str, Any] = {
+        "run_id": run.run_id,
+        "experiment_id": run.experiment_id,
+        "tracking_uri": redact(reader.uri),
+    }
+    # A damaged result is as good as none.
+    with suppress(ValueError):
+        data = reader.artifact_or_notice(run.run_id, RESULT)
+        if data:
+            return replace(RunResult.from_json(json.loads(data)), **location)
+    seed = run.params.get("seed", "")
+    return RunResult(
+        run.tags.get("precision", ""),
+        run.name,
+        run.tags.get("output_dir", ""),
+        _STATUS_BY_RUN_STATUS.get(run.status, "stopped"),
+        run.tags.get("error", "") if run.status in _STATUS_BY_RUN_STATUS else _UNKNOWN_STATUS,
+        group=re.sub(r" seed=\d+(?= |$)", "", run.name),
+        seed=int(seed) if seed.isdecimal() else None,
+        model=run.tags.get("model", ""),
+        data=run.tags.get("data", ""),
+        device=run.tags.get("device_name", ""),
+        **_stored_values(run),
+        **location,
+    )
+
+
+def _stored_values(run: "StoredRun") -> dict[str, Any]:
+    """Return the fields of a result that a run's last metrics and tags hold."""
+    known = ("val/iou", "val/accuracy", "val/loss")
+    quality = next((key for key in known if key in run.metrics), "")
+    direction = "max" if quality in known[:2] else "min"
+    if run.tags.get("quality") in run.metrics:  # task.quality names it
+        quality = run.tags["quality"]
+        direction = run.tags.get("direction", direction)
+    values: dict[str, Any] = {
+        "metrics": {key: v for key, v in run.metrics.items() if key.startswith(("val/", "test/"))},
+        "quality": quality,
+        "direction": direction,
+        "train_loss": run.metrics.get("train/loss"),
+        "loss_scale": run.metrics.get("loss_scale/value"),
+        "weights_mib": run.metrics.get("memory/weights_mib"),
+        "optimizer_mib": run.metrics.get("memory/optimizer_mib"),
+        "peak_memory_mib": run.metrics.get("memory/peak_mib"),
+        "examples_per_second": run.metrics.get("perf/examples_per_second"),
+        "step_ms": run.metrics.get("perf/step_ms"),
+        "converted": run.tags.get("converted", ""),
+    }
+    skipped = run.metrics.get("loss_scale/skipped_steps")
+    if skipped is not None:
+        values["skipped_steps"] = int(skipped)
+    if run.tags.get("emulated"):
+        # The time of emulated arithmetic says nothing about the precision.
+        values |= {"examples_per_second": None, "step_ms": None, "kernels": "emulated"}
+    return values
+
+
+def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
+    """Return the exact history that the run stored, else the store's own points."""
+    if run is None:
+        return {}
+    # A damaged history is as good as none.
+    with suppress(ValueError):
+        data = reader.artifact_or_notice(run.run_id, HISTORY)
+        if data:
+            return history.read_history(data)
+    return {name: reader.curve(run.run_id, name) for name in _CURVE_METRICS if name in run.metrics}

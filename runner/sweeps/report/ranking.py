@@ -1,0 +1,361 @@
+"""Judge and rank the trials of mode=advise: one verdict per precision, the best one first."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from runner.modes.result import RunResult
+from runner.sweeps.advisor.settings import AdviseSettings
+from runner.sweeps.report.compare import BASELINE, Comparison, Group, compare_two_groups, group_jobs
+from runner.sweeps.report.statistics import (
+    MIN_SEEDS,
+    Difference,
+    Ratio,
+    Verdict,
+    baseline_spread,
+    non_inferiority_test,
+    pair_by_seed,
+)
+from runner.tracking.metric_names import VAL_LOSS
+
+_RANKS: Mapping[Verdict, int] = {
+    Verdict.RECOMMENDED: 0,
+    Verdict.INDISTINGUISHABLE: 1,
+    Verdict.BETTER: 1,
+    Verdict.BASELINE: 1,
+    Verdict.UNCLEAR: 2,
+    Verdict.WORSE: 3,
+    Verdict.DIVERGED: 4,
+    Verdict.SLOW: 5,
+    Verdict.FAILED: 6,
+    Verdict.UNAVAILABLE: 7,
+}
+_ACCEPTABLE = tuple(verdict for verdict, rank in _RANKS.items() if rank <= 1)
+MIN_MEMORY_GAIN = 0.02
+"""A smaller share of memory saved counts as no gain."""
+LossBySeed = Mapping[int | None, float]
+
+
+@dataclass(frozen=True)
+class PrecisionVerdict:
+    """What the trials say about one precision, or about one with modules excluded from it.
+
+    Attributes:
+        comparison: with 32-true, by non_inferiority_test() of the final loss.
+        rating: the verdict of the test, or what mode=advise says instead of it.
+        diverged_step: optimizer step at which the first trial diverged.
+        command: words of the command that trains in this precision.
+        float32_finding: why the precision fails, as measured on float32's numbers.
+        forecast: an entry of AdviseSettings.memory.
+        attempted_module_sets: overrides that exclude modules, each with the first seed's loss minus
+            32-true's; NaN if that trial did not finish. Empty if any of them is acceptable.
+        metric: that it is judged by; a final loss is this one, negated where more of it is better.
+        sign: -1 where it is negated, else 1.
+    """
+
+    comparison: Comparison
+    rating: Verdict
+    diverged_step: int | None = None
+    is_emulated: bool = False
+    command: Sequence[str] = ()
+    float32_finding: str = ""
+    forecast: Mapping[str, float] | None = None
+    attempted_module_sets: Sequence[tuple[str, float]] = ()
+    metric: str = VAL_LOSS
+    sign: int = 1
+
+    @property
+    def noun(self) -> str:
+        """Return what it is judged by, in words."""
+        return "loss" if self.metric == VAL_LOSS else self.metric
+
+    @property
+    def group(self) -> Group:
+        """Return the trials."""
+        return self.comparison.group
+
+    @property
+    def test(self) -> Difference | None:
+        """Return the difference of the final loss, None if no seed finished in both."""
+        return self.comparison.difference
+
+    @property
+    def name(self) -> str:
+        """Return the precision, with the overrides of a module set."""
+        return self.group.name
+
+    @property
+    def is_acceptable(self) -> bool:
+        """Return whether it trains as well as float32."""
+        return self.rating in _ACCEPTABLE
+
+    @property
+    def is_failing(self) -> bool:
+        """Return whether its numbers are the reason that it is not acceptable."""
+        return self.rating in (Verdict.WORSE, Verdict.DIVERGED)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer of mode=advise.
+
+    Attributes:
+        verdicts: best first.
+        baseline_losses: 32-true's final losses by seed, see AdviseSettings.judged_loss.
+    """
+
+    settings: AdviseSettings
+    verdicts: Sequence[PrecisionVerdict]
+    baseline_losses: LossBySeed
+
+    @property
+    def baseline_spread(self) -> float:
+        """Return the standard deviation of 32-true's final loss over seeds; NaN below two."""
+        return baseline_spread([*self.baseline_losses.values()])
+
+    @property
+    def recommendation(self) -> PrecisionVerdict | None:
+        """Return the recommended precision, None if 32-true itself did not train."""
+        return next((v for v in self.verdicts if v.rating is Verdict.RECOMMENDED), None)
+
+
+def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> Advice:
+    """Judge and rank every precision's trials.
+
+    Args:
+        results: of all trials, those of the search for module sets included.
+        settings: what mode=advise was asked and measured.
+    """
+    groups = group_jobs(results)
+    trials = [group for group in groups if not _is_search_trial(group)]
+    base = next((group for group in trials if group.name == BASELINE), None)
+    base_losses = _final_losses(base, settings) if base else {}
+    spread = baseline_spread([*base_losses.values()])
+    others = [group for group in trials if group is not base]
+    differences = [_loss_differences(group, base_losses, settings) for group in others]
+    # Too few seeds get no verdict, so they cannot get a false one.
+    family_size = sum(len(of_group) >= MIN_SEEDS for of_group in differences)
+    verdicts = []
+    for group, of_group in zip(others, differences, strict=True):
+        test = None
+        if of_group:
+            test = non_inferiority_test(of_group, spread, settings.tolerance, family_size)
+        verdicts.append(_verdict(group, base, test, settings))
+    if base is not None:
+        verdicts.append(_baseline_verdict(base, settings))
+
+    attempts = [
+        (group, _first_difference(group, base_losses, settings))
+        for group in groups
+        if _is_search_trial(group)
+    ]
+    with_attempts = [_add_attempted_sets(verdict, verdicts, attempts) for verdict in verdicts]
+    return Advice(settings, _rank_verdicts(with_attempts, settings.objective), base_losses)
+
+
+def _is_search_trial(group: Group) -> bool:
+    """Return whether the jobs measure numbers, or try module sets that the search dropped."""
+    # A set that heals is repeated over more seeds than a verdict needs: one of them chose the set.
+    is_dropped_set = bool(group.settings) and group.counts.get("finished", 0) <= MIN_SEEDS
+    return is_dropped_set or "numerics." in group.settings
+
+
+def _final_losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
+    """Return the final losses by seed of the trials that reached their last step."""
+    losses = {}
+    for job in group.jobs:
+        # A trial that hit its time limit finishes early: its loss is not one of the last step.
+        is_whole = job.outcome == "finished" and job.steps >= settings.steps
+        loss = settings.judged_loss(job.metrics)
+        if is_whole and loss is not None:
+            losses[job.seed] = loss
+    return losses
+
+
+def _loss_differences(
+    group: Group, base_losses: LossBySeed, settings: AdviseSettings
+) -> list[float]:
+    """Return the differences to 32-true's loss, seed by seed."""
+    losses = _final_losses(group, settings)
+    seeds = [seed for seed in losses if seed is not None]
+    # The seed that chose the modules to exclude would favour them: it does not judge them.
+    if group.settings and seeds:
+        del losses[min(seeds)]
+    pairs = pair_by_seed(list(losses.items()), list(base_losses.items()))
+    return [loss - base_loss for loss, base_loss in pairs or ()]
+
+
+def _first_difference(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> float:
+    """Return the first seed's difference to 32-true's loss, NaN if its trial did not finish."""
+    for seed, loss in _final_losses(group, settings).items():
+        if seed in base_losses:
+            return loss - base_losses[seed]
+    return math.nan
+
+
+def _add_attempted_sets(
+    verdict: PrecisionVerdict,
+    verdicts: Sequence[PrecisionVerdict],
+    attempts: Sequence[tuple[Group, float]],
+) -> PrecisionVerdict:
+    """Return the verdict with the attempted module sets, unless one of them is acceptable."""
+    if not verdict.is_failing or verdict.group.settings:
+        return verdict
+    precision = verdict.group.precision
+    of_precision = [other for other in verdicts if other.group.precision == precision]
+    # A set that heals the precision has a row of its own, which says more.
+    if any(other.is_acceptable for other in of_precision if other.group.settings):
+        return verdict
+    sets = [(group.settings, gap) for group, gap in attempts if group.precision == precision]
+    return replace(verdict, attempted_module_sets=sets)
+
+
+def _baseline_verdict(base: Group, settings: AdviseSettings) -> PrecisionVerdict:
+    """Return the verdict on 32-true, which is not compared: it is the baseline if it trains."""
+    verdict = _verdict(base, base, None, settings)
+    if base.finished_count and not verdict.is_failing:
+        return replace(verdict, rating=Verdict.BASELINE)
+    return verdict
+
+
+def _verdict(
+    group: Group, base: Group | None, test: Difference | None, settings: AdviseSettings
+) -> PrecisionVerdict:
+    rating = _rating(group, test, settings)
+    diverged_step = None
+    if rating is Verdict.DIVERGED:
+        diverged = [job for job in group.jobs if job.outcome == "diverged"]
+        diverged_step = min(job.diverged_step or job.steps for job in diverged)
+    # What was measured on float32's numbers belongs to the precision without excluded modules.
+    is_plain = not group.settings
+    return PrecisionVerdict(
+        _comparison(group, base, test),
+        rating,
+        diverged_step,
+        group.precision in settings.emulated,
+        _command(group, settings),
+        settings.found.get(group.precision, "") if is_plain else "",
+        settings.memory.get(group.precision) if is_plain else None,
+        metric=settings.metric,
+        sign=1 if settings.direction == "min" else -1,
+    )
+
+
+def _comparison(group: Group, base: Group | None, test: Difference | None) -> Comparison:
+    """Compare with the baseline; drop the speed ratio if too few seeds measured it."""
+    comparison = compare_two_groups(group, base)
+    ratio = comparison.speed_ratio
+    if ratio is not None and ratio.n < MIN_SEEDS:
+        ratio = None
+    return replace(comparison, speed_ratio=ratio, difference=test)
+
+
+def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> Verdict:
+    """Return the rating of a group, before one is recommended."""
+    # A trial that diverged outweighs the test, which sees only the seeds that finished.
+    if group.counts.get("unavailable"):
+        return Verdict.UNAVAILABLE
+    if group.counts.get("diverged"):
+        return Verdict.DIVERGED
+    if group.counts.get("failed") and not group.finished_count:
+        return Verdict.FAILED
+    if any(job.status == "finished" and job.steps < settings.steps for job in group.jobs):
+        return Verdict.SLOW
+    return test.verdict if test else Verdict.UNCLEAR
+
+
+def _command(group: Group, settings: AdviseSettings) -> Sequence[str]:
+    """Return the words of the command that trains in a group's precision and settings."""
+    precision = group.precision
+    overrides = settings.own.get(precision, ())
+    return [*settings.command, f"precision={precision}", *overrides, *group.settings.split()]
+
+
+def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
+    """Sort the verdicts: recommended, acceptable by the objective, then by their rating."""
+    speeds = _ranking_speeds(verdicts)
+    merits = [_merit_key(verdict, objective, speeds[id(verdict)]) for verdict in verdicts]
+    best = _best_index(verdicts, merits)
+    rated = list(verdicts)
+    if best is not None:
+        rated[best] = replace(rated[best], rating=Verdict.RECOMMENDED)
+
+    def place(index: int) -> tuple[float, ...]:
+        verdict = rated[index]
+        # Among worse precisions the least harmful is first, whatever it gains.
+        harm = 0.0
+        if verdict.rating is Verdict.WORSE and verdict.test:
+            harm = verdict.test.value
+        negated = (-merit for merit in merits[index])
+        return _RANKS[verdict.rating], verdict.is_emulated, harm, *negated
+
+    return [rated[index] for index in sorted(range(len(rated)), key=place)]
+
+
+def _best_index(
+    verdicts: Sequence[PrecisionVerdict], merits: Sequence[tuple[float, ...]]
+) -> int | None:
+    """Return the index of the verdict to recommend, None without a baseline to judge by."""
+    # An emulated precision has no speed here, so it is never recommended.
+    fit = [
+        index
+        for index, verdict in enumerate(verdicts)
+        if verdict.is_acceptable and not verdict.is_emulated
+    ]
+    # If 32-true itself did not train, nothing was measured against it.
+    if not any(verdicts[index].rating is Verdict.BASELINE for index in fit):
+        return None
+    return max(fit, key=lambda index: merits[index])
+
+
+def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
+    """Return the speed that each verdict is ranked by, over 32-true's, by the verdict's id().
+
+    1 if no difference was measured. Precisions whose ranges over seeds overlap get the fastest
+    one's speed, so that chance does not rank them.
+    """
+    measured: list[tuple[int, Ratio]] = []
+    for verdict in verdicts:
+        ratio = verdict.comparison.speed_ratio
+        if ratio is not None and verdict.comparison.speed_verdict in ("faster", "slower"):
+            measured.append((id(verdict), ratio))
+    speeds = dict.fromkeys(map(id, verdicts), 1.0)
+    leader: Ratio | None = None
+    for key, ratio in sorted(measured, key=lambda pair: pair[1].value, reverse=True):
+        if leader is None or _is_slower(ratio, leader):
+            leader = ratio
+        speeds[key] = leader.value
+    return speeds
+
+
+def _is_slower(ratio: Ratio, leader: Ratio) -> bool:
+    """Return whether a speed is measurably below the leader's."""
+    # A precision slower than 32-true must not get the speed of one that is faster.
+    is_across_baseline = (ratio.value > 1) != (leader.value > 1)
+    return ratio.high < leader.low or is_across_baseline
+
+
+def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple[float, ...]:
+    """Return the sort key of a verdict, greater is better.
+
+    What was not measured to be a gain counts as none.
+    """
+    test = verdict.test
+    memory = verdict.comparison.memory_ratio
+    if memory is None or abs(memory - 1) <= MIN_MEMORY_GAIN:
+        memory = 1.0
+    quality = 0.0
+    if test and test.verdict is Verdict.BETTER:
+        quality = -test.value
+    # Emulation distorts both: they would be the emulation's merits.
+    if verdict.is_emulated:
+        speed = 1.0
+        memory = 1.0
+    # Among equals float32 itself is the simpler choice.
+    is_baseline = float(verdict.rating is Verdict.BASELINE)
+    keys = {
+        "time": (speed, is_baseline, -memory, quality),
+        "memory": (-memory, speed, is_baseline, quality),
+        "quality": (quality, is_baseline, speed, -memory),
+    }
+    return keys[objective]

@@ -1,0 +1,306 @@
+"""Open a sweep's parent run before its first job; print and store its report after the last one.
+
+The jobs' results are read from their folders, so that the report does not depend on which process
+ran them, nor on whether a job's process survived.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from rich.console import Console
+
+from runner.config.overrides import without_program_options
+from runner.config.targets import build_group
+from runner.modes import notes
+from runner.modes.result import RunResult
+from runner.modes.tables import page_url, ui_command
+from runner.sweeps.manifest import Manifest
+from runner.sweeps.report import advice_page
+from runner.sweeps.report.columns import sweep_table
+from runner.sweeps.report.compare import compare_with_baselines
+from runner.sweeps.report.conclusion import conclusion_text
+from runner.sweeps.report.jobs import SweepData
+from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts
+from runner.sweeps.report.number_text import join_names
+from runner.sweeps.report.pages import summary_markdown, write_report
+from runner.sweeps.report.rebuild import is_joined_by_others, store_report
+from runner.sweeps.sweep_resume import resume_command
+from runner.tracking.journal import latest_journal
+from runner.tracking.tracker import RunInfo, Status, Tracker
+from runner.utils.console import plain_console
+from runner.utils.errors import RunnerError
+from runner.utils.folder_lock import folder_lock
+from runner.utils.formatting import now_ms
+from runner.utils.secrets import redact, redact_override
+from runner.utils.terminal import print_error, quote_command
+
+
+class Sweep:
+    """The sweep that this process runs: its manifest, its folder's lock and its parent run.
+
+    The manifest is a file in the sweep's folder, where jobs in other processes find the sweep's id.
+    With tracking.sweep the sweep joins one that began on another machine: that one's parent run
+    then gets these jobs, and the report over the jobs of all machines.
+
+    Args:
+        folder: the sweep's; locked until the sweep ends.
+        overrides: words of the command that Hydra composes the jobs from.
+        tracking: the config group.
+        resume: resume the sweep that the folder holds.
+        left_out: keys that some of its precisions do not take, see Manifest.
+
+    Attributes:
+        current: the sweep of this process, if it runs one.
+    """
+
+    current: "Sweep | None" = None
+
+    def __init__(
+        self,
+        folder: Path,
+        overrides: Sequence[str],
+        tracking: Mapping[str, Any],
+        resume: bool = False,
+        left_out: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self._lock = ExitStack()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock.enter_context(folder_lock(folder))
+        manifest = Manifest.read(folder) if resume else _new_manifest(overrides, tracking)
+        self.manifest = replace(manifest, left_out=left_out)
+        # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
+        replace(self.manifest, finished=False).write(folder)
+        self.tracker: Tracker = build_group("tracking", tracking)
+        self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
+        if self.joins_other_sweep:
+            self.tracker.check_sweep()
+        else:
+            self._open_parent_run(resume)
+
+    @property
+    def id(self) -> str:
+        """Return the id under which the store finds the sweep's jobs."""
+        return self.manifest.id
+
+    def _open_parent_run(self, resume: bool) -> None:
+        command = self.manifest.command
+        words = (redact_override(word).removeprefix("++") for word in self.manifest.overrides)
+        # Shortened after redacting: half a credential would not be recognised.
+        name = f"sweep {' '.join(words)}"[:250]
+        tags = {
+            "sweep_id": self.id,
+            "output_dir": str(self.folder),
+            "command": quote_command(command),
+        }
+        previous = latest_journal(self.folder) if resume else None
+        info = RunInfo(self.folder, {}, tags, name, sweep=self.id, role="sweep", continues=previous)
+        self.tracker.open(info)
+        self.tracker.note(notes.running_note(command))
+
+    @classmethod
+    def begin(
+        cls,
+        folder: Path,
+        overrides: Sequence[str],
+        tracking: Mapping[str, Any],
+        resume: bool,
+        left_out: Sequence[str] = (),
+    ) -> None:
+        """Open this process's sweep, so that the store exists before any job needs it.
+
+        The arguments are those of the class.
+        """
+        cls.current = cls(folder, overrides, tracking, resume, left_out)
+
+    def set_job_count(self, jobs: int) -> None:
+        """Write to the manifest how many jobs the sweep has."""
+        self.manifest = replace(self.manifest, jobs=jobs)
+        self.manifest.write(self.folder)
+
+    def end(self, status: int) -> int:
+        """Print the table, store the report, close the parent run and print the conclusion.
+
+        The conclusion is over the jobs of all machines.
+
+        Args:
+            status: exit status of the jobs so far, as Hydra returned it.
+
+        Returns:
+            0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
+            what some need; `status` itself after a stop.
+        """
+        data = load_from_folder(self.folder, is_stopped=status > 128)
+        self.manifest = replace(self.manifest, finished=not data.is_unfinished)
+        results = [job.result for job in data.jobs]
+        failed, is_unavailable = _count_failed(data, results)
+        if status == 2 and failed:
+            # A search gives up with 2 where no job gave it a number.
+            status = 1
+        console = plain_console()
+        if results and not data.advise_settings:
+            _print_results(console, results)
+        jobs_file = self._store_report(data)
+        error = f"{failed} of {len(results)} jobs did not finish." if failed else None
+        self.tracker.close(_run_status(status, failed), error)
+        _print_conclusion(console, self._add_jobs_of_other_machines(console, data, jobs_file))
+        # A sweep that was refused before its first job would be refused again: no location.
+        if results or status != 2:
+            self._print_locations(console, results)
+        self.manifest.write(self.folder)
+        self._lock.close()
+        # What Hydra returned stands, 128 + the signal's number after a stop.
+        if status:
+            return status
+        if failed or self._is_rejected():
+            return 1
+        return 2 if is_unavailable else 0
+
+    def _is_rejected(self) -> bool:
+        """Return whether the store rejected the sweep, after printing why."""
+        try:
+            self.tracker.check()
+        except RunnerError as error:
+            print_error(str(error))
+            return True
+        return False
+
+    def _store_report(self, data: SweepData) -> Path | None:
+        """Write the report over the jobs that ran here, and upload it to the parent run.
+
+        Returns:
+            The file of the jobs' results, which reports on other machines read; None without jobs.
+        """
+        if not data.jobs:
+            return None
+        paths = write_report(data, self.folder)
+        jobs_file = write_job_facts(self.folder, data, self.manifest.began_ms)
+        # A sweep that joins another one leaves the report to _add_jobs_of_other_machines.
+        if not self.joins_other_sweep:
+            self.tracker.artifact(jobs_file, JOB_RESULTS_FOLDER)
+            for path in paths:
+                self.tracker.artifact(path)
+            note = summary_markdown(data)
+            if data.is_unfinished:
+                note += f"\nResume with: {notes.command_note(resume_command(self.folder))}\n"
+            self.tracker.note(note)
+        return jobs_file
+
+    def _add_jobs_of_other_machines(
+        self, console: Console, data: SweepData, jobs_file: Path | None
+    ) -> SweepData:
+        """Return the sweep's data with the jobs of other machines, and store that report.
+
+        It replaces the report over the jobs that ran here. Without other machines, or where the
+        store does not answer, return the data as given.
+        """
+        if jobs_file is None or not (self.joins_other_sweep or self.tracker.complete):
+            return data
+        uri = getattr(self.tracker, "uri", "")
+        parent = self.tracker.run_id
+        try:
+            if self.joins_other_sweep or (
+                parent and is_joined_by_others(uri, parent, jobs_file.name)
+            ):
+                return store_report(uri, parent or self.id, self.folder, jobs_file)[1]
+        except RunnerError as error:
+            console.print(
+                f"warning: the report covers only the jobs that ran on this machine: {error}"
+            )
+        return data
+
+    def _print_locations(self, console: Console, results: Sequence[RunResult]) -> None:
+        """Print where the parent run, the dashboard and the report are, and how to resume."""
+        uri = redact(getattr(self.tracker, "uri", ""))
+        if self.tracker.run_id:
+            command = ui_command(uri, getattr(self.tracker, "experiment", ""))
+            console.print(f"MLflow: parent run {self.tracker.run_id}; to see it: {command}")
+        dashboards = [self.tracker.dashboard, *(result.dashboard for result in results)]
+        path = next(filter(None, dashboards), None)
+        if path:
+            console.print(f"dashboard: {page_url(uri, path)}", soft_wrap=True)
+        console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
+        if not self.manifest.finished:
+            command = quote_command(resume_command(self.folder))
+            console.print(f"Resume with: {command}", soft_wrap=True)
+
+
+def _count_failed(data: SweepData, results: Sequence[RunResult]) -> tuple[int, bool]:
+    """Return how many jobs failed or were stopped, and whether this machine lacks what some need.
+
+    In mode=advise a precision that fails or is not available is an answer: nothing failed once one
+    precision is recommended.
+    """
+    statuses = [result.status for result in results]
+    failed = statuses.count("failed") + statuses.count("stopped")
+    is_unavailable = "unavailable" in statuses
+    if data.advise_settings and not data.is_stopped:
+        is_answered = data.advice is not None and data.advice.recommendation is not None
+        if is_answered:
+            failed = 0
+        return failed, False
+    return failed, is_unavailable
+
+
+def _run_status(status: int, failed: int) -> Status:
+    """Return the status of the parent run."""
+    # 128 + the signal's number: a stop, by a shell's convention.
+    if status > 128:
+        return "KILLED"
+    return "FAILED" if status or failed else "FINISHED"
+
+
+def _print_results(console: Console, results: Sequence[RunResult]) -> None:
+    """Print a row for each job, then each error with the jobs that failed by it."""
+    console.print()
+    console.print(sweep_table(results))
+    labels_by_error: dict[str, list[str]] = {}
+    for result in results:
+        if result.error:
+            labels_by_error.setdefault(result.error, []).append(result.label)
+    for error, labels in labels_by_error.items():
+        console.print(f"{join_names(labels)}: {error}", markup=False)
+
+
+def _print_conclusion(console: Console, data: SweepData) -> None:
+    """Print what the comparison of the jobs says, or the advice of mode=advise."""
+    if not data.jobs:
+        return
+    if data.is_stopped:
+        console.print("Stopped. Results so far:")
+    if data.advice:
+        advice_page.print_advice(console, data.advice)
+    else:
+        console.print(
+            conclusion_text(
+                compare_with_baselines([job.result for job in data.jobs]), data.missing_jobs_clause
+            )
+        )
+
+
+def _new_manifest(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of the sweep that this process's command begins."""
+    command = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
+    sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
+    return Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms())
+
+
+def finish_sweep(status: int) -> int:
+    """End the sweep of this process, if it runs one.
+
+    Args:
+        status: exit status so far.
+
+    Returns:
+        The exit status of the command.
+    """
+    if Sweep.current is None:
+        return status
+    sweep = Sweep.current
+    Sweep.current = None
+    return sweep.end(status)
