@@ -1,8 +1,44 @@
-"""Train, compare and choose numerical precision in PyTorch: Hydra in, MLflow out."""
+"""Train, compare and choose numerical precision in PyTorch: Hydra in, MLflow out.
 
+docs/python.md describes the functions of this package.
+"""
+
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from runner.config import renamed
+
+if TYPE_CHECKING:
+    from runner.api.composition import compose as compose
+    from runner.api.loading import load as load
+    from runner.api.runs import run as run
+    from runner.api.sweeps import SweepResult as SweepResult
+    from runner.api.sweeps import advise as advise
+    from runner.api.sweeps import sweep as sweep
+    from runner.config.schema import RunSpec as RunSpec
+    from runner.modes.result import RunResult as RunResult
+    from runner.sweeps.report.ranking import Advice as Advice
+    from runner.utils.errors import ConfigError as ConfigError
+    from runner.utils.errors import RunnerError as RunnerError
+    from runner.utils.errors import Unavailable as Unavailable
+
+_MODULES = {
+    "Advice": "runner.sweeps.report.ranking",
+    "ConfigError": "runner.utils.errors",
+    "RunResult": "runner.modes.result",
+    "RunSpec": "runner.config.schema",
+    "RunnerError": "runner.utils.errors",
+    "SweepResult": "runner.api.sweeps",
+    "Unavailable": "runner.utils.errors",
+    "advise": "runner.api.sweeps",
+    "compose": "runner.api.composition",
+    "load": "runner.api.loading",
+    "run": "runner.api.runs",
+    "sweep": "runner.api.sweeps",
+}
+"""Module of each public name. They are imported when they are used: the command line answers
+--help without torch."""
 
 # A wheel has conf/ and models/ inside this package; a checkout has them next to it.
 if not (Path(__file__).parent / "conf").exists():
@@ -11,3 +47,16 @@ if not (Path(__file__).parent / "conf").exists():
 renamed.install_import_hook()
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    # Python asks for a name once.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -18,17 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from runner.cli.help import print_help
 from runner.config import commands
 from runner.config.hydra_mode import single_composition
 from runner.config.hydra_plugins import ADVISE
-from runner.config.messages import explain
+from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import (
     config_dir,
     no_config_folder,
@@ -47,7 +44,7 @@ from runner.sweeps.job_result import (
     record_result,
     use_sweep_time,
 )
-from runner.utils.errors import RunnerError, Unavailable
+from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.layout import ADVICE
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import CommandSignals, Interrupted
@@ -79,7 +76,7 @@ def _run_command(argv: Sequence[str]) -> int:
     if argv and argv[0] in COMMANDS:
         return _run_other_command(argv[0], argv[1:])
     try:
-        argv = torchrun.command_of_rank(rewrite_arguments(_expand_resumed_sweep(argv)))
+        argv = torchrun.command_of_rank(rewrite_arguments(expand_resumed_sweep(argv)))
     except RunnerError as error:
         _print_error_once(str(error))
         return error.exit_status
@@ -142,7 +139,7 @@ def _print_error_once(text: str) -> None:
         print_error(text)
 
 
-def _expand_resumed_sweep(argv: Sequence[str]) -> Sequence[str]:
+def expand_resumed_sweep(argv: Sequence[str]) -> Sequence[str]:
     """Return the whole command of the sweep that sweep.resume= names, any other unchanged."""
     if not any(text.startswith("sweep.resume=") for text in argv):
         return argv
@@ -151,25 +148,21 @@ def _expand_resumed_sweep(argv: Sequence[str]) -> Sequence[str]:
     return expand_resume_command(argv)
 
 
-# What Hydra and OmegaConf raise while they compose a config.
-_COMPOSE_ERRORS = (
-    HydraException,
-    OmegaConfBaseException,
-    YAMLError,
-    ValueError,
-    OSError,
-    TypeError,
-)
+def call_hydra(argv: Sequence[str]) -> None:
+    """Compose a command with Hydra, and run its job or jobs.
 
+    Args:
+        argv: as rewrite_arguments returns it.
 
-def _run_hydra(argv: Sequence[str]) -> int:
-    """Run a command through Hydra, print its errors in our form and return the exit status."""
+    Raises:
+        RunnerError: the command does not compose, or the sweep is refused.
+        SystemExit: a job or the sweep ended with an exit status.
+    """
     register_schema()
     # Hydra then raises errors instead of printing them, and we explain them ourselves.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     previous_argv = sys.argv
     sys.argv = [sys.argv[0], *argv]
-    status = 0
     try:
         # Hydra reads sys.argv, and calls run_job once, or in a sweep through its launcher.
         as_main = hydra.main(
@@ -177,9 +170,22 @@ def _run_hydra(argv: Sequence[str]) -> int:
         )
         with single_composition(argv):
             as_main(run_job)()
-    except _COMPOSE_ERRORS as error:
-        print_error(explain(error, argv))
-        status = 2
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(explain(error, argv)) from error
+    except SystemExit as stop:
+        # A callback of Hydra's raises SystemExit, for Hydra would turn an error into a warning.
+        if isinstance(stop.__cause__, RunnerError):
+            raise stop.__cause__ from None
+        raise
+    finally:
+        sys.argv = previous_argv
+
+
+def _run_hydra(argv: Sequence[str]) -> int:
+    """Run a command through Hydra, print its errors in our form and return the exit status."""
+    status = 0
+    try:
+        call_hydra(argv)
     except RunnerError as error:
         print_error(str(error))
         status = error.exit_status
@@ -188,7 +194,6 @@ def _run_hydra(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
-        sys.argv = previous_argv
         status = _finish_sweep(status)
     return status
 

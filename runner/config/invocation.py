@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
 from runner.utils.formatting import shorten_override
+from runner.utils.terminal import quote_command
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Invocation:
         omitted_keys: keys that the sweep sets and that this job's precision does not take.
         composed_config: the composed config with its interpolations unresolved, so that values of
             a checkpoint can still be merged into it; None where there is only the spec.
+        given: keys in place of whose values a Python program gave objects, by the objects' roles.
         is_trusted: True if this user's commands composed all of the spec; False if a part comes
             from a checkpoint that is not signed with this user's key.
     """
@@ -35,16 +37,31 @@ class Invocation:
     config_dir: str | None = None
     omitted_keys: tuple[str, ...] = ()
     composed_config: Mapping[str, Any] | None = field(default=None, repr=False)
+    given: Mapping[str, str] = field(default_factory=dict)
     is_trusted: bool = True
+
+    def command_text(self, words: Sequence[str] | None = None) -> str:
+        """Return the command line, or the call of the Python API, that repeats this one run.
+
+        Args:
+            words: overrides of another run of this configuration; None takes this run's.
+        """
+        words = self.overrides if words is None else words
+        if not self.given:
+            return quote_command([*self._program, *words])
+        # The overrides that stand for the objects can be typed nowhere.
+        typed = [word for word in words if override_key(word) not in self.given.values()]
+        objects = "".join(f", {role}=..." for role in self.given)
+        return f"runner.run({typed!r}{objects})"
+
+    def resume_text(self, folder: object) -> str:
+        """Return the command line, or the call of the Python API, that resumes a run's folder."""
+        return self.command_text([f"checkpoint.resume={folder}"])
 
     @property
     def command(self) -> list[str]:
         """Return the words of the command that repeats this one run."""
         return [*self._program, *self.overrides]
-
-    def resume_command(self, folder: object) -> list[str]:
-        """Return the words of the command that resumes the run in a folder."""
-        return [*self._program, f"checkpoint.resume={folder}"]
 
     @property
     def _program(self) -> list[str]:

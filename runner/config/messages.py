@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -27,6 +27,16 @@ _EXTRAS = {
     "hydra/launcher=ray": "ray",
     "hydra/launcher=joblib": "joblib",
 }
+
+COMPOSE_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    YAMLError,
+    ValueError,
+    OSError,
+    TypeError,
+)
+"""What Hydra and OmegaConf raise while they compose a config."""
 
 
 def explain(error: Exception, argv: Sequence[str]) -> str:

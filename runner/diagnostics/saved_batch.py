@@ -19,7 +19,6 @@ from runner.utils.files import write_text
 from runner.utils.formatting import relative_path
 from runner.utils.layout import GUARD_FOLDER
 from runner.utils.secrets import redact_values
-from runner.utils.terminal import quote_command
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,8 @@ class BatchSaver:
         """Return the run's own command, with debug=replay in place of training."""
         # A replay resumes nothing, sweeps nothing and has its own mode.
         dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
-        words = [w for w in self.origin.command if not w.lstrip("+~").startswith(dropped)]
-        return quote_command([*words, "debug=replay", f"batch={relative_path(path)}"])
+        words = [w for w in self.origin.overrides if not w.lstrip("+~").startswith(dropped)]
+        return self.origin.command_text([*words, "debug=replay", f"batch={relative_path(path)}"])
 
 
 def read_saved_batch(path: Path) -> SavedBatch:

@@ -3,12 +3,11 @@
 It is Markdown, in which no text of a user's becomes markup.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from runner.modes.result import RunResult
 from runner.modes.tables import result_rows
-from runner.utils import terminal
 from runner.utils.formatting import format_number
 from runner.utils.markup import markdown_code, markdown_text
 
@@ -23,16 +22,16 @@ def resumed_note(step: int, changes: Mapping[str, str]) -> str:
     return f"\n\n{markdown_text(text)}"
 
 
-def running_note(command: Sequence[str]) -> str:
+def running_note(command: str) -> str:
     """Return the note of a run that has not ended.
 
     Args:
-        command: words, as the shell splits them.
+        command: the command line or the call of the Python API that repeats the run.
     """
     return f"Running (or interrupted).\n\n{command_note(command)}"
 
 
-def finished_note(command: Sequence[str], result: RunResult, report: "ConversionReport") -> str:
+def finished_note(command: str, result: RunResult, report: "ConversionReport") -> str:
     """Return the note of a run that finished."""
     metrics = ", ".join(f"{name} {format_number(value)}" for name, value in result.metrics.items())
     lines = [(name, text) for name, text in result_rows(result) if name not in result.metrics]
@@ -51,7 +50,7 @@ def finished_note(command: Sequence[str], result: RunResult, report: "Conversion
     )
 
 
-def failed_note(command: Sequence[str], status: str, error: str) -> str:
+def failed_note(command: str, status: str, error: str) -> str:
     """Return the note of a run that failed or was stopped."""
     return f"**{status}**: {markdown_text(error)}\n\n{command_note(command)}"
 
@@ -62,7 +61,7 @@ def conversion_note(report: "ConversionReport") -> list[str]:
     return ["\n".join(f"- {line}" for line in lines)] if lines else []
 
 
-def command_note(command: Sequence[str]) -> str:
+def command_note(command: str) -> str:
     """Return a command to copy, as inline code."""
     # A code block does not wrap: a long command would push the rest of MLflow's page aside.
-    return markdown_code(terminal.quote_command(command))
+    return markdown_code(command)

@@ -5,12 +5,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from runner.config.annotations import dataclass_fields_from_json
+from runner.tracking import history
 from runner.tracking.metric_names import VAL_LOSS
+from runner.utils.errors import ConfigError
 from runner.utils.files import write_json
 from runner.utils.layout import RESULT
+
+if TYPE_CHECKING:
+    import pandas
+    import torch
 
 Status = Literal["finished", "failed", "unavailable", "stopped"]
 """How a run ended."""
@@ -112,6 +118,62 @@ class RunResult:
     def settings(self) -> str:
         """Return the label without precision and seed: what else the sweep sets."""
         return (self.group or self.label).removeprefix(self.precision).strip()
+
+    def history(self) -> "pandas.DataFrame":
+        """Return what the run recorded: a row for each step, a column for each metric.
+
+        It is read from the run's folder, or, where the folder is not here, from MLflow. See
+        runner.tracking.history.to_frame for the columns.
+
+        Raises:
+            ConfigError: neither the folder nor the MLflow run is here.
+            TrackingError: the store does not answer.
+        """
+        if Path(self.folder).is_dir():
+            return history.to_frame(history.from_folder(Path(self.folder)))
+        if self.run_id is None or self.tracking_uri is None:
+            raise ConfigError(
+                f"{self.folder} is no folder here, and the run is in no MLflow store."
+            )
+        from runner.tracking.reader import Reader  # imports mlflow
+
+        return history.to_frame(Reader(self.tracking_uri).history(self.run_id))
+
+    def table(self) -> "pandas.DataFrame":
+        """Return the result as a table of one row, with a column for each field and metric."""
+        import pandas
+
+        fields = asdict(self)
+        metrics = fields.pop("metrics")
+        return pandas.DataFrame([{**fields, **metrics}])
+
+    def state_dict(self) -> "dict[str, torch.Tensor]":
+        """Return the trained weights of the run's newest checkpoint, on the CPU, by name.
+
+        load_state_dict of a model like the one that was trained takes them.
+
+        Raises:
+            ConfigError: the run left no checkpoint (checkpoint.final=false), it is damaged, or its
+                weights are packed or those of an adapter.
+        """
+        from runner.checkpoint import checkpoint_file, locate
+
+        content = checkpoint_file.load(locate.find_checkpoint(self.folder))
+        adapter = content["spec"].get("adapter") or {}
+        if content.get("layout") or adapter.get("_target_"):
+            kind = "those of an adapter" if adapter.get("_target_") else "packed"
+            raise ConfigError(
+                f"The weights in {self.folder} are {kind}, which fit no plain model. Type mode="
+                "evaluate checkpoint=<the folder> to use them."
+            )
+        return content["model"]
+
+    def _repr_html_(self) -> str:
+        """Return the result as a notebook shows it."""
+        # Above this module: the table of a run's facts is made from results.
+        from runner.modes.tables import result_html
+
+        return result_html(self)
 
     def write(self, folder: Path) -> Path:
         """Write `result.json` into a folder, which is created; return its path.

@@ -226,7 +226,7 @@ def _run_tracked(
         context.signals.check()
         with suppress(OSError):  # _check_end writes it again, when the journal may have made room
             context.tracker.artifact(result.write(context.out))
-        note = notes.finished_note(context.origin.command, result, report)
+        note = notes.finished_note(context.origin.command_text(), result, report)
         context.tracker.note(note + resumed_note)
     return result
 
@@ -248,7 +248,7 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
     _begin_folder(context)
     tracker.open(info)
     try:
-        tracker.note(notes.running_note(context.origin.command) + resumed_note)
+        tracker.note(notes.running_note(context.origin.command_text()) + resumed_note)
         tracker.artifact(context.out / CONFIG)
         tracker.artifact(context.out / run_metadata.ENVIRONMENT_FILE)
         yield
@@ -312,7 +312,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
 
 def _close(context: RunContext, resumed_note: str, status: Status, error: str) -> None:
     with suppress(TrackingError):  # an error of the store must not hide why the run ended
-        note = notes.failed_note(context.origin.command, status, error)
+        note = notes.failed_note(context.origin.command_text(), status, error)
         context.tracker.note(note + resumed_note)
     context.tracker.close(status, error, context.signals.is_stop_requested)
 

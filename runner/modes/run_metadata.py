@@ -70,7 +70,7 @@ def environment_facts(origin: Invocation) -> dict[str, Any]:
         except PackageNotFoundError:
             versions[package] = None
     return {
-        "command": origin.command,
+        "command": [origin.command_text()] if origin.given else origin.command,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": versions,

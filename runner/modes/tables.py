@@ -3,6 +3,7 @@
 The table of a sweep's jobs is in runner/sweeps/report/columns.py.
 """
 
+import html
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from runner.modes.result import RunResult
 from runner.tracking.uri import resolve_experiment, resolve_uri
 from runner.utils.formatting import format_number
 from runner.utils.secrets import redact
-from runner.utils.terminal import quote_command
+from runner.utils.terminal import quote_command, sanitize
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `runner ui` serves the pages of a store without a server."""
@@ -57,6 +58,16 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
     if result.dashboard:
         rows.append(("dashboard", page_url(result.tracking_uri, result.dashboard)))
     return [row for row in rows if row[1]]
+
+
+def result_html(result: RunResult) -> str:
+    """Return the table of one run as HTML, for a notebook."""
+    title = sanitize(f"{result.label}: {result.outcome}")
+    rows = []
+    for name, text in result_rows(result):
+        cells = (html.escape(sanitize(part)) for part in (name, text))
+        rows.append("<tr><th>{}</th><td>{}</td></tr>".format(*cells))
+    return f"<table><caption>{html.escape(title)}</caption>{''.join(rows)}</table>"
 
 
 def _metric_rows(result: RunResult) -> Iterator[tuple[str, str]]:

@@ -52,7 +52,6 @@ from runner.utils.errors import CheckpointError, HookError
 from runner.utils.formatting import format_number, now_ms, relative_path
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import MIB, tensor_bytes
-from runner.utils.terminal import quote_command
 
 _UNMEASURED = nullcontext()
 
@@ -249,7 +248,7 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
         if run.signals.is_stop_requested() and path:
             run.say(f"checkpoint: {path}")
             if run.origin.sweep is None:  # a sweep is resumed as a whole
-                run.say(f"Resume with: {quote_command(run.origin.resume_command(run.out))}")
+                run.say(f"Resume with: {run.origin.resume_text(run.out)}")
     if spec.checkpoint.safetensors and callbacks.weights_are_valid():
         problem = save_weights(run, callbacks.state)
         if problem:
@@ -273,7 +272,7 @@ def _raise_with_checkpoint(
     if path is not None:
         message += f" The state is in {relative_path(path)}."
         if run.origin.sweep is None:  # a sweep is resumed as a whole
-            message += f" Resume with: {quote_command(run.origin.resume_command(run.out))}"
+            message += f" Resume with: {run.origin.resume_text(run.out)}"
     raise HookError(message) from error
 
 

@@ -1,1 +1,1 @@
-"""Numerical precisions: the policy that converts a model, and the loss scale that it trains with."""
+"""Numerical precisions: how a model is converted, computes and scales its loss."""

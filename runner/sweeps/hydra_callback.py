@@ -20,7 +20,7 @@ from runner.config.schema import ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.secrets import redact_values
-from runner.utils.terminal import print_error, sanitize
+from runner.utils.terminal import sanitize
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -49,7 +49,7 @@ class SweepCallback(Callback):
             config: the sweep's; its launcher may be replaced in place.
 
         Raises:
-            SystemExit: the sweep is refused, after its message was printed.
+            SystemExit: the sweep is refused, by the error that is its cause.
         """
         if config.hydra.launcher.get("_target_") == ISOLATED:
             from runner.sweeps.launcher.isolated import prepare_launcher
@@ -75,7 +75,6 @@ class SweepCallback(Callback):
                 print(sanitize(message), flush=True)
         except RunnerError as error:
             # Hydra would turn an Exception of a callback into a warning.
-            print_error(str(error))
             raise SystemExit(error.exit_status) from error
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:

@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from runner.config.given_objects import given_keys
 from runner.config.invocation import Invocation, override_texts
 from runner.config.overrides import as_typed, override_key
 from runner.config.precision_keys import without_keys
@@ -74,7 +75,7 @@ def job_origin(sweeping: bool) -> Invocation:
     ]
     config_dir = os.path.relpath(config_dirs[0]) if config_dirs else None
     if not sweeping:
-        return Invocation(choices, overrides, config_dir=config_dir)
+        return Invocation(choices, overrides, config_dir=config_dir, given=given_keys())
     sweep = Manifest.read(Path(HydraConfig.get().sweep.dir))
     # Compared by key: the text of a value changes when Hydra quotes it again for a job.
     typed = OverridesParser.create().parse_overrides([*sweep.overrides])
@@ -83,7 +84,9 @@ def job_origin(sweeping: bool) -> Invocation:
     # Keys of tracking say where a run is recorded and name no job; sweep.resume may change them.
     swept = (text for key, text in keyed if key not in fixed and not key.startswith("tracking."))
     left_out = tuple(keys_left_out_of_job())
-    return Invocation(choices, overrides, tuple(swept), sweep.id, config_dir, left_out)
+    return Invocation(
+        choices, overrides, tuple(swept), sweep.id, config_dir, left_out, given=given_keys()
+    )
 
 
 def record_result(config: DictConfig, folder: Path, status: "Status", message: str) -> None:

@@ -101,7 +101,7 @@ class Sweep:
         previous = latest_journal(self.folder) if resume else None
         info = RunInfo(self.folder, {}, tags, name, sweep=self.id, role="sweep", continues=previous)
         self.tracker.open(info)
-        self.tracker.note(notes.running_note(command))
+        self.tracker.note(notes.running_note(quote_command(command)))
 
     @classmethod
     def begin(
@@ -187,7 +187,8 @@ class Sweep:
                 self.tracker.artifact(path)
             note = summary_markdown(data)
             if data.is_unfinished:
-                note += f"\nResume with: {notes.command_note(resume_command(self.folder))}\n"
+                command = quote_command(resume_command(self.folder))
+                note += f"\nResume with: {notes.command_note(command)}\n"
             self.tracker.note(note)
         return jobs_file
 

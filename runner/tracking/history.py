@@ -11,13 +11,18 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
+from typing import TYPE_CHECKING
 from zipfile import ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runner.tracking import journal as journals
-from runner.utils.layout import HISTORY
+from runner.tracking.metric_names import LOSS_SCALE_CHANGES
+from runner.utils.layout import HISTORY, METRICS
+
+if TYPE_CHECKING:
+    import pandas
 
 MAX_ARCHIVE_BYTES = 2**30
 """Upper bound on the uncompressed bytes of an archive that is read."""
@@ -40,6 +45,26 @@ def from_journal(path: Path) -> dict[str, Curve]:
                 for name, value in journals.new_values(record, known).items():
                     columns.setdefault(name, array("d")).extend((step, time_ms, value))
         earlier.append(part)
+    return _curves(columns)
+
+
+def from_metrics_file(path: Path) -> dict[str, Curve]:
+    """Return every metric of a run with tracking=none by name, see NoTracker."""
+    columns: dict[str, array[float]] = {}
+    last_steps: dict[str, int] = {}
+    known: dict[str, int] = {}
+    for record, _ in journals.read_records(path):
+        if record["kind"] == "start":
+            known = dict(last_steps)
+        elif record["kind"] == "metrics":
+            step = record["step"]
+            for name, value in journals.new_values(record, known).items():
+                columns.setdefault(name, array("d")).extend((step, record["time"], value))
+                last_steps[name] = max(step, last_steps.get(name, step))
+    return _curves(columns)
+
+
+def _curves(columns: Mapping[str, "array[float]"]) -> dict[str, Curve]:
     return {name: np.asarray(points).reshape(-1, 3).T for name, points in columns.items()}
 
 
@@ -47,11 +72,46 @@ def from_folder(folder: Path) -> dict[str, Curve]:
     """Return the metrics of the last run in a folder; empty if nothing was recorded."""
     newest = journals.latest_journal(folder)
     archive = folder / HISTORY
+    metrics = folder / METRICS
+    # A run may have been resumed with another tracking: the file that was written last counts.
+    if metrics.is_file() and _is_newer(metrics, newest) and _is_newer(metrics, archive):
+        return from_metrics_file(metrics)
     # An archive older than the journal is of an earlier part of the run.
-    if archive.is_file() and not (newest and newest.stat().st_mtime > archive.stat().st_mtime):
+    if archive.is_file() and _is_newer(archive, newest):
         with suppress(ValueError):
             return read_history(archive)
     return from_journal(newest) if newest else {}
+
+
+def _is_newer(path: Path, other: Path | None) -> bool:
+    """Return whether a file was not written before another one, which may be missing."""
+    if other is None or not other.is_file():
+        return True
+    return path.stat().st_mtime >= other.stat().st_mtime
+
+
+def to_frame(curves: Mapping[str, Curve]) -> "pandas.DataFrame":
+    """Return curves as a table: a row for each step, a column for each metric.
+
+    Returns:
+        The index is `step`; the column `seconds` is the time since the first record. A metric that
+        was not recorded at a step is NaN there; of several values at one step the last is shown.
+        loss_scale/changes, which has two values at a step, is left out: loss_scale/value holds it.
+    """
+    import pandas
+
+    columns = {}
+    times = [pandas.Series(dtype=float)]
+    for name, (steps, times_ms, values) in sorted(curves.items()):
+        index = steps.astype(int)
+        times.append(pandas.Series(times_ms, index=index))
+        if name != LOSS_SCALE_CHANGES:
+            column = pandas.Series(values, index=index)
+            columns[name] = column[~column.index.duplicated(keep="last")]
+    begin = min((curve[1].min() for curve in curves.values()), default=0.0)
+    frame = pandas.DataFrame({"seconds": pandas.concat(times).groupby(level=0).max(), **columns})
+    frame["seconds"] = (frame["seconds"] - begin) / 1000
+    return frame.rename_axis("step").sort_index()
 
 
 def write_history(path: Path, curves: Mapping[str, Curve]) -> Path:

@@ -43,3 +43,4 @@ METRICS = {
 
 
 VAL_LOSS = "val/loss"
+LOSS_SCALE_CHANGES = "loss_scale/changes"

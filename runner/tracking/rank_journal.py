@@ -6,9 +6,8 @@ Each of them writes its metrics to a file in its own folder; only the main proce
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TextIO
 
-from runner.tracking.tracker import MetricRecord, NoTracker, RunInfo, Status, StopRequested
+from runner.tracking.tracker import MetricRecord, NoTracker, RunInfo
 from runner.utils.layout import RANK_RECORD
 
 
@@ -18,8 +17,6 @@ class ProcessJournal(NoTracker):
     Nothing is uploaded. A disk that cannot be written loses records and stops nobody: the main
     process has the record that counts.
     """
-
-    _file: TextIO | None = None
 
     def open(self, info: RunInfo) -> None:
         with suppress(OSError):
@@ -34,11 +31,3 @@ class ProcessJournal(NoTracker):
         if self._file is not None and lines:
             with suppress(OSError):
                 self._file.write("\n".join(lines) + "\n")
-
-    def close(
-        self, status: Status, error: str | None = None, stopped: StopRequested = lambda: False
-    ) -> None:
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-            self._file = None

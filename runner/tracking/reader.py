@@ -5,7 +5,8 @@ A Reader imports mlflow into the process that asks; the module does not, until o
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,12 @@ from runner.tracking.dashboard_views import (
     server_version,
 )
 from runner.tracking.error_cause import short_cause
-from runner.tracking.history import Curve
+from runner.tracking.history import Curve, read_history
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.tracking.writer.experiments import active_experiment
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.layout import HISTORY
 from runner.utils.secrets import redact
 
 if TYPE_CHECKING:
@@ -209,6 +211,23 @@ class Reader:
         is_greatest = np.abs(curve[2]) >= np.finfo(np.float64).max
         curve[2, is_greatest] = np.copysign(np.inf, curve[2, is_greatest])
         return curve
+
+    def history(self, run_id: str, names: Sequence[str] | None = None) -> dict[str, Curve]:
+        """Return a run's metrics exactly as it stored them, else as the store's own points.
+
+        Args:
+            run_id: of the run.
+            names: metrics to read where the run stored no history; None reads all.
+        """
+        # A damaged history is as good as none.
+        with suppress(ValueError):
+            data = self.artifact_or_notice(run_id, HISTORY)
+            if data:
+                return read_history(data)
+        run = self.run(run_id)
+        known = run.metrics if run else {}
+        wanted = known if names is None else [name for name in names if name in known]
+        return {name: self.curve(run_id, name) for name in wanted}
 
     def log_artifact(self, run_id: str, path: Path, folder: str = "") -> None:
         """Upload a file to a folder of a run's artifacts."""

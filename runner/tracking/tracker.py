@@ -4,11 +4,15 @@ The trainer calls a Tracker and never waits for the store, except at the end of 
 tracking=none the tracker is NoTracker, so that callers need no branch.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
+
+from runner.utils.layout import METRICS
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Role = Literal["run", "sweep"]
@@ -142,11 +146,35 @@ class Tracker(ABC):
 
 
 class NoTracker(Tracker):
-    """The tracker of tracking=none: accepts everything and stores nothing."""
+    """The tracker of tracking=none: keeps the metrics in the run's folder, and nothing else.
 
-    def open(self, info: RunInfo) -> None: ...
+    They are lines of METRICS, which runner.tracking.history reads. A disk that cannot be written
+    loses records and stops nobody.
+    """
 
-    def log_metrics(self, records: Iterable[MetricRecord]) -> None: ...
+    _file: TextIO | None = None
+
+    def open(self, info: RunInfo) -> None:
+        # A sweep's parent run has no metrics.
+        if info.role != "run":
+            return
+        with suppress(OSError):
+            # Line-buffered, so that a kill loses no complete line.
+            self._file = (info.folder / METRICS).open("a", buffering=1)
+            # A resumed run computes some steps again: the line says where its records begin.
+            self._file.write('{"kind":"start"}\n')
+
+    def log_metrics(self, records: Iterable[MetricRecord]) -> None:
+        if self._file is None:
+            return
+        # default=float takes what is not a plain number but converts to one (numpy.float32).
+        lines = []
+        for step, time_ms, values in records:
+            record = {"kind": "metrics", "step": step, "time": time_ms, "values": values}
+            lines.append(json.dumps(record, default=float))
+        if lines:
+            with suppress(OSError):
+                self._file.write("\n".join(lines) + "\n")
 
     def tags(self, values: Mapping[str, str]) -> None: ...
 
@@ -170,7 +198,11 @@ class NoTracker(Tracker):
 
     def close(
         self, status: Status, error: str | None = None, stopped: StopRequested = lambda: False
-    ) -> None: ...
+    ) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
 
     @property
     def complete(self) -> bool:

@@ -24,4 +24,7 @@ def plain_console() -> Console:
     """Return a console on stdout, as wide as the terminal; 160 columns wide in a file or pipe."""
     # Without markup, which would swallow the `[head]` of precision.keep_fp32=[head].
     width = None if sys.stdout.isatty() else 160
-    return PlainConsole(highlight=False, markup=False, emoji=False, width=width)
+    # As text: rich would show each line in a notebook as a block of HTML of its own.
+    return PlainConsole(
+        highlight=False, markup=False, emoji=False, width=width, force_jupyter=False
+    )

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn, Self, TypeVar
 
 from runner.utils.errors import RunnerError
+from runner.utils.terminal import in_notebook
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -161,10 +162,13 @@ class StopSignals(SignalHandler):
         self._interrupts = False
         self._was_interrupted = False
         self._second_sigints = 0
+        self._is_watched = False
 
     def __enter__(self) -> Self:
         super().__enter__()
-        if self._previous_handlers:
+        # A notebook's process holds the user's variables: no thread may end it.
+        self._is_watched = bool(self._previous_handlers) and not in_notebook()
+        if self._is_watched:
             # The C part of Python's signal handling writes each signal's number to this pipe, also
             # while the main thread is in a call and runs no handler.
             self._pipe_read_end, self._pipe_write_end = os.pipe()
@@ -176,7 +180,7 @@ class StopSignals(SignalHandler):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._previous_handlers:
+        if self._is_watched:
             signal.set_wakeup_fd(self._previous_wakeup_fd)
             # No signal has the number 0: it ends the watching thread.
             os.write(self._pipe_write_end, b"\0")

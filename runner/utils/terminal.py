@@ -17,6 +17,14 @@ _CONTROL = re.compile(
 _NEEDS_ESCAPE = re.compile(rf"{_CONTROL.pattern}|(?<= ) |^ | $|[\t\n]")
 
 
+def in_notebook() -> bool:
+    """Return whether this process runs the cells of a notebook."""
+    # A process that has not imported IPython runs no cells.
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return hasattr(shell, "kernel")
+
+
 def sanitize(text: str) -> str:
     """Return a text without credentials, with control characters escaped, as in `\\x1b`."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], redact(text))

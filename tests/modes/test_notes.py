@@ -7,8 +7,10 @@ import pytest
 from runner.modes import notes
 from runner.modes.result import RunResult
 from runner.precision.contract import ConversionReport, ModuleConversion
+from runner.utils.terminal import quote_command
 
-COMMAND = ["python", "-m", "runner", "precision=16-mixed", "precision.keep_fp32=[a b]"]
+WORDS = ["python", "-m", "runner", "precision=16-mixed", "precision.keep_fp32=[a b]"]
+COMMAND = quote_command(WORDS)
 DONE = RunResult(
     "16-mixed",
     "16-mixed mlp digits",
@@ -30,12 +32,12 @@ def test_the_note_begins_with_the_metrics():
 
 def test_the_command_can_be_copied():
     line = notes.running_note(COMMAND).splitlines()[-1]
-    assert shlex.split(line.strip("`")) == COMMAND
+    assert shlex.split(line.strip("`")) == WORDS
 
 
 @pytest.mark.parametrize("text", ["a`b", "a``b```c", "`", "x\n# heading", "<script>x</script>"])
 def test_no_text_ends_the_code(text):
-    code = notes.command_note(["echo", text])
+    code = notes.command_note(quote_command(["echo", text]))
     assert "\n" not in code
     fence = code[: len(code) - len(code.lstrip("`"))]
     inside = code.removeprefix(fence).removesuffix(fence)

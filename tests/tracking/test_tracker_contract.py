@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from runner.tracking import history
 from runner.tracking.tracker import NoTracker, RunInfo, Tracker
 
 CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "tracking").glob("*.yaml"))
@@ -22,11 +23,31 @@ def test_config_builds_a_tracker_that_can_be_closed_unopened(path):
     tracker.close("FAILED", "never opened")
 
 
-def test_no_tracker_takes_everything_and_leaves_nothing(tmp_path):
+def test_no_tracker_takes_everything_and_leaves_the_metrics_alone(tmp_path):
     tracker = NoTracker()
     tracker.open(RunInfo(tmp_path))
-    tracker.log_metrics([(1, 1, {"a": 1.0})])
+    tracker.log_metrics([(1, 1, {"a": 1.0}), (2, 5, {"a": float("inf")})])
     tracker.tags({"a": "b"})
     tracker.artifact(tmp_path / "missing")
+    tracker.close("FINISHED")
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    curve = history.from_folder(tmp_path)["a"]
+    assert curve.tolist() == [[1, 2], [1, 5], [1.0, float("inf")]]
+
+
+def test_no_tracker_keeps_no_step_twice_when_a_run_is_resumed(tmp_path):
+    for steps in ((1, 2, 3), (2, 3, 4)):
+        tracker = NoTracker()
+        tracker.open(RunInfo(tmp_path))
+        tracker.log_metrics([(step, step, {"a": float(step)}) for step in steps])
+        tracker.close("FINISHED")
+    frame = history.to_frame(history.from_folder(tmp_path))
+    assert frame["a"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert frame["seconds"].tolist() == [0.0, 0.001, 0.002, 0.003]
+
+
+def test_no_tracker_keeps_nothing_of_a_sweeps_parent_run(tmp_path):
+    tracker = NoTracker()
+    tracker.open(RunInfo(tmp_path, role="sweep"))
     tracker.close("FINISHED")
     assert not list(tmp_path.iterdir())

@@ -203,7 +203,7 @@ class JobRunner:
             print_error(f"job {number}: {reason}")
         with job_hydra_config(config):
             record_result(config, job_folder(config), "stopped" if stopped else "failed", reason)
-            command = job_origin(sweeping=True).command
+            command = job_origin(sweeping=True).command_text()
         status = "KILLED" if stopped else "FAILED"
         note = notes.failed_note(command, status, reason)
         journal = job.journal.end(status, reason, note)

@@ -19,7 +19,7 @@ from runner.sweeps.report.jobs import Job, SweepData
 from runner.tracking import history
 from runner.tracking.history import Curve
 from runner.utils.formatting import shorten_override
-from runner.utils.layout import HISTORY, RESULT
+from runner.utils.layout import RESULT
 from runner.utils.secrets import redact, redact_values
 from runner.utils.terminal import quote_command
 
@@ -117,7 +117,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     # A process that was killed stored no list: its jobs are known by their runs alone.
     listed_ids = {result.run_id for result in results}
     unlisted = [run for run in runs.values() if run.run_id not in listed_ids]
-    results += [_result_of_run(reader, run) for run in unlisted]
+    results += [result_of_run(reader, run) for run in unlisted]
     if not facts.advise_settings:
         results = with_unique_names(results)
     jobs = []
@@ -184,7 +184,7 @@ def _stored_facts(reader: "Reader", parent: "StoredRun") -> _StoredFacts:
     return facts
 
 
-def _result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
+def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
     """Return the result of a run that no list names: its own file, else its tags and metrics."""
     location: dict[str, Any] = {
         "run_id": run.run_id,
@@ -245,11 +245,4 @@ def _stored_values(run: "StoredRun") -> dict[str, Any]:
 
 def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
     """Return the exact history that the run stored, else the store's own points."""
-    if run is None:
-        return {}
-    # A damaged history is as good as none.
-    with suppress(ValueError):
-        data = reader.artifact_or_notice(run.run_id, HISTORY)
-        if data:
-            return history.read_history(data)
-    return {name: reader.curve(run.run_id, name) for name in _CURVE_METRICS if name in run.metrics}
+    return reader.history(run.run_id, _CURVE_METRICS) if run is not None else {}

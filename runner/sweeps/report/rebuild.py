@@ -110,7 +110,7 @@ def _report_from_store(sweep: str | None, typed: Mapping[str, str]) -> list[Path
         )
     if sweep is None:
         sweep = _newest_sweep(uri, typed.get("tracking.experiment"))
-    return store_report(uri, sweep, _new_folder(sweep))[0]
+    return store_report(uri, sweep, report_folder(sweep))[0]
 
 
 def _newest_sweep(uri: str, experiment: str | None) -> str:
@@ -127,7 +127,7 @@ def _newest_sweep(uri: str, experiment: str | None) -> str:
     return newest.run_id
 
 
-def _new_folder(sweep: str) -> Path:
+def report_folder(sweep: str) -> Path:
     """Return the folder of a report made from MLflow; the sweep's name may hold any character."""
     name = "".join(char if char.isalnum() or char in "-_" else "_" for char in sweep)
     return Path("outputs/reports") / name

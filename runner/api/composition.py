@@ -1,0 +1,213 @@
+"""Compose run specs from Python as the command line does, beside a program's own use of Hydra."""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from runner.config.invocation import Invocation
+from runner.config.messages import COMPOSE_ERRORS, explain
+from runner.config.overrides import (
+    as_typed,
+    no_config_folder,
+    quote_value,
+    rewrite_arguments,
+    shadowed_configs,
+)
+from runner.config.resolve import register_schema, resolve_spec
+from runner.config.schema import RunSpec
+from runner.distributed import torchrun
+from runner.utils.errors import ConfigError
+from runner.utils.secrets import redact_override
+from runner.utils.terminal import sanitize
+
+_SWEEP_KEYS = ("sweep", "hydra.mode")
+"""Keys that make a command a sweep."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A composed command of one run.
+
+    Attributes:
+        config: with unresolved interpolations, and without Hydra's own part.
+        folder: where the run goes.
+        origin: what was typed, and the options of the groups.
+    """
+
+    config: DictConfig
+    folder: Path
+    origin: Invocation
+
+    def spec(self) -> RunSpec:
+        """Return the run spec.
+
+        Raises:
+            ConfigError: a value is missing or does not fit its type.
+        """
+        # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
+        config = self.config
+        reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
+        return resolve_spec(config, allow_unresolved=reads_checkpoint)
+
+
+def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> RunSpec:
+    """Return the run spec that a command's overrides compose to.
+
+    Args:
+        overrides: words of a command, as in ["precision=16-mixed", "train.max_steps=100"].
+        config_dir: folder of configs of one's own, as after --config-dir.
+
+    Returns:
+        A frozen dataclass of plain values, to read, to change with dataclasses.replace, and to give
+        to runner.run.
+
+    Raises:
+        ConfigError: the overrides do not compose, or describe several runs.
+    """
+    return compose_run(overrides, config_dir).spec()
+
+
+def compose_run(
+    overrides: Sequence[str],
+    config_dir: str | Path | None = None,
+    out: str | Path | None = None,
+) -> Composition:
+    """Compose the overrides of one run.
+
+    Args:
+        overrides: words of a command.
+        config_dir: folder of configs of one's own.
+        out: the run's folder; None takes that of the config, which is named by the time.
+
+    Raises:
+        ConfigError: the overrides do not compose, or describe several runs.
+    """
+    words = check_words(overrides)
+    words = [*torchrun.command_of_rank(rewrite_arguments(words))]
+    if out is not None:
+        words.append(f"hydra.run.dir={quote_value(str(out))}")
+    folder = check_config_dir(config_dir)
+    search_path = [] if folder is None else [f"hydra.searchpath=[{_file_url(folder)}]"]
+    register_schema()
+    try:
+        with (
+            separate_hydra(),
+            hydra.initialize_config_module("runner.conf", version_base="1.3"),
+        ):
+            composed = hydra.compose("config", [*words, *search_path], return_hydra_config=True)
+            HydraConfig.instance().set_config(composed)
+            run_folder = str(composed.hydra.run.dir)
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(_explain_to_caller(error, words)) from error
+    choices = {str(k): str(v) for k, v in composed.hydra.runtime.choices.items() if v}
+    config = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    typed = tuple(redact_override(as_typed(word)) for word in words)
+    origin = Invocation(
+        choices,
+        tuple(word for word in typed if not word.startswith("hydra.run.dir=")),
+        config_dir=None if folder is None else str(folder),
+        composed_config=_plain(config),
+    )
+    return Composition(config, Path(run_folder), origin)
+
+
+def _explain_to_caller(error: Exception, words: Sequence[str]) -> str:
+    """Return the message for a command that does not compose, in terms of this API."""
+    text = explain(error, words)
+    several = re.match(r"Ambiguous value for argument '(.+)'", text)
+    if several:
+        return (
+            f"{several[1]} lists several values. Call runner.sweep([...]) for a run of each; for a "
+            "value that is a list type [a,b]."
+        )
+    return text
+
+
+def _plain(config: DictConfig) -> Mapping[str, Any]:
+    content = OmegaConf.to_container(config)
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
+def _file_url(folder: Path) -> str:
+    return quote_value(f"file://{folder.absolute()}")
+
+
+def check_words(overrides: Sequence[str]) -> list[str]:
+    """Return the words of a command of one run.
+
+    Raises:
+        ConfigError: they are no list of texts, hold a flag, or describe several runs.
+    """
+    words = check_texts(overrides)
+    for word in words:
+        key, _, value = word.partition("=")
+        advises = key == "mode" and value == "advise"
+        if advises or key in _SWEEP_KEYS:
+            function = "advise" if advises else "sweep"
+            raise ConfigError(f"{word} describes several runs. Call runner.{function}([...]).")
+    return words
+
+
+def check_texts(overrides: Sequence[str]) -> list[str]:
+    """Return the words of a command, of one run or several.
+
+    Raises:
+        ConfigError: they are no list of texts, or hold a flag.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f"{overrides!r} is one text. Give a list of overrides, as in {overrides.split()!r}."
+        )
+    for word in overrides:
+        if not isinstance(word, str):
+            raise ConfigError(
+                f"{word!r} is a {type(word).__name__}. Give overrides as texts, as in "
+                "'precision=16-mixed'."
+            )
+        if word.startswith("-"):
+            raise ConfigError(
+                f"{word} is an option of the command line. Give overrides only (key=value); "
+                "config_dir= stands for --config-dir, and runner.sweep for --multirun."
+            )
+    return [*overrides]
+
+
+def check_config_dir(folder: str | Path | None) -> Path | None:
+    """Return a folder of configs as a path, after a warning for configs in it that are not used.
+
+    Raises:
+        ConfigError: it is no folder.
+    """
+    if folder is None:
+        return None
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(no_config_folder(path))
+    for warning in shadowed_configs(path):
+        if torchrun.claim_message(warning):
+            print(sanitize(warning), file=sys.stderr)
+    return path
+
+
+@contextmanager
+def separate_hydra() -> Iterator[None]:
+    """Context without the state of Hydra that the calling program may have."""
+    instance = GlobalHydra.instance()
+    settings = HydraConfig.instance()
+    previous = instance.hydra, settings.cfg
+    instance.clear()
+    try:
+        yield
+    finally:
+        instance.clear()
+        instance.hydra, settings.cfg = previous

@@ -1,0 +1,73 @@
+"""Load runs and sweeps that have ended, from their folders or from MLflow."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from runner.api.sweeps import SweepResult
+from runner.config.overrides import path_exists
+from runner.modes.result import RunResult
+from runner.sweeps.report.load import load_from_folder, result_of_run
+from runner.sweeps.report.rebuild import report_folder, store_report
+from runner.tracking.uri import resolve_uri, sqlite_path
+from runner.utils.errors import ConfigError
+from runner.utils.layout import MANIFEST, RESULT
+from runner.utils.secrets import redact
+
+
+def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
+    """Load a run or a sweep that has ended.
+
+    Args:
+        where: folder of a run or of a sweep, MLflow id of a run or of a sweep's parent run, or a
+            sweep's id.
+        uri: the MLflow store in which ids are looked up; None takes the default one.
+
+    Returns:
+        A RunResult of a run, a SweepResult of a sweep.
+
+    Raises:
+        ConfigError: there is no such run or sweep.
+        TrackingError: the store does not answer.
+    """
+    path = Path(where)
+    if not (path_exists(str(where)) and path.is_dir()):
+        return _load_from_store(str(where), resolve_uri(uri, os.environ, Path.cwd()))
+    if (path / MANIFEST).is_file():
+        return SweepResult(path, load_from_folder(path))
+    try:
+        # The folder may have been moved since.
+        return replace(RunResult.read(path), folder=str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{where} holds no {RESULT} of a run and no {MANIFEST} of a sweep. Give the folder of "
+            "a run (outputs/runs/<time>) or of a sweep (outputs/sweeps/<time>)."
+        ) from error
+
+
+def _load_from_store(name: str, uri: str) -> RunResult | SweepResult:
+    """Load a run or a sweep by its id.
+
+    Raises:
+        ConfigError: the store has none of this id.
+    """
+    from runner.tracking.reader import Reader  # imports mlflow
+
+    database = sqlite_path(uri)
+    unknown = ConfigError(
+        f"{name} is no folder here, and no id of a run or a sweep in {redact(uri)}. Give "
+        "uri=<store> for another store."
+    )
+    if database and not database.exists():
+        raise unknown
+    reader = Reader(uri)
+    # Run ids are letters and digits; another name cannot be looked up as one.
+    run = reader.run(name) if name.isalnum() else None
+    if run is not None and run.tags.get("role") != "sweep":
+        return result_of_run(reader, run)
+    folder = report_folder(name)
+    try:
+        _, data = store_report(uri, name, folder)
+    except ConfigError:
+        raise unknown from None
+    return SweepResult(folder, data)

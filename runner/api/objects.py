@@ -1,0 +1,242 @@
+"""Give a run objects of one's own in place of config nodes.
+
+An object that a call of the Python API gets becomes an option of its config group, named by its
+class, so that labels, records and sweeps treat it as any other option. The option's target is a
+function of this module, which finds the object by its role in the call that is running.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from inspect import isclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.config_store import ConfigStore
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from runner.config.given_objects import KEYS, current_objects
+from runner.config.overrides import override_key
+from runner.config.schema import RunSpec
+from runner.utils.errors import ConfigError
+
+_GROUPS = ("model", "data", "optimizer")
+"""Roles that are config groups, in place of whose option the object stands."""
+_DATA_KEYS = ("data.meta", "data.shuffle", "data.sampler", "data.collate")
+"""Keys of the data group that fit data given as objects."""
+
+
+def _find(role: str, name: str) -> Any:
+    """Return the object of a role.
+
+    Raises:
+        ConfigError: the call that is running was given none.
+    """
+    found = current_objects().get(role)
+    if found is None:
+        raise ConfigError(
+            f"{role}={name} is an object that a Python program gave to the run, and no file holds "
+            f"it. In Python, give it again: runner.run([...], {role}=<the object>)."
+        )
+    return found
+
+
+def given_model(name: str) -> nn.Module:
+    """Return a copy of the model that was given, or what the function that was given returns."""
+    found = _find("model", name)
+    if not isinstance(found, nn.Module):
+        return found()
+    try:
+        # A copy: conversion and training change a model in place, and every run of a comparison
+        # starts from the same weights.
+        model = copy.deepcopy(found)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"model={name} cannot be copied: {' '.join(str(error).split())}. Give a function that "
+            "builds it, as in model=lambda: Net()."
+        ) from error
+    # mode=plan builds models without memory.
+    is_planned = torch.get_default_device().type == "meta"
+    return model.to("meta") if is_planned else model
+
+
+def given_data(name: str) -> Any:
+    """Return the data sets that were given, or what the function that was given returns."""
+    found = _find("data", name)
+    return found() if callable(found) else found
+
+
+def given_optimizer(params: Any, name: str) -> torch.optim.Optimizer:
+    """Return what the function that was given returns for the parameters."""
+    return _find("optimizer", name)(params)
+
+
+def given_loss(name: str) -> Any:
+    """Return the loss that was given, or an object of the class that was given."""
+    found = _find("loss", name)
+    return found() if isclass(found) else found
+
+
+def given_collate(name: str) -> Any:
+    """Return the collator that was given."""
+    return _find("collate", name)
+
+
+def check_objects(objects: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Check objects before anything is composed.
+
+    Args:
+        objects: by role.
+        overrides: what was typed beside them.
+
+    Raises:
+        ConfigError: an object cannot take its role, or its role was typed, too.
+    """
+    problems = [*_role_problems(objects)]
+    for text in overrides:
+        role = _clashing_role(override_key(text), objects)
+        if role:
+            problems.append(
+                f"{text} was typed, and {role}= is an object, which is taken as it is. Leave one "
+                "of them out."
+            )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _clashing_role(key: str, objects: Mapping[str, Any]) -> str:
+    """Return the role of the object that a typed key would change; empty for none."""
+    for role in objects:
+        of_role = KEYS[role]
+        if key != of_role and not key.startswith(f"{of_role}."):
+            continue
+        fits_data = role == "data" and key.startswith(_DATA_KEYS)
+        if not fits_data:
+            return role
+    return ""
+
+
+def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
+    model = objects.get("model")
+    if model is not None and not callable(model):
+        yield (
+            f"model= is a {type(model).__name__}. Give a torch.nn.Module, or a function that "
+            "returns one."
+        )
+    for role in ("optimizer", "loss", "collate"):
+        found = objects.get(role)
+        if found is not None and not callable(found):
+            yield f"{role}= is a {type(found).__name__}, which cannot be called. {_USAGE[role]}"
+    data = objects.get("data")
+    if isinstance(data, tuple | list):
+        loader = next((part for part in data if isinstance(part, DataLoader)), None)
+        if loader is not None:
+            yield _data_loader_problem(loader)
+    elif data is not None and not callable(data):
+        yield (
+            f"data= is a {type(data).__name__}. Give a tuple of data sets, (train, val) or (train, "
+            "val, test), or a function that returns one."
+        )
+
+
+_USAGE = {
+    "optimizer": (
+        "Give a function of the parameters, as in functools.partial(torch.optim.SGD, lr=0.1)."
+    ),
+    "loss": "Give a function of (output, target).",
+    "collate": "Give a function of a list of examples.",
+}
+
+
+def _data_loader_problem(loader: DataLoader[Any]) -> str:
+    """Return what to give in place of a DataLoader."""
+    is_default = loader.collate_fn is torch.utils.data.default_collate
+    collate = "" if is_default else ", collate=train.collate_fn"
+    size = "" if loader.batch_size is None else f'"train.batch_size={loader.batch_size}", '
+    return (
+        "data= holds a DataLoader. The runner draws the batches itself, from the seed, so that "
+        "every precision sees the same ones. Give the data sets: "
+        f"runner.run([{size}...], data=(train.dataset, val.dataset){collate})."
+    )
+
+
+def object_overrides(
+    objects: Mapping[str, Any], config_dir: Path | None, needs_meta: bool
+) -> list[str]:
+    """Register the objects as options of their groups, and return the overrides that choose them.
+
+    Args:
+        objects: by role.
+        config_dir: folder of the user's own configs.
+        needs_meta: the model comes from a config, which reads its sizes from data.meta.
+    """
+    texts = []
+    for role, value in objects.items():
+        name = object_name(value)
+        target = f"{__name__}.given_{role}"
+        if role not in _GROUPS:
+            texts.append(f"++{KEYS[role]}={{_target_: {target}, name: {name}}}")
+            continue
+        node: dict[str, Any] = {"_target_": target, "name": name}
+        if role == "data":
+            node["meta"] = _meta(value) if needs_meta else {}
+        option = _free_option(role, name, config_dir)
+        ConfigStore.instance().store(option, node, group=role, provider="runner")
+        texts.append(f"{role}={option}")
+    return texts
+
+
+def _free_option(group: str, name: str, config_dir: Path | None) -> str:
+    """Return the name of an option that no yaml of a group has: Hydra would take the yaml."""
+    folders = [Path(str(files("runner.conf")))]
+    if config_dir is not None:
+        folders.append(config_dir)
+    is_taken = any((folder / group / f"{name}.yaml").exists() for folder in folders)
+    return f"{name}_object" if is_taken else name
+
+
+def object_name(value: Any) -> str:
+    """Return the name of an object in labels and records: that of its class or function."""
+    if isinstance(value, tuple | list):
+        return object_name(value[0]) if value else "data"
+    inner = getattr(value, "func", value)  # functools.partial
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return re.sub(r"\W+", "_", name).strip("_") or "object"
+
+
+def _meta(data: Any) -> dict[str, Any]:
+    """Return what data.meta says of data sets: the input's shape, and the number of classes.
+
+    Returns:
+        Empty for what cannot be known without reading all examples.
+    """
+    train = data[0] if isinstance(data, tuple | list) and data else None
+    meta: dict[str, Any] = {}
+    if not hasattr(train, "__getitem__") or not hasattr(train, "__len__") or not len(train):  # type: ignore[arg-type]
+        return meta
+    example = train[0]  # type: ignore[index]
+    is_pair = isinstance(example, tuple | list) and len(example) == 2
+    if is_pair and isinstance(example[0], torch.Tensor):
+        meta["input"] = [*example[0].shape]
+    classes = getattr(train, "classes", None)
+    if classes:
+        meta["classes"] = len(classes)
+    elif isinstance(train, TensorDataset) and not train.tensors[-1].is_floating_point():
+        meta["classes"] = int(train.tensors[-1].max()) + 1
+    return meta
+
+
+def with_objects(spec: RunSpec, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec that name objects in place of what it names itself."""
+    fields: dict[str, Any] = {}
+    for role, value in objects.items():
+        node = {"_target_": f"{__name__}.given_{role}", "name": object_name(value)}
+        if role in _GROUPS:
+            fields[role] = node
+            continue
+        group, key = KEYS[role].split(".")
+        fields[group] = {**fields.get(group, getattr(spec, group)), key: node}
+    return fields

@@ -1,0 +1,138 @@
+"""Run one experiment from Python."""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils.data import Dataset
+
+from runner.api.composition import Composition, compose_run
+from runner.api.objects import check_objects, object_overrides, with_objects
+from runner.config.given_objects import given_keys, given_objects
+from runner.config.invocation import Invocation
+from runner.config.schema import AUTO, RunSpec
+from runner.distributed import torchrun
+from runner.modes.result import RunResult
+from runner.modes.run import run as run_spec
+from runner.sweeps.sweep_resume import final_result
+from runner.utils.errors import ConfigError
+
+Model = nn.Module | Callable[[], nn.Module]
+"""A model, of which every run trains a copy; or a function or class that builds one, called under
+the run's seed."""
+Data = tuple[Dataset[Any], ...] | Callable[[], Any]
+"""Data sets, (train, val) or (train, val, test), as docs/own-code.md describes them; or a function
+that returns them."""
+Loss = Callable[..., torch.Tensor] | type[nn.Module]
+"""A function of (output, target) or a class of one; its value is the training loss."""
+
+
+# One argument for each part that can be an object.
+def run(  # noqa: PLR0913
+    what: Sequence[str] | RunSpec = (),
+    *,
+    out: str | Path | None = None,
+    config_dir: str | Path | None = None,
+    model: Model | None = None,
+    data: Data | None = None,
+    loss: Loss | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    quiet: bool = False,
+) -> RunResult:
+    """Run one experiment, as `python -m runner` does, and return its result.
+
+    Args:
+        what: words of a command, as in ["precision=16-mixed", "train.max_steps=100"], or a spec of
+            runner.compose.
+        out: the run's folder; None for a new one under outputs/runs.
+        config_dir: folder of configs of one's own; None for none.
+        model: in place of the config group model. A module is copied, so that it stays as it is;
+            RunResult.state_dict has the trained weights.
+        data: in place of the config group data.
+        loss: in place of task.loss.
+        optimizer: in place of the config group optimizer: a function of the parameters.
+        collate: in place of data.collate: a function of a list of examples.
+        quiet: print nothing.
+
+    Raises:
+        ConfigError: the settings or objects cannot run; nothing was trained.
+        Unavailable: this machine lacks what the precision or the accelerator needs.
+        Diverged: a guard stopped the run, whose numbers are wrong.
+        Stopped: a signal (a notebook's interrupt) ended the run, after a checkpoint.
+    """
+    roles = {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "collate": collate}
+    objects = {role: value for role, value in roles.items() if value is not None}
+    console = Console(file=io.StringIO()) if quiet else None
+    with given_objects(objects):
+        if isinstance(what, RunSpec):
+            return _run_given_spec(what, out, objects, console)
+        composition = compose_with_objects(what, objects, config_dir, out)
+        try:
+            spec = composition.spec()
+            finished = _finished_before(spec, composition)
+            if finished is not None:
+                return finished
+            torchrun.publish_start(composition.folder)
+            return run_spec(spec, composition.folder, composition.origin, console)
+        except BaseException:
+            torchrun.publish_failure()
+            raise
+
+
+def _run_given_spec(
+    spec: RunSpec,
+    out: str | Path | None,
+    objects: Mapping[str, Any],
+    console: Console | None,
+) -> RunResult:
+    """Run a spec, with objects in place of its nodes."""
+    if torchrun.process_rank().world_size > 1:
+        raise ConfigError(
+            "runner.run takes a spec in one process only. Under torchrun give the overrides: "
+            "runner.run([...])."
+        )
+    check_objects(objects, ())
+    folder = (
+        Path(out)
+        if out is not None
+        else Path("outputs/runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+    )
+    return run_spec(
+        replace(spec, **with_objects(spec, objects)),
+        folder,
+        Invocation(given=given_keys()),
+        console,
+    )
+
+
+def compose_with_objects(
+    overrides: Sequence[str],
+    objects: Mapping[str, Any],
+    config_dir: str | Path | None = None,
+    out: str | Path | None = None,
+) -> Composition:
+    """Compose the overrides of one run with objects in place of config nodes.
+
+    Raises:
+        ConfigError: the overrides do not compose, or an object cannot take its role.
+    """
+    check_objects(objects, overrides)
+    folder = Path(config_dir) if config_dir is not None else None
+    own = object_overrides(objects, folder, needs_meta="model" not in objects)
+    composition = compose_run([*overrides, *own], config_dir, out)
+    origin = replace(composition.origin, given=given_keys())
+    return replace(composition, origin=origin)
+
+
+def _finished_before(spec: RunSpec, composition: Composition) -> RunResult | None:
+    """Return the result of a run with checkpoint.resume=auto that is finished, else None."""
+    if spec.checkpoint.resume != AUTO:
+        return None
+    return final_result(composition.folder, composition.origin.overrides)

@@ -1,0 +1,235 @@
+"""Run sweeps and mode=advise from Python."""
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runner.api.composition import check_config_dir, check_texts, separate_hydra
+from runner.api.objects import check_objects, object_overrides
+from runner.api.runs import Data, Loss, Model
+from runner.cli.main import call_hydra, expand_resumed_sweep
+from runner.config.given_objects import given_objects
+from runner.config.overrides import quote_value, rewrite_arguments
+from runner.config.resolve import register_schema
+from runner.modes.result import RunResult
+from runner.sweeps.report.compare import compare_with_baselines
+from runner.sweeps.report.conclusion import conclusion_text
+from runner.sweeps.report.jobs import SweepData
+from runner.sweeps.report.load import load_from_folder
+from runner.sweeps.report.ranking import Advice
+from runner.sweeps.sweep import Sweep, finish_sweep
+from runner.tracking.history import to_frame
+from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.stop_signals import Interrupted, SignalHandler
+
+if TYPE_CHECKING:
+    import pandas
+
+_MAIN_MODULE = "__main__."
+_REPORT_HEIGHT = 640
+"""Pixels of a report inside a notebook."""
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """A sweep that has ended, or as much of it as ran.
+
+    Attributes:
+        folder: holds its report (report.html, report.md, report.png).
+        data: its jobs with their curves.
+        exit_status: of the command: 0 when every job finished, 1 when any failed, 2 when none
+            failed and this machine lacks what some need.
+    """
+
+    folder: Path
+    data: SweepData = field(repr=False)
+    exit_status: int = 0
+
+    @property
+    def runs(self) -> list[RunResult]:
+        """Return the results of the jobs, in the order in which the command asked for them."""
+        return [job.result for job in self.data.jobs]
+
+    @property
+    def conclusion(self) -> str:
+        """Return what the comparison of the jobs says, as the command prints it."""
+        return conclusion_text(compare_with_baselines(self.runs), self.data.missing_jobs_clause)
+
+    def table(self) -> "pandas.DataFrame":
+        """Return a table with a row for each job, see RunResult.table."""
+        import pandas
+
+        return pandas.concat([run.table() for run in self.runs], ignore_index=True)
+
+    def history(self) -> "pandas.DataFrame":
+        """Return what the jobs recorded: a row for each step of each job.
+
+        Returns:
+            The index is (`label`, `step`); the columns are those of RunResult.history.
+        """
+        import pandas
+
+        labels = [f"{job.result.label}" for job in self.data.jobs]
+        frames = [to_frame(job.curves) for job in self.data.jobs]
+        return pandas.concat(frames, keys=labels, names=["label"])
+
+    def _repr_html_(self) -> str:
+        """Return the report as a notebook shows it."""
+        page = self.folder / "report.html"
+        if not page.is_file():
+            return f"<p>{html.escape(repr(self))}</p>"
+        # In a frame of its own, so that the page's styles and the notebook's do not mix.
+        content = html.escape(page.read_text(), quote=True)
+        style = f"width: 100%; height: {_REPORT_HEIGHT}px; border: 0"
+        return f'<iframe srcdoc="{content}" style="{style}"></iframe>'
+
+
+class _InterruptingSignals(SignalHandler):
+    """Context in which a signal raises Interrupted, so that the sweep is ended in order."""
+
+    def handle_signal(self, number: int) -> None:
+        """Raise Interrupted."""
+        raise Interrupted(number)
+
+
+# One argument for each part that can be an object.
+def sweep(  # noqa: PLR0913
+    overrides: Sequence[str],
+    *,
+    out: str | Path | None = None,
+    config_dir: str | Path | None = None,
+    model: Model | None = None,
+    data: Data | None = None,
+    loss: Loss | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> SweepResult:
+    """Run a sweep, as `python -m runner -m` does, and return its jobs.
+
+    Without objects each job runs in a process of its own. With objects, and with targets of the
+    module __main__, the jobs run one after another in this process.
+
+    Args:
+        overrides: words of a command, as in ["precision=32-true,bf16-mixed", "seed=0,1,2"].
+        out: the sweep's folder; None for a new one under outputs/sweeps.
+        config_dir: folder of configs of one's own; None for none.
+        model: as runner.run takes it.
+        data: the same.
+        loss: the same.
+        optimizer: the same.
+        collate: the same.
+
+    Returns:
+        The result, also where jobs failed; see SweepResult.exit_status.
+
+    Raises:
+        ConfigError: the command cannot run; nothing was trained.
+        Unavailable: this machine lacks what all jobs need.
+        KeyboardInterrupt: a signal stopped the sweep; what ran is in its folder.
+    """
+    roles = {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "collate": collate}
+    objects = {role: value for role, value in roles.items() if value is not None}
+    return _run_sweep(check_texts(overrides), objects, config_dir, out)
+
+
+def advise(
+    overrides: Sequence[str] = (),
+    *,
+    out: str | Path | None = None,
+    config_dir: str | Path | None = None,
+    model: Model | None = None,
+    data: Data | None = None,
+    loss: Loss | None = None,
+) -> Advice:
+    """Measure the precisions on a configuration, as `python -m runner mode=advise` does.
+
+    Args:
+        overrides: words of a command, as in ["model=resnet", "advise.budget=5m"].
+        out: the folder of the trials; None for a new one under outputs/sweeps.
+        config_dir: folder of configs of one's own; None for none.
+        model: as runner.run takes it.
+        data: the same.
+        loss: the same.
+
+    Returns:
+        The verdict on each precision, and the recommended one.
+
+    Raises:
+        ConfigError: the command cannot run, or no trial of 32-true finished.
+        KeyboardInterrupt: a signal stopped the trials.
+    """
+    roles = {"model": model, "data": data, "loss": loss}
+    objects = {role: value for role, value in roles.items() if value is not None}
+    words = [word for word in check_texts(overrides) if word != "mode=advise"]
+    result = _run_sweep([*words, "mode=advise"], objects, config_dir, out)
+    if result.data.advice is None:
+        raise ConfigError(f"The trials in {result.folder} gave no advice.")
+    return result.data.advice
+
+
+def _run_sweep(
+    words: Sequence[str],
+    objects: Mapping[str, Any],
+    config_dir: str | Path | None,
+    out: str | Path | None,
+) -> SweepResult:
+    """Run the jobs of a command, and end the sweep however they ended."""
+    argv = _sweep_command(words, objects, config_dir, out)
+    status = 0
+    folder = None
+    try:
+        with given_objects(objects), separate_hydra(), _InterruptingSignals():
+            call_hydra(argv)
+    except KeyboardInterrupt:
+        status = 130
+        raise
+    except RunnerError as error:
+        status = error.exit_status
+        raise
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1
+        if status > 128:
+            raise KeyboardInterrupt(f"Signal {status - 128} stopped the sweep.") from None
+    finally:
+        if Sweep.current is not None:
+            folder = Sweep.current.folder
+        status = finish_sweep(status)
+    if folder is None:
+        raise ConfigError("The command ran no sweep.")
+    return SweepResult(folder, load_from_folder(folder), status)
+
+
+def _names_main_module(words: Sequence[str], config_dir: Path | None) -> bool:
+    """Return whether a word, or a config of one's own, names a target of the module __main__."""
+    if any(f"={_MAIN_MODULE}" in word for word in words):
+        return True
+    paths = config_dir.rglob("*.yaml") if config_dir is not None else ()
+    return any(_MAIN_MODULE in path.read_text(errors="replace") for path in paths)
+
+
+def _sweep_command(
+    words: Sequence[str],
+    objects: Mapping[str, Any],
+    config_dir: str | Path | None,
+    out: str | Path | None,
+) -> Sequence[str]:
+    """Return the words of a sweep's command, as Hydra takes them."""
+    check_objects(objects, words)
+    folder = check_config_dir(config_dir)
+    own = object_overrides(objects, folder, needs_meta="model" not in objects)
+    flags = ["--multirun"] if folder is None else ["--multirun", "--config-dir", str(folder)]
+    register_schema()
+    if any(word.startswith("sweep.resume=") for word in words):
+        # The command of the sweep that is resumed has the other words.
+        return rewrite_arguments(expand_resumed_sweep([*words, *flags]))
+    argv = [*words, *own]
+    # Other processes have neither the objects nor the classes of this program's own module.
+    if objects or _names_main_module(words, folder):
+        argv.append("hydra/launcher=basic")
+    if out is not None:
+        argv.append(f"hydra.sweep.dir={quote_value(str(out))}")
+    return rewrite_arguments([*argv, *flags])
