@@ -171,7 +171,7 @@ def check_texts(overrides: Sequence[str]) -> list[str]:
     for word in overrides:
         if not isinstance(word, str):
             raise ConfigError(
-                f"{word!r} is a {type(word).__name__}. Give overrides as texts, as in "
+                f"{word!r} is of type {type(word).__name__}. Give overrides as texts, as in "
                 "'precision=16-mixed'."
             )
         if word.startswith("-"):
@@ -202,12 +202,10 @@ def check_config_dir(folder: str | Path | None) -> Path | None:
 @contextmanager
 def separate_hydra() -> Iterator[None]:
     """Context without the state of Hydra that the calling program may have."""
-    instance = GlobalHydra.instance()
-    settings = HydraConfig.instance()
-    previous = instance.hydra, settings.cfg
-    instance.clear()
+    previous = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    GlobalHydra.instance().clear()
     try:
         yield
     finally:
-        instance.clear()
-        instance.hydra, settings.cfg = previous
+        # Hydra replaces its instances by copies when a context of its own ends.
+        GlobalHydra.instance().hydra, HydraConfig.instance().cfg = previous

@@ -8,6 +8,7 @@ function of this module, which finds the object by its role in the call that is 
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from inspect import isclass
 from pathlib import Path
@@ -48,7 +49,13 @@ def given_model(name: str) -> nn.Module:
     """Return a copy of the model that was given, or what the function that was given returns."""
     found = _find("model", name)
     if not isinstance(found, nn.Module):
-        return found()
+        built = found()
+        if not isinstance(built, nn.Module):
+            raise ConfigError(
+                f"model={name} returned {_kind(built)}. Give a torch.nn.Module, or a function that "
+                "returns one."
+            )
+        return built
     try:
         # A copy: conversion and training change a model in place, and every run of a comparison
         # starts from the same weights.
@@ -61,6 +68,10 @@ def given_model(name: str) -> nn.Module:
     # mode=plan builds models without memory.
     is_planned = torch.get_default_device().type == "meta"
     return model.to("meta") if is_planned else model
+
+
+def _kind(value: Any) -> str:
+    return f"an object of type {type(value).__name__}"
 
 
 def given_data(name: str) -> Any:
@@ -122,14 +133,11 @@ def _clashing_role(key: str, objects: Mapping[str, Any]) -> str:
 def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
     model = objects.get("model")
     if model is not None and not callable(model):
-        yield (
-            f"model= is a {type(model).__name__}. Give a torch.nn.Module, or a function that "
-            "returns one."
-        )
+        yield (f"model= is {_kind(model)}. Give a torch.nn.Module, or a function that returns one.")
     for role in ("optimizer", "loss", "collate"):
         found = objects.get(role)
         if found is not None and not callable(found):
-            yield f"{role}= is a {type(found).__name__}, which cannot be called. {_USAGE[role]}"
+            yield f"{role}= is {_kind(found)}, which cannot be called. {_USAGE[role]}"
     data = objects.get("data")
     if isinstance(data, tuple | list):
         loader = next((part for part in data if isinstance(part, DataLoader)), None)
@@ -137,7 +145,7 @@ def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
             yield _data_loader_problem(loader)
     elif data is not None and not callable(data):
         yield (
-            f"data= is a {type(data).__name__}. Give a tuple of data sets, (train, val) or (train, "
+            f"data= is {_kind(data)}. Give a tuple of data sets, (train, val) or (train, "
             "val, test), or a function that returns one."
         )
 
@@ -163,10 +171,11 @@ def _data_loader_problem(loader: DataLoader[Any]) -> str:
     )
 
 
-def object_overrides(
+@contextmanager
+def object_options(
     objects: Mapping[str, Any], config_dir: Path | None, needs_meta: bool
-) -> list[str]:
-    """Register the objects as options of their groups, and return the overrides that choose them.
+) -> Iterator[list[str]]:
+    """Make the objects options of their groups within a context; yield the overrides for them.
 
     Args:
         objects: by role.
@@ -174,6 +183,8 @@ def object_overrides(
         needs_meta: the model comes from a config, which reads its sizes from data.meta.
     """
     texts = []
+    registered = []
+    repository: Any = ConfigStore.instance().repo
     for role, value in objects.items():
         name = object_name(value)
         target = f"{__name__}.given_{role}"
@@ -186,7 +197,13 @@ def object_overrides(
         option = _free_option(role, name, config_dir)
         ConfigStore.instance().store(option, node, group=role, provider="runner")
         texts.append(f"{role}={option}")
-    return texts
+        registered.append((role, f"{option}.yaml"))
+    try:
+        yield texts
+    finally:
+        # Messages of later calls list the options that exist.
+        for group, name in registered:
+            del repository[group][name]
 
 
 def _free_option(group: str, name: str, config_dir: Path | None) -> str:

@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import Dataset
 
-from runner.api.composition import Composition, compose_run
-from runner.api.objects import check_objects, object_overrides, with_objects
+from runner.api.composition import Composition, check_texts, compose_run
+from runner.api.objects import check_objects, object_name, object_options, with_objects
 from runner.config.given_objects import given_keys, given_objects
 from runner.config.invocation import Invocation
 from runner.config.schema import AUTO, RunSpec
@@ -99,17 +99,11 @@ def _run_given_spec(
             "runner.run([...])."
         )
     check_objects(objects, ())
-    folder = (
-        Path(out)
-        if out is not None
-        else Path("outputs/runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
-    )
-    return run_spec(
-        replace(spec, **with_objects(spec, objects)),
-        folder,
-        Invocation(given=given_keys()),
-        console,
-    )
+    time_name = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
+    folder = Path("outputs/runs", time_name) if out is None else Path(out)
+    choices = {role: object_name(value) for role, value in objects.items()}
+    origin = Invocation(choices, given=given_keys())
+    return run_spec(replace(spec, **with_objects(spec, objects)), folder, origin, console)
 
 
 def compose_with_objects(
@@ -123,10 +117,10 @@ def compose_with_objects(
     Raises:
         ConfigError: the overrides do not compose, or an object cannot take its role.
     """
-    check_objects(objects, overrides)
+    check_objects(objects, check_texts(overrides))
     folder = Path(config_dir) if config_dir is not None else None
-    own = object_overrides(objects, folder, needs_meta="model" not in objects)
-    composition = compose_run([*overrides, *own], config_dir, out)
+    with object_options(objects, folder, needs_meta="model" not in objects) as own:
+        composition = compose_run([*overrides, *own], config_dir, out)
     origin = replace(composition.origin, given=given_keys())
     return replace(composition, origin=origin)
 

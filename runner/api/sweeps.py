@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.api.composition import check_config_dir, check_texts, separate_hydra
-from runner.api.objects import check_objects, object_overrides
+from runner.api.objects import check_objects, object_options
 from runner.api.runs import Data, Loss, Model
 from runner.cli.main import call_hydra, expand_resumed_sweep
 from runner.config.given_objects import given_objects
@@ -178,12 +178,15 @@ def _run_sweep(
     out: str | Path | None,
 ) -> SweepResult:
     """Run the jobs of a command, and end the sweep however they ended."""
-    argv = _sweep_command(words, objects, config_dir, out)
+    check_objects(objects, words)
+    configs = check_config_dir(config_dir)
+    options = object_options(objects, configs, needs_meta="model" not in objects)
+    register_schema()
     status = 0
     folder = None
     try:
-        with given_objects(objects), separate_hydra(), _InterruptingSignals():
-            call_hydra(argv)
+        with options as own, given_objects(objects), separate_hydra(), _InterruptingSignals():
+            call_hydra(_sweep_command(words, own, configs, out))
     except KeyboardInterrupt:
         status = 130
         raise
@@ -213,22 +216,25 @@ def _names_main_module(words: Sequence[str], config_dir: Path | None) -> bool:
 
 def _sweep_command(
     words: Sequence[str],
-    objects: Mapping[str, Any],
-    config_dir: str | Path | None,
+    own: Sequence[str],
+    folder: Path | None,
     out: str | Path | None,
 ) -> Sequence[str]:
-    """Return the words of a sweep's command, as Hydra takes them."""
-    check_objects(objects, words)
-    folder = check_config_dir(config_dir)
-    own = object_overrides(objects, folder, needs_meta="model" not in objects)
+    """Return the words of a sweep's command, as Hydra takes them.
+
+    Args:
+        words: that were typed.
+        own: those for the objects.
+        folder: of configs of one's own.
+        out: the sweep's folder.
+    """
     flags = ["--multirun"] if folder is None else ["--multirun", "--config-dir", str(folder)]
-    register_schema()
     if any(word.startswith("sweep.resume=") for word in words):
         # The command of the sweep that is resumed has the other words.
         return rewrite_arguments(expand_resumed_sweep([*words, *flags]))
     argv = [*words, *own]
     # Other processes have neither the objects nor the classes of this program's own module.
-    if objects or _names_main_module(words, folder):
+    if own or _names_main_module(words, folder):
         argv.append("hydra/launcher=basic")
     if out is not None:
         argv.append(f"hydra.sweep.dir={quote_value(str(out))}")

@@ -243,6 +243,8 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
 def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
     """Return what to type for the model that a checkpoint was trained with."""
     theirs = saved.content["spec"].get("model") or {}
+    if str(theirs.get("_target_")).startswith("runner.api.objects."):
+        return f"It was trained with a model object of a Python program, {theirs.get('name')}."
     if node.get("_target_") == theirs.get("_target_"):
         changed = [key for key, value in theirs.items() if node.get(key) != value]
         keys = [key for key in changed if "target" not in str(key)]
