@@ -57,7 +57,8 @@ class MlflowTracker(Tracker):
             notice; a deleted one that MLFLOW_EXPERIMENT_ID names is refused, with the command
             that restores it.
         run_name: None lets RunInfo, then MLflow, choose.
-        tags: added to each run's own.
+        tags: added to each run's own; a mapping in it makes dotted names.
+        note: a text that begins the description of every run.
         sweep: id of a sweep that was started elsewhere; the run joins it.
         log_model: store the trained model as an MLflow model, too.
         register: name in MLflow's model registry under which the model becomes a new version.
@@ -75,7 +76,8 @@ class MlflowTracker(Tracker):
         uri: str | None = None,
         experiment: str | None = None,
         run_name: str | None = None,
-        tags: Mapping[str, str] | None = None,
+        tags: Mapping[str, Any] | None = None,
+        note: str | None = None,
         sweep: str | None = None,
         log_model: bool = True,
         register: str | None = None,
@@ -96,7 +98,10 @@ class MlflowTracker(Tracker):
         self.experiment = resolve_experiment(experiment, os.environ)
         self.experiment_of_env = resolve_experiment_id(experiment, uri, os.environ, Path.cwd())
         self.run_name = run_name
-        self.extra_tags = redact_values(tags or {})
+        self.extra_tags = redact_values(_dotted_tags(tags or {}))
+        # As a tag it would be replaced by the runner's own text.
+        noted = self.extra_tags.pop(NOTE_TAG, None)
+        self.own_note = redact(note or noted or "")
         self.sweep = sweep
         self.log_model = log_model
         self.register = register
@@ -137,7 +142,8 @@ class MlflowTracker(Tracker):
         self._open_journal().append("artifact", path=str(path.absolute()), folder=folder)
 
     def note(self, markdown: str) -> None:
-        self._open_journal().append("tags", values={NOTE_TAG: markdown})
+        text = f"{self.own_note}\n\n{markdown}" if self.own_note else markdown
+        self._open_journal().append("tags", values={NOTE_TAG: text})
 
     def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         self._open_journal().append("inputs", datasets=list(datasets))
@@ -245,6 +251,9 @@ class MlflowTracker(Tracker):
         """Return the journal's first record: all that the writer needs to know about the run."""
         sweep_id = self.sweep or info.sweep
         sweep = {"sweep_id": sweep_id, "role": info.role} if sweep_id else {}
+        # A job of a sweep is nested under the sweep's parent run.
+        if info.role == "sweep" or not sweep_id:
+            sweep |= _parent_tag(self.uri)
         # A sweep's jobs have folders with numbers as names.
         if sweep_id and info.folder.name.isdigit():
             sweep["mlflow.runColor"] = dashboard.run_color(int(info.folder.name))
@@ -326,6 +335,33 @@ def _source_tags(tags: Mapping[str, str]) -> dict[str, str]:
     if commit:
         source["mlflow.source.git.commit"] = commit
     return source
+
+
+def _parent_tag(uri: str) -> dict[str, str]:
+    """Return the tag that nests a run under the one that `mlflow run` has begun for it.
+
+    Args:
+        uri: the store of the run; `mlflow run` names its own in the environment.
+    """
+    parent = os.environ.get("MLFLOW_RUN_ID")
+    theirs = os.environ.get("MLFLOW_TRACKING_URI")
+    if not parent or not theirs or resolve_uri(theirs, os.environ, Path.cwd()) != uri:
+        return {}
+    return {"mlflow.parentRunId": parent}
+
+
+def _dotted_tags(tags: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return tags with a dotted name for each value of a nested mapping.
+
+    Hydra reads the dots of tracking.tags.ci.job=4711 as levels of a mapping.
+    """
+    found: dict[str, Any] = {}
+    for name, value in tags.items():
+        if isinstance(value, Mapping):
+            found |= _dotted_tags(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def _user() -> str:

@@ -181,7 +181,7 @@ def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatc
     monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 truncated")
     facts = load._StoredFacts(False, [DONE], [], 1)
     monkeypatch.setattr(load, "_stored_facts", lambda *_: facts)
-    monkeypatch.setattr(load, "_result_of_run", lambda _, run: replace(DONE, run_id=run.run_id))
+    monkeypatch.setattr(load, "result_of_run", lambda _, run: replace(DONE, run_id=run.run_id))
     reader = Reader(stored[0])
     jobs = load_from_store(reader, reader.run(stored[1])).jobs
     assert [len(job.curves.get("train/loss", [()])[0]) for job in jobs] == [0, 5, 5, 1]
