@@ -5,6 +5,7 @@ Signals are handled before the slow imports, so that Ctrl-C ends those at once, 
 
 import atexit
 import sys
+from pathlib import Path
 
 from runner.utils.stop_signals import CommandSignals
 
@@ -14,10 +15,26 @@ def main() -> int:
     signals = CommandSignals().__enter__()
     # Registered first, so that it runs last.
     atexit.register(signals.exit_if_finished)
+    warn_of_shadow(Path.cwd())
     from runner.cli.main import main as command
 
     signals.status = command()
     return signals.status
+
+
+def warn_of_shadow(folder: Path) -> None:
+    """Print a warning if a folder holds a module that `python -m runner` would run in it.
+
+    Only the console script gets here in such a folder: Python runs the other module for -m.
+    """
+    package = Path(__file__).parent
+    for path in (folder / "runner.py", folder / "runner" / "__init__.py"):
+        if path.is_file() and path.parent != package:
+            print(
+                f"warning: {path.relative_to(folder)} hides this package: `python -m runner` would "
+                "run it in this folder. Type runner in place of python -m runner here.",
+                file=sys.stderr,
+            )
 
 
 if __name__ == "__main__":
