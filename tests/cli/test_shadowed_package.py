@@ -1,4 +1,4 @@
-"""A folder with a runner.py of its own: the console script says what `python -m runner` would do."""
+"""A folder with a runner.py of its own: the console script says what -m would run there."""
 
 import pytest
 
