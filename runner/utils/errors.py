@@ -28,6 +28,10 @@ class ConfigError(RunnerError):
         super().__init__("\n".join(problems))
 
 
+class PolicyError(RunnerError):
+    """A call on a precision's Policy at the wrong time, which would compute other numbers."""
+
+
 class Unavailable(RunnerError):
     """Hardware or a package that the precision or accelerator needs is missing on this machine.
 
