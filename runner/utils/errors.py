@@ -71,7 +71,7 @@ class ModelError(RunnerError):
 
 
 class HookError(RunnerError):
-    """The user's task.after_evaluation, which failed or returned something else than numbers."""
+    """A function or callback of the user's that failed, or returned something else than numbers."""
 
     exit_status = 1
 
