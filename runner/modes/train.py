@@ -47,6 +47,7 @@ from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_test
 from runner.training.loop import fit, total_steps
+from runner.training.records import Record
 from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
 from runner.utils.errors import CheckpointError, HookError
@@ -190,11 +191,7 @@ def _train_loop(
     try:
         evaluated = set_labels("val", loaders.validation)
         with explain_training_errors(run, state, (loaders.train, evaluated)):
-            for record in records:
-                dispatch(callbacks.callbacks, record)
-                if callbacks.should_stop():
-                    break
-            callbacks.end()
+            _dispatch_records(records, callbacks)
     except HookError as error:
         hook_error = error
     finally:
@@ -211,6 +208,15 @@ def _train_loop(
     save_loss_scale(run, callbacks.summary, state.step)
     stopped_step = callbacks.guard.stopped_step
     return LoopOutcome(callbacks.summary, proof.report, failure, stopped_step, unsaved)
+
+
+def _dispatch_records(records: Iterator[Record], callbacks: TrainingCallbacks) -> None:
+    """Have every callback read the records, until the loop or a callback ends the training."""
+    for record in records:
+        dispatch(callbacks.callbacks, record)
+        if callbacks.should_stop():
+            break
+    callbacks.end()
 
 
 def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> dict[str, float]:

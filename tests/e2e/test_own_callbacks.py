@@ -154,17 +154,6 @@ def calls():
     return found
 
 
-def journal(folder):
-    """The metrics that a run's journal holds: name to (step, value) pairs."""
-    found = {}
-    for path in sorted(folder.glob("journal*.jsonl")):
-        for line in path.read_text().splitlines():
-            for step, _, values in json.loads(line).get("metrics", []):
-                for name, value in values.items():
-                    found.setdefault(name, []).append((step, value))
-    return found
-
-
 def last_model(folder):
     return load(sorted(folder.glob("checkpoints/step-*.pt"))[-1])["model"]
 
@@ -190,6 +179,21 @@ def test_a_callback_sees_every_step_and_changes_none(called, lab):
     assert "callbacks/note/text-3.txt" in written
     assert (lab / "run" / "callbacks/note/more/bytes").read_bytes() == b"x"
     assert "own_callbacks" not in load(lab / "plain/checkpoints/step-00000006.pt")["observers"]
+
+
+def test_metrics_are_recorded_at_their_steps(called, lab):
+    done, _ = called(
+        *("run", "callbacks={note: {_target_: lab.callbacks.Note}}"),
+        "tracking._target_=runner.tracking.rank_journal.ProcessJournal",
+    )
+    assert done.rc == 0, done.stderr
+    rows = [json.loads(line) for line in (lab / "run/steps.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    doubled = {row["step"]: row["note/doubled"] for row in rows if "note/doubled" in row}
+    assert doubled == {step: 2 * loss for step, loss in losses.items()}
+    assert {row["step"]: row["mine/count"] for row in rows if "mine/count" in row} == {
+        step: step for step in (2, 3, 4, 6)
+    }
 
 
 def test_state_is_resumed_and_what_is_new_or_gone_is_said(called, main, lab):
@@ -277,7 +281,7 @@ def test_a_state_that_is_refused_is_reported(called, main):
         ("callbacks.a=lab.callbacks.Note", "callbacks.a=lab.callbacks.Note does not fit. Allowed:"),
         ("callbacks._target_=lab.callbacks.Note", "has no name. Callbacks are a mapping of names"),
         ("callbacks.val._target_=lab.callbacks.Note", "val cannot name a callback"),
-        ("callbacks=watch", "callbacks/watch"),
+        ("callbacks=watch", "A callback of your own is callbacks.<name>._target_="),
     ],
 )
 def test_wrong_callbacks_are_refused_before_training(called, typed, message):
