@@ -47,6 +47,7 @@ _SPEC_MAPPINGS = (
     "scheduler",
     "adapter",
     "debug",
+    "callbacks",
 )
 """Keys of a spec whose values are mappings."""
 

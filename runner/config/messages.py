@@ -174,6 +174,11 @@ def _missing_option(error: MissingConfigException) -> str:
         return f"{group}={option} is not known: there is no option in {group}/."
     near = get_close_matches(option, options, n=1, cutoff=0.3)
     hint = f" Type {group}={near[0]}." if near else ""
+    if group == "callbacks":
+        hint = (
+            " A callback of your own is callbacks.<name>._target_=package.module.Name, or a yaml "
+            "callbacks/<name>.yaml in the folder of --config-dir."
+        )
     return f"{group}={option} is not known. Allowed: {', '.join(options)}.{hint}"
 
 

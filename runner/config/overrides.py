@@ -8,7 +8,7 @@ from pathlib import Path
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _GROUPS = (
     "accelerator|precision|model|adapter|data|task|optimizer|scheduler|tracking|debug|experiment"
-    "|launcher|sweep"
+    "|callbacks|launcher|sweep"
 )
 _GROUP = re.compile(
     rf"^(?P<plus>\+{{0,2}})(?P<group>{_GROUPS})=(?P<call>choice\()?(?P<names>[^()]*)(?P<end>\))?$"
@@ -172,7 +172,7 @@ def path_exists(path: str) -> bool:
 
 
 _NEW_KEYS = re.compile(
-    r"tracking\.tags[.=]|vars\.|data\.(collate|sampler)[.=]"
+    r"tracking\.tags[.=]|vars\.|callbacks(\.|=\{)|data\.(collate|sampler)[.=]"
     r"|task\.(metrics|quality|direction|after_evaluation)[.=]"
     r"|optimizer\.(\w+\.)?(groups|no_decay_on|layer_decay)=|scheduler\.warmup="
 )

@@ -21,7 +21,9 @@ from runner.utils.errors import ConfigError
 
 PRESET_GROUPS = ("experiment", "debug", "sweep")
 """Groups that set keys anywhere."""
-TARGET_GROUPS = ("precision", "model", "adapter", "data", "task", "optimizer", "scheduler")
+TARGET_GROUPS = (
+    *("precision", "model", "adapter", "data", "task", "optimizer", "scheduler", "callbacks"),
+)
 """Groups whose targets a checkpoint names."""
 _KEYS_OF_THE_COMMAND = ("tracking", "mode", "strategy")
 """Top-level keys that are this command's and not the checkpoint's.

@@ -39,6 +39,7 @@ from runner.tracking import journal
 from runner.tracking.rank_journal import ProcessJournal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.tracking.upload_state import stored_run_id
+from runner.training.callbacks.own_callback_nodes import build_own_callbacks, callback_problems
 from runner.training.optimizers import check_arguments
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
@@ -146,6 +147,7 @@ def _checked_spec(
     problems += check_targets(spec)
     problems += loading_problems(spec.data)
     problems += task_problems(spec.task)
+    problems += callback_problems(spec.callbacks)
     if problems:
         raise ConfigError(*problems)
     return evaluated, spec, origin
@@ -216,11 +218,14 @@ def _run_tracked(
         context.origin.choices.get("optimizer", ""),
         context.save_traceback,
     )
+    own_callbacks = {}
+    if evaluated is None and context.strategy.place.is_main:
+        own_callbacks = build_own_callbacks(context.spec.callbacks)
     info = _run_info(context, resumed)
     resumed_note = notes.resumed_note(info.step, info.changes) if resumed else ""
     with _tracked(context, info, resumed_note), memory.explain():
         if evaluated is None:
-            result, report = train(context, resumed, memory)
+            result, report = train(context, resumed, memory, own_callbacks)
         else:
             result, report = evaluate_checkpoint(context, evaluated, memory)
         context.signals.check()

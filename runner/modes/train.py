@@ -3,7 +3,7 @@
 The tracker is open already; run.py closes it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -42,10 +42,12 @@ from runner.modes.training_outputs import (
 from runner.modes.trial_forward import FirstStepProof, prove_conversion
 from runner.precision.contract import ConversionReport
 from runner.training.callbacks.callback import dispatch
+from runner.training.callbacks.own_callback import RunCallback
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_test
 from runner.training.loop import fit, total_steps
+from runner.training.records import Record
 from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
 from runner.utils.errors import CheckpointError, HookError
@@ -74,13 +76,19 @@ class LoopOutcome(NamedTuple):
     unsaved: list[str]
 
 
-def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch) -> RunOutcome:
+def train(
+    run: RunContext,
+    resumed: LoadedCheckpoint | None,
+    memory: MemoryWatch,
+    own_callbacks: Mapping[str, RunCallback] = {},
+) -> RunOutcome:
     """Train a run from its start or from a checkpoint.
 
     Args:
         run: its parts.
         resumed: the checkpoint to continue from; None for a run that starts.
         memory: explains an allocator's error; it is given the state before the first step.
+        own_callbacks: the user's, by their names; empty in other processes than the main one.
 
     Raises:
         ConfigError: data, model, optimizer and task do not fit together.
@@ -109,7 +117,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
             hook = set_evaluation_hook(run, state)
             check_evaluation(run, state, loaders.validation, hook)
         proof = FirstStepProof(run, state, built.report)
-        outcome = _train_loop(run, state, loaders, resumed, proof)
+        outcome = _train_loop(run, state, loaders, resumed, proof, own_callbacks)
         summary = outcome.summary.result_values()
         if not outcome.failure:
             test_metrics = _test_metrics(run, state, loaders)
@@ -155,6 +163,7 @@ def _train_loop(
     loaders: RunLoaders,
     resumed: LoadedCheckpoint | None,
     proof: FirstStepProof,
+    own_callbacks: Mapping[str, RunCallback],
 ) -> LoopOutcome:
     """Train with every callback reading the records, and save the weights however it ends."""
     spec = run.spec
@@ -164,7 +173,7 @@ def _train_loop(
             try_batch(run, state, loaders.val, says_layout=False)
     prepare_model(spec, run.precision, run.device, state.plain_model)
     start_step = resumed.content["step"] if resumed else 0
-    callbacks = TrainingCallbacks(run, state, loaders.train, start_step)
+    callbacks = TrainingCallbacks(run, state, loaders.train, start_step, own_callbacks)
     if resumed is not None:
         _restore(run, callbacks, resumed, total_steps(spec.train, loaders.train))
     records = fit(
@@ -175,15 +184,13 @@ def _train_loop(
         step_context=_step_contexts(run, callbacks, probe, proof),
         flush_every=spec.checkpoint.every_steps,
         should_stop=run.stop_requested,
+        should_finish=callbacks.should_finish,
     )
     hook_error = None
     try:
         evaluated = set_labels("val", loaders.validation)
         with explain_training_errors(run, state, (loaders.train, evaluated)):
-            for record in records:
-                dispatch(callbacks.callbacks, record)
-                if callbacks.should_stop:
-                    break
+            _dispatch_records(records, callbacks)
     except HookError as error:
         hook_error = error
     finally:
@@ -200,6 +207,15 @@ def _train_loop(
     save_loss_scale(run, callbacks.summary, state.step)
     stopped_step = callbacks.guard.stopped_step
     return LoopOutcome(callbacks.summary, proof.report, failure, stopped_step, unsaved)
+
+
+def _dispatch_records(records: Iterator[Record], callbacks: TrainingCallbacks) -> None:
+    """Have every callback read the records, until the loop or a callback ends the training."""
+    for record in records:
+        dispatch(callbacks.callbacks, record)
+        if callbacks.should_stop():
+            break
+    callbacks.end()
 
 
 def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Make the callbacks that read a training's records, with the guard; write its checkpoints."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from runner.training.callbacks.checkpointing import Checkpointing
 from runner.training.callbacks.early_stopping import EarlyStopping
 from runner.training.callbacks.guard import Guard
 from runner.training.callbacks.metric_logger import MetricLogger
+from runner.training.callbacks.own_callback import CallbackOutput, RunCallback, TrainingEnd
+from runner.training.callbacks.own_callback_caller import OwnCallbackCaller
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress
 from runner.training.callbacks.stream_position import StreamPosition, stream_callbacks
@@ -42,34 +45,42 @@ class TrainingCallbacks:
     Attributes:
         run: the run.
         state: of the training.
+        planned_steps: optimizer steps of the whole training.
         callbacks: in the order in which they read a record.
         summary: best, last and speed, for the run's result.
         guard: stops a run whose numbers are wrong.
         numerics: measures tensors at an interval; None where none is asked for.
+        own: calls the user's callbacks; None where the config has none.
         writer: writes the checkpoints.
     """
 
     def __init__(
-        self, run: RunContext, state: TrainState, loader: BatchLoader, start_step: int
+        self,
+        run: RunContext,
+        state: TrainState,
+        loader: BatchLoader,
+        start_step: int,
+        own: Mapping[str, RunCallback],
     ) -> None:
         self.run = run
         self.state = state
         self.writer = _checkpoint_writer(run)
         # The copy of the weights must be complete before the optimizer changes them.
         state.set_update_hook(self.writer.wait_for_copy)
+        self.planned_steps = total_steps(run.spec.train, loader)
         self.summary = RunSummary(run.task.quality, run.task.direction)
         self.guard = _guard(run, loader, start_step)
         self.numerics = _numerics_callback(run, state)
+        self.own = _own_callback_caller(run, state, own)
         # Checkpoints come last: what the guard refuses is not saved.
         self.callbacks = [*self._reading_callbacks(loader), *self._saving_callbacks(loader)]
 
     def _reading_callbacks(self, loader: BatchLoader) -> list[Callback]:
         run = self.run
-        steps = total_steps(run.spec.train, loader)
         callbacks: list[Callback] = [
             self.summary,
             MetricLogger(run.tracker, self.state, run.accelerator),
-            progress(run.console, steps, run.label),
+            progress(run.console, self.planned_steps, run.label),
             self.guard,
         ]
         if self.numerics:
@@ -80,6 +91,8 @@ class TrainingCallbacks:
             callbacks.append(EarlyStopping(run.task.quality, run.task.direction, patience))
         if run.spec.debug.profile:
             callbacks.append(Profiler(run.out, run.spec.debug.profile, run.write_file))
+        if self.own is not None:
+            callbacks.append(self.own)
         return callbacks
 
     def _report_other_stream(self) -> None:
@@ -101,11 +114,43 @@ class TrainingCallbacks:
         quality = task.quality if wanted.best else None
         return [Checkpointing(self._save, wanted.every_steps, due, quality, task.direction)]
 
-    @property
     def should_stop(self) -> bool:
-        """Return whether early stopping or the guard ends the training."""
+        """Return whether the training ends now, by early stopping, the guard or a callback of the
+        user's; all processes must ask after each record.
+
+        Raises:
+            HookError: a callback of the user's failed.
+        """
         stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard)]
-        return any(callback.should_stop for callback in stoppers)
+        is_evaluated = self.state.last_evaluation_step == self.state.step
+        # Without an evaluation the next step is the last one, see should_finish.
+        is_stopped = self.own is not None and self.own.agree() and is_evaluated
+        return is_stopped or any(callback.should_stop for callback in stoppers)
+
+    def should_finish(self) -> bool:
+        """Return whether the next step is to be the last one."""
+        return self.own is not None and self.own.is_stopping
+
+    def end(self) -> None:
+        """Tell the user's callbacks that the training has ended; all processes must call it.
+
+        Raises:
+            HookError: a callback fails.
+        """
+        if self.own is None or self.guard.message:
+            return
+        run = self.run
+        # A run that a signal has stopped is resumed, and ends then.
+        if run.strategy.all_reduce_max(run.signals.number or 0):
+            return
+        reason = self.own.stop_reason
+        if any(isinstance(c, EarlyStopping) and c.should_stop for c in self.callbacks):
+            reason = f"train.early_stop={run.spec.train.early_stop}"
+        result = self.summary.result_values()
+        end = TrainingEnd(
+            self.state.step, self.planned_steps, result["metrics"], result["best"], reason
+        )
+        self.own.end(end)
 
     @property
     def failure_message(self) -> str:
@@ -128,9 +173,25 @@ class TrainingCallbacks:
             messages.append(
                 f"the stream is read again up to batch {count} of pass {self.state.epoch}"
             )
+        if self.own is not None:
+            self.own.agree()
+        messages += self._own_callback_messages(saved.content["observers"])
         # Checkpoints of later steps would be taken for this run's newest ones.
         if run.strategy.place.is_main:
             checkpoint_file.rename_superseded(run.checkpoint_folder, self.state.step)
+        return messages
+
+    def _own_callback_messages(self, observers: Mapping[str, Any]) -> list[str]:
+        """Return a sentence for each of the user's callbacks that does not continue."""
+        saved = observers.get(OwnCallbackCaller.key, {})
+        nodes = self.run.spec.callbacks
+        messages = []
+        for name in nodes:
+            if name not in saved:
+                messages.append(f"callbacks.{name} begins here: the checkpoint has no state of it")
+        for name in saved:
+            if name not in nodes:
+                messages.append(f"callbacks.{name} is not called any more: its state is dropped")
         return messages
 
     def weights_are_valid(self) -> bool:
@@ -184,6 +245,19 @@ def _numerics_callback(run: RunContext, state: TrainState) -> NumericsCallback |
         return None
     output = NumericsOutput(run.out, run.label, run.tracker, run.save_artifact, run.say)
     return NumericsCallback(state, every, output)
+
+
+def _own_callback_caller(
+    run: RunContext, state: TrainState, own: Mapping[str, RunCallback]
+) -> OwnCallbackCaller | None:
+    """Return what calls the user's callbacks, in every process of a run that has some."""
+    if not run.spec.callbacks:
+        return None
+    names = ", ".join(run.spec.callbacks)
+    if run.strategy.place.world_size > 1:
+        run.say(f"callbacks: {names} (called in the main process only)")
+    output = CallbackOutput(run.out, run.tracker, run.save_artifact, run.say, run.save_traceback)
+    return OwnCallbackCaller(own, state, output)
 
 
 def _guard(run: RunContext, loader: BatchLoader, start_step: int) -> Guard:

@@ -112,7 +112,7 @@ class EvaluationHook:
             except HookError as error:
                 problem = str(error)
             except Exception as error:  # of whatever type the user's code raises
-                problem = f"{self._title} fails{self._reason(error)}{self._traceback()}"
+                problem = f"{self._title} fails: {describe_error(error)}{self._traceback()}"
         # All processes raise, so that none waits for another one.
         has_failed = strategy.all_reduce_max(bool(problem))
         values, first_problem = strategy.broadcast_object((values, problem))
@@ -125,15 +125,6 @@ class EvaluationHook:
     def _title(self) -> str:
         name = self.state.task.additions.hook_name
         return f"task.after_evaluation={name}, called after the evaluation at step {self.step()},"
-
-    def _reason(self, error: Exception) -> str:
-        """Return an error's type and text, and the innermost line of the user's code."""
-        text = " ".join(str(error).split()).rstrip(".")
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "site-packages" not in frame.filename]
-        place = (own or frames)[-1]
-        where = f"{Path(place.filename).name}, line {place.lineno}"
-        return f": {type(error).__name__}: {text} ({where})."
 
     def _traceback(self) -> str:
         sentence = self.output.save_traceback()
@@ -175,7 +166,7 @@ class EvaluationHook:
             )
         values = {}
         for name, value in returned.items():
-            number = _number(value)
+            number = as_number(value)
             recorded = f"val/{name}"
             if number is None or not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise HookError(
@@ -197,8 +188,20 @@ def _subfolder(label: str) -> str:
     return f"/{name}" if name else ""
 
 
-def _number(value: Any) -> float | None:
-    """Return a number as a float; None for anything else."""
+def as_number(value: Any) -> float | None:
+    """Return a number, or a tensor of one number, as a float; None for anything else."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and not value.is_complex() else None
     return float(value) if isinstance(value, Real) else None
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error's type and text, and the innermost line of the user's code, as a sentence."""
+    text = " ".join(str(error).split()).rstrip(".")
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[1])
+    others = [f for f in frames if "site-packages" not in f.filename]
+    own = [frame for frame in others if not frame.filename.startswith(package)]
+    place = (own or others or frames)[-1]
+    where = f"{Path(place.filename).name}, line {place.lineno}"
+    return f"{type(error).__name__}: {text} ({where})."

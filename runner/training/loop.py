@@ -81,6 +81,7 @@ def fit(  # noqa: PLR0913
     *,
     flush_every: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    should_finish: Callable[[], bool] = lambda: False,
     step_context: Callable[[int], AbstractContextManager[object]] = lambda step: _NO_CONTEXT,
 ) -> Iterator[Record]:
     """Train, and yield blocks of step records as they reach the host, and evaluations.
@@ -99,6 +100,7 @@ def fit(  # noqa: PLR0913
         flush_every: an interval at which every record must have arrived (checkpoints).
         should_stop: asked after each step and between the batches of an evaluation; True ends the
             loop after a last block.
+        should_finish: asked before each step; True makes it the last one, which is evaluated.
         step_context: returns the context in which the step of a number runs (probes).
     """
     blocks = RecordBuffer(state)
@@ -106,7 +108,8 @@ def fit(  # noqa: PLR0913
         validation = {"": validation}
     try:
         yield from _steps(
-            state, blocks, loader, validation, train, flush_every, should_stop, step_context
+            *(state, blocks, loader, validation, train, flush_every),
+            *(should_stop, should_finish, step_context),
         )
     except (Exception, KeyboardInterrupt):
         # With several processes a flush reduces values over all of them, and the others may not
@@ -125,6 +128,7 @@ def _steps(  # noqa: PLR0913 - those of fit, and its buffer
     train: TrainSpec,
     flush_every: int | None,
     should_stop: Callable[[], bool],
+    should_finish: Callable[[], bool],
     step_context: Callable[[int], AbstractContextManager[object]],
 ) -> Iterator[Record]:
     last = total_steps(train, loader)
@@ -138,7 +142,7 @@ def _steps(  # noqa: PLR0913 - those of fit, and its buffer
     for micros, sizes in until_interrupted(accumulation_batches(state, loader, train.accumulate)):
         step = state.step + 1
         # Decided before the step: what an evaluation counts must be watched during the step.
-        is_last = step >= last or perf_counter() >= deadline
+        is_last = step >= last or perf_counter() >= deadline or should_finish()
         evaluates = is_last or is_evaluation_step(train, loader, step)
         counter = None
         if evaluates and state.precision.storage.itemsize == 2:

@@ -1,13 +1,14 @@
-"""Sparse gradients, which embeddings with `sparse=True` get: optimizers that take them, and their
-values as plain tensors."""
+"""Sparse gradients, which embeddings with `sparse=True` get: whose they are, and which optimizers
+take them."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import embedding
 from torch.optim import Optimizer
 
+from runner.precision.gradients import coalesce_gradients
 from runner.utils.errors import ConfigError
 
 
@@ -18,20 +19,6 @@ def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             found[f"{name}.weight".lstrip(".")] = module.weight
     return {name: p for name, p in found.items() if p.requires_grad}
-
-
-def coalesce_gradients(params: Sequence[Tensor]) -> None:
-    """Add up the rows of sparse gradients that belong to one index, in place."""
-    # The backward appends a row per lookup. Norms and finiteness of the values are those of the
-    # gradient only once each index has one row.
-    for p in params:
-        if p.grad is not None and p.grad.is_sparse:
-            p.grad = p.grad.coalesce()
-
-
-def gradient_values(grad: Tensor) -> Tensor:
-    """Return a gradient as a plain tensor that shares its memory: of a sparse one its values."""
-    return grad.values() if grad.is_sparse else grad
 
 
 def check_optimizer(

@@ -17,6 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from runner.data.batch_layout import Batch
 from runner.precision.casting import cast_nest
+from runner.precision.gradients import (
+    clip_elements,
+    coalesce_gradients,
+    grad_norms,
+    gradient_values,
+    scale_to_norm,
+    total_norm,
+)
 from runner.precision.loss_scale import HostFlag
 from runner.training.loss_terms import (
     NO_TERMS,
@@ -27,7 +35,6 @@ from runner.training.loss_terms import (
 )
 from runner.training.model_call import call_model
 from runner.training.records import DeviceStepRecord
-from runner.training.sparse_gradients import coalesce_gradients, gradient_values
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step_metrics import measure_step
 from runner.training.tasks.task import labels_of
@@ -270,53 +277,12 @@ def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
     """
     norms = grad_norms(grads)
     if state.clip_value is not None:
-        _clip_elements(grads, state.clip_value)
+        clip_elements(grads, state.clip_value)
     if state.clip_norm is None:
         return norms
-    # An optimizer whose gradients overflowed skips its step. Without the replacement, its infinite
-    # norm would scale the gradients of the other optimizers to zero.
-    total = torch.linalg.vector_norm(norms.nan_to_num(nan=0.0, posinf=0.0))
-    total = state.strategy.reduce_norms(total)
-    # 1e-6 as in torch.nn.utils.clip_grad_norm_. Multiplied always, even by 1: to ask whether the
-    # norm is above the limit would be a read of the device.
-    factor = (state.clip_norm / (total + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, factor)
+    total = state.strategy.reduce_norms(total_norm(norms))
+    scale_to_norm(grads, total, state.clip_norm)
     return norms
-
-
-def _clip_elements(grads: list[Tensor], limit: float) -> None:
-    """Set each element of the gradients to the range from -limit to limit, in place.
-
-    Of a complex element, its real and its imaginary part. NaN stays NaN.
-    """
-    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-    # torch refuses a limit that the dtype cannot hold.
-    limits = [min(limit, torch.finfo(grad.dtype).max) for grad in real]
-    torch._foreach_clamp_min_(real, [-value for value in limits])
-    torch._foreach_clamp_max_(real, limits)
-
-
-_NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
-
-
-def grad_norms(grads: list[Tensor]) -> Tensor:
-    """Return the 2-norm of each gradient, [len(grads)], accumulated in float32 at least.
-
-    Raises:
-        RuntimeError: no parameter received a gradient.
-    """
-    if not grads:
-        raise RuntimeError("no parameter received a gradient: the loss does not depend on any")
-    dtypes = {grad.dtype for grad in grads}
-    if dtypes in _NEEDS_NO_WIDENING:
-        return torch.stack(torch._foreach_norm(grads))
-    # Without dtype= the norm would be rounded to the gradients' dtype: above 65504 it is infinite
-    # in float16, and bfloat16 keeps 8 bits.
-    has_double = bool(dtypes & {torch.float64, torch.complex128})
-    wide = torch.float64 if has_double else torch.float32
-    # A real view has the same 2-norm, and only real tensors can be accumulated in a given dtype.
-    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-    return torch.stack(torch._foreach_norm(real, 2.0, dtype=wide))
 
 
 def _optimizer_step(state: TrainState, found_infs: Sequence[Tensor | None]) -> None:

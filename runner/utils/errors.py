@@ -28,6 +28,10 @@ class ConfigError(RunnerError):
         super().__init__("\n".join(problems))
 
 
+class PolicyError(RunnerError):
+    """A call on a precision's Policy at the wrong time, which would compute other numbers."""
+
+
 class Unavailable(RunnerError):
     """Hardware or a package that the precision or accelerator needs is missing on this machine.
 
@@ -67,7 +71,7 @@ class ModelError(RunnerError):
 
 
 class HookError(RunnerError):
-    """The user's task.after_evaluation, which failed or returned something else than numbers."""
+    """A function or callback of the user's that failed, or returned something else than numbers."""
 
     exit_status = 1
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from runner.config.overrides import as_typed
 from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.numerics import read
@@ -253,7 +254,8 @@ class TrialScheduler:
             seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * timing.step_seconds + slack),
             seeds=options.seeds,
             budget=options.budget,
-            command=[*request.command, *request.overrides, *request.seed_override],
+            # As typed: the mark of a new key is the program's own.
+            command=[*request.command, *map(as_typed, request.overrides), *request.seed_override],
             emulated=request.emulated_precisions,
             own={name: words for name, words in request.precision_overrides.items() if words},
             absent=request.missing_precisions,

@@ -1,0 +1,91 @@
+"""Make the policy of a named precision, for a training loop of one's own."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.config.arguments import Arguments
+from runner.config.instantiation import keywords, locate
+from runner.config.overrides import PRECISION_ALIASES
+from runner.config.targets import build_group
+from runner.precision.policy import Policy
+from runner.precision.registry import precision_config
+from runner.utils.accelerator import KINDS, choose_accelerator
+from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.tpu import is_tpu
+
+
+def precision(
+    name: str | int,
+    /,
+    device: str | torch.device = "cpu",
+    *,
+    config_dir: str | Path | None = None,
+    **keys: Any,
+) -> Policy:
+    """Return the policy of a precision for a training loop of one's own.
+
+    Args:
+        name: of a yaml in conf/precision/, as "16-mixed"; "16", "bf16", "32" and "64" are short
+            names, as on the command line.
+        device: where the model will compute: auto, cpu, cuda, cuda:1, mps or tpu.
+        config_dir: folder whose `precision/<name>.yaml` is a precision of one's own.
+        keys: those under `precision.` on the command line, such as keep_fp32=["head"],
+            loss_scale={"init_scale": 1024.0} or emulate=True.
+
+    Raises:
+        ConfigError: the name, a key, a value or the device is not known.
+        Unavailable: this machine lacks what the precision or the device needs.
+    """
+    chosen = _resolve_device(device)
+    text = PRECISION_ALIASES.get(str(name), str(name))
+    node = _merge(precision_config(text, None if config_dir is None else Path(config_dir)), keys)
+    path = node.get("_target_")
+    if not isinstance(path, str):
+        raise ConfigError(f"precision={text} has no _target_. Name a class in its yaml.")
+    passed = Arguments("precision", path, [], keywords(node), 0, False)
+    problems = [*passed.problems(locate(path))]
+    if problems:
+        raise ConfigError(*problems)
+    made = build_group("precision", node)
+    made.require(chosen)
+    return Policy(made, chosen)
+
+
+def _merge(node: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node with some keys changed; of a mapping, such as loss_scale, the given keys."""
+    merged = dict(node)
+    for key, value in keys.items():
+        current = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(current, Mapping):
+            value = _merge(current, value)
+        # As a yaml has it, which the checks of values expect.
+        merged[key] = list(value) if isinstance(value, tuple) else value
+    return merged
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    """Return a device of this machine, with its index where its kind has one."""
+    if device in ("auto", "tpu"):
+        return choose_accelerator(str(device)).device
+    unknown = ConfigError(
+        f"device={str(device)!r} is not known. Allowed: auto, cpu, cuda, cuda:<index>, mps, tpu."
+    )
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise unknown from None
+    if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
+        # The one that torch.cuda.set_device chose for this process.
+        return torch.device("cuda", torch.cuda.current_device())
+    if is_tpu(wanted):
+        return wanted
+    if wanted.type not in KINDS:
+        raise unknown
+    try:
+        return choose_accelerator(wanted.type, wanted.index or 0).device
+    except Unavailable as error:
+        what, remedy = (t.replace("accelerator", "device") for t in (error.what, error.remedy))
+        raise Unavailable(what, remedy) from error

@@ -1,0 +1,103 @@
+"""Check what a training loop of one's own does with a precision: its optimizers, its sessions, and
+whether its model calls the converted layers."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from runner.precision.conversion_proof import ForwardWatch
+from runner.utils.errors import PolicyError
+
+_open_sessions: list[str] = []
+"""Names of the precisions whose sessions are open in this process."""
+
+
+def check_parameters(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
+    """Raise PolicyError unless an optimizer holds whole parameters of a model, on its device."""
+    kind = type(optimizer).__name__
+    own = {*model.parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p not in own:
+                raise PolicyError(
+                    f"{kind} holds a parameter {list(p.shape)} that the converted model does not "
+                    "have. Make the optimizer after model = policy.convert(model), from "
+                    "model.parameters(), and convert all models that it trains."
+                )
+            if p.device != device:
+                raise PolicyError(
+                    f"{kind} holds a parameter on {p.device}, and this policy computes on "
+                    f"{device}. Leave the model where policy.convert put it, or make the policy "
+                    f'with device="{p.device}".'
+                )
+            if type(p).__name__ == "DTensor":
+                raise PolicyError(
+                    f"{kind} holds sharded parameters, over which a policy cannot agree on "
+                    "overflows and norms. Train with python -m runner strategy=fsdp."
+                )
+
+
+def _process_switches() -> tuple[object, ...]:
+    """Return the process-wide switches of products that sessions set."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
+
+
+@contextmanager
+def open_policy_session(name: str, context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Return the context of a precision's session, within which another one may be opened if both
+    want the same switches.
+
+    Raises:
+        PolicyError: it changes what an open session has set.
+    """
+    before = _process_switches()
+    with context:
+        if _open_sessions and _process_switches() != before:
+            raise PolicyError(
+                f"The session of precision={name} would change process-wide switches that "
+                f"precision={_open_sessions[-1]}, whose session is open, has set. Open them one "
+                "after the other."
+            )
+        _open_sessions.append(name)
+        try:
+            yield
+        finally:
+            _open_sessions.remove(name)
+
+
+@contextmanager
+def prove_layers_called(
+    name: str, model: nn.Module, layers: Mapping[str, nn.Module]
+) -> Iterator[None]:
+    """Return the context around a model's first forward, which must call its converted layers.
+
+    Args:
+        name: of the precision.
+        model: converted.
+        layers: converted modules by their names.
+
+    Raises:
+        PolicyError: the model reads the weight of a layer and does not call the layer, so that
+            nothing would be computed in the precision.
+    """
+    # Compiled code runs past the watch; it is compiled in the second forward.
+    with torch.compiler.set_stance("force_eager"), ForwardWatch(model, layers) as watch:
+        yield
+    if watch.bypassed:
+        names = sorted(watch.bypassed)
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
+        raise PolicyError(
+            f"The model reads the weight of {shown} and does not call the layer, which computes "
+            f"in precision={name}. Leave such layers as they are: make the policy with "
+            f"ignore_modules={names}."
+        )

@@ -1,0 +1,218 @@
+"""Follow gradients from the backward to the step of a training loop, under a loss scale.
+
+Mistakes that would compute other numbers without an error are refused: a clipping before the
+gradients are unscaled, a plain `loss.backward()` or `optimizer.step()`, gradients that are added
+up over a change of the scale.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner.precision.gradients import (
+    clip_elements,
+    coalesce_gradients,
+    grad_norms,
+    gradient_values,
+    scale_to_norm,
+    total_norm,
+)
+from runner.precision.loss_scale import LossScale
+from runner.utils.errors import PolicyError
+
+
+class _GradientVersion(NamedTuple):
+    """A gradient as a backward left it; torch counts the changes of a tensor in its version."""
+
+    grad: Tensor
+    version: int
+
+    def is_unchanged(self, parameter: Tensor) -> bool:
+        return parameter.grad is self.grad and self.grad._version == self.version
+
+
+class ScaledGradients:
+    """The gradients of a training loop, multiplied by its loss scale until they are unscaled.
+
+    Args:
+        scale: of the loop.
+        device: where the gradients are.
+
+    Attributes:
+        scale: the loss scale.
+        steps: steps that were attempted.
+    """
+
+    def __init__(self, scale: LossScale, device: torch.device) -> None:
+        self.scale = scale
+        self.steps = 0
+        # Asked once: each value of a scale is a copy on the device.
+        self._is_scaled = scale.value is not None
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._last_found_inf: Tensor | None = None
+        self._has_backward = False
+        self._is_stepping = False
+        # Both are filled under a loss scale only. Of each parameter with a gradient: as the last
+        # backward left it, and as it remained after the step of other parameters.
+        self._computed: dict[Tensor, _GradientVersion] = {}
+        self._unused: dict[Tensor, _GradientVersion] = {}
+        # Of each optimizer whose gradients are unscaled, its found-inf.
+        self._found_infs: dict[Optimizer, Tensor | None] = {}
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether gradients were computed that no step has used."""
+        return self._has_backward
+
+    @property
+    def skipped_steps(self) -> int:
+        """Return how many steps overflowed and were skipped; waits for the device."""
+        return int(self._skipped.item())
+
+    @property
+    def was_last_step_skipped(self) -> bool:
+        """Return whether the last step overflowed; waits for the device."""
+        return self._last_found_inf is not None and bool(self._last_found_inf.item())
+
+    def restore_counts(self, steps: int, skipped: int) -> None:
+        """Set the numbers of attempted and of skipped steps."""
+        self.steps = steps
+        self._skipped.fill_(skipped)
+
+    def check_backward(self) -> None:
+        """Raise PolicyError where a backward would add to gradients of another scale."""
+        if self._found_infs:
+            raise PolicyError(
+                "policy.backward after policy.unscale or policy.clip would add gradients that are "
+                "multiplied by the loss scale to others that are not. Call policy.step(...) in "
+                "between, or all backwards of a step before policy.unscale."
+            )
+        unused = [p for p, seen in self._unused.items() if seen.is_unchanged(p)]
+        self._unused = {}
+        if unused:
+            raise PolicyError(
+                f"{len(unused)} parameters still have a gradient from before the last policy.step, "
+                "whose optimizers do not hold them; the loss scale may have changed since. Call "
+                "zero_grad() of their optimizer, pass all optimizers to one policy.step, or "
+                "freeze them with requires_grad_(False)."
+            )
+
+    def record_backward(self, parameters: Iterable[Tensor]) -> None:
+        """Note which gradients a backward has computed."""
+        self._has_backward = True
+        if not self._is_scaled:
+            return
+        for p in parameters:
+            if p.grad is not None:
+                self._computed[p] = _GradientVersion(p.grad, p.grad._version)
+
+    def check_own_step(self, optimizer: Optimizer) -> None:
+        """Raise PolicyError for an optimizer that steps by itself on scaled gradients."""
+        if not self._is_stepping and any(p in self._computed for p in _parameters(optimizer)):
+            raise PolicyError(
+                f"optimizer.step() of {type(optimizer).__name__} does not know the loss scale that "
+                "its gradients are multiplied by. Write policy.step(optimizer) in its place."
+            )
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients by the scale, once per step."""
+        if optimizer in self._found_infs:
+            return
+        parameters = _parameters(optimizer)
+        if self._is_scaled:
+            self._check_unchanged(optimizer, parameters)
+        coalesce_gradients(parameters)
+        # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
+        for p in parameters:
+            if p.grad is not None and p.is_complex():
+                p.grad = p.grad.resolve_conj()
+        self._found_infs[optimizer] = self.scale.unscale(_gradients([optimizer]))
+
+    def _check_unchanged(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """Raise PolicyError for gradients that are not those of policy.backward."""
+        changed = 0
+        for p in parameters:
+            seen = self._computed.get(p)
+            if p.grad is not None and (seen is None or not seen.is_unchanged(p)):
+                changed += 1
+        if changed:
+            raise PolicyError(
+                f"{changed} gradients of {type(optimizer).__name__} are not as policy.backward "
+                "left them, multiplied by the loss scale: they were changed, computed by another "
+                "backward, or belong to two optimizers. Clip by policy.step(optimizer, "
+                "clip_norm=...), call policy.unscale(optimizer) before you change gradients, and "
+                "write policy.backward(loss) in place of loss.backward()."
+            )
+
+    def clip(
+        self, optimizers: Sequence[Optimizer], norm: float | None, value: float | None
+    ) -> Tensor:
+        """Clip unscaled gradients in place; return their 2-norm before that, a scalar.
+
+        Args:
+            optimizers: whose gradients count together.
+            norm: largest 2-norm of all gradients; None does not limit it.
+            value: largest magnitude of each element; None does not limit it.
+        """
+        grads = _gradients(optimizers)
+        if not grads:
+            raise PolicyError("None of the optimizers' parameters has a gradient to clip.")
+        total = total_norm(grad_norms(grads))
+        if value is not None:
+            clip_elements(grads, value)
+        if norm is not None:
+            scale_to_norm(grads, total, norm)
+        return total
+
+    def step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Step the optimizers on their unscaled gradients, update the scale, drop the gradients."""
+        missing = [type(o).__name__ for o in self._found_infs if o not in optimizers]
+        if missing:
+            raise PolicyError(
+                f"policy.step is not given {', '.join(missing)}, whose gradients are unscaled "
+                "already. Pass all optimizers of a step: policy.step(one, other)."
+            )
+        if not _gradients(optimizers):
+            raise PolicyError(
+                "None of the optimizers' parameters has a gradient. Is the loss computed from the "
+                "model that policy.convert returned, and was zero_grad() called too early?"
+            )
+        found_infs = [self._found_infs[optimizer] for optimizer in optimizers]
+        self._is_stepping = True
+        try:
+            for optimizer, found_inf in zip(optimizers, found_infs, strict=True):
+                self.scale.step(optimizer, found_inf)
+        finally:
+            self._is_stepping = False
+        self.scale.update(found_infs)
+        self._count(found_infs)
+        for optimizer in optimizers:
+            for p in _parameters(optimizer):
+                p.grad = None
+        self._forget_computed()
+
+    def _count(self, found_infs: Sequence[Tensor | None]) -> None:
+        self.steps += 1
+        flags = [flag for flag in found_infs if flag is not None]
+        if flags:
+            self._last_found_inf = torch.stack(flags).amax()
+            self._skipped += self._last_found_inf != 0
+
+    def _forget_computed(self) -> None:
+        self._has_backward = False
+        self._found_infs = {}
+        self._unused = {p: seen for p, seen in self._computed.items() if p.grad is not None}
+        self._computed = {}
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    # Sparse gradients are worked on by their values, which share the gradients' memory.
+    parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
+    return [gradient_values(p.grad) for p in parameters if p.grad is not None]

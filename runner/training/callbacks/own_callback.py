@@ -1,0 +1,256 @@
+"""Callbacks of one's own: the base class, and what a callback is given in its hooks.
+
+They are nodes of the config group `callbacks`. How they are built is in own_callback_nodes.py, how
+they are called in own_callback_caller.py.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from runner.tracking.metric_names import METRICS
+from runner.tracking.tracker import Tracker
+from runner.training.evaluation_hook import as_number
+from runner.training.records import EvalRecord, StepRecord
+from runner.training.state import TrainState
+from runner.utils.files import write_text
+from runner.utils.formatting import now_ms
+
+CALLBACK_FILES = "callbacks"
+"""Folder of the files that callbacks save, in the run's folder and among its artifacts."""
+
+HOOKS = ("on_steps", "on_evaluation", "on_end")
+"""Methods of a RunCallback that the run calls."""
+
+_METRIC_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)*")
+RESERVED_PREFIXES = sorted({name.partition("/")[0] for name in METRICS} | {"system"})
+"""First parts of the names of metrics that the runner and MLflow record."""
+
+
+class TrainingEnd(NamedTuple):
+    """How a training ended.
+
+    Attributes:
+        step: attempted steps.
+        planned_steps: steps that the config asks for.
+        metrics: of the last evaluation, by their names in the tracker.
+        best: best value of the metric that runs are compared by; None without an evaluation.
+        reason: why it ended before the planned steps: the reason that a callback gave, or the key
+            that ended it; empty where it did not.
+    """
+
+    step: int
+    planned_steps: int
+    metrics: Mapping[str, float]
+    best: float | None
+    reason: str
+
+
+class RunCallback:
+    """Base class of callbacks of one's own: override the hooks of interest.
+
+    Hooks are called without gradients, in the main process only. They read and record, and may ask
+    the run to stop; random generators and the model's modes are as before after each of them, so
+    that the training is the same with and without the callback.
+    """
+
+    def on_steps(self, records: Sequence[StepRecord], run: "RunHandle") -> None:
+        """Read the records of steps that have reached the host, in order.
+
+        Called at each multiple of train.log_every, before each evaluation, each checkpoint and the
+        end; on a GPU one interval later.
+        """
+
+    def on_evaluation(self, record: EvalRecord, run: "RunHandle") -> None:
+        """Read the metrics of an evaluation; the records up to its step came before."""
+
+    def on_end(self, end: TrainingEnd, run: "RunHandle") -> None:
+        """Read how the training ended.
+
+        Not called where a signal, a guard or an error ended it: a resumed run calls it at its end.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the callback needs after a resume: numbers, texts, tensors, lists, dicts."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what state_dict returned; not called where a checkpoint holds no state of it."""
+
+
+@dataclass(frozen=True)
+class CallbackOutput:
+    """Where metrics, files and messages of callbacks go.
+
+    Attributes:
+        folder: the run's folder.
+        tracker: records metrics and tags.
+        save_artifact: writes a file of the run's folder and uploads it to a folder of the
+            artifacts; returns whether it was written.
+        say: prints a line.
+        save_traceback: writes the traceback of the error being handled, and returns a sentence
+            that names the file.
+    """
+
+    folder: Path
+    tracker: Tracker
+    save_artifact: Callable[[Path, Callable[[Path], object], str], bool]
+    say: Callable[[str], None]
+    save_traceback: Callable[[], str]
+
+
+class RunHandle:
+    """What a callback may do in a run: log metrics, save files, read the model, ask to stop.
+
+    Args:
+        name: of the callback in the config.
+        state: of the training.
+        output: where metrics and files go.
+
+    Attributes:
+        name: of the callback.
+        precision: name of the run's precision.
+        folder: of the callback's files.
+        step: the step that the hook is called for.
+        stop_reason: why the callback asked the run to stop; empty where it did not.
+    """
+
+    def __init__(self, name: str, state: TrainState, output: CallbackOutput) -> None:
+        self.name = name
+        self.precision = state.precision.name
+        self.folder = output.folder / CALLBACK_FILES / name
+        self.step = state.step
+        self.stop_reason = ""
+        self._state = state
+        self._output = output
+        self._read_model: _ModelSnapshot | None = None
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Record numbers as metrics of the run.
+
+        Args:
+            values: numbers, or tensors of one number, by name. A name without a prefix gets the
+                callback's: `gap` is recorded as `<callback>/gap`.
+            step: from 0 to the run's present step; the hook's own by default.
+
+        Raises:
+            ValueError: a name is the runner's or holds other characters, a value is no number, or
+                the step is not one of the run.
+        """
+        at = self.step if step is None else step
+        if not isinstance(at, int) or not 0 <= at <= self._state.step:
+            raise ValueError(f"step={at} is not one of this run, which is at {self._state.step}")
+        named = {self._metric_name(name): self._number(name, v) for name, v in values.items()}
+        self._output.tracker.log_metrics([(at, now_ms(), named)])
+
+    def save(self, name: str, content: str | bytes | Callable[[Path], object]) -> Path:
+        """Write a file into the callback's folder, upload it, and return its path.
+
+        A file that cannot be written is reported and does not end the run.
+
+        Args:
+            name: of the file, or a path below the callback's folder.
+            content: text, bytes, or a function that writes the file at a path, as Figure.savefig.
+
+        Raises:
+            ValueError: the name leads out of the folder.
+        """
+        relative = PurePosixPath(name)
+        if not name or relative.is_absolute() or ".." in relative.parts:
+            raise ValueError(f"{name!r} is no path below the callback's folder {self.folder}")
+        path = self.folder / relative
+
+        def write(path: Path) -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, str):
+                write_text(path, content)
+            elif isinstance(content, bytes):
+                path.write_bytes(content)
+            else:
+                content(path)
+
+        folder = PurePosixPath(CALLBACK_FILES, self.name, relative).parent
+        self._output.save_artifact(path, write, str(folder))
+        return path
+
+    def stop(self, reason: str) -> None:
+        """Ask the run to stop: it evaluates, unless it just has, and ends as finished.
+
+        Args:
+            reason: a sentence for the terminal and the run's tag `stopped_by`.
+        """
+        if not isinstance(reason, str) or not reason.strip():
+            raise ValueError("stop() needs a reason, a text that is not empty")
+        self.stop_reason = self.stop_reason or " ".join(reason.split())
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model of the run, to be read; without the strategy's wrappers.
+
+        Raises:
+            ValueError: its weights are sharded among processes.
+        """
+        if self._state.strategy.shards:
+            raise ValueError(
+                "the model's weights are sharded among processes and cannot be read in one of "
+                "them; type strategy=ddp"
+            )
+        model = self._state.plain_model
+        if self._read_model is None:
+            self._read_model = _ModelSnapshot(model)
+        return model
+
+    def close_hook(self) -> None:
+        """Restore the model's modes after a hook.
+
+        Raises:
+            ValueError: the hook changed a parameter in place.
+        """
+        snapshot, self._read_model = self._read_model, None
+        if snapshot is not None:
+            snapshot.restore_modes()
+            snapshot.check_weights()
+
+    def _metric_name(self, name: Any) -> str:
+        if not isinstance(name, str) or not _METRIC_NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is no name of a metric. Allowed: letters, digits, underscores, dots and "
+                "dashes, with slashes between"
+            )
+        if "/" not in name:
+            return f"{self.name}/{name}"
+        prefix = name.partition("/")[0]
+        if prefix in RESERVED_PREFIXES:
+            raise ValueError(
+                f"{name!r} begins as the runner's own metrics do ({', '.join(RESERVED_PREFIXES)}). "
+                "Take another prefix, or none"
+            )
+        return name
+
+    def _number(self, name: str, value: Any) -> float:
+        number = as_number(value)
+        if number is None:
+            raise ValueError(f"{name!r} is a {type(value).__name__}, not a number")
+        return number
+
+
+class _ModelSnapshot:
+    """The modes of a model's modules, and the versions of its parameters, before a hook."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modes = [(module, module.training) for module in model.modules()]
+        self.versions = [(p, p._version) for p in model.parameters()]
+
+    def restore_modes(self) -> None:
+        for module, training in self.modes:
+            module.training = training
+
+    def check_weights(self) -> None:
+        # torch counts the changes of a tensor in its version.
+        changed = sum(p._version != version for p, version in self.versions)
+        if changed:
+            raise ValueError(f"it changed {changed} parameters of the model; callbacks read only")

@@ -1,0 +1,334 @@
+"""Callbacks of the user's own: docs/own-callbacks.md as it stands there, resume, stop, errors."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from runner.checkpoint.checkpoint_file import load
+
+CALLBACKS = '''
+import random
+
+import torch
+
+from runner.training.callbacks.own_callback import RunCallback
+
+SEEN = []
+
+
+class Note(RunCallback):
+    """Notes every call, reads the model, draws random numbers, and leaves modes changed."""
+
+    def __init__(self):
+        self.count = 0
+        self.tensor = torch.zeros(2, dtype=torch.bfloat16)
+
+    def on_steps(self, records, run):
+        torch.randn(3), random.random()
+        run.model.eval()
+        self.count += len(records)
+        self.tensor += len(records)
+        weight = next(run.model.parameters())
+        assert not (weight * 2).requires_grad
+        SEEN.append(("steps", [record.step for record in records], run.step))
+        for record in records:
+            run.log({"doubled": 2 * record.loss}, step=record.step)
+        run.log({"mine/count": torch.tensor(self.count)})
+
+    def on_evaluation(self, record, run):
+        SEEN.append(("evaluation", record.step, sorted(record.metrics)))
+        run.save(f"text-{record.step}.txt", "hello")
+        run.save("more/bytes", b"x")
+
+    def on_end(self, end, run):
+        SEEN.append(("end", end))
+
+    def state_dict(self):
+        return {"count": self.count, "tensor": self.tensor, "list": [1, (2.0, None)]}
+
+    def load_state_dict(self, state):
+        assert state["list"] == [1, (2.0, None)]
+        self.count, self.tensor = state["count"], state["tensor"]
+        SEEN.append(("load", self.count, self.tensor.tolist(), str(self.tensor.dtype)))
+
+
+class Stop(RunCallback):
+    def __init__(self, hook="on_steps", at=2, reason="seen enough"):
+        self.hook, self.at, self.reason = hook, at, reason
+
+    def on_steps(self, records, run):
+        if self.hook == "on_steps" and run.step >= self.at:
+            run.stop(self.reason)
+
+    def on_evaluation(self, record, run):
+        if self.hook == "on_evaluation" and run.step >= self.at:
+            run.stop(self.reason)
+
+    def on_end(self, end, run):
+        SEEN.append(("end", end))
+
+
+class Fail(RunCallback):
+    def __init__(self, what="raise", until=4):
+        self.what, self.until = what, until
+        self.value = 1
+
+    def on_steps(self, records, run):
+        if run.step != self.until:
+            return
+        if self.what == "raise":
+            raise KeyError("no such thing")
+        if self.what == "weights":
+            with torch.no_grad():
+                next(run.model.parameters()).mul_(2)
+        if self.what == "name":
+            run.log({"train/loss": 1})
+        if self.what == "value":
+            run.log({"loss": "high"})
+        if self.what == "step":
+            run.log({"loss": 1}, step=99)
+        if self.what == "file":
+            run.save("../secret", "text")
+        if self.what == "reason":
+            run.stop("")
+
+    def on_end(self, end, run):
+        if self.what == "end":
+            raise RuntimeError("at the end")
+
+    def state_dict(self):
+        return {"value": object() if self.what == "state" else 1}
+
+    def load_state_dict(self, state):
+        if self.what == "load":
+            raise ValueError("of another version")
+
+
+class Misspelt(RunCallback):
+    def on_step(self, records, run):
+        pass
+
+    def on_evaluation(self, record):
+        pass
+
+
+class Idle(RunCallback):
+    pass
+
+
+class Stranger:
+    def on_steps(self, records, run):
+        pass
+
+
+def made(times=1):
+    return Note()
+
+
+def wrong():
+    return {}
+'''
+STEPS = ("train.max_steps=6", "train.eval_every=3", "train.log_every=2", "data=mine")
+
+
+@pytest.fixture
+def called(own, lab):
+    """A tiny run with callbacks of lab/callbacks.py, in a folder of a name."""
+    (lab / "lab" / "callbacks.py").write_text(CALLBACKS)
+
+    def run(name, *typed):
+        done = own(*STEPS, *typed, f"hydra.run.dir={name}")
+        path = lab / name / "result.json"
+        return done, json.loads(path.read_text()) if path.exists() else {}
+
+    return run
+
+
+def calls():
+    import lab.callbacks
+
+    found = list(lab.callbacks.SEEN)
+    lab.callbacks.SEEN.clear()
+    return found
+
+
+def last_model(folder):
+    return load(sorted(folder.glob("checkpoints/step-*.pt"))[-1])["model"]
+
+
+NOTE = "callbacks.note._target_=lab.callbacks.Note"
+
+
+def test_a_callback_sees_every_step_and_changes_none(called, lab):
+    _, plain = called("plain", "precision=16-mixed")
+    done, found = called("run", "precision=16-mixed", NOTE)
+    assert done.rc == 0, done.stderr
+    seen = calls()
+    assert [call[1] for call in seen if call[0] == "steps"] == [[1, 2], [3], [4], [5, 6]]
+    assert [call[1] for call in seen if call[0] == "evaluation"] == [3, 6]
+    assert "val/accuracy" in seen[2][2]
+    (end,) = [call[1] for call in seen if call[0] == "end"]
+    assert (end.step, end.planned_steps, end.reason) == (6, 6, "")
+    assert end.metrics == found["metrics"]
+    for key, value in last_model(lab / "plain").items():
+        assert torch.equal(value, last_model(lab / "run")[key])
+    assert plain["train_loss"] == found["train_loss"]
+    written = sorted(str(p.relative_to(lab / "run")) for p in (lab / "run").glob("callbacks/**/*"))
+    assert "callbacks/note/text-3.txt" in written
+    assert (lab / "run" / "callbacks/note/more/bytes").read_bytes() == b"x"
+    assert "own_callbacks" not in load(lab / "plain/checkpoints/step-00000006.pt")["observers"]
+
+
+def test_metrics_are_recorded_at_their_steps(called, lab):
+    done, _ = called(
+        *("run", "callbacks={note: {_target_: lab.callbacks.Note}}"),
+        "tracking._target_=runner.tracking.rank_journal.ProcessJournal",
+    )
+    assert done.rc == 0, done.stderr
+    rows = [json.loads(line) for line in (lab / "run/steps.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    doubled = {row["step"]: row["note/doubled"] for row in rows if "note/doubled" in row}
+    assert doubled == {step: 2 * loss for step, loss in losses.items()}
+    assert {row["step"]: row["mine/count"] for row in rows if "mine/count" in row} == {
+        step: step for step in (2, 3, 4, 6)
+    }
+
+
+def test_state_is_resumed_and_what_is_new_or_gone_is_said(called, main, lab):
+    done, _ = called("run", NOTE, "callbacks.fail._target_=lab.callbacks.Fail")
+    assert done.rc == 1
+    calls()
+    resume = ("checkpoint.resume=run", "tracking=none")
+    done = main(*resume, "callbacks.fail.until=99", "callbacks.late._target_=lab.callbacks.Stop")
+    assert done.rc == 0, done.stderr
+    assert "callbacks.late begins here: the checkpoint has no state of it" in done.stdout
+    seen = calls()
+    assert seen[0] == ("load", 4, [4.0, 4.0], "torch.bfloat16")
+    assert "stopped at step 6 by callbacks.late: seen enough" in done.stdout
+    assert [call[1] for call in seen if call[0] == "steps"] == [[5, 6]]
+
+
+def test_a_removed_callback_is_said(called, main, lab):
+    done, _ = called("run", NOTE, "callbacks.fail._target_=lab.callbacks.Fail")
+    assert done.rc == 1
+    done = main("checkpoint.resume=run", "tracking=none", "callbacks=none")
+    assert done.rc == 0, done.stderr
+    for name in ("note", "fail"):
+        assert f"callbacks.{name} is not called any more: its state is dropped" in done.stdout
+
+
+@pytest.mark.parametrize(("hook", "at", "steps"), [("on_steps", 2, 3), ("on_evaluation", 3, 3)])
+def test_a_callback_stops_the_run(called, lab, hook, at, steps):
+    keys = (f"callbacks.stop.hook={hook}", f"callbacks.stop.at={at}")
+    done, found = called("run", "callbacks.stop._target_=lab.callbacks.Stop", *keys)
+    assert done.rc == 0, done.stderr
+    assert "by callbacks.stop: seen enough" in done.stdout
+    assert (found["status"], found["steps"], found["planned_steps"]) == ("finished", steps, 6)
+    assert "val/accuracy" in found["metrics"]
+    ((_, end),) = calls()
+    assert (end.step, end.reason) == (steps, "callbacks.stop: seen enough")
+
+
+FAILED = "callbacks.fail.on_steps, called at step 4, fails: "
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("raise", FAILED + "KeyError: 'no such thing' (callbacks.py, line "),
+        ("weights", FAILED + "ValueError: it changed 1 parameters of the model; callbacks read o"),
+        ("name", FAILED + "ValueError: 'train/loss' begins as the runner's own metrics do"),
+        ("value", FAILED + "ValueError: 'loss' is a str, not a number"),
+        ("step", FAILED + "ValueError: step=99 is not one of this run, which is at 4"),
+        ("file", FAILED + "ValueError: '../secret' is no path below the callback's folder"),
+        ("reason", FAILED + "ValueError: stop() needs a reason"),
+        ("end", "callbacks.fail.on_end, called at step 6, fails: RuntimeError: at the end"),
+        ("state", "callbacks.fail.state_dict fails: TypeError: its state holds a object"),
+    ],
+)
+def test_a_failing_callback_ends_the_run_after_a_checkpoint(called, lab, what, message):
+    keys = ("callbacks.fail._target_=lab.callbacks.Fail", f"callbacks.fail.what={what}")
+    done, _ = called("run", *keys)
+    assert done.rc == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Resume with: python -m runner --config-dir lab/conf checkpoint.resume=" in done.stderr
+    assert list((lab / "run").glob("checkpoints/step-*.pt"))
+
+
+def test_a_state_that_is_refused_is_reported(called, main):
+    called("run", "callbacks.fail._target_=lab.callbacks.Fail")
+    done = main("checkpoint.resume=run", "tracking=none", "callbacks.fail.what=load")
+    assert done.rc == 1
+    assert "callbacks.fail.load_state_dict fails: ValueError: of another version" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (
+            "callbacks.a._target_=lab.callbacks.Misspelt",
+            "has on_step, which is no hook. Hooks: ",
+        ),
+        ("callbacks.a._target_=lab.callbacks.Misspelt", "Write on_evaluation(self, record, run)"),
+        ("callbacks.a._target_=lab.callbacks.Stranger", "is no callback. Derive it from runner."),
+        ("callbacks.a._target_=lab.callbacks.Idle", "has no hook of its own. Define one of: on_"),
+        ("callbacks.a._target_=lab.callbacks.Nothing", "does not import: lab.callbacks has no No"),
+        ("callbacks.a._target_=lab.callbacks.wrong", "what lab.callbacks.wrong returns is no call"),
+        ("callbacks.a={_target_: lab.callbacks.Note, goal: 1}", "callbacks.a.goal=1: lab.callback"),
+        ("callbacks.a=lab.callbacks.Note", "callbacks.a=lab.callbacks.Note does not fit. Allowed:"),
+        ("callbacks._target_=lab.callbacks.Note", "has no name. Callbacks are a mapping of names"),
+        ("callbacks.val._target_=lab.callbacks.Note", "val cannot name a callback"),
+        ("callbacks=watch", "A callback of your own is callbacks.<name>._target_="),
+    ],
+)
+def test_wrong_callbacks_are_refused_before_training(called, typed, message):
+    done, found = called("run", typed)
+    assert done.rc == 2, done.stdout
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not found
+
+
+def test_a_function_may_make_the_callback(called):
+    done, _ = called("run", "callbacks.a._target_=lab.callbacks.made", "callbacks.a.times=2")
+    assert done.rc == 0, done.stderr
+    assert calls()
+
+
+def test_a_strangers_checkpoint_calls_no_callback(called, main, lab):
+    done, _ = called("run", "callbacks.fail._target_=lab.callbacks.Fail")
+    assert done.rc == 1
+    path = sorted((lab / "run").glob("checkpoints/step-*.pt"))[-1]
+    content = torch.load(path, weights_only=True)
+    content["spec"]["callbacks"]["fail"] = {"_target_": "subprocess.run", "args": ["touch", "no"]}
+    torch.save(content, path)
+    done = main("checkpoint.resume=run", "tracking=none")
+    assert done.rc == 2
+    assert "names callbacks.fail._target_=subprocess.run" in done.stderr
+
+
+@pytest.fixture
+def documented(main, root, lab):
+    """A command in a folder that has the files of the page."""
+    text = (root / "docs" / "own-callbacks.md").read_text()
+    for path, content in re.findall(r"```\w+\n# (lab/\S+)\n(.*?)```", text, re.DOTALL):
+        file = lab / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    return main
+
+
+def test_the_page_runs_in_a_sweep_too(documented, lab):
+    done = documented(
+        *("-m", "--config-dir", "lab/conf", "callbacks=watch", "callbacks.watch.goal=0.05,0.999"),
+        *("data=digits", "model=mlp", "train.max_steps=4", "train.eval_every=2", "tracking=none"),
+        *("hydra.sweep.dir=sweep", "hydra/launcher=basic"),
+    )
+    assert done.rc == 0, done.stderr + done.stdout
+    results = [json.loads((lab / f"sweep/{i}/result.json").read_text()) for i in (0, 1)]
+    assert [result["steps"] for result in results] == [2, 4]
+    text = (lab / "sweep/1/callbacks/watch/summary.txt").read_text()
+    assert re.fullmatch(r"worst loss \d\.\d+ in 4 steps\n", text)

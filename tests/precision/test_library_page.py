@@ -1,0 +1,315 @@
+"""docs/precision-library.md: its code runs as it stands there, and what it says of Fabric and
+Accelerate is so."""
+
+import io
+import re
+import warnings
+from contextlib import redirect_stdout
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runner.precision import precision
+from runner.precision.registry import precision_names
+
+
+class Net(nn.Module):
+    """Two layers, the same in every call; with labels it computes its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(16, 32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x, labels=None):
+        output = self.head(self.body(x).relu())
+        if labels is None:
+            return output
+        return SimpleNamespace(loss=F.cross_entropy(output.float(), labels))
+
+
+def batches(count=8):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        inputs = torch.randn(32, 16, generator=generator)
+        yield inputs, inputs[:, :4].argmax(1)
+
+
+def groups_of(size, batches):
+    iterator = iter(batches)
+    while group := [*islice(iterator, size)]:
+        yield group
+
+
+class Watch:
+    """F with the losses and the dtypes of what enters them noted."""
+
+    def __init__(self):
+        self.losses, self.dtypes = [], []
+
+    def cross_entropy(self, output, target):
+        loss = F.cross_entropy(output, target)
+        self.losses.append(loss.item())
+        self.dtypes.append(output.dtype)
+        return loss
+
+
+@pytest.fixture
+def page(root):
+    return (root / "docs" / "precision-library.md").read_text()
+
+
+@pytest.fixture
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def names(**more):
+    """What a block of the page takes as given."""
+    model = Net()
+    given = {"torch": torch, "nn": nn, "F": Watch(), "Net": Net, "precision": precision}
+    return given | {"loader": [*batches()], "groups_of": groups_of, "model": model} | more
+
+
+def block_with(blocks, text):
+    (block,) = [block for block in blocks if text in block]
+    return block
+
+
+def loop_losses(block, **more):
+    """Run a block of the page; return its losses, the dtypes of the outputs, and its names."""
+    given = names(**more)
+    # "warnings are errors" is this suite's rule, not the libraries'.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(block, given)
+    return given["F"].losses, given["F"].dtypes, given
+
+
+def test_every_block_is_run_by_a_test(blocks):
+    """Ten blocks: each test below names one by its words."""
+    assert len(blocks) == 10
+    assert len(block_with(blocks, "clip_norm=1.0").splitlines()) == 12
+
+
+def test_the_loop_trains_and_continues_exactly(blocks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    block = block_with(blocks, "clip_norm=1.0")
+    whole, dtypes, _ = loop_losses(block)
+    assert set(dtypes) == {torch.float32}
+    assert whole[-1] < whole[0]
+    *_, given = loop_losses(block, loader=[*batches()][:4])
+    exec(block_with(blocks, "checkpoint.pt"), given)
+    rest = block[block.index("with policy.session()") :]
+    given |= {"F": Watch(), "loader": [*batches()][4:]}
+    exec(rest, given)
+    assert given["F"].losses == whole[4:]
+
+
+def test_keys_are_python_values(blocks):
+    given = names()
+    exec(block_with(blocks, 'keep_fp32=["head"]'), given)
+    model = given["policy"].convert(Net())
+    assert (given["policy"].loss_scale, model.head.weight.dtype) == (1024.0, torch.float32)
+
+
+def test_a_model_may_compute_its_own_loss(blocks):
+    policy = precision("bf16-true")
+    model = policy.convert(Net())
+    inputs, labels = next(batches())
+    given = names(policy=policy, model=model, batch={"x": inputs, "labels": labels})
+    with policy.session():
+        exec(block_with(blocks, "**policy.cast(batch)"), given)
+    assert model.body.weight.grad.dtype is torch.bfloat16
+
+
+def test_micro_batches_are_one_large_batch(blocks):
+    policy = precision("16-mixed")
+    model = policy.convert(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    *_, given = loop_losses(
+        block_with(blocks, "groups_of"),
+        policy=policy,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
+    assert (policy.steps, policy.skipped_steps, scheduler.last_epoch) == (2, 0, 2)
+    assert 0 < given["norm"] < 100
+
+
+def test_two_optimizers_step_together(blocks):
+    policy = precision("16-mixed", loss_scale={"init_scale": 2.0**24})
+    losses, *_ = loop_losses(
+        block_with(blocks, "ModuleDict"),
+        policy=policy,
+        Body=lambda: nn.Linear(16, 8),
+        Head=lambda: nn.Linear(8, 4),
+    )
+    assert policy.steps == 8 > policy.skipped_steps > 0
+    assert len(losses) == 8
+
+
+def test_fp8_shows_what_it_converted(blocks, page):
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(block_with(blocks, "float8-rowwise"), names())
+    assert f"```\n{out.getvalue()}```" in page
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft and bitsandbytes, as they are imported
+def test_lora_trains_over_frozen_four_bit_weights(blocks):
+    pytest.importorskip("peft")
+    given = names()
+    exec(block_with(blocks, "bnb-nf4"), given)
+    loop = block_with(blocks, "clip_norm=1.0")
+    exec(loop[loop.index("with policy.session()") :], given)
+    assert given["F"].losses[-1] < given["F"].losses[0]
+    assert given["policy"].report.layer_counts == (1, 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fabric_and_accelerate_have_the_same_losses_in_bf16_mixed(blocks):
+    pytest.importorskip("lightning")
+    pytest.importorskip("accelerate")
+    _reset_accelerate()
+    ours = block_with(blocks, "clip_norm=1.0").replace("16-mixed", "bf16-mixed")
+    losses = [
+        loop_losses(block)[0]
+        for block in (ours, block_with(blocks, "fabric."), block_with(blocks, "accelerator."))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-6)
+
+
+def _reset_accelerate():
+    """Accelerate keeps the precision of a process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def product_dtype(model, inputs):
+    """The dtype in which a model's first layer computes."""
+    seen = []
+    handle = model.body.register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    output = model(inputs)
+    handle.remove()
+    return seen[0], output.dtype
+
+
+INPUTS = torch.zeros(32, 16)
+
+
+def fabric_of(name, model):
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1, precision=name)
+    return fabric, fabric.setup(model)
+
+
+def test_what_fabric_does():
+    lightning = pytest.importorskip("lightning")
+    assert lightning.__version__.startswith("2.6")
+    model = Net()
+    with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
+        fabric, wrapped = fabric_of("16-mixed", model)
+    wrapped(INPUTS)
+    assert fabric._precision.precision == "bf16-mixed"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert product_dtype(model, INPUTS)[0] is torch.float32  # only through its wrapper
+        _, wrapped = fabric_of("64-true", Net())
+        assert wrapped(INPUTS.double()).dtype is torch.float32
+        with pytest.raises(ValueError, match=r"Allowed precision values: \(.*'bf16-mixed'"):
+            fabric_of("bnb-nf4", Net())
+        with pytest.raises(ModuleNotFoundError, match="transformer_engine"):
+            fabric_of("transformer-engine", Net())
+        from lightning.fabric.plugins import BitsandbytesPrecision, MixedPrecision
+
+        assert BitsandbytesPrecision
+        scaler = torch.amp.GradScaler("cpu")
+        norm = _clipped_norm_of_fabric(MixedPrecision("16-mixed", "cpu", scaler))
+    assert norm > 1000  # the scaled gradients' norm, and no error
+
+
+def _clipped_norm_of_fabric(plugin):
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model = Net()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs, target = next(batches())
+    fabric.backward(F.cross_entropy(model(inputs), target))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return norm
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_accelerate_does():
+    accelerate = pytest.importorskip("accelerate")
+    assert accelerate.__version__.startswith("1.15")
+    _reset_accelerate()
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
+    model = accelerator.prepare(Net())
+    assert accelerator.mixed_precision == "fp16"
+    assert accelerator.scaler is None
+    assert product_dtype(model, INPUTS) == (torch.float32, torch.float32)
+    _reset_accelerate()
+    fp8 = accelerate.Accelerator(cpu=True, mixed_precision="fp8")
+    layers = fp8.prepare(*_model_and_optimizer())[0]
+    assert [type(layer).__name__ for layer in layers] == ["Linear", "Float8Linear", "Linear"]
+    assert layers(INPUTS[:, :16]).isfinite().all()
+    assert hasattr(accelerate.Accelerator, "optimizer_step_was_skipped")
+    _reset_accelerate()
+    with pytest.raises(ValueError, match="64-true"):
+        accelerate.Accelerator(cpu=True, mixed_precision="64-true")
+    _reset_accelerate()
+    accelerate.Accelerator(cpu=True)
+    assert _clipped_norm_of_accelerate() > 1000  # the scaled gradients' norm, and no error
+    _reset_accelerate()
+
+
+def _clipped_norm_of_accelerate():
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    # Accelerate makes a scaler on a GPU only, and wraps the optimizer so.
+    scaler = torch.amp.GradScaler("cpu")
+    model = Net()
+    optimizer = AcceleratedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), device_placement=False, scaler=scaler
+    )
+    inputs, target = next(batches())
+    scaler.scale(F.cross_entropy(model(inputs), target)).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return norm
+
+
+def _model_and_optimizer():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_what_the_policy_does():
+    policy = precision("16-mixed")
+    model = policy.convert(Net())
+    with policy.session(), policy.forward():
+        assert product_dtype(model, INPUTS)[0] is torch.float16
+    wide = precision("64-true")
+    model = wide.convert(Net())
+    with wide.session():
+        with wide.forward():
+            output = model(wide.cast(INPUTS))
+        assert wide.loss(F.cross_entropy, output, torch.zeros(32).long()).dtype is torch.float64
+
+
+def test_the_page_counts_the_precisions(page):
+    assert f"| the {len(precision_names())} of [precisions.md]" in page
