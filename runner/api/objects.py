@@ -26,6 +26,7 @@ from runner.utils.errors import ConfigError
 
 _GROUPS = ("model", "data", "optimizer")
 """Roles that are config groups, in place of whose option the object stands."""
+_WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _DATA_KEYS = ("data.meta", "data.shuffle", "data.sampler", "data.collate")
 """Keys of the data group that fit data given as objects."""
 
@@ -91,6 +92,13 @@ def given_loss(name: str) -> Any:
     return found() if isclass(found) else found
 
 
+def given_callback(name: str) -> Any:
+    """Return a callback that was given, or an object of the class that was given."""
+    callbacks = _find("callbacks", name)
+    found = dict(zip(callback_names(callbacks), callbacks, strict=True)).get(name)
+    return found() if isclass(found) else found
+
+
 def given_collate(name: str) -> Any:
     """Return the collator that was given."""
     return _find("collate", name)
@@ -138,6 +146,9 @@ def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
         found = objects.get(role)
         if found is not None and not callable(found):
             yield f"{role}= is {_kind(found)}, which cannot be called. {_USAGE[role]}"
+    callbacks = objects.get("callbacks")
+    if callbacks is not None and not isinstance(callbacks, tuple | list):
+        yield f"callbacks= is {_kind(callbacks)}. Give a list of callbacks."
     data = objects.get("data")
     if isinstance(data, tuple | list):
         loader = next((part for part in data if isinstance(part, DataLoader)), None)
@@ -186,12 +197,11 @@ def object_options(
     registered = []
     repository: Any = ConfigStore.instance().repo
     for role, value in objects.items():
-        name = object_name(value)
-        target = f"{__name__}.given_{role}"
+        node = _node(role, value)
         if role not in _GROUPS:
-            texts.append(f"++{KEYS[role]}={{_target_: {target}, name: {name}}}")
+            texts.append(f"++{KEYS[role]}={_as_override(node)}")
             continue
-        node: dict[str, Any] = {"_target_": target, "name": name}
+        name = node["name"]
         if role == "data":
             node["meta"] = _meta(value) if needs_meta else {}
         option = _free_option(role, name, config_dir)
@@ -204,6 +214,33 @@ def object_options(
         # Messages of later calls list the options that exist.
         for group, name in registered:
             del repository[group][name]
+
+
+def _node(role: str, value: Any) -> dict[str, Any]:
+    """Return the config node that stands for an object."""
+    if role == "callbacks":
+        names = callback_names(value)
+        target = f"{__name__}.given_callback"
+        return {name: {"_target_": target, "name": name} for name in names}
+    return {"_target_": f"{__name__}.given_{role}", "name": object_name(value)}
+
+
+def _as_override(node: Any) -> str:
+    """Return a node of names as a value of Hydra's grammar."""
+    if isinstance(node, Mapping):
+        return "{" + ", ".join(f"{key}: {_as_override(value)}" for key, value in node.items()) + "}"
+    return str(node)
+
+
+def callback_names(callbacks: Sequence[Any]) -> list[str]:
+    """Return a name for each callback, which begins the names of its metrics: that of its class in
+    snake_case, with a number from the second one of a class on."""
+    names: list[str] = []
+    for callback in callbacks:
+        name = _WORD_STARTS.sub("_", object_name(callback)).lower()
+        count = sum(re.fullmatch(rf"{name}(_\d+)?", known) is not None for known in names)
+        names.append(f"{name}_{count + 1}" if count else name)
+    return names
 
 
 def _free_option(group: str, name: str, config_dir: Path | None) -> str:
@@ -250,8 +287,8 @@ def with_objects(spec: RunSpec, objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a spec that name objects in place of what it names itself."""
     fields: dict[str, Any] = {}
     for role, value in objects.items():
-        node = {"_target_": f"{__name__}.given_{role}", "name": object_name(value)}
-        if role in _GROUPS:
+        node = _node(role, value)
+        if "." not in KEYS[role]:
             fields[role] = node
             continue
         group, key = KEYS[role].split(".")

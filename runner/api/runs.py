@@ -21,6 +21,7 @@ from runner.distributed import torchrun
 from runner.modes.result import RunResult
 from runner.modes.run import run as run_spec
 from runner.sweeps.sweep_resume import final_result
+from runner.training.callbacks.own_callback import RunCallback
 from runner.utils.errors import ConfigError
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -44,6 +45,7 @@ def run(  # noqa: PLR0913
     loss: Loss | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    callbacks: Sequence[RunCallback | type[RunCallback]] | None = None,
     quiet: bool = False,
 ) -> RunResult:
     """Run one experiment, as `python -m runner` does, and return its result.
@@ -59,6 +61,8 @@ def run(  # noqa: PLR0913
         loss: in place of task.loss.
         optimizer: in place of the config group optimizer: a function of the parameters.
         collate: in place of data.collate: a function of a list of examples.
+        callbacks: in place of the config group callbacks; see docs/own-callbacks.md. A class is
+            called for each run, an object keeps its state from run to run.
         quiet: print nothing.
 
     Raises:
@@ -67,7 +71,8 @@ def run(  # noqa: PLR0913
         Diverged: a guard stopped the run, whose numbers are wrong.
         Stopped: a signal (a notebook's interrupt) ended the run, after a checkpoint.
     """
-    roles = {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "collate": collate}
+    roles = {"model": model, "data": data, "loss": loss, "optimizer": optimizer}
+    roles |= {"collate": collate, "callbacks": callbacks}
     objects = {role: value for role, value in roles.items() if value is not None}
     console = Console(file=io.StringIO()) if quiet else None
     with given_objects(objects):

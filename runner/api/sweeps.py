@@ -23,6 +23,7 @@ from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.ranking import Advice
 from runner.sweeps.sweep import Sweep, finish_sweep
 from runner.tracking.history import to_frame
+from runner.training.callbacks.own_callback import RunCallback
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.stop_signals import Interrupted, SignalHandler
 
@@ -107,6 +108,7 @@ def sweep(  # noqa: PLR0913
     loss: Loss | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    callbacks: Sequence[RunCallback | type[RunCallback]] | None = None,
 ) -> SweepResult:
     """Run a sweep, as `python -m runner -m` does, and return its jobs.
 
@@ -122,6 +124,7 @@ def sweep(  # noqa: PLR0913
         loss: the same.
         optimizer: the same.
         collate: the same.
+        callbacks: the same.
 
     Returns:
         The result, also where jobs failed; see SweepResult.exit_status.
@@ -131,7 +134,8 @@ def sweep(  # noqa: PLR0913
         Unavailable: this machine lacks what all jobs need.
         KeyboardInterrupt: a signal stopped the sweep; what ran is in its folder.
     """
-    roles = {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "collate": collate}
+    roles = {"model": model, "data": data, "loss": loss, "optimizer": optimizer}
+    roles |= {"collate": collate, "callbacks": callbacks}
     objects = {role: value for role, value in roles.items() if value is not None}
     return _run_sweep(check_texts(overrides), objects, config_dir, out)
 

@@ -15,6 +15,7 @@ KEYS = {
     "optimizer": "optimizer",
     "loss": "task.loss",
     "collate": "data.collate",
+    "callbacks": "callbacks",
 }
 """The key of the config that each role stands for."""
 

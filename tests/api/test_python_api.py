@@ -134,6 +134,21 @@ def test_a_collator_makes_the_batches():
     assert plain.metrics != other.metrics
 
 
+def test_callbacks_are_called_under_the_names_of_their_classes():
+    class LossWatch(runner.RunCallback):
+        def __init__(self):
+            self.losses = []
+
+        def on_steps(self, records, run):
+            self.losses += [record.loss for record in records]
+            run.log({"count": len(self.losses)})
+
+    watch = LossWatch()
+    history = run(model=Net(), data=DATA, callbacks=[watch, LossWatch]).history()
+    assert history["train/loss"].dropna().tolist() == watch.losses
+    assert history["loss_watch/count"].max() == history["loss_watch_2/count"].max() == 3
+
+
 def test_the_record_names_the_call_that_repeats_the_run():
     result = run("precision=bf16-mixed", model=Net(), data=DATA)
     facts = json.loads(Path(result.folder, "environment.json").read_text())
@@ -177,6 +192,8 @@ def test_mode_plan_measures_a_model_object():
         ([], {"model": lambda: 3}, "model=lambda returned an object of type int. Give a torch"),
         ([], {"data": DATA[0]}, "data= is an object of type TensorDataset. Give a tuple of dat"),
         ([], {"data": (DATA[0],)}, "must return"),
+        ([], {"callbacks": [Net]}, "is no callback. Derive it from"),
+        ([], {"callbacks": Net}, "callbacks= is an object of type type. Give a list of callbacks."),
         ([], {"loss": 3}, "loss= is an object of type int, which cannot be called."),
         ([3], {}, "3 is of type int. Give overrides as texts, as in 'precision=16-mixed'."),
         (["-m"], {}, "-m is an option of the command line. Give overrides only (key=value);"),
