@@ -2,39 +2,49 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
 from runner.integrations.options import RecordSettings
 from runner.integrations.precision_label import StepDtypes, substitution_text
 from runner.integrations.run_files import flat_params, process_command, run_config, write_run_files
 from runner.integrations.run_place import RunPlace
-from runner.integrations.step_records import StepRecords
+from runner.integrations.step_records import StepRecords, restore_summary
 from runner.integrations.training_source import TrainingSource
 from runner.modes import notes, run_metadata
 from runner.modes.result import RunResult
 from runner.modes.result import Status as ResultStatus
 from runner.modes.training_outputs import DTYPES_FILE, draw_loss_scale, tables_tag
 from runner.precision.contract import ConversionReport
+from runner.tracking import history
+from runner.tracking.journal import latest_journal
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.tracker import RunInfo, Status, Tracker
+from runner.training.callbacks.callback import Callback
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.callbacks.summary import RunSummary
 from runner.training.records import EvalRecord
 from runner.utils.accelerator import Accelerator
+from runner.utils.console import plain_console
 from runner.utils.errors import TrackingError
 from runner.utils.files import os_error_reason, write_table
 from runner.utils.formatting import relative_path
+from runner.utils.layout import RESULT
 from runner.utils.secrets import redact
 from runner.utils.tensors import MIB, float32_bytes, stored_bytes
 
-_RESULT_STATUS: dict[Status, ResultStatus] = {
-    "FINISHED": "finished",
-    "FAILED": "failed",
-    "KILLED": "stopped",
+_RUN_STATUS: dict[str, Status] = {
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "stopped": "KILLED",
 }
-Say = Callable[[str], None]
-"""Prints a line."""
+
+
+def say(text: str) -> None:
+    """Print a line for the user, without secrets."""
+    plain_console().print(text, markup=False, soft_wrap=True)
 
 
 class OpenRun:
@@ -45,7 +55,6 @@ class OpenRun:
         settings: of the callback.
         place: the run's folder.
         dtypes: of the first step.
-        say: prints a line for the user.
 
     Attributes:
         records: takes the steps and the evaluations.
@@ -58,17 +67,13 @@ class OpenRun:
         settings: RecordSettings,
         place: RunPlace,
         dtypes: StepDtypes,
-        say: Say,
     ) -> None:
         self.source = source
         self.settings = settings
         self.place = place
         self.dtypes = dtypes
-        self.say = say
         self.metrics: dict[str, float] = {}
-        self.tracker: Tracker = MlflowTracker(
-            settings.tracking_uri, settings.experiment, patience=settings.patience
-        )
+        self.tracker = self._new_tracker()
         self.summary = RunSummary(settings.quality, settings.direction)
         self.records = self._open()
 
@@ -88,12 +93,17 @@ class OpenRun:
     def _open(self) -> StepRecords:
         """Open the run in the store, and return what takes its records."""
         source = self.source
+        state = source.train_state(self.dtypes.label)
+        if self.place.earlier is not None:
+            curves = history.from_journal(self.place.earlier)
+            restore_summary(self.summary, curves, source.start_step)
+            state.skipped = len(self.summary.overflows)
         config = run_config(source, self.dtypes)
         paths = []
         try:
             paths += write_run_files(self.place.folder, config)
         except OSError as error:
-            self.say(f"warning: {relative_path(self.place.folder)}: {os_error_reason(error)}.")
+            say(f"warning: {relative_path(self.place.folder)}: {os_error_reason(error)}.")
         self.tracker.open(
             RunInfo(
                 self.place.folder,
@@ -108,9 +118,17 @@ class OpenRun:
         self.tracker.note(notes.running_note(process_command()) + self._substitution_note())
         for path in paths:
             self.tracker.artifact(path)
-        state = source.train_state(self.dtypes.label)
-        logger = MetricLogger(self.tracker, state, self.accelerator)
-        return StepRecords(state, [self.summary, logger], self.settings.log_every)
+        callbacks: list[Callback] = [
+            self.summary,
+            MetricLogger(self.tracker, state, self.accelerator),
+        ]
+        every = self.settings.numerics_every
+        if every is not None:
+            output = NumericsOutput(
+                self.place.folder, self.label, self.tracker, self._save_path, say
+            )
+            callbacks.append(NumericsCallback(state, every, output))
+        return StepRecords(state, callbacks, self.settings.log_every)
 
     def _tags(self) -> dict[str, str]:
         source = self.source
@@ -143,11 +161,14 @@ class OpenRun:
 
     def _save(self, name: str, write: Callable[[Path], Any]) -> bool:
         """Write a file of the run's folder and upload it; return whether it was written."""
-        path = self.place.folder / name
+        return self._save_path(self.place.folder / name, write)
+
+    def _save_path(self, path: Path, write: Callable[[Path], Any]) -> bool:
+        """Write a file in the run's folder and upload it; return whether it was written."""
         try:
             write(path)
         except OSError as error:
-            self.say(f"warning: {relative_path(path)} was not written: {os_error_reason(error)}.")
+            say(f"warning: {relative_path(path)} was not written: {os_error_reason(error)}.")
             return False
         self.tracker.artifact(path)
         return True
@@ -161,7 +182,7 @@ class OpenRun:
         quality = self.settings.quality
         if quality not in record.metrics and quality not in self.metrics:
             names = ", ".join(sorted(record.metrics))
-            self.say(
+            say(
                 f"warning: the evaluation has no {quality}, by which runs are compared; it has "
                 f"{names or 'no numbers'}. Type quality=<one of them>, and direction='max' where "
                 "more of it is better."
@@ -176,7 +197,7 @@ class OpenRun:
         else:
             self.tracker.log_metrics([(record.step, record.time_ms, metrics)])
 
-    def finish(self, status: Status, error: str, seconds: float) -> RunResult:
+    def finish(self, status: ResultStatus, error: str, seconds: float) -> RunResult:
         """Close the run with its status, write its result, and return it.
 
         Args:
@@ -192,27 +213,54 @@ class OpenRun:
                 "loss_scale.png",
                 lambda path: draw_loss_scale(path, summary.scales, summary.overflows, last),
             )
-        result = self._result(_RESULT_STATUS[status], redact(error), seconds)
-        self._save("result.json", lambda path: result.write(path.parent))
-        note = notes.finished_note(process_command(), result, ConversionReport())
-        if error:
-            note = notes.failed_note(process_command(), status, redact(error))
-        self.tracker.note(note + self._substitution_note())
-        self._close(status, redact(error) or None)
-        result = self._result(_RESULT_STATUS[status], redact(error), seconds)
-        # Again: the run's id is known when the store has taken the run, at the latest now.
-        with suppress(OSError):
-            result.write(self.place.folder)
-        return result
+        return self._close(self._result(status, redact(error), seconds))
 
-    def _close(self, status: Status, error: str | None) -> None:
+    def add_late_evaluation(self, record: EvalRecord) -> None:
+        """Record an evaluation after the training, in the run that has ended."""
+        result = RunResult.read(self.place.folder)
+        self.metrics |= record.metrics
+        self.tracker = self._new_tracker()
+        self.tracker.open(
+            RunInfo(
+                self.place.folder,
+                name=self.label,
+                sweep=self.place.sweep,
+                continues=latest_journal(self.place.folder),
+            )
+        )
+        self.tracker.log_metrics([(record.step, record.time_ms, record.metrics)])
+        self._close(replace(result, metrics=self.metrics))
+
+    def _new_tracker(self) -> Tracker:
+        settings = self.settings
+        return MlflowTracker(settings.tracking_uri, settings.experiment, patience=settings.patience)
+
+    def _close(self, result: RunResult) -> RunResult:
+        """Write and upload the result, close the run, and return the result with its place."""
+        command = process_command()
+        status = _RUN_STATUS[result.status]
+        self._save(RESULT, lambda path: result.write(path.parent))
+        note = notes.finished_note(command, result, ConversionReport())
+        if result.error:
+            note = notes.failed_note(command, status, result.error)
+        self.tracker.note(note + self._substitution_note())
         if self.place.group_run is not None:
             self.place.group_run.close("FINISHED")
-        self.tracker.close(status, error)
+        self.tracker.close(status, result.error or None)
         try:
             self.tracker.check()
         except TrackingError as refusal:
-            self.say(f"warning: {refusal}")
+            say(f"warning: {refusal}")
+        # The run's id is known when the store has taken the run, at the latest now.
+        result = replace(
+            result,
+            run_id=self.tracker.run_id,
+            experiment_id=self.tracker.experiment_id,
+            dashboard=self.tracker.dashboard,
+        )
+        with suppress(OSError):
+            result.write(self.place.folder)
+        return result
 
     def _result(self, status: ResultStatus, error: str, seconds: float) -> RunResult:
         values = self.summary.result_values()
@@ -240,8 +288,5 @@ class OpenRun:
             seconds=seconds,
             tracking_uri=redact(getattr(tracker, "uri", "")) or None,
             experiment=getattr(tracker, "experiment", ""),
-            run_id=tracker.run_id,
-            experiment_id=tracker.experiment_id,
-            dashboard=tracker.dashboard,
             **values,
         )

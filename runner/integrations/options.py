@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from runner.precision.registry import precision_names
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.errors import ConfigError
 
@@ -94,6 +95,9 @@ class RecordSettings:
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if value is not None and not is_count:
                 problems.append(f"{key}={value!r}): it is a number of steps, 1 or more.")
+        if self.expected is not None and self.expected not in precision_names():
+            names = ", ".join(precision_names())
+            problems.append(f"expected={self.expected!r}): allowed are {names}.")
         if self.direction not in ("max", "min"):
             problems.append(f"direction={self.direction!r}): allowed are 'max' and 'min'.")
         if self.group is not None and not _GROUP_NAME.fullmatch(self.group):

@@ -15,6 +15,8 @@ from torch import nn
 from runner.utils.tensors import dtype_name
 
 _WORD_BY_DTYPE = {"float16": "16", "bfloat16": "bf16", "float32": "32", "float64": "64"}
+_UNSEEN_LABELS = ("fp8-mixed", "transformer-engine", "transformer-engine-float16")
+"""Precisions whose products are no operators of torch, so that no probe sees their dtypes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class StepDtypes:
         computes: names of the dtypes that matrix products and convolutions took, sorted.
         stores: name of the dtype that holds most of the model's elements.
         has_scale: an enabled GradScaler scaled the loss.
-        is_observed: False for a compiled model, which shows no dtypes.
+        is_observed: False where no probe sees the dtypes: of a compiled model, of FP8 products.
     """
 
     label: str
@@ -64,7 +66,7 @@ def step_dtypes(
     """
     stores = _stored_dtype(model)
     counts = Counter(name for row in rows for name in row["computes"].split())
-    if not counts:
+    if not counts or request.label in _UNSEEN_LABELS:
         return StepDtypes(request.label, (), stores, has_scale, False)
     label = _label(stores, counts)
     if label == "32-true" and _uses_tf32(model):

@@ -7,22 +7,21 @@ Recorder. The run opens when its first step has ended: only then it is known whi
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.integrations.open_run import OpenRun
+from runner.integrations.open_run import OpenRun, say
 from runner.integrations.options import RecordSettings
 from runner.integrations.precision_label import StepDtypes, step_dtypes, substitution_text
 from runner.integrations.run_files import process_command
 from runner.integrations.run_place import choose_place
 from runner.integrations.training_source import TrainingSource
-from runner.modes.result import RunResult
+from runner.modes.result import RunResult, Status
 from runner.modes.tables import page_url, ui_command
 from runner.tracking.pending import upload_in_background
-from runner.tracking.tracker import Status
 from runner.training.records import DeviceStepRecord, EvalRecord
 from runner.utils.accelerator import Accelerator
-from runner.utils.console import plain_console
 from runner.utils.formatting import format_number, now_ms, relative_path
 from runner.utils.terminal import quote_command
 
@@ -39,6 +38,10 @@ class Recorder:
     """
 
     def __init__(self, source: TrainingSource, settings: RecordSettings) -> None:
+        if settings.expected is not None:
+            setting = f"expected={settings.expected!r}"
+            request = replace(source.request, setting=setting, label=settings.expected)
+            source = replace(source, request=request)
         self.source = source
         self.settings = settings
         self.place = choose_place(settings, source.start_step, process_command())
@@ -83,12 +86,14 @@ class Recorder:
         record = EvalRecord(step, now_ms(), epoch, dict(metrics))
         if self._run is None:
             self._early_evaluations.append(record)
+        elif self._is_finished:
+            self._run.add_late_evaluation(record)
         else:
             self._run.add_evaluation(record)
 
     def begin_evaluation(self) -> None:
         """End the block of steps before an evaluation, whose time counts to no step."""
-        if self._run is not None:
+        if self._run is not None and not self._is_finished:
             self._run.records.send()
 
     def finish(self, status: Status, error: str = "") -> RunResult | None:
@@ -115,7 +120,7 @@ class Recorder:
         has_scale = scaler is not None and scaler.is_enabled()
         request = self.source.request
         dtypes = step_dtypes(rows, self.source.model, has_scale, request)
-        run = OpenRun(self.source, self.settings, self.place, dtypes, say)
+        run = OpenRun(self.source, self.settings, self.place, dtypes)
         run.save_dtypes(rows)
         for record in self._early_evaluations:
             run.add_evaluation(record)
@@ -144,13 +149,10 @@ class Recorder:
             say(f"report of the group: {quote_command(report)}")
 
 
-def say(text: str) -> None:
-    """Print a line for the user, without secrets."""
-    plain_console().print(text, markup=False, soft_wrap=True)
-
-
 def _unobserved_clause(dtypes: StepDtypes) -> str:
     """Return a clause for a model whose dtypes cannot be watched; empty for any other."""
     if dtypes.is_observed:
         return ""
-    return "; the model is compiled or failed early, so the precision is the one asked for"
+    return (
+        "; its dtypes were not seen (a compiled model, FP8, no step), so this is what was asked for"
+    )

@@ -22,42 +22,51 @@ class StepReader:
     """Reads loss, learning rate, gradient norms and loss scale of each step of a foreign loop.
 
     Args:
-        optimizer: torch's own, not a trainer's wrapper around it.
         scaler: that scales the loss; None, or one that is not enabled, for none.
     """
 
-    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        self.optimizer = optimizer
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.examples = 0
+        self._examples = 0
         self._loss: Tensor | None = None
         self._norms: Tensor | None = None
         self._scale: Tensor | None = None
         self._lr = 0.0
 
     @property
-    def has_loss(self) -> bool:
-        """Return whether a loss was added since the last step."""
-        return self._loss is not None
+    def is_step_read(self) -> bool:
+        """Return whether the gradients of a step were read that has not ended."""
+        return self._norms is not None
 
-    def add_loss(self, loss: Tensor, weight: float = 1.0, examples: int = 0) -> None:
+    def add_loss(self, loss: Tensor, weight: float = 1.0, is_scaled: bool = False) -> None:
         """Add the loss of a micro-batch to the step's.
 
         Args:
-            loss: unscaled; a scalar.
+            loss: a scalar.
             weight: share of the step's loss that it is.
-            examples: in the micro-batch; 0 where it is not known.
+            is_scaled: the loss is multiplied by the loss scale.
         """
         value = loss.detach().float().reshape(()) * weight
+        if is_scaled and self.scaler is not None:
+            value = value / scale_value(self.scaler)
         self._loss = value if self._loss is None else self._loss + value
-        self.examples += examples
 
-    def read_gradients(self) -> None:
+    def add_examples(self, count: int) -> None:
+        """Add the examples of a micro-batch to the step's."""
+        self._examples += count
+
+    def read_gradients(self, optimizer: Optimizer) -> None:
         """Read the gradient norms, the loss scale and the learning rate of the step.
 
         With several micro-batches the last call counts.
+
+        Args:
+            optimizer: torch's own, not a trainer's wrapper around it.
+
+        Raises:
+            ConfigError: no parameter has a gradient.
         """
-        groups = self.optimizer.param_groups
+        groups = optimizer.param_groups
         self._lr = float(groups[0]["lr"])
         params = [p for group in groups for p in group["params"] if p.grad is not None]
         coalesce_gradients(params)
@@ -72,16 +81,9 @@ class StepReader:
         self._scale = None
         if self.scaler is not None:
             self._scale = scale_value(self.scaler)
-            if not self._is_unscaled(self.scaler):
+            if not _is_unscaled(self.scaler, optimizer):
                 norms = norms / self._scale
         self._norms = norms
-
-    def _is_unscaled(self, scaler: torch.amp.GradScaler) -> bool:
-        """Return whether the scaler has divided the gradients by the scale already."""
-        # torch offers no public way to ask. Lightning unscales before its hook, and a fused
-        # optimizer divides in its own step.
-        stage = scaler._per_optimizer_states[id(self.optimizer)]["stage"]
-        return stage is not OptState.READY
 
     def end_step(self, step: int, epoch: int) -> DeviceStepRecord:
         """Return the values of the step that has ended, and begin the next one.
@@ -107,7 +109,7 @@ class StepReader:
             epoch=epoch,
             lr=self._lr,
             ended_at=perf_counter(),
-            examples=self.examples,
+            examples=self._examples,
             loss=self._loss,
             norms=self._norms,
             scale=self._scale,
@@ -115,7 +117,7 @@ class StepReader:
         )
         self._loss = None
         self._norms = None
-        self.examples = 0
+        self._examples = 0
         return record
 
 
@@ -126,3 +128,11 @@ def scale_value(scaler: torch.amp.GradScaler) -> Tensor:
     if value is None:  # before the first loss
         return torch.tensor(scaler.get_scale())
     return value.detach().clone()
+
+
+def _is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether a scaler has divided an optimizer's gradients by the scale already."""
+    # torch offers no public way to ask. Lightning unscales before its hook, and a fused optimizer
+    # divides in its own step.
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    return stage is not OptState.READY

@@ -2,9 +2,13 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
+from runner.diagnostics.numerics.numerics_callback import NumericsCallback
+from runner.tracking.history import Curve
 from runner.training.callbacks.callback import Callback, dispatch
+from runner.training.callbacks.summary import RunSummary
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import DeviceStepRecord, EvalRecord, Record
 from runner.training.state import TrainState
@@ -33,9 +37,14 @@ class StepRecords:
         self._waiting = 0
         self._sent_at = time.monotonic()
         self._has_warned = False
+        self._measurement = ExitStack()
 
     def add(self, record: DeviceStepRecord) -> None:
-        """Add a step that has ended; copy the block to the host where one is due."""
+        """Add a step that has ended; copy the block to the host where one is due.
+
+        The measurement of the next step begins here where one is due: it samples the weights before
+        its step.
+        """
         self.state.step = record.step
         self.state.epoch = record.epoch
         self._buffer.add(record)
@@ -43,6 +52,10 @@ class StepRecords:
         is_late = time.monotonic() - self._sent_at > MAX_BLOCK_SECONDS
         if self._waiting >= self.block_steps or is_late:
             self.send()
+        self._measurement.close()
+        for callback in self.callbacks:
+            if isinstance(callback, NumericsCallback):
+                self._measurement.enter_context(callback.around_step(record.step + 1))
 
     def send(self) -> None:
         """Copy the steps so far to the host, and hand on the blocks that have arrived."""
@@ -61,6 +74,9 @@ class StepRecords:
 
     def close(self) -> None:
         """Hand on every step, and close the callbacks."""
+        # A step that did not end is not measured.
+        unfinished = InterruptedError("the training ended before the step")
+        self._measurement.__exit__(type(unfinished), unfinished, None)
         self.send()
         for block in self._buffer.flush():
             self._dispatch(block)
@@ -75,3 +91,28 @@ class StepRecords:
             if not self._has_warned:
                 log.warning("%s Training continues.", error)
             self._has_warned = True
+
+
+def restore_summary(summary: RunSummary, curves: Mapping[str, Curve], last_step: int) -> None:
+    """Add the loss scale and the skipped steps of a run's earlier part to its summary.
+
+    Args:
+        summary: of the run that is continued; it has no records yet.
+        curves: of the earlier part, by metric name.
+        last_step: the step that the run is continued after; later ones are trained again.
+    """
+    for step, scale in _points(curves, "loss_scale/value", last_step):
+        if not summary.scales or summary.scales[-1][1] != scale:
+            summary.scales.append((step, scale))
+    for step, is_skipped in _points(curves, "loss_scale/overflow", last_step):
+        if is_skipped:
+            summary.overflows.append(step)
+
+
+def _points(curves: Mapping[str, Curve], name: str, last_step: int) -> list[tuple[int, float]]:
+    """Return (step, value) of a metric up to a step; empty where it was not recorded."""
+    if name not in curves:
+        return []
+    steps, _, values = curves[name].tolist()
+    pairs = zip(steps, values, strict=True)
+    return [(int(step), value) for step, value in pairs if step <= last_step]

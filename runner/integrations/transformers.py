@@ -15,16 +15,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
-import torch
-
 from runner.integrations.extras import missing_package
+from runner.integrations.loop_record import torch_optimizer
 from runner.integrations.method_watch import watch_method
 from runner.integrations.options import RecordOptions, RecordSettings
 from runner.integrations.precision_label import PrecisionRequest
 from runner.integrations.recorder import Recorder
 from runner.integrations.step_reader import StepReader
 from runner.integrations.training_source import TrainingSource
-from runner.tracking.tracker import Status
+from runner.modes.result import Status
 from runner.utils.errors import ConfigError
 
 try:
@@ -56,6 +55,7 @@ class PrecisionCallback(TrainerCallback):
     def __init__(self, **options: Unpack[RecordOptions]) -> None:
         self.settings = RecordSettings.checked(type(self).__name__, options)
         self.recorder: Recorder | None = None
+        self._is_training = False
         self._trainer: Trainer | None = None
         self._reader: StepReader | None = None
         self._end_step_watch: Callable[[], None] | None = None
@@ -87,12 +87,13 @@ class PrecisionCallback(TrainerCallback):
                 "runner.integrations.accelerate.PrecisionRecord."
             )
         self._trainer = trainer
-        self._finish("FAILED", "The Trainer began another training before this one ended.")
+        self._finish("failed", "The Trainer began another training before this one ended.")
+        self.recorder = None
         _check_trainer(trainer)
         if not state.is_world_process_zero:
             return
         assert trainer.model is not None
-        optimizer = _torch_optimizer(trainer.optimizer)
+        optimizer = torch_optimizer(trainer.optimizer)
         scaler = trainer.accelerator.scaler
         source = TrainingSource(
             "transformers",
@@ -105,8 +106,9 @@ class PrecisionCallback(TrainerCallback):
             state.global_step,
             state.max_steps,
         )
-        self._reader = StepReader(optimizer, scaler)
+        self._reader = StepReader(scaler)
         self.recorder = Recorder(source, self.settings)
+        self._is_training = True
         self._end_step_watch = watch_method(trainer, "training_step", self._around_step)
 
     def _around_train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -114,10 +116,10 @@ class PrecisionCallback(TrainerCallback):
         try:
             return train(*args, **kwargs)
         except KeyboardInterrupt:
-            self._finish("KILLED", "Interrupted.")
+            self._finish("stopped", "Interrupted.")
             raise
         except BaseException as error:
-            self._finish("FAILED", f"{type(error).__name__}: {error}")
+            self._finish("failed", f"{type(error).__name__}: {error}")
             raise
 
     def _around_step(
@@ -127,21 +129,21 @@ class PrecisionCallback(TrainerCallback):
         assert self.recorder is not None
         assert self._reader is not None
         assert self._trainer is not None
-        examples = find_batch_size(inputs) or 0
+        self._reader.add_examples(find_batch_size(inputs) or 0)
         with self.recorder.trace():
             loss = step(model, inputs, *args, **kwargs)
         # The Trainer divides each micro-batch's loss by their number, so the step's is their sum.
-        self._reader.add_loss(loss, examples=examples)
+        self._reader.add_loss(loss)
         # Now: the Trainer clips, and thereby unscales, as soon as this returns.
         if self._trainer.accelerator.sync_gradients:
-            self._reader.read_gradients()
+            self._reader.read_gradients(torch_optimizer(self._trainer.optimizer))
         return loss
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Record the step that has ended."""
-        if self.recorder is None or self._reader is None:
+        if self.recorder is None or self._reader is None or not self._is_training:
             return
         record = self._reader.end_step(state.global_step, math.ceil(state.epoch or 0))
         self.recorder.add_step(record)
@@ -152,7 +154,7 @@ class PrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """End the block of steps before the evaluation of an epoch."""
-        if self.recorder is not None and control.should_evaluate:
+        if self.recorder is not None and self._is_training and control.should_evaluate:
             self.recorder.begin_evaluation()
 
     def on_evaluate(
@@ -174,16 +176,17 @@ class PrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """End the run."""
-        self._finish("FINISHED")
+        self._finish("finished")
 
     def _finish(self, status: Status, error: str = "") -> None:
-        recorder = self.recorder
-        self.recorder = None
+        if not self._is_training or self.recorder is None:
+            return
+        self._is_training = False
         if self._end_step_watch is not None:
             self._end_step_watch()
             self._end_step_watch = None
-        if recorder is not None:
-            recorder.finish(status, error)
+        # The recorder stays: Trainer.evaluate() is often called after train().
+        self.recorder.finish(status, error)
 
 
 def _calling_trainer(callback: TrainerCallback) -> Trainer | None:
@@ -212,11 +215,6 @@ def _check_trainer(trainer: Trainer) -> None:
             "part of every gradient only. Leave the callback out, or train on one device or "
             "with DDP."
         )
-
-
-def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return torch's optimizer inside Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _request(args: TrainingArguments, trainer: Trainer) -> PrecisionRequest:

@@ -15,7 +15,7 @@ class TinyNet(nn.Module):
         self.last = nn.Linear(8, 2)
 
     def forward(self, x, labels=None):
-        logits = self.last(self.norm(self.first(x)))
+        logits = self.last(self.norm(self.first(x.to(self.first.weight.dtype))))
         loss = None if labels is None else F.cross_entropy(logits.float(), labels)
         return {"loss": loss, "logits": logits}
 
