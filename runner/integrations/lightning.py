@@ -110,19 +110,21 @@ class PrecisionCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
         """Add the loss of a micro-batch."""
+        if self._reader is None:
+            return
+        # Manual optimization may take several steps in one batch, each after a backward.
+        self._end_step(trainer)
         # Lightning has divided it by accumulate_grad_batches and multiplied it by the loss scale.
-        if self._reader is not None:
-            self._reader.add_loss(loss, is_scaled=True)
+        self._reader.add_loss(loss, is_scaled=True)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Read the gradients, which Lightning has unscaled and not clipped yet."""
-        if self._reader is None:
-            return
-        # Manual optimization may take several steps in one batch.
-        self._end_step(trainer)
-        self._reader.read_gradients(torch_optimizer(optimizer))
+        if self._reader is not None:
+            # A second optimizer that steps after the same backward belongs to the same step.
+            is_same_step = self._reader.is_step_read
+            self._reader.read_gradients(torch_optimizer(optimizer), is_added=is_same_step)
 
     def on_train_batch_end(
         self,

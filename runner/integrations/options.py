@@ -36,7 +36,7 @@ class RecordSettings:
     Attributes:
         folder: of the run; None makes outputs/runs/<time>, or a number in the group's folder. One
             that holds a run is continued by a resumed training.
-        group: name of a comparison: its runs are the jobs of outputs/sweeps/<group>.
+        group: name of a comparison: its runs are the jobs of outputs/groups/<group>.
         name: stands after the precision in tables; None takes the trainer's name. Runs of one
             precision and name count as repetitions.
         expected: the precision that was asked for, where the trainer does not tell; a run in
@@ -102,7 +102,7 @@ class RecordSettings:
             problems.append(f"direction={self.direction!r}): allowed are 'max' and 'min'.")
         if self.group is not None and not _GROUP_NAME.fullmatch(self.group):
             problems.append(
-                f"group={self.group!r}): it becomes a folder in outputs/sweeps. Type letters, "
+                f"group={self.group!r}): it becomes a folder in outputs/groups. Type letters, "
                 "digits, '-', '_', '.' and spaces, for example group='digits'."
             )
         if self.group is not None and self.folder is not None:

@@ -101,7 +101,7 @@ def _place_in_folder(folder: Path, start_step: int) -> RunPlace:
 def _place_in_group(settings: RecordSettings, command: list[str]) -> RunPlace:
     """Return the place of the next job of a group, which its first job makes."""
     assert settings.group is not None
-    parent = Path("outputs/sweeps") / settings.group
+    parent = Path("outputs/groups") / settings.group
     parent.mkdir(parents=True, exist_ok=True)
     group_run = None
     if not (parent / MANIFEST).exists():

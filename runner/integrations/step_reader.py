@@ -55,13 +55,14 @@ class StepReader:
         """Add the examples of a micro-batch to the step's."""
         self._examples += count
 
-    def read_gradients(self, optimizer: Optimizer) -> None:
+    def read_gradients(self, optimizer: Optimizer, is_added: bool = False) -> None:
         """Read the gradient norms, the loss scale and the learning rate of the step.
 
         With several micro-batches the last call counts.
 
         Args:
             optimizer: torch's own, not a trainer's wrapper around it.
+            is_added: the gradients are added to those of another optimizer in the same step.
 
         Raises:
             ConfigError: no parameter has a gradient.
@@ -83,6 +84,8 @@ class StepReader:
             self._scale = scale_value(self.scaler)
             if not _is_unscaled(self.scaler, optimizer):
                 norms = norms / self._scale
+        if is_added and self._norms is not None:
+            norms = torch.cat([self._norms, norms])
         self._norms = norms
 
     def end_step(self, step: int, epoch: int) -> DeviceStepRecord:

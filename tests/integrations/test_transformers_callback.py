@@ -271,7 +271,7 @@ def test_a_callback_that_was_added_later_records_too(lab):
         ({"log_every": 0}, "log_every=0.: it is a number of steps, 1 or more"),
         ({"numerics_every": True}, "numerics_every=True"),
         ({"direction": "up"}, "direction='up'.: allowed are 'max' and 'min'"),
-        ({"group": "../x"}, "it becomes a folder in outputs/sweeps"),
+        ({"group": "../x"}, "it becomes a folder in outputs/groups"),
         ({"group": "a", "folder": "b"}, "Leave one of them out"),
         ({"expected": "fp16"}, "expected='fp16'.: allowed are .*16-mixed"),
     ],
@@ -319,8 +319,8 @@ def test_runs_of_a_group_are_one_report(lab, main, capsys):
     trained(
         lab, PrecisionCallback(group="tiny"), eval_strategy="epoch", fp16=True, kind=HalfTrainer
     )
-    assert "python -m runner report outputs/sweeps/tiny" in capsys.readouterr().out
-    done = main("report", lab.folder / "outputs" / "sweeps" / "tiny")
+    assert "python -m runner report outputs/groups/tiny" in capsys.readouterr().out
+    done = main("report", lab.folder / "outputs" / "groups" / "tiny")
     assert done.rc == 0, done.stderr
     rows = [f"| {name} transformers |" for name in ("32-true", "bf16-mixed", "16-mixed")]
     assert all(row in done.stdout for row in rows)
