@@ -40,8 +40,9 @@ def test_a_code_block_records_its_runs(lab, root, title):
         exec(compile(code, f"docs/callbacks.md, {title}", "exec"), {"__name__": "__main__"})
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    folders = {path.parent for path in lab.folder.glob("outputs/*/**/result.json")}
-    results = [lab.result(folder) for folder in sorted(folders)]
+    alone = lab.folder.glob("outputs/runs/*/result.json")
+    grouped = lab.folder.glob("outputs/groups/*/*/result.json")
+    results = [lab.result(path.parent) for path in sorted([*alone, *grouped])]
     assert [result.precision for result in results] == PRECISIONS[title]
     for result in results:
         steps = lab.points(result, "train/loss")
