@@ -5,8 +5,9 @@
 A small GPT-2 on random tokens, trained by the real Trainer in turn (A B C A B C ...): without a
 callback, with PrecisionCallback, and with a callback that calls mlflow.log_metrics with three
 numbers after each step, which are at hand already. SQLite stores, one thread. The time of a step is
-the time between the ends of the 10th and the last step, over their number: the beginning and the
-end of a training are not in it. Writes bench/results/callback_cost.md.
+that between the 10th and the last step, over their number: the beginning and the end of a training
+are not in it. CPU time is the training process's own; wall time depends on the machine's load, too.
+Writes bench/results/callback_cost.md.
 """
 
 import argparse
@@ -14,35 +15,37 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from bench.common import median, spread, table, versions, write
+from bench.common import ROOT, spread, table, versions, write
 from runner.integrations.transformers import PrecisionCallback
 
 WARM_UP_STEPS = 10
 BATCH = 8
-LENGTH = 64
+LENGTH = 32
 
 
 class StepClock(TrainerCallback):
-    """Notes when each step has ended, the other callbacks' work included."""
+    """Notes when each step begins: the other callbacks' work is between two steps."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.begins: list[tuple[float, float]] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.ends.append(time.perf_counter())
+        self.begins.append((time.process_time(), time.perf_counter()))
 
     @property
-    def step_ms(self) -> float:
-        """Return the mean milliseconds of a step after the first ones."""
-        ends = self.ends[WARM_UP_STEPS:]
-        return (ends[-1] - ends[0]) / (len(ends) - 1) * 1e3
+    def step_ms(self) -> tuple[float, float]:
+        """Return the mean milliseconds of a step after the first ones: CPU and wall time."""
+        begins = self.begins[WARM_UP_STEPS:]
+        cpu, wall = (last - first for first, last in zip(begins[0], begins[-1], strict=True))
+        steps = len(begins) - 1
+        return cpu / steps * 1e3, wall / steps * 1e3
 
 
 class HandWritten(TrainerCallback):
@@ -69,10 +72,10 @@ class HandWritten(TrainerCallback):
         mlflow.end_run()
 
 
-def train(steps: int, folder: Path, *callbacks: TrainerCallback) -> float:
-    """Train a small GPT-2; return the milliseconds of a step."""
+def train(steps: int, folder: Path, *callbacks: TrainerCallback) -> tuple[float, float]:
+    """Train a small GPT-2; return the milliseconds of a step: CPU and wall time."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=512, n_positions=LENGTH, n_embd=128, n_layer=4, n_head=4)
+    config = GPT2Config(vocab_size=512, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4)
     rows = torch.randint(0, 512, (64, LENGTH))
     data = [{"input_ids": row, "labels": row} for row in rows]
     arguments = TrainingArguments(
@@ -111,24 +114,34 @@ def main() -> None:
                 HandWritten(f"sqlite:///{folder}/by_hand.db"),
             ),
         }
-        times: dict[str, list[float]] = {way: [] for way in ways}
+        times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for turn in range(given.rounds + 1):
             for way, callbacks in ways.items():
-                milliseconds = train(given.steps, folder, *callbacks())
+                found = train(given.steps, folder, *callbacks())
                 if turn:  # the first round makes the stores
-                    times[way].append(milliseconds)
+                    times[way].append(found)
+        os.chdir(ROOT)
     plain = times["no callback"]
-    rows = []
-    for way, found in times.items():
-        ratios = [one / other for one, other in zip(found, plain, strict=True)]
-        rows.append([way, spread(found, ".2f"), spread(ratios, ".3f")])
-    body = table(["way", "ms per step", "over no callback"], rows)
+    rows = [[way, *_cells(found, plain)] for way, found in times.items()]
+    header = ["way", "CPU ms per step", "ratio", "wall ms per step", "ratio"]
+    body = table(header, rows)
     body += (
-        f"\n\nMedian (least to greatest) of {given.rounds} rounds; ratios are those of one round. "
-        f"{versions('transformers', 'mlflow')}. A step without a callback takes "
-        f"{median(plain):.1f} ms."
+        f"\n\nMedian (least to greatest) of {given.rounds} rounds of {given.steps} steps; ratios to no "
+        f"callback in the same round; load average {os.getloadavg()[1]:.1f}. "
+        f"{versions('transformers', 'mlflow')}."
     )
     write("callback_cost", "What does PrecisionCallback cost a step?", body)
+
+
+def _cells(
+    found: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]]
+) -> Iterator[str]:
+    """Yield time and ratio to the training without a callback, of CPU time, then of wall time."""
+    for kind in (0, 1):
+        times = [one[kind] for one in found]
+        ratios = [one[kind] / other[kind] for one, other in zip(found, plain, strict=True)]
+        yield spread(times, ".2f")
+        yield spread(ratios, ".3f")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,15 @@ _RUN_STATUS: dict[str, Status] = {
 }
 
 
+def new_tracker(settings: RecordSettings) -> Tracker:
+    """Return the tracker of a run.
+
+    Raises:
+        ConfigError: no store of MLflow has this URI, or the patience is negative.
+    """
+    return MlflowTracker(settings.tracking_uri, settings.experiment, patience=settings.patience)
+
+
 def say(text: str) -> None:
     """Print a line for the user, without secrets."""
     plain_console().print(text, markup=False, soft_wrap=True)
@@ -55,6 +64,7 @@ class OpenRun:
         settings: of the callback.
         place: the run's folder.
         dtypes: of the first step.
+        tracker: not open yet.
 
     Attributes:
         records: takes the steps and the evaluations.
@@ -67,13 +77,14 @@ class OpenRun:
         settings: RecordSettings,
         place: RunPlace,
         dtypes: StepDtypes,
+        tracker: Tracker,
     ) -> None:
         self.source = source
         self.settings = settings
         self.place = place
         self.dtypes = dtypes
         self.metrics: dict[str, float] = {}
-        self.tracker = self._new_tracker()
+        self.tracker: Tracker = tracker
         self.summary = RunSummary(settings.quality, settings.direction)
         self.records = self._open()
 
@@ -180,7 +191,7 @@ class OpenRun:
             record: its metrics have names that begin with `val/`.
         """
         quality = self.settings.quality
-        if quality not in record.metrics and quality not in self.metrics:
+        if quality not in record.metrics and not self.metrics:
             names = ", ".join(sorted(record.metrics))
             say(
                 f"warning: the evaluation has no {quality}, by which runs are compared; it has "
@@ -188,14 +199,13 @@ class OpenRun:
                 "more of it is better."
             )
         self.metrics |= record.metrics
-        # The runner's own callbacks read the quality in each record.
-        is_complete = quality in self.metrics
-        metrics = {**record.metrics}
-        if is_complete:
-            metrics[quality] = self.metrics[quality]
-            self.records.add_evaluation(record._replace(metrics=metrics))
+        # The runner's own callbacks read the quality in each record, and one of several validation
+        # sets may have none.
+        if quality in record.metrics:
+            self.records.add_evaluation(record)
         else:
-            self.tracker.log_metrics([(record.step, record.time_ms, metrics)])
+            self.tracker.log_metrics([(record.step, record.time_ms, record.metrics)])
+            self.records.restart_clock()
 
     def finish(self, status: ResultStatus, error: str, seconds: float) -> RunResult:
         """Close the run with its status, write its result, and return it.
@@ -219,7 +229,7 @@ class OpenRun:
         """Record an evaluation after the training, in the run that has ended."""
         result = RunResult.read(self.place.folder)
         self.metrics |= record.metrics
-        self.tracker = self._new_tracker()
+        self.tracker = new_tracker(self.settings)
         self.tracker.open(
             RunInfo(
                 self.place.folder,
@@ -230,10 +240,6 @@ class OpenRun:
         )
         self.tracker.log_metrics([(record.step, record.time_ms, record.metrics)])
         self._close(replace(result, metrics=self.metrics))
-
-    def _new_tracker(self) -> Tracker:
-        settings = self.settings
-        return MlflowTracker(settings.tracking_uri, settings.experiment, patience=settings.patience)
 
     def _close(self, result: RunResult) -> RunResult:
         """Write and upload the result, close the run, and return the result with its place."""

@@ -96,7 +96,8 @@ def _label(stores: str, computes: Counter[str]) -> str:
 def _uses_tf32(model: nn.Module) -> bool:
     """Return whether float32 products of a model's device may run in TF32."""
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
-    return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    # The older switches raise where a trainer has set these.
+    return device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def substitution_text(request: PrecisionRequest, dtypes: StepDtypes) -> str:
@@ -125,10 +126,11 @@ def _scale_text(dtypes: StepDtypes) -> str:
 
 def numeric_switches() -> dict[str, Any]:
     """Return torch's process-wide switches that change the numbers of a step, by name."""
-    matmul = torch.backends.cuda.matmul
+    cuda = torch.backends.cuda.matmul
     return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
-        "fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
-        "bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
+        "cuda_matmul_fp32_precision": cuda.fp32_precision,
+        "cudnn_conv_fp32_precision": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        "cpu_matmul_fp32_precision": torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        "fp16_reduced_precision_reduction": cuda.allow_fp16_reduced_precision_reduction,
+        "bf16_reduced_precision_reduction": cuda.allow_bf16_reduced_precision_reduction,
     }

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.integrations.open_run import OpenRun, say
+from runner.integrations.open_run import OpenRun, new_tracker, say
 from runner.integrations.options import RecordSettings
 from runner.integrations.precision_label import StepDtypes, step_dtypes, substitution_text
 from runner.integrations.run_files import process_command
@@ -19,7 +19,6 @@ from runner.integrations.run_place import choose_place
 from runner.integrations.training_source import TrainingSource
 from runner.modes.result import RunResult, Status
 from runner.modes.tables import page_url, ui_command
-from runner.tracking.pending import upload_in_background
 from runner.training.records import DeviceStepRecord, EvalRecord
 from runner.utils.accelerator import Accelerator
 from runner.utils.formatting import format_number, now_ms, relative_path
@@ -34,7 +33,7 @@ class Recorder:
         settings: of the callback.
 
     Raises:
-        ConfigError: the run's folder cannot be used.
+        ConfigError: the run's folder cannot be used, or no store has the URI.
     """
 
     def __init__(self, source: TrainingSource, settings: RecordSettings) -> None:
@@ -44,6 +43,8 @@ class Recorder:
             source = replace(source, request=request)
         self.source = source
         self.settings = settings
+        # First: a store that does not exist is refused before anything is trained.
+        self._tracker = new_tracker(settings)
         self.place = choose_place(settings, source.start_step, process_command())
         self._started_at = time.perf_counter()
         self._probe: DtypeProbe | None = None
@@ -52,7 +53,6 @@ class Recorder:
         self._is_finished = False
         # Runs of one process have a memory peak of their own each.
         Accelerator(source.device).reset_peak_memory()
-        upload_in_background(self.place.folder.parent)
 
     @property
     def folder(self) -> Path:
@@ -120,7 +120,7 @@ class Recorder:
         has_scale = scaler is not None and scaler.is_enabled()
         request = self.source.request
         dtypes = step_dtypes(rows, self.source.model, has_scale, request)
-        run = OpenRun(self.source, self.settings, self.place, dtypes)
+        run = OpenRun(self.source, self.settings, self.place, dtypes, self._tracker)
         run.save_dtypes(rows)
         for record in self._early_evaluations:
             run.add_evaluation(record)

@@ -70,6 +70,10 @@ class StepRecords:
         """Hand an evaluation to the callbacks; its time counts to no step."""
         self.send()
         self._dispatch(record)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Let the next step begin now, after work that is no step's."""
         self._buffer.restart_clock()
 
     def close(self) -> None:

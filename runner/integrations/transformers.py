@@ -78,8 +78,7 @@ class PrecisionCallback(TrainerCallback):
             ConfigError: the Trainer has several such callbacks, shards its weights, or the run's
                 folder cannot be used.
         """
-        # A callback that add_callback added has not seen the Trainer's construction.
-        trainer = self._trainer or _calling_trainer(self)
+        trainer = _calling_trainer(self)
         if trainer is None:
             raise ConfigError(
                 "PrecisionCallback works with transformers.Trainer and its subclasses only, and "
@@ -129,9 +128,14 @@ class PrecisionCallback(TrainerCallback):
         assert self.recorder is not None
         assert self._reader is not None
         assert self._trainer is not None
-        self._reader.add_examples(find_batch_size(inputs) or 0)
-        with self.recorder.trace():
-            loss = step(model, inputs, *args, **kwargs)
+        self._reader.add_examples(_batch_size(inputs))
+        try:
+            with self.recorder.trace():
+                loss = step(model, inputs, *args, **kwargs)
+        except Exception as error:
+            # Here, too: auto_find_batch_size begins a new training after this error.
+            self._finish("failed", f"{type(error).__name__}: {error}")
+            raise
         # The Trainer divides each micro-batch's loss by their number, so the step's is their sum.
         self._reader.add_loss(loss)
         # Now: the Trainer clips, and thereby unscales, as soon as this returns.
@@ -217,13 +221,22 @@ def _check_trainer(trainer: Trainer) -> None:
         )
 
 
+def _batch_size(inputs: Any) -> int:
+    """Return the number of examples of a micro-batch; 0 where it cannot be seen."""
+    try:
+        return find_batch_size(inputs) or 0
+    except (TypeError, IndexError):  # a value that is no tensor, or a scalar
+        return 0
+
+
 def _request(args: TrainingArguments, trainer: Trainer) -> PrecisionRequest:
     """Return the precision that TrainingArguments ask for, and why another one may run."""
     loaded = (
         "from_pretrained loads weights in their checkpoint's own dtype; for float32 type "
-        "from_pretrained(..., dtype=torch.float32)."
+        "from_pretrained(..., dtype=torch.float32), and if this is meant, "
+        "PrecisionCallback(expected={!r})."
     )
-    reasons = {"bf16-true": loaded, "16-true": loaded}
+    reasons = {label: loaded.format(label) for label in ("bf16-true", "16-true")}
     if args.torch_compile and args.tf32 is None:
         reasons["tf32"] = "TrainingArguments(torch_compile=True) switches TF32 on by itself."
     if args.fp16:
