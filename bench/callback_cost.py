@@ -126,8 +126,8 @@ def main() -> None:
     header = ["way", "CPU ms per step", "ratio", "wall ms per step", "ratio"]
     body = table(header, rows)
     body += (
-        f"\n\nMedian (least to greatest) of {given.rounds} rounds of {given.steps} steps; ratios to no "
-        f"callback in the same round; load average {os.getloadavg()[1]:.1f}. "
+        f"\n\nMedian (least to greatest) of {given.rounds} rounds of {given.steps} steps; ratios "
+        f"to no callback in the same round; load average {os.getloadavg()[1]:.1f}. "
         f"{versions('transformers', 'mlflow')}."
     )
     write("callback_cost", "What does PrecisionCallback cost a step?", body)
