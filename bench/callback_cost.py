@@ -26,7 +26,7 @@ from bench.common import ROOT, spread, table, versions, write
 from runner.integrations.transformers import PrecisionCallback
 
 WARM_UP_STEPS = 100
-"""The writer process imports mlflow meanwhile, which would slow the steps on a machine of one core."""
+"""The writer process imports mlflow meanwhile, which would slow the steps on one core."""
 BATCH = 8
 LENGTH = 32
 

@@ -91,7 +91,7 @@ class PrecisionCallback(Callback):
             scaler,
             _arguments(trainer, pl_module),
             start_step=trainer.global_step,
-            planned_steps=max(0, int(min(trainer.estimated_stepping_batches, 2**31))),
+            planned_steps=max(0, trainer.max_steps),
         )
         self._step = trainer.global_step
         self._reader = StepReader(scaler)
@@ -142,6 +142,10 @@ class PrecisionCallback(Callback):
         if self.recorder is None or self._reader is None or not self._reader.is_step_read:
             return
         self._step += 1
+        # training_step may return None, which leaves the batch out: Lightning counts a step.
+        if not self._reader.has_loss:
+            self._reader.discard_step()
+            return
         self.recorder.add_step(self._reader.end_step(self._step, trainer.current_epoch + 1))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

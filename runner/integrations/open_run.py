@@ -225,9 +225,16 @@ class OpenRun:
             )
         return self._close(self._result(status, redact(error), seconds))
 
-    def add_late_evaluation(self, record: EvalRecord) -> None:
-        """Record an evaluation after the training, in the run that has ended."""
-        result = RunResult.read(self.place.folder)
+    def add_late_evaluation(self, record: EvalRecord, result: RunResult) -> RunResult:
+        """Record an evaluation after the training, in the run that has ended.
+
+        Args:
+            record: its metrics have names that begin with `val/`.
+            result: of the run so far.
+
+        Returns:
+            The result with the evaluation's metrics.
+        """
         self.metrics |= record.metrics
         self.tracker = new_tracker(self.settings)
         self.tracker.open(
@@ -239,7 +246,7 @@ class OpenRun:
             )
         )
         self.tracker.log_metrics([(record.step, record.time_ms, record.metrics)])
-        self._close(replace(result, metrics=self.metrics))
+        return self._close(replace(result, metrics=self.metrics))
 
     def _close(self, result: RunResult) -> RunResult:
         """Write and upload the result, close the run, and return the result with its place."""

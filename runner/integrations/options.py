@@ -93,11 +93,17 @@ class RecordSettings:
         for key in ("log_every", "numerics_every"):
             value = getattr(self, key)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if value is not None and not is_count:
+            is_absent = key == "numerics_every" and value is None
+            if not (is_count or is_absent):
                 problems.append(f"{key}={value!r}): it is a number of steps, 1 or more.")
         if self.expected is not None and self.expected not in precision_names():
             names = ", ".join(precision_names())
             problems.append(f"expected={self.expected!r}): allowed are {names}.")
+        if not self.quality.startswith("val/"):
+            problems.append(
+                f"quality={self.quality!r}): evaluations are recorded under val/. Type "
+                f"quality='val/{self.quality}'."
+            )
         if self.direction not in ("max", "min"):
             problems.append(f"direction={self.direction!r}): allowed are 'max' and 'min'.")
         if self.group is not None and not _GROUP_NAME.fullmatch(self.group):

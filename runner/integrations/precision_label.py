@@ -18,6 +18,9 @@ _WORD_BY_DTYPE = {"float16": "16", "bfloat16": "bf16", "float32": "32", "float64
 _UNSEEN_LABELS = ("fp8-mixed", "transformer-engine", "transformer-engine-float16")
 """Precisions whose products are no operators of torch, so that no probe sees their dtypes."""
 
+_REASONS = {"tf32": "torch is set to run float32 products in TF32 in this process."}
+"""Why another precision runs, where the trainer is not known to be the cause; by its label."""
+
 
 @dataclass(frozen=True)
 class PrecisionRequest:
@@ -107,7 +110,7 @@ def substitution_text(request: PrecisionRequest, dtypes: StepDtypes) -> str:
     if dtypes.label == request.label:
         return _scale_text(dtypes)
     words = "a loss scale" if dtypes.has_scale else "no loss scale"
-    reason = request.reasons.get(dtypes.label, "")
+    reason = request.reasons.get(dtypes.label, _REASONS.get(dtypes.label, ""))
     return (
         f"{request.setting} asks for {request.label}, and the first step computed in "
         f"{' and '.join(dtypes.computes)} with weights in {dtypes.stores} and {words}: the run is "

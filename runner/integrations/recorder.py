@@ -50,7 +50,7 @@ class Recorder:
         self._probe: DtypeProbe | None = None
         self._run: OpenRun | None = None
         self._early_evaluations: list[EvalRecord] = []
-        self._is_finished = False
+        self._result: RunResult | None = None
         # Runs of one process have a memory peak of their own each.
         Accelerator(source.device).reset_peak_memory()
 
@@ -86,32 +86,30 @@ class Recorder:
         record = EvalRecord(step, now_ms(), epoch, dict(metrics))
         if self._run is None:
             self._early_evaluations.append(record)
-        elif self._is_finished:
-            self._run.add_late_evaluation(record)
-        else:
+        elif self._result is None:
             self._run.add_evaluation(record)
+        elif metrics:
+            self._result = self._run.add_late_evaluation(record, self._result)
 
     def begin_evaluation(self) -> None:
         """End the block of steps before an evaluation, whose time counts to no step."""
-        if self._run is not None and not self._is_finished:
+        if self._run is not None and self._result is None:
             self._run.records.send()
 
-    def finish(self, status: Status, error: str = "") -> RunResult | None:
-        """End the run; a second call does nothing and returns None.
+    def finish(self, status: Status, error: str = "") -> None:
+        """End the run; a second call does nothing.
 
         Args:
             status: how the training ended.
             error: why, of one that did not finish.
         """
-        if self._is_finished:
-            return None
-        self._is_finished = True
+        if self._result is not None:
+            return
         if self._run is None:
             self._run = self._open()
         seconds = time.perf_counter() - self._started_at
-        result = self._run.finish(status, error, seconds)
-        self._say_result(result)
-        return result
+        self._result = self._run.finish(status, error, seconds)
+        self._say_result(self._result)
 
     def _open(self) -> OpenRun:
         """Open the run in the store, and say what the trainer replaced silently."""

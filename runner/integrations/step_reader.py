@@ -38,6 +38,11 @@ class StepReader:
         """Return whether the gradients of a step were read that has not ended."""
         return self._norms is not None
 
+    @property
+    def has_loss(self) -> bool:
+        """Return whether a loss was added since the last step."""
+        return self._loss is not None
+
     def add_loss(self, loss: Tensor, weight: float = 1.0, is_scaled: bool = False) -> None:
         """Add the loss of a micro-batch to the step's.
 
@@ -46,7 +51,10 @@ class StepReader:
             weight: share of the step's loss that it is.
             is_scaled: the loss is multiplied by the loss scale.
         """
-        value = loss.detach().float().reshape(()) * weight
+        value = loss.detach().reshape(())
+        if value.itemsize < 4:
+            value = value.float()
+        value = value * weight
         if is_scaled and self.scaler is not None:
             value = value / scale_value(self.scaler)
         self._loss = value if self._loss is None else self._loss + value
@@ -64,21 +72,15 @@ class StepReader:
             optimizer: torch's own, not a trainer's wrapper around it.
             is_added: the gradients are added to those of another optimizer in the same step.
 
-        Raises:
-            ConfigError: no parameter has a gradient.
         """
         groups = optimizer.param_groups
         self._lr = float(groups[0]["lr"])
         params = [p for group in groups for p in group["params"] if p.grad is not None]
         coalesce_gradients(params)
         grads = [gradient_values(p.grad) for p in params]
-        if not grads:
-            raise ConfigError(
-                "No parameter of the optimizer received a gradient: the loss depends on none of "
-                "them. Check requires_grad, and that the optimizer has the model's parameters."
-            )
         with torch.no_grad():
-            norms = grad_norms(grads)
+            # A trainer may step without gradients, as after a batch that its module leaves out.
+            norms = grad_norms(grads) if grads else torch.zeros(1)
         self._scale = None
         if self.scaler is not None:
             self._scale = scale_value(self.scaler)
@@ -118,10 +120,14 @@ class StepReader:
             scale=self._scale,
             found_inf=found_inf,
         )
+        self.discard_step()
+        return record
+
+    def discard_step(self) -> None:
+        """Begin the next step without a record of this one."""
         self._loss = None
         self._norms = None
         self._examples = 0
-        return record
 
 
 def scale_value(scaler: torch.amp.GradScaler) -> Tensor:

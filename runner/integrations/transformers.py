@@ -114,12 +114,16 @@ class PrecisionCallback(TrainerCallback):
         """Call Trainer.train, and close the run where it does not finish."""
         try:
             return train(*args, **kwargs)
-        except KeyboardInterrupt:
-            self._finish("stopped", "Interrupted.")
-            raise
         except BaseException as error:
-            self._finish("failed", f"{type(error).__name__}: {error}")
+            self._finish_after(error)
             raise
+
+    def _finish_after(self, error: BaseException) -> None:
+        """End the run as stopped after Ctrl-C, and as failed after any other error."""
+        if isinstance(error, KeyboardInterrupt):
+            self._finish("stopped", "Interrupted.")
+        else:
+            self._finish("failed", f"{type(error).__name__}: {error}")
 
     def _around_step(
         self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -132,9 +136,10 @@ class PrecisionCallback(TrainerCallback):
         try:
             with self.recorder.trace():
                 loss = step(model, inputs, *args, **kwargs)
-        except Exception as error:
-            # Here, too: auto_find_batch_size begins a new training after this error.
-            self._finish("failed", f"{type(error).__name__}: {error}")
+        except BaseException as error:
+            # Here, too: auto_find_batch_size begins another training after an error, and the calls
+            # of `train` are not watched where the callback was added later.
+            self._finish_after(error)
             raise
         # The Trainer divides each micro-batch's loss by their number, so the step's is their sum.
         self._reader.add_loss(loss)

@@ -203,6 +203,25 @@ def test_each_step_of_manual_optimization_is_recorded(lab):
     assert list(lab.points(lab.result(), "train/loss")) == [1, 2, 3, 4]
 
 
+class Skipping(Module):
+    """Leaves out its second batch."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+def test_a_batch_that_is_left_out_is_a_step_without_values(lab):
+    trained(PrecisionCallback(), module=Skipping())
+    assert list(lab.points(lab.result(), "train/loss")) == [1, 3, 4]
+
+
+def test_a_validation_after_the_training_belongs_to_its_run(lab):
+    module, ours = trained(PrecisionCallback(), limit_val_batches=2, check_val_every_n_epoch=9)
+    ours.validate(module, batches(8), verbose=False)
+    result = lab.result()
+    assert lab.points(result, "val/loss") == {4: pytest.approx(result.metrics["val/loss"])}
+
+
 def fabric_parts(**changes):
     fabric = L.Fabric(accelerator="cpu", **changes)
     net = tiny_net()

@@ -254,6 +254,32 @@ def test_two_callbacks_in_one_trainer_are_refused(lab):
         trained(lab, PrecisionCallback(), PrecisionCallback())
 
 
+def test_a_callback_of_two_trainers_records_the_one_that_trains(lab):
+    callback = PrecisionCallback()
+    first, second = (
+        Trainer(
+            tiny_net(),
+            arguments(lab.folder, max_steps=steps),
+            train_dataset=examples(),
+            callbacks=[callback],
+        )
+        for steps in (1, 2)
+    )
+    first.train()
+    second.train()
+    assert [lab.result(folder).steps for folder in lab.runs] == [1, 2]
+
+
+def test_an_error_ends_the_run_of_a_callback_that_was_added_later(lab):
+    net = Failing(ValueError("a bad row"))
+    trainer = Trainer(net, arguments(lab.folder), train_dataset=examples())
+    trainer.add_callback(PrecisionCallback())
+    with pytest.raises(ValueError, match="a bad row"):
+        trainer.train()
+    (stored,) = lab.stored()
+    assert stored.status == "FAILED"
+
+
 def test_a_callback_that_was_added_later_records_too(lab):
     trainer = Trainer(tiny_net(), arguments(lab.folder, max_steps=2), train_dataset=examples())
     trainer.add_callback(PrecisionCallback())
@@ -269,7 +295,9 @@ def test_a_callback_that_was_added_later_records_too(lab):
             r"PrecisionCallback\(logevery=...\) is not known. Allowed: folder, group",
         ),
         ({"log_every": 0}, "log_every=0.: it is a number of steps, 1 or more"),
+        ({"log_every": None}, "log_every=None.: it is a number of steps, 1 or more"),
         ({"numerics_every": True}, "numerics_every=True"),
+        ({"quality": "accuracy"}, "Type quality='val/accuracy'"),
         ({"direction": "up"}, "direction='up'.: allowed are 'max' and 'min'"),
         ({"group": "../x"}, "it becomes a folder in outputs/groups"),
         ({"group": "a", "folder": "b"}, "Leave one of them out"),
