@@ -19,6 +19,8 @@ from accelerate.state import AcceleratorState
 
 from runner.integrations.accelerate import PrecisionRecord
 from runner.tracking import journal as journals
+from runner.tracking import writer_process
+from runner.tracking.writer_process import WriterProcess
 from runner.utils.errors import ConfigError
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "foreign_trainer_script.py"
@@ -58,7 +60,10 @@ def test_a_killed_training_is_uploaded_and_ends_as_killed(lab, clean, root):
     assert list(lab.points(result, "train/loss")) == steps == list(range(1, len(steps) + 1))
 
 
-def test_an_outage_of_the_store_costs_no_step_and_sync_uploads_the_rest(lab, main):
+def test_an_outage_of_the_store_costs_no_step_and_sync_uploads_the_rest(lab, main, monkeypatch):
+    # A writer of this test's own, which ends as that of a training process does.
+    writer = WriterProcess()
+    monkeypatch.setattr(writer_process, "_shared", writer)
     accelerator, model, optimizer = parts()
     row = {name: value[None] for name, value in examples(1)[0].items()}
     options = {"tracking_uri": "http://127.0.0.1:9", "patience": 0.5, "folder": "outputs/runs/mine"}
@@ -68,6 +73,7 @@ def test_an_outage_of_the_store_costs_no_step_and_sync_uploads_the_rest(lab, mai
             optimizer.step()
             optimizer.zero_grad()
             record.step()
+    writer.kill()
     assert lab.result().run_id is None
     assert lab.stored() == []
     store = f"sqlite:///{lab.folder}/outputs/mlflow.db"
