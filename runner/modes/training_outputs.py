@@ -29,7 +29,7 @@ from runner.utils.files import write_table
 from runner.utils.formatting import format_number, relative_path
 from runner.utils.layout import RESULT
 
-_DTYPES_FILE = "dtypes.json"
+DTYPES_FILE = "dtypes.json"
 _PROCESSES_FILE = "processes.json"
 
 
@@ -41,8 +41,8 @@ def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) ->
     rows = probe.table()
     if conversions:
         rows = [{**row, "conversion": conversions.get(row["module"], "")} for row in rows]
-    if run.save_artifact(run.out / _DTYPES_FILE, lambda path: write_table(path, rows)):
-        run.tracker.tags(_tables_tag(_DTYPES_FILE))
+    if run.save_artifact(run.out / DTYPES_FILE, lambda path: write_table(path, rows)):
+        run.tracker.tags(tables_tag(DTYPES_FILE))
 
 
 def set_evaluation_hook(
@@ -92,11 +92,11 @@ def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:
         rows = [row for _, row in gathered]
         if run.save_artifact(run.out / _PROCESSES_FILE, lambda path: write_table(path, rows)):
             # MLflow keeps the last value of a tag, so this one names both tables.
-            run.tracker.tags(_tables_tag(_DTYPES_FILE, _PROCESSES_FILE))
+            run.tracker.tags(tables_tag(DTYPES_FILE, _PROCESSES_FILE))
     return max((peak for peak, _ in gathered), default=peak)
 
 
-def _tables_tag(*names: str) -> dict[str, str]:
+def tables_tag(*names: str) -> dict[str, str]:
     """Return the tag by which MLflow's page knows which artifacts of a run are tables."""
     return {"mlflow.loggedArtifacts": json.dumps([{"path": n, "type": "table"} for n in names])}
 

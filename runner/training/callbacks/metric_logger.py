@@ -73,6 +73,9 @@ class MetricLogger(Callback):
             "perf/examples_per_second": examples / milliseconds * 1e3,
             "memory/peak_mib": self.accelerator.peak_memory_mib(),
         }
+        # The loop of another trainer may not say how many examples a step has.
+        if not examples:
+            del values["perf/examples_per_second"]
         # The optimizer makes its state in its first applied step, and the size stays from then on.
         is_applied = any(not record.overflow for record in block)
         if is_applied and not self._has_logged_optimizer_memory:

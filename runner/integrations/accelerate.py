@@ -1,0 +1,102 @@
+"""Record a training loop with Accelerate.
+
+from runner.integrations.accelerate import PrecisionRecord
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+with PrecisionRecord(accelerator, model, optimizer) as record:
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            record.step()
+"""
+
+from typing import Any, Unpack
+
+from runner.integrations.extras import missing_package
+from runner.integrations.loop_record import LoopRecord, torch_optimizer
+from runner.integrations.options import RecordOptions, RecordSettings
+from runner.integrations.precision_label import PrecisionRequest
+from runner.integrations.training_source import TrainingSource
+from runner.utils.errors import ConfigError
+
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise missing_package(__name__, "accelerate", "accelerate") from error
+
+_LABELS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8-mixed"}
+_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+class PrecisionRecord(LoopRecord):
+    """Records every optimizer step of a loop with Accelerate as a run of this runner.
+
+    Args:
+        accelerator: whose `backward` the loop calls.
+        model: as accelerator.prepare returned it.
+        optimizer: as accelerator.prepare returned it.
+        start_step: optimizer steps before this loop, of one that is resumed.
+        options: further keyword arguments, see runner.integrations.options.RecordSettings.
+
+    Raises:
+        ConfigError: an option that is not known or has a wrong value, an optimizer that
+            accelerator.prepare did not return, or processes that shard gradients.
+    """
+
+    backward_call = "accelerator.backward(loss)"
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        optimizer: Any,
+        start_step: int = 0,
+        **options: Unpack[RecordOptions],
+    ) -> None:
+        settings = RecordSettings.checked(type(self).__name__, options)
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            raise ConfigError(
+                "PrecisionRecord(accelerator, model, optimizer) takes what accelerator.prepare "
+                "returned. Type model, optimizer = accelerator.prepare(model, optimizer) first."
+            )
+        kind = accelerator.distributed_type
+        if kind in _SHARDING:
+            raise ConfigError(
+                f"PrecisionRecord does not record a training with {kind.value}: each process has a "
+                "part of every gradient only. Leave it out, or train on one device or with DDP."
+            )
+        asked = accelerator.mixed_precision
+        reasons = {}
+        if asked == "fp16" and accelerator.device.type == "cpu":
+            reasons["32-true"] = "Accelerate runs fp16 on GPUs only, and on a CPU says nothing."
+        request = PrecisionRequest(
+            f"Accelerator(mixed_precision={asked!r})", _LABELS.get(asked, asked), reasons
+        )
+        source = TrainingSource(
+            "accelerate",
+            request,
+            accelerator.unwrap_model(model),
+            torch_optimizer(optimizer),
+            accelerator.scaler,
+            {
+                "mixed_precision": asked,
+                "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+            },
+            start_step=start_step,
+        )
+        self.accelerator = accelerator
+        super().__init__(accelerator, source, settings, accelerator.is_main_process)
+
+    @property
+    def loss_weight(self) -> float:
+        """Return the share by which Accelerate weights a micro-batch's loss."""
+        return 1 / self.accelerator.gradient_accumulation_steps
+
+    @property
+    def is_step_complete(self) -> bool:
+        """Return whether Accelerate's optimizer steps after this micro-batch."""
+        return self.accelerator.sync_gradients

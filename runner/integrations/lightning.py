@@ -1,0 +1,288 @@
+"""Record a training of Lightning's Trainer, or of a loop with Fabric.
+
+    from runner.integrations.lightning import PrecisionCallback
+
+    trainer = L.Trainer(callbacks=[PrecisionCallback()])
+
+Fabric has no steps of its own, so its loop names them:
+
+    from runner.integrations.lightning import FabricRecord
+
+    with FabricRecord(fabric, model, optimizer) as record:
+        for batch in loader:
+            fabric.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            record.step()
+"""
+
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, Unpack
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner.integrations.extras import missing_package
+from runner.integrations.loop_record import LoopRecord, torch_optimizer
+from runner.integrations.options import RecordOptions, RecordSettings
+from runner.integrations.precision_label import PrecisionRequest
+from runner.integrations.recorder import Recorder
+from runner.integrations.step_reader import StepReader
+from runner.integrations.training_source import TrainingSource
+from runner.modes.result import Status
+from runner.utils.errors import ConfigError
+
+try:
+    from lightning.fabric import Fabric
+    from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.utilities.data import extract_batch_size
+except ImportError as error:
+    raise missing_package(__name__, "lightning", "lightning") from error
+
+_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+"""Classes of strategies whose processes have a part of each gradient only."""
+_VALIDATION = re.compile(r"(?:val|valid|validation)[_/.-](.+)")
+"""Names that modules give to the metrics of a validation."""
+_REASONS = {"bf16-mixed": "Lightning replaces 16-mixed by bf16-mixed on a CPU."}
+
+
+class PrecisionCallback(Callback):
+    """Records every optimizer step of a Trainer as a run of this runner.
+
+    Metrics that the module logs under names that begin with `val_`, `val/`, `valid_` or
+    `validation_` are recorded under `val/`.
+
+    Args:
+        options: keyword arguments, see runner.integrations.options.RecordSettings.
+
+    Raises:
+        ConfigError: an option that is not known or has a wrong value.
+    """
+
+    def __init__(self, **options: Unpack[RecordOptions]) -> None:
+        super().__init__()
+        self.settings = RecordSettings.checked(type(self).__name__, options)
+        self.recorder: Recorder | None = None
+        self._reader: StepReader | None = None
+        self._step = 0
+        self._trace = ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the record of a training.
+
+        Raises:
+            ConfigError: the Trainer has several such callbacks, shards its weights, or the run's
+                folder cannot be used.
+        """
+        _check_trainer(trainer)
+        self.recorder = None
+        if not trainer.is_global_zero:
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        precision = str(trainer.precision)
+        source = TrainingSource(
+            "lightning",
+            PrecisionRequest(f"Trainer(precision={precision!r})", precision, _REASONS),
+            pl_module,
+            torch_optimizer(trainer.optimizers[0]),
+            scaler,
+            _arguments(trainer, pl_module),
+            start_step=trainer.global_step,
+            planned_steps=max(0, trainer.max_steps),
+        )
+        self._step = trainer.global_step
+        self._reader = StepReader(scaler)
+        self.recorder = Recorder(source, self.settings)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Watch the dtypes of the first batch, and count the examples of each."""
+        if self.recorder is None or self._reader is None:
+            return
+        self._trace.enter_context(self.recorder.trace())
+        self._reader.add_examples(_batch_size(batch))
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Add the loss of a micro-batch."""
+        if self._reader is None:
+            return
+        # Manual optimization may take several steps in one batch, each after a backward.
+        self._end_step(trainer)
+        # Lightning has divided it by accumulate_grad_batches and multiplied it by the loss scale.
+        self._reader.add_loss(loss, is_scaled=True)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Read the gradients, which Lightning has unscaled and not clipped yet."""
+        if self._reader is not None:
+            # A second optimizer that steps after the same backward belongs to the same step.
+            is_same_step = self._reader.is_step_read
+            self._reader.read_gradients(torch_optimizer(optimizer), is_added=is_same_step)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Record the step that has ended, if the batch was the last one of a step."""
+        self._trace.close()
+        self._end_step(trainer)
+
+    def _end_step(self, trainer: Trainer) -> None:
+        if self.recorder is None or self._reader is None or not self._reader.is_step_read:
+            return
+        self._step += 1
+        # training_step may return None, which leaves the batch out: Lightning counts a step.
+        if not self._reader.has_loss:
+            self._reader.discard_step()
+            return
+        self.recorder.add_step(self._reader.end_step(self._step, trainer.current_epoch + 1))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the block of steps before an evaluation."""
+        if self.recorder is not None:
+            self.recorder.begin_evaluation()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the metrics that the module has logged for the validation."""
+        if self.recorder is None or trainer.sanity_checking:
+            return
+        metrics = validation_metrics(trainer.callback_metrics)
+        self.recorder.add_evaluation(self._step, trainer.current_epoch + 1, metrics)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the run."""
+        self._finish("finished")
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """End the run as stopped or failed."""
+        if isinstance(exception, KeyboardInterrupt):
+            self._finish("stopped", "Interrupted.")
+        else:
+            self._finish("failed", f"{type(exception).__name__}: {exception}")
+
+    def _finish(self, status: Status, error: str = "") -> None:
+        self._trace.close()
+        self._reader = None
+        # The recorder stays: Trainer.validate() is often called after fit().
+        if self.recorder is not None:
+            self.recorder.finish(status, error)
+
+
+class FabricRecord(LoopRecord):
+    """Records every optimizer step of a loop with Fabric as a run of this runner.
+
+    Args:
+        fabric: whose `backward` the loop calls.
+        model: as fabric.setup returned it.
+        optimizer: as fabric.setup returned it.
+        start_step: optimizer steps before this loop, of one that is resumed.
+        options: further keyword arguments, see runner.integrations.options.RecordSettings.
+
+    Raises:
+        ConfigError: an option that is not known or has a wrong value, a model or an optimizer that
+            fabric.setup did not return, or a strategy that shards gradients.
+    """
+
+    backward_call = "fabric.backward(loss)"
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        model: Any,
+        optimizer: Any,
+        start_step: int = 0,
+        **options: Unpack[RecordOptions],
+    ) -> None:
+        settings = RecordSettings.checked(type(self).__name__, options)
+        if not isinstance(model, _FabricModule) or not isinstance(optimizer, _FabricOptimizer):
+            raise ConfigError(
+                "FabricRecord(fabric, model, optimizer) takes what fabric.setup returned. Type "
+                "model, optimizer = fabric.setup(model, optimizer) first."
+            )
+        _check_strategy("FabricRecord", fabric.strategy)
+        plugin = fabric.strategy.precision
+        precision = str(plugin.precision)
+        source = TrainingSource(
+            "fabric",
+            PrecisionRequest(f"Fabric(precision={precision!r})", precision, _REASONS),
+            model.module,
+            torch_optimizer(optimizer),
+            getattr(plugin, "scaler", None),
+            {"precision": precision, "strategy": type(fabric.strategy).__name__},
+            start_step=start_step,
+        )
+        super().__init__(fabric, source, settings, is_recording=fabric.is_global_zero)
+
+
+def _check_trainer(trainer: Trainer) -> None:
+    """Raise ConfigError for a Trainer whose steps cannot be recorded."""
+    ours = [c for c in trainer.callbacks if isinstance(c, PrecisionCallback)]  # type: ignore[attr-defined]
+    if len(ours) > 1:
+        raise ConfigError(
+            f"The Trainer has {len(ours)} PrecisionCallbacks, and each step would be recorded "
+            f"{len(ours)} times. Pass one in callbacks=[...]."
+        )
+    if not trainer.optimizers:
+        raise ConfigError(
+            "PrecisionCallback records optimizer steps, and configure_optimizers returned no "
+            "optimizer. Return one, or leave the callback out."
+        )
+    _check_strategy("PrecisionCallback", trainer.strategy)
+
+
+def _check_strategy(owner: str, strategy: object) -> None:
+    """Raise ConfigError for a strategy that shards gradients."""
+    names = {kind.__name__ for kind in type(strategy).__mro__}
+    if names & set(_SHARDING):
+        raise ConfigError(
+            f"{owner} does not record a training with {type(strategy).__name__}: each process has "
+            "a part of every gradient only. Leave it out, or train on one device or with DDP."
+        )
+
+
+def _arguments(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Return the settings of a Trainer and the hyperparameters of its module."""
+    return {
+        "precision": trainer.precision,
+        "strategy": type(trainer.strategy).__name__,
+        "max_epochs": trainer.max_epochs,
+        "max_steps": trainer.max_steps,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "hparams": dict(module.hparams),
+    }
+
+
+def _batch_size(batch: Any) -> int:
+    """Return the number of examples of a batch; 0 where it cannot be seen."""
+    try:
+        return extract_batch_size(batch)
+    except Exception:  # Lightning refuses batches without tensors
+        return 0
+
+
+def validation_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a validation under the runner's names, `val/<name>`.
+
+    Args:
+        metrics: everything that the module has logged so far; others are left out.
+    """
+    values: dict[str, float] = {}
+    for name, value in metrics.items():
+        match = _VALIDATION.fullmatch(name)
+        if match:
+            values[f"val/{match[1]}"] = float(value)
+    return values

@@ -1,0 +1,152 @@
+"""Record a loop that its author writes with the help of a library (Accelerate, Fabric).
+
+The loop calls the library's `backward`, which is watched, and names the end of each step.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner.integrations.method_watch import watch_method
+from runner.integrations.options import RecordSettings
+from runner.integrations.recorder import Recorder
+from runner.integrations.step_reader import StepReader
+from runner.integrations.training_source import TrainingSource
+from runner.utils.errors import ConfigError
+
+
+class LoopRecord:
+    """A context around a training loop that records its steps as a run of this runner.
+
+    Args:
+        owner: the library's object whose `backward` the loop calls.
+        source: the training.
+        settings: where and how it is recorded.
+        is_recording: False in the processes that leave the record to the first one.
+
+    Attributes:
+        backward_call: how the loop calls backward, for messages.
+        recorder: of the run; None before the context is entered, and in other processes.
+    """
+
+    backward_call: ClassVar[str]
+
+    def __init__(
+        self, owner: Any, source: TrainingSource, settings: RecordSettings, is_recording: bool
+    ) -> None:
+        self.source = source
+        self.settings = settings
+        self.recorder: Recorder | None = None
+        self._owner = owner
+        self._reader = StepReader(source.scaler)
+        self._is_recording = is_recording
+        self._is_entered = False
+        self._step = source.start_step
+        self._trace = ExitStack()
+        self._end_watch: Callable[[], None] = _do_nothing
+
+    def __enter__(self) -> Self:
+        """Begin the run.
+
+        Raises:
+            ConfigError: the context was entered before, or the run's folder cannot be used.
+        """
+        name = type(self).__name__
+        if self._is_entered:
+            raise ConfigError(
+                f"This {name} has recorded a loop already. Make a new one for each training."
+            )
+        self._is_entered = True
+        if self._is_recording:
+            self.recorder = Recorder(self.source, self.settings)
+            self._trace.enter_context(self.recorder.trace())
+            self._end_watch = watch_method(self._owner, "backward", self._around_backward)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._trace.close()
+        self._end_watch()
+        if self.recorder is None:
+            return
+        if error is None:
+            self.recorder.finish("finished")
+        elif isinstance(error, KeyboardInterrupt):
+            self.recorder.finish("stopped", "Interrupted.")
+        else:
+            self.recorder.finish("failed", f"{type(error).__name__}: {error}")
+
+    def _around_backward(
+        self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the library's backward, and read what it computed."""
+        result = backward(loss, *args, **kwargs)
+        self._trace.close()
+        self._reader.add_loss(loss, self.loss_weight)
+        if self.is_step_complete:
+            self._reader.read_gradients(self.source.optimizer)
+        return result
+
+    @property
+    def loss_weight(self) -> float:
+        """Return the share of a step's loss that a micro-batch's loss is."""
+        return 1.0
+
+    @property
+    def is_step_complete(self) -> bool:
+        """Return whether the optimizer steps after this micro-batch, as far as is known."""
+        return True
+
+    def step(self, examples: int = 0) -> None:
+        """Record a step; call it after optimizer.step().
+
+        Args:
+            examples: in this batch, for the rate; 0 records no rate.
+
+        Raises:
+            ConfigError: the loop is not in the context, or there was no backward of a loss since
+                the last step.
+        """
+        if not self._is_entered:
+            name = type(self).__name__
+            raise ConfigError(f"step() was called outside of the record. Type with {name}(...):.")
+        if self.recorder is None:
+            return
+        self._reader.add_examples(examples)
+        if not self.is_step_complete:
+            return
+        if not self._reader.is_step_read:
+            raise ConfigError(
+                f"step() was called without a {self.backward_call} since the last step. Call both "
+                "in each step inside the record, in place of loss.backward()."
+            )
+        self._step += 1
+        self.recorder.add_step(self._reader.end_step(self._step, 1))
+
+    def evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Record an evaluation at the present step.
+
+        Args:
+            metrics: numbers by name; `loss` is recorded as `val/loss`.
+        """
+        if self.recorder is None:
+            return
+        named = {f"val/{name.removeprefix('val/')}": float(v) for name, v in metrics.items()}
+        self.recorder.add_evaluation(self._step, 1, named)
+
+
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """Return torch's optimizer inside a library's wrapper, which calls it `optimizer`."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _do_nothing() -> None:
+    """Stand for the end of a watch that was not begun."""

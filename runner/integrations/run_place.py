@@ -1,0 +1,136 @@
+"""Choose the folder of a run that another trainer trains, alone or in a group of runs.
+
+A group is a sweep whose jobs are these runs, so that `runner report` compares them.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from uuid import uuid4
+
+from runner.integrations.options import RecordSettings
+from runner.modes import notes
+from runner.sweeps.manifest import Manifest
+from runner.tracking.journal import has_live_owner, latest_journal
+from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.tracker import RunInfo, Tracker
+from runner.utils.errors import ConfigError
+from runner.utils.files import os_error_reason
+from runner.utils.formatting import now_ms, relative_path
+from runner.utils.layout import MANIFEST
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """The folder of a run, and what the run belongs to.
+
+    Attributes:
+        folder: of the run; it exists.
+        sweep: id of the group that the run is a job of; None for a run alone.
+        earlier: journal of the run that is continued; None for a new run.
+        group_run: tracker of the group's parent run, which the group's first run opens and closes;
+            None for any other run.
+    """
+
+    folder: Path
+    sweep: str | None = None
+    earlier: Path | None = None
+    group_run: Tracker | None = None
+
+
+def choose_place(settings: RecordSettings, start_step: int, command: list[str]) -> RunPlace:
+    """Make the folder of a run, and return it.
+
+    Args:
+        settings: of the callback.
+        start_step: the step that the training is resumed at; 0 for a new one.
+        command: words of the process's command, for the group's page.
+
+    Raises:
+        ConfigError: the folder takes no files, or holds a run that is not resumed.
+    """
+    try:
+        if settings.group is not None:
+            return _place_in_group(settings, command)
+        if settings.folder is None:
+            return RunPlace(_new_folder(Path("outputs/runs")))
+        return _place_in_folder(Path(settings.folder), start_step)
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder takes no files: {error.filename}: {os_error_reason(error)}. Make "
+            "room, or type folder=<another folder>."
+        ) from error
+
+
+def _new_folder(parent: Path) -> Path:
+    """Make a folder that is named by the time; return its path."""
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        folder = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+
+
+def _place_in_folder(folder: Path, start_step: int) -> RunPlace:
+    """Return the place of a run in a folder of the user's.
+
+    Raises:
+        ConfigError: the folder holds a run that is recorded at the moment, or not resumed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    earlier = latest_journal(folder)
+    if earlier is None:
+        return RunPlace(folder)
+    if has_live_owner(earlier):
+        raise ConfigError(
+            f"folder={folder}: another run is being recorded there. Type another folder, or leave "
+            "folder= out."
+        )
+    if not start_step:
+        raise ConfigError(
+            f"folder={folder} holds a run, and this training starts at step 0. Type another "
+            "folder, or resume the trainer from its checkpoint to continue the run."
+        )
+    return RunPlace(folder, earlier=earlier)
+
+
+def _place_in_group(settings: RecordSettings, command: list[str]) -> RunPlace:
+    """Return the place of the next job of a group, which its first job makes."""
+    assert settings.group is not None
+    parent = Path("outputs/groups") / settings.group
+    parent.mkdir(parents=True, exist_ok=True)
+    group_run = None
+    if not (parent / MANIFEST).exists():
+        group_run = _open_group(parent, settings, command)
+    manifest = Manifest.read(parent)
+    for number in count():
+        folder = parent / str(number)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return RunPlace(folder, manifest.id, group_run=group_run)
+    raise AssertionError  # count() never ends
+
+
+def _open_group(parent: Path, settings: RecordSettings, command: list[str]) -> Tracker:
+    """Write a group's manifest, and open the parent run of its runs; return its tracker."""
+    # Finished, because nothing of it can be run again by `sweep.resume`.
+    manifest = Manifest(uuid4().hex[:12], command, began_ms=now_ms(), finished=True)
+    manifest.write(parent)
+    tracker = MlflowTracker(
+        settings.tracking_uri,
+        settings.experiment,
+        system_metrics=None,
+        patience=settings.patience,
+    )
+    tags = {"sweep_id": manifest.id, "output_dir": str(parent.absolute())}
+    info = RunInfo(parent, {}, tags, settings.group, sweep=manifest.id, role="sweep")
+    tracker.open(info)
+    report = notes.command_note(["python", "-m", "runner", "report", relative_path(parent)])
+    tracker.note(f"Runs of other trainers, recorded as one group. Their report:\n\n{report}")
+    return tracker
