@@ -1,0 +1,124 @@
+"""Weights in and out in the field's formats, by whole commands."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+MLP = ("model=mlp", "model.hidden=[64]", "train.max_steps=3", "debug.overfit=32", "tracking=none")
+PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+SHORT = ("train.max_steps=2", "train.batch_size=8", "debug.overfit=16", "tracking=none")
+
+
+def test_the_commands_of_the_page_run_one_after_another(main):
+    for command in re.findall(r"^    python -m runner (.*)$", PAGE, re.MULTILINE):
+        done = main(*shlex.split(command), *SHORT)
+        assert done.rc == 0, done.stderr
+
+
+def test_the_yaml_of_the_page_starts_from_a_file_with_other_names(main, tmp_path, trained):
+    (text,) = re.findall(r"```yaml\n# lab/conf/experiment/tune.yaml\n(.*?)```", PAGE, re.DOTALL)
+    path = tmp_path / "lab" / "conf" / "experiment" / "tune.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    state = load_file(trained / "model.safetensors")
+    named = {f"module.backbone.{name}": value for name, value in state.items()}
+    torch.save(named, tmp_path / "net.pth")
+    done = main("--config-dir", "lab/conf", "experiment=tune", *MLP)
+    assert done.rc == 0, done.stderr
+    assert "weights: 2 of 4 tensors from net.pth (torch.save); fresh: head.weight" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, inside):
+    """Folder of a run that left model.safetensors."""
+    folder = tmp_path_factory.mktemp("trained")
+    with inside(folder) as main:
+        done = main(*MLP, "checkpoint.safetensors=true")
+    assert done.rc == 0, done.stderr
+    (run,) = folder.glob("outputs/runs/*")
+    return run
+
+
+def newest(folder):
+    return max(folder.glob("outputs/runs/*"))
+
+
+def test_a_run_starts_from_its_own_safetensors(main, tmp_path, trained):
+    done = main(*MLP, f"init.weights={trained}/model.safetensors", "optimizer.lr=0")
+    assert done.rc == 0, done.stderr
+    assert f"weights: 4 of 4 tensors from {trained}/model.safetensors (safetensors)" in done.stdout
+    record = json.loads((newest(tmp_path) / "init_weights.json").read_text())
+    assert record["fresh"] == []
+    assert len(record["loaded"]) == 4
+    saved = torch.load(next(newest(tmp_path).glob("checkpoints/*.pt")), weights_only=True)
+    for name, value in load_file(trained / "model.safetensors").items():
+        assert torch.equal(saved["model"][name], value)
+
+
+def test_a_skipped_head_is_said_and_the_resumed_run_needs_no_file(main, tmp_path, trained):
+    state = load_file(trained / "model.safetensors")
+    state = {f"module.{name}": value for name, value in state.items() if "head" not in name}
+    save_file(state, tmp_path / "body.safetensors")
+    words = ("init.weights=body.safetensors", "init.rename={module:null}")
+    refused = main(*MLP, *words)
+    assert refused.rc == 2
+    assert "Type 'init.skip=[head]'" in refused.stderr
+    done = main(*MLP, *words, "init.skip=[head]")
+    assert done.rc == 0, done.stderr
+    assert "; fresh: head.weight, head.bias" in done.stdout
+    (tmp_path / "body.safetensors").unlink()
+    resumed = main(f"checkpoint.resume={newest(tmp_path)}", "train.max_steps=5", "tracking=none")
+    assert resumed.rc == 0, resumed.stderr
+
+
+def test_a_runs_own_checkpoint_can_be_tuned_to_other_classes(main, trained):
+    words = (*MLP, f"init.weights={trained}", "model.classes=12")
+    assert "2 of another shape" in main(*words).stderr
+    assert main(*words, "init.skip=[head]").rc == 0
+
+
+def test_a_plan_compares_names_without_training(main, trained):
+    words = (*MLP, "mode=plan", f"init.weights={trained}/model.safetensors")
+    done = main(*words)
+    assert done.rc == 0, done.stderr
+    assert "weights: 4 of 4 tensors" in done.stdout
+    assert "of another shape" in main(*words, "model.hidden=[32]").stderr
+
+
+def test_an_adapter_is_added_to_packed_weights_of_a_file_without_a_warning(main, trained):
+    words = (*MLP, "precision=bnb-nf4", "adapter=lora")
+    done = main(*words, f"init.weights={trained}/model.safetensors")
+    assert done.rc == 0, done.stderr
+    assert "warning: the frozen weights" not in done.stdout
+    assert "warning: the frozen weights" in main(*words).stdout
+
+
+def test_the_jobs_of_a_sweep_start_from_one_file(main, trained):
+    words = (*MLP, "hydra/launcher=basic", f"init.weights={trained}/model.safetensors")
+    done = main("-m", *words, "precision=32-true,bf16-true")
+    assert done.rc == 0, done.stderr
+    assert done.stdout.count("weights: 4 of 4 tensors") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("init.skip=[head]", "init.skip applies to init.weights, which is not given"),
+        ("init.weights=x init.skip=[[a]]", "init.skip=[['a']] does not fit"),
+        ("init.weights=x init.rename={a:[b]}", "does not fit. Allowed: prefixes of names"),
+        ("init.weights=x init.rename=a", "init.rename=a"),
+        ("mode=evaluate checkpoint={file}", "holds weights alone"),
+        ("mode=evaluate checkpoint={file} init.weights=x", "Leave init.weights= out"),
+        ("checkpoint.resume={file}", "holds weights alone"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(main, trained, words, message):
+    done = main(*MLP, *words.replace("{file}", f"{trained}/model.safetensors").split())
+    assert done.rc == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
