@@ -59,6 +59,8 @@ class CheckpointSpec:
         best: also keep the checkpoint of the best evaluation, as `best.pt`.
         final: save a checkpoint when the run ends or is stopped.
         safetensors: write the weights as `model.safetensors` when the run ends.
+        adapter: write a LoRA adapter as a folder of peft, `adapter/`, when a run with adapter=lora
+            ends.
     """
 
     path: str | None = None
@@ -68,3 +70,4 @@ class CheckpointSpec:
     best: bool = False
     final: bool = True
     safetensors: bool = False
+    adapter: bool = True

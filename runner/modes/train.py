@@ -15,6 +15,7 @@ from runner.data.splits import set_labels
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
+from runner.modes.model_folders import save_model_folders, wants_model_folders
 from runner.modes.startup_checks import (
     check_data,
     check_evaluation,
@@ -250,10 +251,17 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
             run.say(f"checkpoint: {path}")
             if run.origin.sweep is None:  # a sweep is resumed as a whole
                 run.say(f"Resume with: {quote_command(run.origin.resume_command(run.out))}")
-    if spec.checkpoint.safetensors and callbacks.weights_are_valid():
+    wants_folders = wants_model_folders(run, callbacks.state)
+    wants_weights = spec.checkpoint.safetensors or wants_folders
+    # All processes ask, and agree.
+    if not wants_weights or not callbacks.weights_are_valid():
+        return unsaved
+    if spec.checkpoint.safetensors:
         problem = save_weights(run, callbacks.state)
         if problem:
             unsaved.append(problem)
+    if wants_folders:
+        unsaved += save_model_folders(run, callbacks.state)
     return unsaved
 
 

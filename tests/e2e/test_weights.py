@@ -6,9 +6,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
+import transformers
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 MLP = ("model=mlp", "model.hidden=[64]", "train.max_steps=3", "debug.overfit=32", "tracking=none")
 PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
 SHORT = ("train.max_steps=2", "train.batch_size=8", "debug.overfit=16", "tracking=none")
@@ -122,3 +126,63 @@ def test_keys_that_do_not_fit_are_refused(main, trained, words, message):
     assert done.rc == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# Out
+
+
+@pytest.fixture
+def tuned(main, tmp_path, result):
+    """Train a tiny GPT-2 of a local folder, and return its result."""
+    words = tiny_models.typed("gpt2", tmp_path)
+    base = tmp_path / "base"
+    tiny_models.build("gpt2").save_pretrained(base)
+    words = [f"model.path={base}" if w.startswith("model.config=") else w for w in words]
+
+    def train(*more):
+        done = main(*words, "train.max_steps=3", "optimizer.lr=0.1", "tracking=none", *more)
+        assert done.rc == 0, done.stderr
+        return result(tmp_path)
+
+    return train
+
+
+@torch.no_grad()
+def validation_loss(model):
+    """The loss of a model of transformers on the validation examples, by hand."""
+    total, count = 0.0, 0
+    for batch in tiny_models.batches("gpt2", seed=1):
+        logits, labels = tiny_models.logits_and_labels("gpt2", model.eval(), batch)
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += int((labels != tiny_models.IGNORED).sum())
+    return total / count
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bnb-nf4", 2e-3)])
+def test_peft_loads_the_adapter_of_a_run_onto_its_base(tuned, tmp_path, precision, tolerance):
+    found = tuned(f"precision={precision}", "adapter=lora", "adapter.train=[transformer.ln_f]")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before = validation_loss(base)
+    model = PeftModel.from_pretrained(base, Path(found["folder"]) / "adapter")
+    # Of packed weights the base here is the one before it was packed.
+    loss = validation_loss(model)
+    assert loss == pytest.approx(found["metrics"]["val/loss"], rel=tolerance)
+    assert abs(loss - before) > 2 * tolerance * loss
+
+
+def test_the_python_of_the_page_loads_the_adapter(tuned, tmp_path, monkeypatch):
+    tuned("adapter=lora", "hydra.run.dir=outputs/runs/first")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "base").rename(tmp_path / "models" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(from peft.*?)```", PAGE, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    tuned_loss = validation_loss(names["model"])
+    with names["model"].disable_adapter():
+        assert validation_loss(names["model"]) != tuned_loss
+
+
+def test_no_adapter_folder_is_written_where_it_is_not_asked_for(tuned):
+    folder = Path(tuned("adapter=lora", "checkpoint.adapter=false")["folder"])
+    assert not (folder / "adapter").exists()
