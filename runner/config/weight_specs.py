@@ -61,6 +61,8 @@ class CheckpointSpec:
         safetensors: write the weights as `model.safetensors` when the run ends.
         adapter: write a LoRA adapter as a folder of peft, `adapter/`, when a run with adapter=lora
             ends.
+        pretrained: write a model of transformers as a folder that from_pretrained loads,
+            `pretrained/`, when the run ends, with packed weights unpacked and an adapter merged.
     """
 
     path: str | None = None
@@ -71,3 +73,4 @@ class CheckpointSpec:
     final: bool = True
     safetensors: bool = False
     adapter: bool = True
+    pretrained: bool = False

@@ -15,7 +15,11 @@ from runner.data.splits import set_labels
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.model_folders import save_model_folders, wants_model_folders
+from runner.modes.model_folders import (
+    check_model_folders,
+    save_model_folders,
+    wants_model_folders,
+)
 from runner.modes.startup_checks import (
     check_data,
     check_evaluation,
@@ -97,6 +101,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
         make = model_builder(spec, run.precision, run.device, resumed)
         built = prove_conversion(run, make, loaders.val)
         check_compile_options(spec, run.precision, run.device, built.model)
+        check_model_folders(run, built.model)
     with run.precision.session(built.model, run.device):
         with run.signals.interruptible():
             sizes = describe_model(run, built)

@@ -1,6 +1,7 @@
 """Write a trained adapter as peft's own folder, which peft loads onto the model without it."""
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,15 @@ _TASK_TYPES = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:
     """Return peft's layers by the dotted names of the layers that they stand for."""
-    with suppress_import_warnings():
-        from peft.tuners.lora import LoraLayer
-
-    return {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    # A model with such a layer has imported peft; no other one needs to.
+    library = sys.modules.get("peft.tuners.lora")
+    if library is None:
+        return {}
+    layers: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, library.LoraLayer):
+            layers[name] = module
+    return {name: layer for name, layer in layers.items() if "default" in layer.lora_A}
 
 
 def write_adapter(

@@ -18,10 +18,14 @@ PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
 SHORT = ("train.max_steps=2", "train.batch_size=8", "debug.overfit=16", "tracking=none")
 
 
-def test_the_commands_of_the_page_run_one_after_another(main):
+def test_the_commands_of_the_page_run_one_after_another(main, tmp_path, monkeypatch):
+    tiny_models.build("gpt2").save_pretrained(tmp_path / "models" / "tiny")
     for command in re.findall(r"^    python -m runner (.*)$", PAGE, re.MULTILINE):
         done = main(*shlex.split(command), *SHORT)
         assert done.rc == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(from transformers.*?)```", PAGE, re.DOTALL)
+    exec(code, {})
 
 
 def test_the_yaml_of_the_page_starts_from_a_file_with_other_names(main, tmp_path, trained):
@@ -136,7 +140,9 @@ def tuned(main, tmp_path, result):
     """Train a tiny GPT-2 of a local folder, and return its result."""
     words = tiny_models.typed("gpt2", tmp_path)
     base = tmp_path / "base"
-    tiny_models.build("gpt2").save_pretrained(base)
+    model = tiny_models.build("gpt2")
+    model.config.use_cache = True
+    model.save_pretrained(base)
     words = [f"model.path={base}" if w.startswith("model.config=") else w for w in words]
 
     def train(*more):
@@ -186,3 +192,58 @@ def test_the_python_of_the_page_loads_the_adapter(tuned, tmp_path, monkeypatch):
 def test_no_adapter_folder_is_written_where_it_is_not_asked_for(tuned):
     folder = Path(tuned("adapter=lora", "checkpoint.adapter=false")["folder"])
     assert not (folder / "adapter").exists()
+
+
+FORMATS = pytest.mark.parametrize(
+    ("words", "tolerance", "dtype"),
+    [
+        (["precision=32-true"], 1e-6, torch.float32),
+        (["precision=bf16-true"], 2e-2, torch.bfloat16),
+        (["precision=32-true", "adapter=lora", "train.ema=0.5"], 1e-5, torch.float32),
+        (["precision=bnb-nf4", "adapter=lora"], 2e-3, torch.float32),
+        (["precision=transformer-engine", "precision.emulate=true"], 3e-2, torch.bfloat16),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+
+
+@FORMATS
+def test_from_pretrained_loads_the_folder_of_a_run(tuned, words, tolerance, dtype):
+    found = tuned(*words, "checkpoint.pretrained=true")
+    folder = Path(found["folder"]) / "pretrained"
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(report.values())
+    assert model.dtype is dtype
+    assert model.config.use_cache
+    assert validation_loss(model) == pytest.approx(found["metrics"]["val/loss"], rel=tolerance)
+
+
+def test_a_run_starts_from_the_folder_of_another(tuned, main, tmp_path, result):
+    found = tuned("checkpoint.pretrained=true")
+    folder = f"{found['folder']}/pretrained"
+    words = tiny_models.typed("gpt2", tmp_path)
+    short = ("tracking=none", "train.max_steps=1", "optimizer.lr=0")
+    done = main(*words, *short, f"init.weights={folder}")
+    assert done.rc == 0, done.stderr
+    assert "(safetensors)" in done.stdout
+    from_weights = result(tmp_path)["metrics"]
+    assert from_weights == pytest.approx(found["metrics"], rel=1e-6)
+    words = [f"model.path={folder}" if w.startswith("model.config=") else w for w in words]
+    done = main(*words, *short)
+    assert done.rc == 0, done.stderr
+    assert result(tmp_path)["metrics"] == from_weights
+
+
+def test_the_files_of_a_tokenizer_are_copied(tuned, tmp_path):
+    (tmp_path / "base").mkdir(exist_ok=True)
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    folder = Path(tuned("checkpoint.pretrained=true")["folder"]) / "pretrained"
+    assert (folder / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_model_of_no_library_has_no_such_folder(main):
+    done = main(*MLP, "checkpoint.pretrained=true")
+    assert done.rc == 2
+    assert "made a MLP, which is no model of transformers" in done.stderr
