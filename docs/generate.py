@@ -147,7 +147,7 @@ def key_rows(prefix: str, spec: Any) -> list[list[str]]:
         default = getattr(spec, field.name)
         if is_dataclass(default):
             rows += key_rows(f"{prefix}{field.name}.", default)
-        elif not isinstance(default, dict):
+        elif prefix or not isinstance(default, dict):  # without a prefix it is a group
             name = f"`{prefix}{field.name}`"
             rows.append([name, type_name(field.type), f"`{yaml(default)}`", texts[field.name]])
     return rows

@@ -159,8 +159,34 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not one of ours, or damaged.
     """
+    content = _unpickle(path)
+    if isinstance(content, dict) and any(isinstance(v, Tensor) for v in content.values()):
+        raise _lone_weights(path, "was not written by this runner: it holds")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ConfigError(f"checkpoint={path} was not written by this runner (format {FORMAT}).")
+    problem = next(_format_problems(content), None)
+    if problem:
+        raise ConfigError(f"checkpoint={path} was not written by this runner: {problem}.")
+    checksums = content.get("parts")
+    if checksums:
+        sharded_tensors.check_shards(shards_folder(path), checksums)
+        content |= _full_weights(content, shards_folder(path))
+    # The signature is of the text that was written.
+    content["signed_spec"] = content["spec"]
+    content["spec"] = with_current_targets(content["spec"])
+    return content
+
+
+def _unpickle(path: Path) -> Any:
+    """Return what a file of torch.save holds, tensors in plain containers.
+
+    Raises:
+        ConfigError: there is no such file, or it is damaged or of another kind.
+    """
     if not path.is_file():
         raise ConfigError(f"checkpoint={path} is no file. Give a step-*.pt file of a run.")
+    if path.suffix == ".safetensors":
+        raise _lone_weights(path, "holds")
     try:
         with ZipFile(path) as file:
             # torch compresses no member. A compressed one is from elsewhere, and a small file of
@@ -179,22 +205,18 @@ def load(path: Path) -> dict[str, Any]:
     # weights_only: nothing in the file is executed. mmap: memory is used for what is read only, not
     # for the optimizer state of a checkpoint whose weights alone are wanted.
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise ConfigError(f"checkpoint={path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f"checkpoint={path} was not written by this runner (format {FORMAT}).")
-    problem = next(_format_problems(content), None)
-    if problem:
-        raise ConfigError(f"checkpoint={path} was not written by this runner: {problem}.")
-    checksums = content.get("parts")
-    if checksums:
-        sharded_tensors.check_shards(shards_folder(path), checksums)
-        content |= _full_weights(content, shards_folder(path))
-    # The signature is of the text that was written.
-    content["signed_spec"] = content["spec"]
-    content["spec"] = with_current_targets(content["spec"])
-    return content
+
+
+def _lone_weights(path: Path, verb: str) -> ConfigError:
+    """Return the error for weights that name no model and no data to evaluate."""
+    return ConfigError(
+        f"checkpoint={path} {verb} weights alone, without the model and the data that a checkpoint "
+        "names. Give a step-*.pt file of a run, or start a run from these weights: "
+        f"init.weights={path} with model= and data=."
+    )
 
 
 def _full_weights(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -253,7 +275,14 @@ def _holds_strings(mapping: Mapping[Any, Any]) -> bool:
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint's file, and its content as `load` returns it."""
+    """A checkpoint's file, and its content as `load` returns it.
+
+    Attributes:
+        path: of the file, or of the file or folder that init.weights names.
+        content: of weights without a checkpoint only spec (empty), precision, layout and model.
+        source: of init.weights, the format of the file in words; empty for any other checkpoint.
+    """
 
     path: Path
     content: Mapping[str, Any]
+    source: str = ""

@@ -172,7 +172,7 @@ def path_exists(path: str) -> bool:
 
 
 _NEW_KEYS = re.compile(
-    r"tracking\.tags[.=]|vars\.|callbacks(\.|=\{)|data\.(collate|sampler)[.=]"
+    r"tracking\.tags[.=]|vars\.|callbacks(\.|=\{)|init\.rename[.=]|data\.(collate|sampler)[.=]"
     r"|task\.(metrics|quality|direction|after_evaluation)[.=]"
     r"|optimizer\.(\w+\.)?(groups|no_decay_on|layer_decay)=|scheduler\.warmup="
 )

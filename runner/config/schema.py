@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.config.weight_specs import CheckpointSpec, InitSpec
+
 RUN_MODES = ("train", "evaluate", "plan", "replay", "advise")
 GUARD_ACTIONS = ("stop", "warn", "ignore")
 AUTO = "auto"
@@ -115,49 +117,6 @@ class TrainSpec:
                 f"train.activation_checkpointing={modules} does not fit. Allowed: true, false, or "
                 "modules' names as in [blocks,head]."
             )
-
-
-@dataclass(frozen=True)
-class InitSpec:
-    """Where the parameters of a model come from.
-
-    Attributes:
-        low_memory: make the parameters on the device in the precision's dtype, which changes the
-            seeded weights; false makes them in float32 on the CPU and casts them. Under a precision
-            that packs weights, true leaves the seeded weights as they are and keeps them in files
-            until they are packed.
-        weights: checkpoint whose weights the model starts from: a file, a run folder or an MLflow
-            run id; null starts from seeded weights.
-    """
-
-    low_memory: bool = False
-    weights: str | None = None
-
-
-@dataclass(frozen=True)
-class CheckpointSpec:
-    """Checkpoints that a run loads and those that it saves.
-
-    Attributes:
-        path: checkpoint that mode=evaluate loads: a file, a run folder or an MLflow run id;
-            `checkpoint=` is short for it.
-        resume: run to resume: `last` (the newest interrupted run), a file, a run folder or an
-            MLflow run id; `auto` resumes from this run's own folder if it has a checkpoint, else
-            starts from the beginning; null starts a new run.
-        every_steps: optimizer steps between checkpoints; null saves only at the end.
-        keep: number of newest checkpoints to keep; older ones are deleted.
-        best: also keep the checkpoint of the best evaluation, as `best.pt`.
-        final: save a checkpoint when the run ends or is stopped.
-        safetensors: write the weights as `model.safetensors` when the run ends.
-    """
-
-    path: str | None = None
-    resume: str | None = None
-    every_steps: int | None = None
-    keep: int = 1
-    best: bool = False
-    final: bool = True
-    safetensors: bool = False
 
 
 @dataclass(frozen=True)
@@ -353,6 +312,7 @@ class RunSpec:
         yield from self.guard.problems()
         yield from self.advise.problems()
         yield from self.train.problems()
+        yield from self.init.problems()
         yield from self._number_problems()
 
     def _mode_problems(self) -> Iterator[str]:

@@ -17,6 +17,7 @@ from runner.precision.contract import Precision
 from runner.precision.keep_fp32 import Float32Island
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
+from runner.training.initial_weights import read_initial_weights
 from runner.training.model import BuiltModel
 from runner.training.optimizers import (
     build_optimizer,
@@ -32,13 +33,14 @@ from runner.utils.tensors import GIB, MIB, count_elements, dtype_name, stored_by
 def plan(run: RunContext) -> RunResult:
     """Print what a run would hold, from its model built on the meta device and converted.
 
-    Where a model's code reads values, it is built in memory. Nothing is trained, loaded or tracked.
+    Where a model's code reads values, it is built in memory. Nothing is trained or tracked; of
+    init.weights the names and shapes are compared with the model's.
     """
     spec = run.spec
     precision = run.precision
     device = run.accelerator.device
     seed_all(spec.seed)
-    built = build_fake_model(spec, precision)
+    built = build_fake_model(spec, precision, read_initial_weights(spec))
     model = built.model
     report = built.report
     build_scheduled_optimizers(spec, model, precision, steps=1)  # refuses what a run would refuse
@@ -52,6 +54,8 @@ def plan(run: RunContext) -> RunResult:
     for name, text in _peak_rows(spec, precision, device).items():
         table.add_row(name, text)
     run.console.print(table)
+    if built.initial is not None:
+        run.say(built.initial.describe())
     # All lines: a plan is asked for the details that a run shortens.
     for line in report.lines(limit=len(report.modules)):
         run.console.print(line)

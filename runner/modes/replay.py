@@ -34,7 +34,8 @@ from runner.modes.rewind import rewind_to_step, saved_run_spec
 from runner.modes.trial_forward import build_proven_model
 from runner.precision import registry
 from runner.precision.contract import Precision
-from runner.training.model import build_model, keeps_adapter, load_init_weights
+from runner.training.initial_weights import read_initial_weights
+from runner.training.model import build_model, keeps_adapter
 from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
@@ -112,7 +113,7 @@ def replay(run: RunContext) -> RunResult:
 def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
     """Return the batch, and the weights and random states to replay it with."""
     spec = run.spec
-    checkpoint = load_init_weights(spec)
+    checkpoint = read_initial_weights(spec)
     run_spec = saved_run_spec(Path(spec.batch or ""))
     if run_spec is None or saved.begun is None or spec.init.weights != run_spec.init.weights:
         weights = spec.init.weights or f"fresh ones (seed {spec.seed})"

@@ -14,6 +14,7 @@ from runner.data.stream import is_stream
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.modes.context import RunContext
 from runner.training.freezing import describe_frozen
+from runner.training.initial_weights import InitialWeights
 from runner.training.model import BuiltModel
 from runner.training.parameter_groups import describe_groups
 from runner.training.pretrained import starts_random
@@ -112,6 +113,9 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     if weights_mib < plain_mib:
         size += f" (in float32 {plain_mib:.1f})"
     run.say(f"{run.label} on {run.device_name}: {every:,} parameters, {size}")
+    if built.initial is not None:
+        run.say(built.initial.describe())
+        _record_initial_weights(run, built.initial)
     for line in built.report.lines():
         run.say(line)
     tags = built.report.tags()
@@ -139,6 +143,14 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         "converted_weights": tags.get("converted_weights", ""),
         "trains": trainable / every if every and trains else None,
     }
+
+
+def _record_initial_weights(run: RunContext, initial: InitialWeights) -> None:
+    """Record by name what the model took from init.weights and what it did not."""
+    every = len(initial.loaded) + len(initial.fresh)
+    run.tracker.tags({"init_weights": f"{len(initial.loaded)}/{every}"})
+    content = initial._asdict()
+    run.save_artifact(run.out / "init_weights.json", lambda path: write_json(path, content))
 
 
 def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:

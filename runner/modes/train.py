@@ -15,6 +15,11 @@ from runner.data.splits import set_labels
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
+from runner.modes.model_folders import (
+    check_model_folders,
+    save_model_folders,
+    wants_model_folders,
+)
 from runner.modes.startup_checks import (
     check_data,
     check_evaluation,
@@ -103,6 +108,7 @@ def train(
         make = model_builder(spec, run.precision, run.device, resumed)
         built = prove_conversion(run, make, loaders.val)
         check_compile_options(spec, run.precision, run.device, built.model)
+        check_model_folders(run, built.model)
     with run.precision.session(built.model, run.device):
         with run.signals.interruptible():
             sizes = describe_model(run, built)
@@ -265,10 +271,17 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
             run.say(f"checkpoint: {path}")
             if run.origin.sweep is None:  # a sweep is resumed as a whole
                 run.say(f"Resume with: {run.origin.resume_text(run.out)}")
-    if spec.checkpoint.safetensors and callbacks.weights_are_valid():
+    wants_folders = wants_model_folders(run, callbacks.state)
+    wants_weights = spec.checkpoint.safetensors or wants_folders
+    # All processes ask, and agree.
+    if not wants_weights or not callbacks.weights_are_valid():
+        return unsaved
+    if spec.checkpoint.safetensors:
         problem = save_weights(run, callbacks.state)
         if problem:
             unsaved.append(problem)
+    if wants_folders:
+        unsaved += save_model_folders(run, callbacks.state)
     return unsaved
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from runner.checkpoint import checkpoint_file, locate
+from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
 from runner.config.resolve import to_dict
@@ -20,6 +20,7 @@ from runner.precision.conversion import is_converted
 from runner.precision.layers.conv1d import is_transposed
 from runner.training import adapters
 from runner.training.freezing import freeze_parameters
+from runner.training.initial_weights import InitialWeights, load_selected
 from runner.training.lazy_layers import materialize_lazy_layers
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import float32_bytes
@@ -33,20 +34,13 @@ class BuiltModel(NamedTuple):
         model: the model.
         report: what the conversion changed.
         plain_bytes: bytes that its weights and buffers would take in float32.
+        initial: what it took from init.weights; None where it took nothing from there.
     """
 
     model: nn.Module
     report: ConversionReport
     plain_bytes: int
-
-
-def load_init_weights(spec: RunSpec) -> LoadedCheckpoint | None:
-    """Return the checkpoint that init.weights names; None where it names none."""
-    where = spec.init.weights
-    if where is None:
-        return None
-    path = locate.find_checkpoint(where, spec.tracking.get("uri"), key="init.weights")
-    return LoadedCheckpoint(path, checkpoint_file.load(path))
+    initial: InitialWeights | None = None
 
 
 def build_model(
@@ -78,9 +72,10 @@ def build_model(
     loads_packed = start is not None and (
         restore_exactly or _has_same_packing(spec, precision, start)
     )
+    initial = None
     # Plain weights enter before the conversion, which packs them.
     if start is not None and not loads_packed:
-        _load_plain_weights(spec, model, precision, start)
+        initial = _load_plain_weights(spec, model, precision, start)
     size = float32_bytes(model)
     # Layers that were left unconverted hold plain weights in the checkpoint; converted ones would
     # pack them while they are loaded.
@@ -92,12 +87,12 @@ def build_model(
         adapter.add(model, precision.storage, precision.bypassed)
     # Packed weights fit the converted layers only, and an adapter's only the adapted ones.
     if start is not None and loads_packed:
-        load_weights(model, start, spec.model)
+        initial = _load(spec, model, start)
     model = model.to(device)
     # After the adapter, which decides by itself what trains, and before strategies and optimizers.
     if spec.train.freeze:
         freeze_parameters(model, spec.train.freeze)
-    return BuiltModel(model, report, size)
+    return BuiltModel(model, report, size, initial)
 
 
 def _has_same_packing(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
@@ -147,9 +142,15 @@ def restore_model(
 
 def _load_plain_weights(
     spec: RunSpec, model: nn.Module, precision: Precision, saved: LoadedCheckpoint
-) -> None:
+) -> InitialWeights | None:
     """Load a checkpoint into a plain model; its adapter is merged into the weights."""
     layout = saved.content.get("layout", "")
+    if layout and precision.layout and not saved.content["precision"]:
+        raise ConfigError(
+            f"init.weights={saved.path} holds weights packed as {layout}, which precision="
+            f"{precision.name} takes only packed alike and without an adapter. Type a precision "
+            "that packs nothing, for example precision=bf16-mixed, or give plain weights."
+        )
     if layout and precision.layout:
         raise ConfigError(
             f"checkpoint={saved.path} holds weights packed as {layout}; precision="
@@ -166,16 +167,24 @@ def _load_plain_weights(
     if precision.storage is torch.float64:
         cast_floats(model, torch.float64)
     if adapter is None:
-        load_weights(model, saved, spec.model)
-        return
+        return _load(spec, model, saved)
     # The adapter freezes what it is added to, and this run trains the merged weights.
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     wide = torch.float64 if precision.storage is torch.float64 else torch.float32
     adapter.add(model, wide, saved.content.get("bypassed", {}))
-    load_weights(model, saved, spec.model)
+    initial = _load(spec, model, saved)
     adapter.merge(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains[name])
+    return initial
+
+
+def _load(spec: RunSpec, model: nn.Module, saved: LoadedCheckpoint) -> InitialWeights | None:
+    """Load a checkpoint; of init.weights what init.skip does not leave out."""
+    if not saved.source:
+        load_weights(model, saved, spec.model)
+        return None
+    return load_selected(model, _unpacked_weights(model, saved), spec, saved.source)
 
 
 def _construct(
@@ -220,14 +229,8 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
     Raises:
         ConfigError: names, shapes or packing differ.
     """
-    weights = saved.content["model"]
     try:
-        if saved.content.get("layout") and not any(map(is_converted, model.modules())):
-            from runner.precision.layers.linear_4bit import unpack_state_dict
-
-            transposed = [name for name, m in model.named_modules() if is_transposed(m)]
-            weights = unpack_state_dict(weights, transposed)
-        model.load_state_dict(weights, strict=True)
+        model.load_state_dict(_unpacked_weights(model, saved), strict=True)
     except (RuntimeError, ValueError) as error:
         # torch lists each name below a first line that says nothing about this model.
         lines = str(error).splitlines()
@@ -238,6 +241,21 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
             f"{remedy} For packed weights take its own precision.ignore_modules, "
             "too."
         ) from error
+
+
+def _unpacked_weights(model: nn.Module, saved: LoadedCheckpoint) -> Mapping[str, Any]:
+    """Return a checkpoint's weights, unpacked for a model of plain layers.
+
+    Raises:
+        ValueError: a packed weight lacks its scales.
+    """
+    weights = saved.content["model"]
+    if not saved.content.get("layout") or any(map(is_converted, model.modules())):
+        return weights
+    from runner.precision.layers.linear_4bit import unpack_state_dict
+
+    transposed = [name for name, m in model.named_modules() if is_transposed(m)]
+    return unpack_state_dict(weights, transposed)
 
 
 def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
-from runner.training.model import BuiltModel, build_model, load_init_weights
+from runner.training.initial_weights import read_initial_weights
+from runner.training.model import BuiltModel, build_model
 from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.task import Task
@@ -62,7 +63,7 @@ def model_builder(
     """
     # A function, because a conversion is proven by a forward, after which the model may have to be
     # built a second time. The checkpoint is read once, here.
-    start = resumed or load_init_weights(spec)
+    start = resumed or read_initial_weights(spec)
     return partial(
         build_model, spec, precision, device, start=start, restore_exactly=resumed is not None
     )

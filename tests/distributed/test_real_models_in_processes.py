@@ -2,11 +2,13 @@
 
 import pytest
 from processes import close
+from safetensors.torch import load_file
 from tiny_models import typed
 
 pytestmark = pytest.mark.slow
 
 OWN = ("train.max_steps=3", "train.batch_size=6", "precision=64-true")
+FOLDER = ("checkpoint.pretrained=true",)
 CASES = {
     "t5-ddp": ("t5", "strategy=ddp"),
     "bert-masked-parts": (
@@ -15,7 +17,8 @@ CASES = {
         "train.batch_size=3",
         "train.accumulate=2",
     ),
-    "gpt2-fsdp": ("gpt2", "strategy=fsdp", "train.activation_checkpointing=true"),
+    "gpt2-fsdp": ("gpt2", "strategy=fsdp", "train.activation_checkpointing=true", *FOLDER),
+    "gpt2-lora": ("gpt2", "strategy=fsdp", "adapter=lora", *FOLDER),
     "timm-vit-fsdp": ("timm-vit", "strategy=fsdp"),
 }
 
@@ -24,7 +27,10 @@ CASES = {
 def runs(run_in_processes, tmp_path_factory):
     """Outcomes of one process, and of two, by the name of the case."""
     folder = tmp_path_factory.mktemp("models")
-    alone = {case: [*typed(name, folder), *OWN] for case, (name, *_) in CASES.items()}
+    alone = {
+        case: [*typed(name, folder), *OWN, *[word for word in more if word.startswith("adapter=")]]
+        for case, (name, *more) in CASES.items()
+    }
     several = {case: [*alone[case], *more] for case, (_, *more) in CASES.items()}
     one = run_in_processes(1, {f"one-{case}": typed for case, typed in alone.items()}, folder)
     two = run_in_processes(2, several, folder)
@@ -37,3 +43,15 @@ def test_two_processes_train_as_one(runs, case):
     close(two.values("train/loss"), one.values("train/loss"), rtol=1e-12, atol=0)
     close(two.values("val/loss"), one.values("val/loss"), rtol=1e-9, atol=0)
     close(two.weights(), one.weights(), rtol=1e-6, atol=1e-9)
+
+
+def test_sharded_weights_are_gathered_in_the_folder_of_transformers(runs):
+    one, two = runs["gpt2-fsdp"]
+    found = load_file(two.folder / "pretrained" / "model.safetensors")
+    close(found, {name: one.weights()[name] for name in found}, rtol=1e-6, atol=1e-9)
+    assert not (two.folder / "adapter").exists()
+
+
+def test_a_sharded_adapter_is_gathered_in_the_folder_of_peft(runs):
+    one, two = (run.folder / "adapter" / "adapter_model.safetensors" for run in runs["gpt2-lora"])
+    close(load_file(two), load_file(one), rtol=1e-6, atol=1e-9)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
@@ -149,17 +150,27 @@ def make_optimizer_state(state: TrainState) -> None:
         p.grad = None
 
 
-def build_fake_model(spec: RunSpec, precision: Precision) -> BuiltModel:
+def build_fake_model(
+    spec: RunSpec, precision: Precision, start: LoadedCheckpoint | None = None
+) -> BuiltModel:
     """Build and convert the model on the meta device, which takes no memory.
 
     Where the model's code reads values, it is built on the CPU.
+
+    Args:
+        spec: of the run.
+        precision: converts the model.
+        start: weights whose names and shapes are compared with the model's; None compares none.
+
+    Raises:
+        ConfigError: they do not fit.
     """
     try:
-        return build_model(spec, precision, META_DEVICE, made_on=META_DEVICE)
+        return build_model(spec, precision, META_DEVICE, made_on=META_DEVICE, start=start)
     except RunnerError:
         raise
     except (NotImplementedError, RuntimeError):
-        return build_model(spec, precision, torch.device("cpu"))
+        return build_model(spec, precision, torch.device("cpu"), start=start)
 
 
 def _replace_by_fakes(model: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,241 @@
+"""Load the weights that init.weights names: renamed, without those that init.skip leaves out."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runner.checkpoint import checkpoint_file, locate, weight_files
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.schema import RunSpec
+from runner.training.parameter_groups import nearest_names
+from runner.training.weight_names import proposed_rename, rename, shortest_patterns
+from runner.utils.errors import ConfigError
+from runner.utils.modules import matches_pattern
+from runner.utils.terminal import quote_command
+
+_MOST_NAMES = 6
+"""Names of each kind that a message lists."""
+_COUNTERS = ".num_batches_tracked"
+"""End of the name of a buffer that weights older than torch 1.0 lack, and that torch fills in."""
+
+
+class InitialWeights(NamedTuple):
+    """What a model took from init.weights.
+
+    Attributes:
+        where: the value of init.weights.
+        source: the format of the file, in words.
+        loaded: names of the model's parameters and buffers that were loaded.
+        fresh: names of those that init.skip left at their fresh values.
+        unused: names in the file that init.skip left out.
+        rename: init.rename.
+    """
+
+    where: str
+    source: str
+    loaded: list[str]
+    fresh: list[str]
+    unused: list[str]
+    rename: dict[str, str]
+
+    def describe(self) -> str:
+        """Return in one line what was loaded and what was not."""
+        every = len(self.loaded) + len(self.fresh)
+        line = f"weights: {len(self.loaded)} of {every} tensors from {self.where} ({self.source})"
+        if self.fresh:
+            line += f"; fresh: {_listed(self.fresh)}"
+        if self.unused:
+            line += f"; not used: {_listed(self.unused)}"
+        return line
+
+
+def read_initial_weights(spec: RunSpec) -> LoadedCheckpoint | None:
+    """Return the weights that init.weights names, as a checkpoint; None where it names none.
+
+    Raises:
+        ConfigError: it names none, or init.rename does not fit their names.
+    """
+    where = spec.init.weights
+    if where is None:
+        return None
+    read = weight_files.read_weights(where)
+    if read is None:
+        path = locate.find_checkpoint(where, spec.tracking.get("uri"), key="init.weights")
+        content = checkpoint_file.load(path)
+        source = "a checkpoint of this runner"
+    else:
+        path = Path(where)
+        layout = weight_files.packed_layout(read.weights)
+        content = {"spec": {}, "precision": "", "layout": layout, "model": read.weights}
+        source = read.source
+    weights = rename(content["model"], spec.init.rename, path)
+    return LoadedCheckpoint(path, {**content, "model": weights}, source)
+
+
+def load_selected(
+    model: nn.Module, weights: Mapping[str, Any], spec: RunSpec, source: str
+) -> InitialWeights:
+    """Copy weights into a model, all but those that init.skip leaves out.
+
+    Args:
+        model: changed in place; its packed layers take packed weights only.
+        weights: renamed, by their names in the model.
+        spec: its init section is read.
+        source: the format of the file, for the record.
+
+    Raises:
+        ConfigError: names or shapes differ, or a pattern of init.skip matches nothing.
+    """
+    own = model.state_dict(keep_vars=True)
+    skipped = _skipped_names(spec, own, weights)
+    _refuse_half_skipped(own, weights, skipped)
+    wanted = {name: value for name, value in weights.items() if name not in skipped}
+    missing = _missing(own, wanted, skipped)
+    unexpected = [name for name in wanted if name not in own]
+    other_shapes = [name for name in wanted if name in own and not _fits(own[name], wanted[name])]
+    if missing or unexpected or other_shapes:
+        raise _misfit(spec, own, wanted, (missing, unexpected, other_shapes))
+    if not any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
+        _load(model, wanted, spec)
+    fresh = [name for name in own if name in skipped]
+    unused = [name for name in weights if name in skipped and name not in own]
+    loaded = [name for name in own if name not in skipped]
+    renamed = {str(old): str(new or "") for old, new in spec.init.rename.items()}
+    return InitialWeights(spec.init.weights or "", source, loaded, fresh, unused, renamed)
+
+
+def _load(model: nn.Module, wanted: Mapping[str, Any], spec: RunSpec) -> None:
+    try:
+        model.load_state_dict(dict(wanted), strict=False)
+    except (RuntimeError, ValueError) as error:
+        # Packed weights, whose shapes their layers compare. torch lists names below a first line.
+        lines = str(error).splitlines()
+        reason = lines[1].strip() if len(lines) > 1 else str(error)
+        raise ConfigError(
+            f"init.weights={spec.init.weights} does not fit the model: {reason} For packed weights "
+            "take the precision.ignore_modules that they were packed with, too."
+        ) from error
+
+
+def _skipped_names(
+    spec: RunSpec, own: Mapping[str, Any], weights: Mapping[str, Any]
+) -> dict[str, None]:
+    """Return the names of the model and of the file that init.skip matches.
+
+    Raises:
+        ConfigError: a pattern matches none.
+    """
+    names = dict.fromkeys([*own, *weights])
+    skipped: dict[str, None] = {}
+    problems = []
+    for pattern in map(str, spec.init.skip):
+        matches = [name for name in names if matches_pattern(pattern, name)]
+        if not matches:
+            problems.append(
+                f"init.skip: {pattern} matches nothing in the model or in "
+                f"{spec.init.weights}. Nearest names: {nearest_names(pattern, names)}. "
+                "`*` stands for any part of one segment."
+            )
+        skipped |= dict.fromkeys(matches)
+    if problems:
+        raise ConfigError(*problems)
+    return skipped
+
+
+def _sharers(own: Mapping[str, Any]) -> dict[int, list[str]]:
+    """Return the names of each tensor by its id: a tied weight has several."""
+    found: dict[int, list[str]] = {}
+    for name, value in own.items():
+        found.setdefault(id(value), []).append(name)
+    return found
+
+
+def _refuse_half_skipped(
+    own: Mapping[str, Any], weights: Mapping[str, Any], skipped: Mapping[str, None]
+) -> None:
+    """Raise ConfigError where one name of a tied weight is skipped and another one is loaded."""
+    for names in _sharers(own).values():
+        left = [name for name in names if name in skipped]
+        loaded = [name for name in names if name in weights and name not in skipped]
+        if left and loaded:
+            raise ConfigError(
+                f"init.skip leaves {left[0]} out, which shares its values with {loaded[0]}. "
+                f"Type init.skip=[{left[0]},{loaded[0]}], or leave both to be loaded."
+            )
+
+
+def _missing(
+    own: Mapping[str, Any], wanted: Mapping[str, Any], skipped: Mapping[str, None]
+) -> list[str]:
+    """Return the names of the model that the file lacks, of a tied weight under all its names."""
+    missing = []
+    sharers = _sharers(own)
+    for name, value in own.items():
+        has_value = any(other in wanted for other in sharers[id(value)])
+        if not has_value and name not in skipped and not name.endswith(_COUNTERS):
+            missing.append(name)
+    return missing
+
+
+def _fits(own: Any, theirs: Any) -> bool:
+    """Return whether two entries of state dicts have one shape; packed ones are compared later."""
+    if not isinstance(own, Tensor) or not isinstance(theirs, Tensor):
+        return isinstance(own, Tensor) == isinstance(theirs, Tensor)
+    is_packed = own.dtype in (torch.uint8, torch.int8)
+    return is_packed or own.shape == theirs.shape
+
+
+def _misfit(
+    spec: RunSpec,
+    own: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    names: tuple[list[str], list[str], list[str]],
+) -> ConfigError:
+    """Return the error that lists what does not fit, and says what to type."""
+    missing, unexpected, other_shapes = names
+    where = spec.init.weights
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} missing in the file ({_listed(missing)})")
+    if unexpected:
+        parts.append(f"{len(unexpected)} unexpected in the file ({_listed(unexpected)})")
+    if other_shapes:
+        texts = [f"{n}: {_shape(wanted[n])}, in the model {_shape(own[n])}" for n in other_shapes]
+        parts.append(f"{len(other_shapes)} of another shape ({_listed(texts)})")
+    fitting = len([name for name in wanted if name in own]) - len(other_shapes)
+    text = (
+        f"init.weights={where} does not fit the model: {'; '.join(parts)}; {fitting} of the "
+        f"model's {len(own)} tensors fit."
+    )
+    found = proposed_rename(own, wanted, fitting)
+    if found:
+        typed = {**{str(k): v for k, v in spec.init.rename.items()}, **found.prefixes}
+        pairs = ",".join(f"{old}:{new or 'null'}" for old, new in typed.items())
+        word = quote_command([f"init.rename={{{pairs}}}"])
+        return ConfigError(f"{text} Type {word}: then {found.fitting} fit.")
+    if not fitting:
+        return ConfigError(
+            f"{text} It holds weights of another model. Give those of this one, or name the "
+            "prefix that its names have here, as in init.rename={backbone:encoder}."
+        )
+    patterns = shortest_patterns([*missing, *unexpected, *other_shapes], [*own, *wanted])
+    skip = ",".join([*map(str, spec.init.skip), *patterns])
+    word = quote_command([f"init.skip=[{skip}]"])
+    return ConfigError(
+        f"{text} Type {word} to load the others: the model keeps fresh values there, and what is "
+        "only in the file is not used."
+    )
+
+
+def _shape(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:
+    """Return names with a count of those above `most`."""
+    listed: Sequence[str] = [*names]
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

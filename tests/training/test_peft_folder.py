@@ -1,0 +1,134 @@
+"""An adapter as peft's own folder: peft loads it onto the base, which then computes as the run."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from torch import nn
+
+from runner.precision import registry
+from runner.training.adapters import Lora
+from runner.training.peft_folder import write_adapter
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),  # peft asks transformers
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out"),  # a packed layer of GPT-2 is a Linear
+]
+CPU = torch.device("cpu")
+TOKENS = torch.randint(40, (3, 7), generator=torch.Generator().manual_seed(0))
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=40,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+class Normed(nn.Module):
+    """A model of no library, whose statistics run while an adapter trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(7, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.norm(self.layer(x.float())))
+
+
+def normed():
+    torch.manual_seed(0)
+    return Normed().eval()
+
+
+def adapted(make, precision="32-true", **settings):
+    """A converted model with an adapter whose trainable numbers have moved, and its precision."""
+    policy = registry.load_precision(precision)
+    model, _ = policy.convert(make(), CPU)
+    Lora(rank=4, alpha=6.0, **settings).add(model, torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 8)
+    return model.eval(), policy
+
+
+@torch.no_grad()
+def logits(model):
+    found = model(TOKENS)
+    return getattr(found, "logits", found)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (gpt2, {}),
+        (llama, {}),
+        (gpt2, {"train": ["transformer.ln_f", "transformer.h.1.attn.c_attn"]}),
+        (llama, {"modules": ["*.q_proj"], "dropout": 0.1}),
+        (normed, {"train": ["head"]}),
+    ],
+)
+def test_peft_loads_the_folder_and_computes_the_same_logits(tmp_path, make, settings):
+    model, _ = adapted(make, **settings)
+    if make is normed:
+        model.norm.running_mean += 1
+    write_adapter(model, model.state_dict(), tmp_path, {"kind": "causal_lm", "path": "models/tiny"})
+    loaded = PeftModel.from_pretrained(make(), tmp_path).eval()
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-6)
+    assert (logits(make()) - logits(model)).abs().max() > 0.001
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 6.0)
+    assert config["base_model_name_or_path"] == "models/tiny"
+
+
+def unpacked(model, packed):
+    """A plain model with the weights that a packed one stands for."""
+    for name, module in packed.named_modules():
+        if hasattr(module, "unpacked_weight"):
+            plain = model.get_submodule(name.removesuffix(".base_layer"))
+            plain.weight = nn.Parameter(module.unpacked_weight())
+    return model
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_an_adapter_of_packed_weights_fits_the_packed_and_the_unpacked_base(tmp_path, make):
+    model, policy = adapted(make, "bnb-nf4")
+    write_adapter(model, model.state_dict(), tmp_path, {})
+    packed = PeftModel.from_pretrained(policy.convert(make(), CPU)[0], tmp_path).eval()
+    torch.testing.assert_close(logits(packed), logits(model), rtol=1e-5, atol=1e-6)
+    plain = PeftModel.from_pretrained(unpacked(make(), model), tmp_path).eval()
+    # The packed layers compute in bfloat16, the plain ones in float32.
+    error = (logits(plain) - logits(model)).norm() / logits(model).norm()
+    assert error < 0.02
+
+
+def test_a_trained_parameter_of_the_model_itself_is_named(tmp_path):
+    model, _ = adapted(normed)
+    model.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="scale trains, and is in no module"):
+        write_adapter(model, model.state_dict(), tmp_path / "adapter", {})
+    assert not (tmp_path / "adapter").exists()
