@@ -25,6 +25,7 @@ from runner.sweeps.report.footnotes import report_footnotes
 from runner.sweeps.report.jobs import Job, SweepData
 from runner.sweeps.report.latex import latex_table
 from runner.sweeps.report.number_text import join_names
+from runner.sweeps.report.settings_summary import settings_blocks
 from runner.sweeps.report.swept import swept_keys
 from runner.utils.files import write_text
 from runner.utils.formatting import format_number
@@ -182,6 +183,7 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Text(failures)
     if not compared:
         return
+    yield from settings_blocks(compared)
     yield _groups_table(compared)
     uncompared = _uncompared_names(compared)
     # Without any baseline the conclusion says so already.
