@@ -37,10 +37,26 @@ class SweepCallback(Callback):
 
     Args:
         resume: resume the sweep that the folder holds.
+        fail_fast: end the sweep at its first failed job; read by the launcher.
     """
 
-    def __init__(self, resume: bool = False) -> None:
+    def __init__(self, resume: bool = False, fail_fast: bool = False) -> None:
         self._resume = resume
+        self._fail_fast = fail_fast
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse a sweep's keys in a single run.
+
+        Args:
+            config: the run's.
+
+        Raises:
+            SystemExit: the run is refused, after its message was printed.
+        """
+        # A job of a sweep is a single run with a number, and has the keys of its sweep.
+        if self._fail_fast and OmegaConf.is_missing(config.hydra.job, "num"):
+            print_error("sweep.fail_fast=true ends a sweep. Type -m, or leave it out.")
+            raise SystemExit(2)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Open the sweep.
@@ -116,6 +132,7 @@ def _prepare(config: DictConfig) -> None:
             "sweep.resume=<folder of a sweep>."
         )
     sweeper = str(config.hydra.sweeper.get("_target_"))
+    _check_fail_fast(config)
     if (sweeper == ADVISE) != (config.mode == "advise"):
         raise ConfigError(ADVISE_USAGE_MESSAGE)
     if sweeper == ADVISE:
@@ -128,6 +145,26 @@ def _prepare(config: DictConfig) -> None:
         from runner.sweeps.launcher.remote import prepare_remote
 
         prepare_remote(config)
+
+
+def _check_fail_fast(config: DictConfig) -> None:
+    """Raise ConfigError for a sweep.fail_fast that is no boolean or cannot work in this sweep."""
+    fail_fast = config.hydra.callbacks.sweep.fail_fast
+    if not isinstance(fail_fast, bool):
+        raise ConfigError(f"sweep.fail_fast={fail_fast}: type true or false.")
+    if not fail_fast:
+        return
+    if config.mode == "advise":
+        raise ConfigError(
+            "sweep.fail_fast=true: in mode=advise a precision that fails is an answer. Leave it out."
+        )
+    if config.hydra.launcher.get("_target_") not in (ISOLATED, _BASIC):
+        choice = config.hydra.runtime.choices.get("hydra/launcher")
+        raise ConfigError(
+            f"sweep.fail_fast=true works where this command runs the jobs itself, and "
+            f"hydra/launcher={choice} hands all of them over at once. Leave it out, or type "
+            "launcher=isolated."
+        )
 
 
 def _needs_no_emulation(config: DictConfig) -> bool:

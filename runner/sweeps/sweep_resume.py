@@ -17,9 +17,10 @@ from runner.utils.terminal import sanitize
 
 RESUME_KEY = "sweep.resume"
 RUNNER_COMMAND = ["python", "-m", "runner"]
-_CHANGEABLE_PREFIX = "tracking."
-"""Prefix of the keys that may change on resuming: where jobs are recorded, but not what they
-compute, nor how many run at once, which their speed depends on."""
+_TRACKING = "tracking."
+_CHANGEABLE_PREFIXES = (_TRACKING, "sweep.fail_fast=")
+"""Prefixes of what may change on resuming: where jobs are recorded and when the sweep ends, but not
+what jobs compute, nor how many run at once, which their speed depends on."""
 _REDACTION_MARK = "***"
 
 
@@ -66,10 +67,11 @@ def _check_added(added: Sequence[str], manifest: Manifest, name: str) -> None:
     """
     secret_keys = {override_key(word) for word in manifest.command if _REDACTION_MARK in word}
     for word in added:
-        if not word.startswith(_CHANGEABLE_PREFIX) and override_key(word) not in secret_keys:
+        if not word.startswith(_CHANGEABLE_PREFIXES) and override_key(word) not in secret_keys:
             raise ConfigError(
                 f"{RESUME_KEY} runs a sweep with the settings that it was started with. Leave "
-                f"{word} out: only tracking.* may change. Other settings are a new sweep."
+                f"{word} out: only tracking.* and sweep.fail_fast may change. Other settings are a "
+                "new sweep."
             )
     missing = sorted(secret_keys - {override_key(word) for word in added})
     if missing:
@@ -142,9 +144,7 @@ def have_same_settings(one: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def _settings(overrides: Sequence[str]) -> set[str]:
-    return {
-        redact(text) for text in overrides if not text.lstrip("+~").startswith(_CHANGEABLE_PREFIX)
-    }
+    return {redact(text) for text in overrides if not text.lstrip("+~").startswith(_TRACKING)}
 
 
 def _find_folder(name: str, uri: str | None) -> Path:
