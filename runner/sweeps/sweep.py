@@ -29,6 +29,7 @@ from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, writ
 from runner.sweeps.report.number_text import join_names
 from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
+from runner.sweeps.sweep_extension import with_new_lists
 from runner.sweeps.sweep_resume import resume_command
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
@@ -73,7 +74,10 @@ class Sweep:
         self._lock = ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
         self._lock.enter_context(folder_lock(folder))
-        manifest = Manifest.read(folder) if resume else _new_manifest(overrides, tracking)
+        if resume:
+            manifest = with_new_lists(Manifest.read(folder), overrides)
+        else:
+            manifest = _new_manifest(overrides, tracking)
         self.manifest = replace(manifest, left_out=left_out)
         # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
         replace(self.manifest, finished=False).write(folder)

@@ -57,7 +57,7 @@ class IsolatedLauncher(Launcher):
             initial_job_idx: number of the first one.
 
         Raises:
-            SystemExit: a signal has stopped the sweep, or a job has failed and sweep.fail_fast is set.
+            SystemExit: a signal has stopped the sweep, or with sweep.fail_fast a job has failed.
         """
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)

@@ -68,8 +68,8 @@ def test_a_summary_says_for_how_many_settings_a_verdict_holds():
     assert dict(items.items) == {
         "bf16-mixed": "no measurable difference in 1 of 2 settings, better in 1 of 2 settings "
         "(lr=2), about as fast in 2 of 2 settings",
-        "16-mixed": "worse in 1 of 2 settings (lr=1), not compared in 1 of 2 settings (lr=2), about "
-        "as fast in 1 of 2 settings",
+        "16-mixed": "worse in 1 of 2 settings (lr=1), not compared in 1 of 2 settings (lr=2), "
+        "about as fast in 1 of 2 settings",
     }
     sentence = conclusion_sentence(compare_with_baselines(GRID))
     assert sentence.startswith("Best val/accuracy: 32-true lr=1 with 0.910 ± 0.010; best of")
