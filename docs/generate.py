@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from runner.config.commands import COMMANDS
 from runner.config.schema import RunSpec
 from runner.precision.registry import load_precision, precision_names, yaml_header
+from runner.sweeps.report.export import FIXED_COLUMNS, METRIC_PREFIX, SETTING_PREFIX
 from runner.tracking.metric_names import METRICS
 from runner.utils.errors import Unavailable
 
@@ -198,6 +199,14 @@ def metrics() -> str:
     return table(["metric", "meaning"], [[f"`{name}`", text] for name, text in METRICS.items()])
 
 
+def sweep_columns() -> str:
+    """Return the table of the columns of report.csv and report.json."""
+    rows = [[f"`{name}`", text] for name, text in FIXED_COLUMNS.items()]
+    rows.append([f"`{METRIC_PREFIX}<name>`", "last value of a metric"])
+    rows.append([f"`{SETTING_PREFIX}<key>`", "value of a key that the command sets"])
+    return table(["column", "meaning"], rows)
+
+
 TUNED = ("compilation", "checkpointing", "loading", "optimizers", "memory_format", "cross_entropy")
 TABLES = {
     "precisions": precisions,
@@ -209,6 +218,7 @@ TABLES = {
     "keys": keys,
     "groups": groups,
     "metrics": metrics,
+    "sweep_columns": sweep_columns,
     **{f"tuned-{part}": partial(tuned, part) for part in TUNED},
 }
 

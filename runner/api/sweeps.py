@@ -18,6 +18,7 @@ from runner.config.resolve import register_schema
 from runner.modes.result import RunResult
 from runner.sweeps.report.compare import compare_with_baselines
 from runner.sweeps.report.conclusion import conclusion_text
+from runner.sweeps.report.export import job_rows
 from runner.sweeps.report.jobs import SweepData
 from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.ranking import Advice
@@ -61,10 +62,10 @@ class SweepResult:
         return conclusion_text(compare_with_baselines(self.runs), self.data.missing_jobs_clause)
 
     def table(self) -> "pandas.DataFrame":
-        """Return a table with a row for each job, see RunResult.table."""
+        """Return a table with a row for each job; docs/sweeps.md describes its columns."""
         import pandas
 
-        return pandas.concat([run.table() for run in self.runs], ignore_index=True)
+        return pandas.DataFrame(job_rows(self.data))
 
     def history(self) -> "pandas.DataFrame":
         """Return what the jobs recorded: a row for each step of each job.

@@ -241,8 +241,8 @@ def run_job(config: DictConfig) -> float | None:
         then counts a failed trial and continues, while NaN would end its study.
 
     Raises:
-        SystemExit: a signal ended the job, or a job failed that has this process for itself. The
-            result of a sweep's job is recorded before.
+        SystemExit: a signal ended the job, or a job failed that has this process for itself or
+            whose failure ends its sweep. The result of a sweep's job is recorded before.
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
     sweeping = is_sweep_job()
@@ -261,6 +261,11 @@ def run_job(config: DictConfig) -> float | None:
         record_result(config, folder, failure.status, failure.message)
     if failure.exit_status > 128 or HydraConfig.get().mode == RunMode.RUN:
         raise SystemExit(failure.exit_status)
+    if sweeping and HydraConfig.get().callbacks["sweep"].fail_fast:
+        from runner.sweeps.sweep import end_if_failed
+
+        if end_if_failed(folder):
+            raise SystemExit(1)
     # Hydra's own launcher runs the jobs of a sweep in one process, which continues with the next.
     # Outside of `except` the traceback, whose frames hold the model, is free to be collected.
     gc.collect()

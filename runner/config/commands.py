@@ -48,13 +48,15 @@ class Positional:
         usage: placeholder of the words.
         allowed: what they may be, for errors.
         meaning: for the help.
-        are_folders: there may be several, each an existing folder; else there is at most one.
+        are_folders: there may be any number of them, each an existing folder.
+        max_words: how many there may be if they need not be folders.
     """
 
     usage: str
     allowed: str
     meaning: str
     are_folders: bool = False
+    max_words: int = 1
 
 
 @dataclass
@@ -117,7 +119,9 @@ class Command:
                 raise self._refusal(word)
             if self.positional.are_folders and not (path_exists(word) and Path(word).is_dir()):
                 raise self._refusal(word, ": there is no such folder")
-        if self.positional and not self.positional.are_folders and len(words) > 1:
+        if self.positional is None or self.positional.are_folders:
+            return
+        if len(words) > self.positional.max_words:
             allowed = self.positional.allowed
             raise ConfigError(f"{self.name} takes {allowed}, and was given: {' '.join(words)}.")
 
@@ -163,13 +167,24 @@ DOCTOR = Command(
 )
 REPORT = Command(
     "report",
-    "rebuild a sweep's report",
-    "Rebuilds the report of a sweep from its folder, or from an id out of MLflow alone.",
-    (_URI, _EXPERIMENT),
+    "rebuild a sweep's report, or compare two sweeps",
+    "Rebuilds the report of a sweep from its folder, or from an id out of MLflow alone. With two\n"
+    "sweeps, writes what differs between them and compares the second one with the first.",
+    (
+        _URI,
+        _EXPERIMENT,
+        Option(
+            "--out",
+            "<folder>",
+            "where the files are written; by default the sweep's folder, "
+            "or outputs/reports/<sweep>",
+        ),
+    ),
     Positional(
-        "<sweep>",
-        "one sweep",
+        "<sweep> [<sweep>]",
+        "one or two sweeps",
         "its folder, its id or the id of its parent run; by default the newest",
+        max_words=2,
     ),
 )
 SYNC = Command(

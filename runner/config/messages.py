@@ -19,6 +19,8 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from runner.config.overrides import SWEEP_KEYS
+
 # Options whose plugin is installed by an extra of this package, and that extra.
 _EXTRAS = {
     "hydra/sweeper=optuna": "optuna",
@@ -195,6 +197,10 @@ def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
     hint = _hint(elsewhere or near) + _target_hint(full, argv)
     known = ", ".join(f"{prefix}{key}" for key in keys) or "none"
     given = _typed(full, argv) or full
+    if given.startswith("sweep."):
+        known = ", ".join(["sweep=<preset>", "sweep.resume", *SWEEP_KEYS])
+        near = get_close_matches(given.partition("=")[0], SWEEP_KEYS, n=1)
+        return f"{given} is not known. Allowed: {known}.{_hint(near)}"
     if full.startswith("precision."):
         return f"{given} is not known. {_precision_keys(full, error, known)}{hint}"
     return f"{given} is not known. Allowed: {known}.{hint}"

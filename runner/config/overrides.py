@@ -33,7 +33,8 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     """Return a command in the form that Hydra parses, with its overrides before its flags.
 
     Short precision names become full ones, numbers that name an option are quoted,
-    `checkpoint=<file>` becomes checkpoint.path=, and the keys of _NEW_KEYS are marked as new ones.
+    `checkpoint=<file>` becomes checkpoint.path=, the keys of SWEEP_KEYS become those of the
+    sweep's callback, and the keys of _NEW_KEYS are marked as new ones.
     A command with hydra.sweep.dir and hydra.job.num is one job of a sweep, and runs in that job's
     folder.
     """
@@ -45,7 +46,7 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     while rest:
         text = rest.pop(0)
         if not text.startswith("-"):
-            overrides.append(_mark_new_key(_rewrite_path(_quote_option(text))))
+            overrides.append(_mark_new_key(_full_sweep_key(_rewrite_path(_quote_option(text)))))
             continue
         flags.append(text)
         if text in _FLAGS_WITH_VALUE and rest and "=" not in rest[0]:
@@ -148,6 +149,16 @@ def _rewrite_path(text: str) -> str:
     return f"{_PATH_KEYS[key]}={value}"
 
 
+SWEEP_KEYS = ("sweep.fail_fast",)
+"""Keys of a sweep, which the callback takes: `sweep` itself is the group of presets."""
+_CALLBACK = "hydra.callbacks."
+
+
+def _full_sweep_key(text: str) -> str:
+    """Return an override of a sweep's key with the full key."""
+    return f"{_CALLBACK}{text}" if text.partition("=")[0] in SWEEP_KEYS else text
+
+
 def quote_value(text: str) -> str:
     """Return a text as a quoted value of Hydra's grammar, which takes any character in it."""
     return f"'{_BEFORE_QUOTE.sub(_escaped, text)}'"
@@ -186,7 +197,10 @@ def _mark_new_key(text: str) -> str:
 
 
 def as_typed(text: str) -> str:
-    """Return an override as it was typed, without the mark of a new key."""
+    """Return an override as it was typed: without the mark of a new key, a sweep's key short."""
+    short = text.removeprefix(_CALLBACK)
+    if short.partition("=")[0] in SWEEP_KEYS:
+        return short
     typed = text.removeprefix("++")
     return typed if _NEW_KEYS.match(typed) else text
 

@@ -34,6 +34,7 @@ from runner.utils.formatting import relative_path
 from runner.utils.layout import RESULT
 from runner.utils.secrets import redact
 from runner.utils.tensors import MIB, float32_bytes, stored_bytes
+from runner.utils.terminal import quote_command
 
 _RUN_STATUS: dict[str, Status] = {
     "finished": "FINISHED",
@@ -126,7 +127,9 @@ class OpenRun:
                 step=source.start_step,
             )
         )
-        self.tracker.note(notes.running_note(process_command()) + self._substitution_note())
+        self.tracker.note(
+            notes.running_note(quote_command(process_command())) + self._substitution_note()
+        )
         for path in paths:
             self.tracker.artifact(path)
         callbacks: list[Callback] = [
@@ -250,7 +253,7 @@ class OpenRun:
 
     def _close(self, result: RunResult) -> RunResult:
         """Write and upload the result, close the run, and return the result with its place."""
-        command = process_command()
+        command = quote_command(process_command())
         status = _RUN_STATUS[result.status]
         self._save(RESULT, lambda path: result.write(path.parent))
         note = notes.finished_note(command, result, ConversionReport())

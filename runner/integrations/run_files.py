@@ -13,7 +13,7 @@ from runner.integrations.precision_label import StepDtypes, numeric_switches
 from runner.integrations.training_source import TrainingSource
 from runner.modes import run_metadata
 from runner.utils.files import write_json, write_text
-from runner.utils.layout import CONFIG
+from runner.utils.layout import CONFIG, ENVIRONMENT
 from runner.utils.secrets import redact_values
 
 
@@ -51,7 +51,7 @@ def write_run_files(folder: Path, config: Mapping[str, Any]) -> Iterator[Path]:
     facts["command"] = process_command()
     facts["packages"][config["trainer"].partition(" ")[0]] = config["trainer"].partition(" ")[2]
     facts["switches"] = numeric_switches()
-    yield write_json(folder / run_metadata.ENVIRONMENT_FILE, facts)
+    yield write_json(folder / ENVIRONMENT, facts)
 
 
 def flat_params(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from runner.utils.errors import ConfigError
 from runner.utils.files import os_error_reason
 from runner.utils.formatting import now_ms, relative_path
 from runner.utils.layout import MANIFEST
+from runner.utils.terminal import quote_command
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def _open_group(parent: Path, settings: RecordSettings, command: list[str]) -> T
     tags = {"sweep_id": manifest.id, "output_dir": str(parent.absolute())}
     info = RunInfo(parent, {}, tags, settings.group, sweep=manifest.id, role="sweep")
     tracker.open(info)
-    report = notes.command_note(["python", "-m", "runner", "report", relative_path(parent)])
+    words = ["python", "-m", "runner", "report", relative_path(parent)]
+    report = notes.command_note(quote_command(words))
     tracker.note(f"Runs of other trainers, recorded as one group. Their report:\n\n{report}")
     return tracker

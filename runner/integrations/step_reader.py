@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from runner.precision.gradients import coalesce_gradients, grad_norms, gradient_values
 from runner.training.records import DeviceStepRecord
-from runner.training.sparse_gradients import coalesce_gradients, gradient_values
-from runner.training.step import grad_norms
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 

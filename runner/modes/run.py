@@ -48,7 +48,7 @@ from runner.utils.errors import CheckpointError, ConfigError, RunnerError, Track
 from runner.utils.files import os_error_reason, write_json
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import relative_path
-from runner.utils.layout import CONFIG, RESULT
+from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT
 from runner.utils.reproducibility import process_state
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import Stopped, StopSignals
@@ -250,12 +250,12 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
     if context.origin.sweep is None:
         with context.signals.interruptible():
             tracker.check_sweep()
-    _begin_folder(context)
+    _begin_folder(context, info)
     tracker.open(info)
     try:
         tracker.note(notes.running_note(context.origin.command_text()) + resumed_note)
         tracker.artifact(context.out / CONFIG)
-        tracker.artifact(context.out / run_metadata.ENVIRONMENT_FILE)
+        tracker.artifact(context.out / ENVIRONMENT)
         yield
     except (Stopped, KeyboardInterrupt) as error:
         _close(context, resumed_note, "KILLED", str(error) or "Interrupted.")
@@ -266,16 +266,18 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
     tracker.close("FINISHED", stopped=context.signals.is_stop_requested)
 
 
-def _begin_folder(context: RunContext) -> None:
+def _begin_folder(context: RunContext, info: RunInfo) -> None:
     """Write the config and the environment, before anything is computed or recorded.
 
     Raises:
         ConfigError: the folder takes no files.
     """
     environment = run_metadata.environment_facts(context.origin)
+    # A run that is in no store has no tags: its folder says which commit it ran.
+    environment |= {key: info.tags[key] for key in GIT_KEYS if key in info.tags}
     try:
         run_metadata.write_config(context.out, context.spec, context.origin.is_trusted)
-        write_json(context.out / run_metadata.ENVIRONMENT_FILE, environment)
+        write_json(context.out / ENVIRONMENT, environment)
     except OSError as error:
         raise ConfigError(
             f"{relative_path(context.out)} takes no files: {os_error_reason(error)}. Make room, or "

@@ -21,9 +21,8 @@ from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import is_signed
 from runner.utils.files import read_text, write_json, write_text
-from runner.utils.layout import CONFIG, SIGNATURE
+from runner.utils.layout import CONFIG, GIT_KEYS, SIGNATURE
 
-ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy")
 """Packages whose versions can change a run's numbers or its record."""
 
@@ -94,4 +93,4 @@ def git_tags(folder: Path) -> dict[str, str]:
         changes = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return {}
-    return {"git_commit": commit, "git_dirty": str(bool(changes)).lower()}
+    return dict(zip(GIT_KEYS, (commit, str(bool(changes)).lower()), strict=True))

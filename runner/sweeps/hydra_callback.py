@@ -17,6 +17,7 @@ from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
 from runner.config.precision_keys import omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_USAGE_MESSAGE
+from runner.sweeps.manifest import Manifest
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.secrets import redact_values
@@ -37,10 +38,26 @@ class SweepCallback(Callback):
 
     Args:
         resume: resume the sweep that the folder holds.
+        fail_fast: end the sweep at its first failed job; read by the launcher.
     """
 
-    def __init__(self, resume: bool = False) -> None:
+    def __init__(self, resume: bool = False, fail_fast: bool = False) -> None:
         self._resume = resume
+        self._fail_fast = fail_fast
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse a sweep's keys in a single run.
+
+        Args:
+            config: the run's.
+
+        Raises:
+            SystemExit: the run is refused, by the error that is its cause.
+        """
+        # A job of a sweep is a single run with a number, and has the keys of its sweep.
+        if self._fail_fast and OmegaConf.is_missing(config.hydra.job, "num"):
+            error = ConfigError("sweep.fail_fast=true ends a sweep. Type -m, or leave it out.")
+            raise SystemExit(error.exit_status) from error
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Open the sweep.
@@ -71,6 +88,10 @@ class SweepCallback(Callback):
             if config.hydra.sweeper.get("_target_") != ADVISE:
                 left_out = omitted_key_pairs(config, _needs_no_emulation)
             Sweep.begin(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
+            if Manifest.read(folder).earlier:
+                from runner.sweeps.sweep_extension import use_extended_sweeper
+
+                use_extended_sweeper(config)
             for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)
         except RunnerError as error:
@@ -115,6 +136,7 @@ def _prepare(config: DictConfig) -> None:
             "sweep.resume=<folder of a sweep>."
         )
     sweeper = str(config.hydra.sweeper.get("_target_"))
+    _check_fail_fast(config)
     if (sweeper == ADVISE) != (config.mode == "advise"):
         raise ConfigError(ADVISE_USAGE_MESSAGE)
     if sweeper == ADVISE:
@@ -127,6 +149,27 @@ def _prepare(config: DictConfig) -> None:
         from runner.sweeps.launcher.remote import prepare_remote
 
         prepare_remote(config)
+
+
+def _check_fail_fast(config: DictConfig) -> None:
+    """Raise ConfigError for a sweep.fail_fast that is no boolean or cannot work in this sweep."""
+    fail_fast = config.hydra.callbacks.sweep.fail_fast
+    if not isinstance(fail_fast, bool):
+        raise ConfigError(f"sweep.fail_fast={fail_fast}: type true or false.")
+    if not fail_fast:
+        return
+    if config.mode == "advise":
+        raise ConfigError(
+            "sweep.fail_fast=true: in mode=advise a precision that fails is an answer. Leave it "
+            "out."
+        )
+    if config.hydra.launcher.get("_target_") not in (ISOLATED, _BASIC):
+        choice = config.hydra.runtime.choices.get("hydra/launcher")
+        raise ConfigError(
+            f"sweep.fail_fast=true works where this command runs the jobs itself, and "
+            f"hydra/launcher={choice} hands all of them over at once. Leave it out, or type "
+            "launcher=isolated."
+        )
 
 
 def _needs_no_emulation(config: DictConfig) -> bool:

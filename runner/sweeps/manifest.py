@@ -27,6 +27,7 @@ class Manifest:
         finished: no job needs to run again.
         left_out: `<precision> <key>` for each key under precision that the command sets and that
             one of its precisions does not take; jobs of that precision run without it.
+        earlier: `overrides` before each time that a list of the sweep got longer, oldest first.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Manifest:
     jobs: int = 0
     finished: bool = False
     left_out: Sequence[str] = ()
+    earlier: Sequence[Sequence[str]] = ()
 
     def keys_left_out(self, precision: str) -> list[str]:
         """Return the keys that jobs of one precision run without."""
@@ -57,6 +59,7 @@ class Manifest:
             values = dataclass_fields_from_json(cls, json.loads(path.read_text()))
             for key in _WORD_LIST_KEYS:
                 values[key] = [str(word) for word in values.get(key, ())]
+            values["earlier"] = [[*map(str, words)] for words in values.get("earlier", ())]
             return cls(**values)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error

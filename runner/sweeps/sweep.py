@@ -29,6 +29,7 @@ from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, writ
 from runner.sweeps.report.number_text import join_names
 from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
+from runner.sweeps.sweep_extension import with_new_lists
 from runner.sweeps.sweep_resume import resume_command
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
@@ -37,7 +38,7 @@ from runner.utils.errors import RunnerError
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import now_ms
 from runner.utils.secrets import redact, redact_override
-from runner.utils.terminal import print_error, quote_command
+from runner.utils.terminal import print_error, quote_command, sanitize
 
 
 class Sweep:
@@ -69,10 +70,14 @@ class Sweep:
         left_out: Sequence[str] = (),
     ) -> None:
         self.folder = folder
+        self._early_end = ""
         self._lock = ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
         self._lock.enter_context(folder_lock(folder))
-        manifest = Manifest.read(folder) if resume else _new_manifest(overrides, tracking)
+        if resume:
+            manifest = with_new_lists(Manifest.read(folder), overrides)
+        else:
+            manifest = _new_manifest(overrides, tracking)
         self.manifest = replace(manifest, left_out=left_out)
         # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
         replace(self.manifest, finished=False).write(folder)
@@ -118,6 +123,10 @@ class Sweep:
         """
         cls.current = cls(folder, overrides, tracking, resume, left_out)
 
+    def end_early(self, reason: str) -> None:
+        """Let the sweep end before its last job, for a reason that its end prints."""
+        self._early_end = reason
+
     def set_job_count(self, jobs: int) -> None:
         """Write to the manifest how many jobs the sweep has."""
         self.manifest = replace(self.manifest, jobs=jobs)
@@ -135,7 +144,8 @@ class Sweep:
             0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
             what some need; `status` itself after a stop.
         """
-        data = load_from_folder(self.folder, is_stopped=status > 128)
+        is_stopped = status > 128 or bool(self._early_end)
+        data = load_from_folder(self.folder, is_stopped)
         self.manifest = replace(self.manifest, finished=not data.is_unfinished)
         results = [job.result for job in data.jobs]
         failed, is_unavailable = _count_failed(data, results)
@@ -145,6 +155,8 @@ class Sweep:
         console = plain_console()
         if results and not data.advise_settings:
             _print_results(console, results)
+        if self._early_end:
+            console.print(sanitize(self._early_end), markup=False, soft_wrap=True)
         jobs_file = self._store_report(data)
         error = f"{failed} of {len(results)} jobs did not finish." if failed else None
         self.tracker.close(_run_status(status, failed), error)
@@ -289,6 +301,24 @@ def _new_manifest(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Mani
     command = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
     sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
     return Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms())
+
+
+def end_if_failed(folder: Path) -> bool:
+    """Let this process's sweep end before its last job if the job of a folder has failed.
+
+    This is what sweep.fail_fast=true asks for. A job that is not available here has not failed.
+
+    Returns:
+        Whether the job has failed.
+    """
+    result = RunResult.read(folder)
+    if result.status != "failed":
+        return False
+    if Sweep.current is not None:
+        Sweep.current.end_early(
+            f"sweep.fail_fast=true: {result.label} has failed; no further job was started."
+        )
+    return True
 
 
 def finish_sweep(status: int) -> int:

@@ -10,6 +10,7 @@ from runner.config.overrides import override_key, quote_value
 from runner.modes.result import RunResult
 from runner.modes.run_store import resumed_sweep_store
 from runner.sweeps.manifest import Manifest
+from runner.sweeps.sweep_extension import extend_command, is_list_of_values
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.secrets import redact
@@ -17,9 +18,10 @@ from runner.utils.terminal import sanitize
 
 RESUME_KEY = "sweep.resume"
 RUNNER_COMMAND = ["python", "-m", "runner"]
-_CHANGEABLE_PREFIX = "tracking."
-"""Prefix of the keys that may change on resuming: where jobs are recorded, but not what they
-compute, nor how many run at once, which their speed depends on."""
+_TRACKING = "tracking."
+_CHANGEABLE_PREFIXES = (_TRACKING, "sweep.fail_fast=")
+"""Prefixes of what may change on resuming: where jobs are recorded and when the sweep ends, but not
+what jobs compute, nor how many run at once, which their speed depends on."""
 _REDACTION_MARK = "***"
 
 
@@ -27,15 +29,21 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     """Return the command of the sweep that `sweep.resume=` names, with its own folder.
 
     Args:
-        argv: arguments of the command line, `sweep.resume=` among them.
+        argv: arguments of the command line, `sweep.resume=` among them. A list of values takes the
+            place of the sweep's own list, which it may only lengthen.
 
     Raises:
         ConfigError: there is no such sweep here, or the command changes more than it may.
     """
     resume = [text for text in argv if override_key(text) == RESUME_KEY]
     added = [text for text in argv if text not in (*resume, "-m", "--multirun")]
+    lists = [text for text in added if is_list_of_values(text)]
+    added = [text for text in added if text not in lists]
     name = resume[-1].partition("=")[2].strip("'\"")
-    folder = _last_unfinished() if name == "last" else _find_folder(name, _tracking_uri(added))
+    if name == "last":
+        folder = _last_sweep(is_unfinished=not lists)
+    else:
+        folder = _find_folder(name, _tracking_uri(added))
     manifest = Manifest.read(folder)
     # The manifest is a file that others may have written: no other program is started.
     if [*manifest.command[:3]] != RUNNER_COMMAND:
@@ -45,7 +53,8 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     _check_added(added, manifest, name)
     _check_working_directory(manifest, name)
     # Redacted words are typed again, see _check_added().
-    command = [word for word in manifest.command[3:] if _REDACTION_MARK not in word]
+    command = extend_command(folder, manifest.command[3:], lists)
+    command = [word for word in command if _REDACTION_MARK not in word]
     _select_recorded_store(folder, [*command, *added])
     return [*command, *added, *_folder_overrides(folder)]
 
@@ -66,10 +75,11 @@ def _check_added(added: Sequence[str], manifest: Manifest, name: str) -> None:
     """
     secret_keys = {override_key(word) for word in manifest.command if _REDACTION_MARK in word}
     for word in added:
-        if not word.startswith(_CHANGEABLE_PREFIX) and override_key(word) not in secret_keys:
+        if not word.startswith(_CHANGEABLE_PREFIXES) and override_key(word) not in secret_keys:
             raise ConfigError(
                 f"{RESUME_KEY} runs a sweep with the settings that it was started with. Leave "
-                f"{word} out: only tracking.* may change. Other settings are a new sweep."
+                f"{word} out: only tracking.* and sweep.fail_fast may change, and lists may get "
+                "longer (seed=0,1,2,3). Other settings are a new sweep."
             )
     missing = sorted(secret_keys - {override_key(word) for word in added})
     if missing:
@@ -142,9 +152,7 @@ def have_same_settings(one: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def _settings(overrides: Sequence[str]) -> set[str]:
-    return {
-        redact(text) for text in overrides if not text.lstrip("+~").startswith(_CHANGEABLE_PREFIX)
-    }
+    return {redact(text) for text in overrides if not text.lstrip("+~").startswith(_TRACKING)}
 
 
 def _find_folder(name: str, uri: str | None) -> Path:
@@ -163,12 +171,13 @@ def _find_folder(name: str, uri: str | None) -> Path:
     )
 
 
-def _last_unfinished() -> Path:
-    """Return the folder of the newest sweep that has not finished."""
+def _last_sweep(is_unfinished: bool) -> Path:
+    """Return the folder of the newest sweep, or of the newest one that has not finished."""
     for folder in locate.newest_sweeps():
-        if not Manifest.read(folder).finished:
+        if not is_unfinished or not Manifest.read(folder).finished:
             return folder
+    unfinished = " is unfinished" if is_unfinished else ""
     raise ConfigError(
-        f"{RESUME_KEY}=last: no sweep in outputs/sweeps is unfinished. Type "
+        f"{RESUME_KEY}=last: no sweep in outputs/sweeps{unfinished}. Type "
         f"{RESUME_KEY}=<folder of a sweep>."
     )

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ class StoredRun:
         status: MLflow's.
         started_ms: Unix time in milliseconds; 0 if the store has none.
         metrics: the last value of each.
+        data_digests: digest of each data set by its use, such as training.
     """
 
     run_id: str
@@ -52,6 +53,7 @@ class StoredRun:
     metrics: dict[str, float]
     tags: dict[str, str]
     params: dict[str, str]
+    data_digests: dict[str, str] = field(default_factory=dict)
 
 
 class Reader:
@@ -301,7 +303,21 @@ def _stored_run(run: "Run") -> StoredRun:
         dict(run.data.metrics),
         dict(run.data.tags),
         dict(run.data.params),
+        _data_digests(run),
     )
+
+
+def _data_digests(run: "Run") -> dict[str, str]:
+    """Return the digest of each data set of a run by its use."""
+    digests = {}
+    # A server of an old version sends none.
+    for dataset_input in run.inputs.dataset_inputs if run.inputs else ():
+        for tag in dataset_input.tags:
+            if tag.key == "mlflow.data.context":
+                # A data set that serves two uses has both in one tag, see writer/dataset_inputs.
+                uses = tag.value.split(", ")
+                digests |= dict.fromkeys(uses, dataset_input.dataset.digest)
+    return digests
 
 
 def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:

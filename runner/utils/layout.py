@@ -5,6 +5,10 @@ Users' scripts and earlier runs know these names: they are part of the interface
 
 RESULT = "result.json"
 CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+"""Command, versions and machine of a run."""
+GIT_KEYS = ("git_commit", "git_dirty")
+"""Keys of the commit in ENVIRONMENT, and tags of the run: its hash; whether there were changes."""
 SIGNATURE = "signature.json"
 """Signature of CONFIG, made with the user's key (see config/signature.py)."""
 HISTORY = "history.npz"

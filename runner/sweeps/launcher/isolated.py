@@ -57,7 +57,7 @@ class IsolatedLauncher(Launcher):
             initial_job_idx: number of the first one.
 
         Raises:
-            SystemExit: a signal has stopped the sweep.
+            SystemExit: a signal has stopped the sweep, or with sweep.fail_fast a job has failed.
         """
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
@@ -67,7 +67,8 @@ class IsolatedLauncher(Launcher):
             compose_job_config(self._context, self._config, number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         )
-        return JobRunner(self._n_jobs).run(jobs)
+        fail_fast = bool(self._config.hydra.callbacks.sweep.fail_fast)
+        return JobRunner(self._n_jobs, fail_fast=fail_fast).run(jobs)
 
 
 def update_job_count(config: DictConfig, launched: int) -> None:

@@ -66,11 +66,17 @@ class JobRunner:
     Args:
         jobs_at_once: how many run at once, 1 or more.
         stop_file: a file that requests a stop, see StopRequests.
+        fail_fast: the first failed job ends the sweep: jobs that run are stopped, and no further
+            one is started.
     """
 
-    def __init__(self, jobs_at_once: int = 1, stop_file: Path | None = None) -> None:
+    def __init__(
+        self, jobs_at_once: int = 1, stop_file: Path | None = None, fail_fast: bool = False
+    ) -> None:
         self._jobs_at_once = jobs_at_once
         self._stop_file = stop_file
+        self._fail_fast = fail_fast
+        self._has_failed_fast = False
         self._running: dict[int, _RunningJob] = {}
         self._unsaved_journals: list[JournalStatus] = []
 
@@ -81,7 +87,7 @@ class JobRunner:
             jobs: config of each job, composed when the job is about to start.
 
         Raises:
-            SystemExit: a signal has stopped the sweep.
+            SystemExit: a signal has stopped the sweep, or with fail_fast a job has failed.
         """
         with (
             DefaultSelector() as selector,
@@ -100,6 +106,8 @@ class JobRunner:
         if stop.received_signals:
             # The exit status of a shell's command that a signal ended.
             raise SystemExit(128 + stop.received_signals[0])
+        if self._has_failed_fast:
+            raise SystemExit(1)
         return [returns[number] for number in sorted(returns)]
 
     def _run_all(
@@ -109,9 +117,9 @@ class JobRunner:
         returns: dict[int, JobReturn] = {}
         has_more_jobs = True
         selector.register(stop, EVENT_READ, lambda: self._forward(stop.read_new_signals()))
-        while self._running or (has_more_jobs and not stop.received_signals):
+        while self._running or (has_more_jobs and not self._is_stopping(stop)):
             self._forward(stop.read_new_signals())
-            while has_more_jobs and self._has_room() and not stop.received_signals:
+            while has_more_jobs and self._has_room() and not self._is_stopping(stop):
                 config = next(jobs, None)
                 if config is None:
                     has_more_jobs = False
@@ -126,10 +134,25 @@ class JobRunner:
                 self._forward([signal.SIGKILL])
             # A list of its own: _finish removes the job from those that run.
             for number in [n for n, job in self._running.items() if job.process.has_ended]:
+                folder = job_folder(self._running[number].config)
                 returns[number] = self._finish(number, stop)
+                if self._fail_fast and not self._is_stopping(stop):
+                    self._stop_after_failure(folder)
         # A signal may have come after the last look, and ends the sweep all the same.
         stop.read_new_signals()
         return returns
+
+    def _is_stopping(self, stop: StopRequests) -> bool:
+        return bool(stop.received_signals) or self._has_failed_fast
+
+    def _stop_after_failure(self, folder: Path) -> None:
+        """Stop the jobs that run, and start no further one, if the job of a folder has failed."""
+        from runner.sweeps.sweep import end_if_failed
+
+        if end_if_failed(folder):
+            self._has_failed_fast = True
+            # Each ends after its current step with a checkpoint, as for a signal of the user's.
+            self._forward([signal.SIGTERM])
 
     def _has_room(self) -> bool:
         return len(self._running) < self._jobs_at_once
@@ -184,7 +207,8 @@ class JobRunner:
         )
         if has_result:
             return job_return(job.config, RunResult.read(folder))
-        self._record_dead_job(number, job, stop.received_signals)
+        sent = [signal.SIGTERM] if self._has_failed_fast else []
+        self._record_dead_job(number, job, [*stop.received_signals, *sent])
         return job_return(job.config)
 
     def _record_dead_job(

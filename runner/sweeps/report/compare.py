@@ -269,10 +269,10 @@ def _difference(group: Group, baseline: Group) -> Difference | None:
     if group.quality is None or baseline.quality is None:
         return None
     direction = baseline.jobs[0].direction
-    return quality_difference(_qualities_by_seed(group), _qualities_by_seed(baseline), direction)
+    return quality_difference(qualities_by_seed(group), qualities_by_seed(baseline), direction)
 
 
-def _qualities_by_seed(group: Group) -> SeedValues:
+def qualities_by_seed(group: Group) -> SeedValues:
     """Return (seed, quality) of each complete job."""
     complete = [job for job in group.jobs if job.outcome == "finished"]
     return [(job.seed, job.metrics[job.quality]) for job in complete]

@@ -15,6 +15,7 @@ from runner.sweeps.report.number_text import (
     format_range,
     join_names,
 )
+from runner.sweeps.report.settings_summary import best_group, settings_sentence
 from runner.sweeps.report.wording import (
     difference_words,
     memory_name,
@@ -85,7 +86,10 @@ def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
             by_device.setdefault(comparison.group.device, []).append(comparison)
     if not by_device:
         return _no_result_sentence(comparisons)
-    sentences = {device: _device_sentence(ended) for device, ended in by_device.items()}
+    sentences = {}
+    for device, ended in by_device.items():
+        every = [comparison for comparison in comparisons if comparison.group.device == device]
+        sentences[device] = _device_sentence(ended, every)
     if len(sentences) == 1:
         return next(iter(sentences.values()))
     parts = []
@@ -132,8 +136,13 @@ def _failed_share(group: Group, outcome: str) -> str:
     return f"{group.name} ({count} of {len(group.jobs)})"
 
 
-def _device_sentence(ended: Sequence[Comparison]) -> str:
-    """Return the sentence on the groups of one device that ended with a quality."""
+def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
+    """Return the sentence on the groups of one device that ended with a quality.
+
+    Args:
+        ended: those groups.
+        every: all groups of the device.
+    """
     # From the situation that says least to the one that says most: each test may assume that the
     # situations before it are excluded.
     groups = [comparison.group for comparison in ended]
@@ -142,7 +151,7 @@ def _device_sentence(ended: Sequence[Comparison]) -> str:
     if len(ended) == 1 and (ended[0].is_baseline or ended[0].baseline is None):
         return _single_group_sentence(ended[0])
     if len({group.settings for group in groups}) > 1:
-        return _settings_sentence(groups)
+        return settings_sentence(ended, every)
     others = [comparison for comparison in ended if not comparison.is_baseline]
     if len(others) == len(ended):
         return _no_baseline_sentence(ended)
@@ -198,12 +207,6 @@ def _group_facts(group: Group) -> str:
     return facts
 
 
-def _best_group(groups: Sequence[Group]) -> Group:
-    """Return the group with the best mean quality; every group must have one."""
-    pick = max if groups[0].jobs[0].direction == "max" else min
-    return pick(groups, key=lambda group: group.quality.mean if group.quality else math.nan)
-
-
 def _evaluation_sentence(groups: Sequence[Group]) -> str:
     """Return a sentence for each checkpoint and other setting, or the best group if many."""
     by_checkpoint: dict[str, list[Group]] = {}
@@ -211,7 +214,7 @@ def _evaluation_sentence(groups: Sequence[Group]) -> str:
         if group.change:
             by_checkpoint.setdefault(shared_settings(group.settings), []).append(group)
     if not 1 <= len(by_checkpoint) <= MAX_LISTED_NAMES:
-        best = _best_group(groups)
+        best = best_group(groups)
         return f"Evaluated, nothing trained: best {best.name} with {_group_facts(best)}."
     return " ".join(map(_checkpoint_sentence, by_checkpoint.values()))
 
@@ -248,23 +251,6 @@ def _change_words(group: Group) -> str:
     if group.weights_mib:
         weights = f" ({format_number(group.weights_mib.mean)} MiB of weights)"
     return f"{group.name}{weights} changes it by {group.change.mean:+.3g}"
-
-
-def _settings_sentence(groups: Sequence[Group]) -> str:
-    """Return the best group of each precision; for a sweep over other settings, too."""
-    best = _best_group(groups)
-    sentence = f"Best {best.jobs[0].quality}: {best.name} with {format_mean_sd(best.quality)}"
-    by_precision: dict[str, list[Group]] = {}
-    for group in groups:
-        if group.precision != best.precision:
-            by_precision.setdefault(group.precision, []).append(group)
-    others = [_best_group(of_precision) for of_precision in by_precision.values()]
-    if others:
-        names = join_names(f"{group.name} with {format_mean_sd(group.quality)}" for group in others)
-        sentence += f"; best of the other precisions: {names}"
-    if all(len(group.jobs) == 1 for group in groups):
-        sentence += "; one seed each: no verdict"
-    return f"{sentence}."
 
 
 def _no_baseline_sentence(ended: Sequence[Comparison]) -> str:

@@ -1,4 +1,4 @@
-"""Write the report of a sweep: report.md, report.html, report.png and the note for MLflow.
+"""Write the report of a sweep: report.md, .html, .png, .csv, .json, .tex and the note for MLflow.
 
 The parts of a page are blocks of runner.utils.markup; its tables come from columns.py, its
 sentences from conclusion.py or, for mode=advise, from advice_page.py.
@@ -8,10 +8,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from runner.modes.result import RunResult
 from runner.sweeps.report import advice_page
 from runner.sweeps.report.charts import chart_figures, legend_entries, overview_figure
-from runner.sweeps.report.columns import groups_table, jobs_table
+from runner.sweeps.report.columns import advice_table, groups_table, jobs_table
 from runner.sweeps.report.compare import BASELINE, Comparison, Group, compare_with_baselines
 from runner.sweeps.report.conclusion import (
     NO_BASELINE_REASON,
@@ -21,9 +20,14 @@ from runner.sweeps.report.conclusion import (
     recommended_precision,
 )
 from runner.sweeps.report.downsample import curve_points
+from runner.sweeps.report.export import job_rows, write_rows
 from runner.sweeps.report.footnotes import report_footnotes
 from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.report.latex import latex_table
 from runner.sweeps.report.number_text import join_names
+from runner.sweeps.report.settings_summary import settings_blocks
+from runner.sweeps.report.swept import swept_keys
+from runner.utils.files import write_text
 from runner.utils.formatting import format_number
 from runner.utils.markup import (
     Block,
@@ -48,7 +52,7 @@ MAX_NOTE_CHARACTERS = 7000
 
 
 def write_report(data: SweepData, folder: Path) -> list[Path]:
-    """Write the report into a folder that exists.
+    """Write the report and its tables (CSV, JSON, LaTeX) into a folder that exists.
 
     Returns:
         The files written; no report.png if nothing was trained.
@@ -76,7 +80,19 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         picture_path = folder / "report.png"
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
+    paths += write_rows(job_rows(data), folder)
+    paths.append(write_text(folder / "report.tex", _latex_page(data, compared)))
     return paths
+
+
+def _latex_page(data: SweepData, compared: Sequence[Comparison]) -> str:
+    """Return the table with one row per group, or per precision of mode=advise, as LaTeX."""
+    if data.advice:
+        table = advice_table(data.advice)
+    else:
+        table = groups_table(compared, recommended_precision(compared))
+    preamble = "% Needs \\usepackage{booktabs}. Values over seeds: mean ± standard deviation.\n"
+    return preamble + latex_table(table)
 
 
 def _fetch_failure_blocks(data: SweepData) -> Iterator[Block]:
@@ -141,7 +157,7 @@ def _page_title(data: SweepData) -> str:
     trained = " on ".join(filter(None, [models, data_sets]))
     if data.advise_settings:
         return f"Which precision for {trained or 'this model'}?"
-    keys = _swept_keys(results)[:MAX_TITLE_KEYS]
+    keys = swept_keys(results)[:MAX_TITLE_KEYS]
     title = f"Sweep over {' × '.join(keys) or 'one job'}"
     return f"{title}: {trained}" if trained else title
 
@@ -149,33 +165,6 @@ def _page_title(data: SweepData) -> str:
 def _distinct(names: Iterable[str]) -> str:
     """Return the names that are not empty, each once, in their order."""
     return ", ".join(dict.fromkeys(filter(None, names)))
-
-
-def _swept_keys(results: Sequence[RunResult]) -> list[str]:
-    """Return the keys whose values differ between jobs, in the order of the command."""
-    values_by_job = [_override_values(result) for result in results]
-    keys = dict.fromkeys(key for values in values_by_job for key in values)
-    swept = []
-    for key in keys:
-        values_of_key = {values.get(key) for values in values_by_job}
-        if len(values_of_key) > 1:
-            swept.append(key)
-    if swept:
-        return swept
-    # A result made from the tags of a run has a precision and no overrides.
-    precisions = {result.precision for result in results}
-    return ["precision"] if len(precisions) > 1 else []
-
-
-def _override_values(result: RunResult) -> dict[str, str]:
-    values = {}
-    for override in result.overrides:
-        key, equals, value = override.lstrip("+~").partition("=")
-        # Where a job is recorded and how it is launched is not what the sweep varies.
-        is_setting = not override.lstrip("+").startswith(("tracking.", "hydra."))
-        if equals and is_setting:
-            values[key] = value
-    return values
 
 
 def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
@@ -194,6 +183,7 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Text(failures)
     if not compared:
         return
+    yield from settings_blocks(compared)
     yield _groups_table(compared)
     uncompared = _uncompared_names(compared)
     # Without any baseline the conclusion says so already.

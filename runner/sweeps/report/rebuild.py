@@ -1,20 +1,29 @@
-"""Make a sweep's report again, from its folder or from MLflow alone: the command `report`."""
+"""Make a sweep's report again, or compare two sweeps: the command `report`.
+
+A sweep is read from its folder or from MLflow alone.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.checkpoint.locate import newest_sweeps
 from runner.config.commands import REPORT
 from runner.config.overrides import path_exists
+from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.jobs import SweepData
 from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, load_from_store
+from runner.sweeps.report.origin import origins_in_folder, origins_in_store
 from runner.sweeps.report.pages import summary_markdown, write_report
+from runner.sweeps.report.two_sweeps import LoadedSweep, compare_sweeps
+from runner.sweeps.report.two_sweeps_page import write_comparison
 from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError
+from runner.utils.files import os_error_reason
 from runner.utils.secrets import redact
 from runner.utils.terminal import sanitize
 
@@ -23,10 +32,11 @@ if TYPE_CHECKING:
 
 
 def rebuild_report(argv: Sequence[str]) -> int:
-    """Run `runner report [sweep folder, parent run id or sweep id] [tracking.uri=...]`.
+    """Run `runner report [sweep [sweep]] [tracking.uri=...] [--out <folder>]`.
 
-    Without a sweep, the newest one: of the store or experiment if one is given, else of
-    outputs/sweeps. A report made from MLflow is stored there, too.
+    A sweep is a folder, a parent run's id or a sweep's id. Without one, the newest: of the store or
+    experiment if one is given, else of outputs/sweeps. A report made from MLflow is stored there,
+    too. Two sweeps are compared, which is written to files alone.
 
     Args:
         argv: the words after `report`.
@@ -35,20 +45,71 @@ def rebuild_report(argv: Sequence[str]) -> int:
         The exit status.
 
     Raises:
-        ConfigError: an argument that it does not take, or there is no such sweep.
+        ConfigError: an argument that it does not take, there is no such sweep, or the folder takes
+            no files.
         TrackingError: the store does not answer.
     """
     arguments = REPORT.parse(argv)
-    sweep = arguments.words[0] if arguments.words else None
+    out = arguments.values.get("--out")
     upload_in_background(Path("outputs"))
-    folder = _sweep_folder(sweep) if argv else next(iter(newest_sweeps()), None)
-    if folder is not None:
-        paths = write_report(load_from_folder(folder), folder)
-    else:
-        paths = _report_from_store(sweep, arguments.values)
+    try:
+        if len(arguments.words) == 2:
+            paths = _compare(arguments.words, arguments.values, out)
+        else:
+            paths = _rebuild(next(iter(arguments.words), None), arguments.values, out)
+    except OSError as error:
+        raise ConfigError(
+            f"The report cannot be written: {error.filename or out}: {os_error_reason(error)}. "
+            "Type --out <folder> with a folder that takes files."
+        ) from error
     print(sanitize(paths[0].read_text()))
     print("\n".join(str(path) for path in paths))
     return 0
+
+
+def _rebuild(sweep: str | None, typed: Mapping[str, str], out: str | None) -> list[Path]:
+    """Write the report of one sweep; return the paths."""
+    is_any_newest = sweep is None and not any(key.startswith("tracking.") for key in typed)
+    folder = next(iter(newest_sweeps()), None) if is_any_newest else _sweep_folder(sweep)
+    if folder is None:
+        return _report_from_store(sweep, typed, out)
+    target = Path(out) if out else folder
+    target.mkdir(parents=True, exist_ok=True)
+    return write_report(load_from_folder(folder), target)
+
+
+def _compare(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None) -> list[Path]:
+    """Write the report that compares two sweeps; return the paths."""
+    first, second = (_load_sweep(sweep, typed) for sweep in sweeps)
+    if first.data.sweep_id and first.data.sweep_id == second.data.sweep_id:
+        raise ConfigError(
+            f"{first.name} and {second.name} are the same sweep. Type report <A> <B> with two "
+            "sweeps."
+        )
+    name = f"{Path(second.name).name}-against-{Path(first.name).name}"
+    folder = Path(out) if out else report_folder(name)
+    return write_comparison(compare_sweeps(first, second), folder)
+
+
+def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
+    """Return a sweep with what its jobs were computed from, of a folder or of the store."""
+    folder = _sweep_folder(sweep)
+    if folder is not None:
+        data = load_from_folder(folder)
+        began_ms = Manifest.read(folder).began_ms
+        return LoadedSweep(sweep, _date(began_ms), data, origins_in_folder(folder, data))
+    from runner.tracking.reader import Reader
+
+    reader = Reader(_existing_store(sweep, typed))
+    parent = _find_parent_run(reader, sweep)
+    data = load_from_store(reader, parent)
+    origins = origins_in_store(reader, parent, data)
+    return LoadedSweep(sweep, _date(parent.started_ms), data, origins)
+
+
+def _date(unix_ms: int) -> str:
+    """Return date and minute of a Unix time in milliseconds; empty for 0, which is unknown."""
+    return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M}" if unix_ms else ""
 
 
 def store_report(
@@ -96,7 +157,19 @@ def is_joined_by_others(uri: str, run_id: str, own: str) -> bool:
     return any(Path(path).name != own for path in Reader(uri).artifacts(run_id, JOB_RESULTS_FOLDER))
 
 
-def _report_from_store(sweep: str | None, typed: Mapping[str, str]) -> list[Path]:
+def _report_from_store(sweep: str | None, typed: Mapping[str, str], out: str | None) -> list[Path]:
+    uri = _existing_store(sweep, typed)
+    if sweep is None:
+        sweep = _newest_sweep(uri, typed.get("tracking.experiment"))
+    return store_report(uri, sweep, Path(out) if out else report_folder(sweep))[0]
+
+
+def _existing_store(sweep: str | None, typed: Mapping[str, str]) -> str:
+    """Return the URI of the store that holds the sweep.
+
+    Raises:
+        ConfigError: the store is a database that does not exist.
+    """
     uri = resolve_uri(typed.get("tracking.uri"), os.environ, Path.cwd())
     database = sqlite_path(uri)
     # Opening a database that does not exist would create it.
@@ -108,9 +181,7 @@ def _report_from_store(sweep: str | None, typed: Mapping[str, str]) -> list[Path
             f"{missing}, and nothing was logged to {redact(uri)} yet. Type report <sweep folder>, "
             "or tracking.uri=... for another store."
         )
-    if sweep is None:
-        sweep = _newest_sweep(uri, typed.get("tracking.experiment"))
-    return store_report(uri, sweep, report_folder(sweep))[0]
+    return uri
 
 
 def _newest_sweep(uri: str, experiment: str | None) -> str:

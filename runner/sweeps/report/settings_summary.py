@@ -1,0 +1,240 @@
+"""Compare precisions within each setting of a sweep over precision × something else.
+
+A setting is what the sweep varies beside precision and seed, such as a learning rate or a model.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from runner.modes.tables import shared_settings
+from runner.sweeps.report.compare import BASELINE, Comparison, Group, qualities_by_seed
+from runner.sweeps.report.number_text import format_mean_sd, join_names
+from runner.sweeps.report.statistics import Verdict, quality_difference
+from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
+
+MAX_SUMMARIES = 3
+"""Precisions in the conclusion; the report's list has all."""
+_QUALITY_WORDS = {
+    Verdict.SAME: "no measurable difference",
+    Verdict.BETTER: "better",
+    Verdict.WORSE: "worse",
+    Verdict.UNJUDGED: "no verdict",
+}
+_NOT_COMPARED = "not compared"
+_NAMED_WORDS = ("better", "worse", _NOT_COMPARED)
+"""Results that are rare and matter: the settings are named."""
+_BEST_NOTE = (
+    "best: measurably better than every other precision of its column (95 % interval of the "
+    "difference over seeds). A column without a mark has no measurable best."
+)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The groups of one device by precision and setting.
+
+    Attributes:
+        rows: precisions, with keys of their own such as precision.keep_fp32=[head].
+        columns: the settings.
+        cells: comparison of each row and column; combinations that were not swept are missing.
+    """
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    cells: dict[tuple[str, str], Comparison]
+
+    @property
+    def is_grid(self) -> bool:
+        """Return whether at least two settings have several precisions to compare."""
+        counts = [sum((row, column) in self.cells for row in self.rows) for column in self.columns]
+        return sum(count > 1 for count in counts) > 1
+
+    def column(self, setting: str) -> list[Comparison]:
+        """Return the comparisons of one setting."""
+        return [self.cells[row, setting] for row in self.rows if (row, setting) in self.cells]
+
+    def row(self, name: str) -> dict[str, Comparison]:
+        """Return the comparisons of one precision by setting."""
+        return {
+            setting: self.cells[name, setting]
+            for setting in self.columns
+            if (name, setting) in self.cells
+        }
+
+
+def _grid(compared: Sequence[Comparison]) -> _Grid:
+    cells = {}
+    for comparison in compared:
+        setting = shared_settings(comparison.group.settings)
+        cells[_row_name(comparison.group), setting] = comparison
+    rows = dict.fromkeys(row for row, _ in cells)
+    columns = dict.fromkeys(column for _, column in cells)
+    return _Grid(list(rows), list(columns), cells)
+
+
+def _row_name(group: Group) -> str:
+    """Return the precision with the keys that it does not share with 32-true."""
+    shared = shared_settings(group.settings).split()
+    own = [word for word in group.settings.split() if word not in shared]
+    return " ".join([group.precision, *own])
+
+
+def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
+    """Yield a table of precisions × settings for each device, and a summary for each precision.
+
+    Nothing is yielded for a sweep that does not compare precisions in several settings.
+    """
+    devices = dict.fromkeys(comparison.group.device for comparison in compared)
+    grids = {name: _grid([c for c in compared if c.group.device == name]) for name in devices}
+    grids = {name: grid for name, grid in grids.items() if grid.is_grid}
+    if not grids:
+        return
+    yield Heading("Precisions in each setting")
+    for device, grid in grids.items():
+        if len(grids) > 1:
+            yield Text(f"On {device or 'an unknown device'}:")
+        table = _grid_table(grid)
+        yield table
+        summaries = list(_summaries(grid))
+        if summaries:
+            yield Items(summaries)
+        if any(cell.note == "best" for row in table.rows for cell in row):
+            yield Text(_BEST_NOTE, "small")
+    groups = [comparison.group for comparison in compared]
+    if has_several_models(groups):
+        yield Text("Qualities of different models or data are not compared.", "small")
+
+
+def _grid_table(grid: _Grid) -> Table:
+    """Return quality by precision and setting."""
+    best = {id(_measured_best(grid.column(setting))) for setting in grid.columns}
+    rows = []
+    for row in grid.rows:
+        comparisons = [grid.cells.get((row, setting)) for setting in grid.columns]
+        cells = [_quality_cell(each, id(each) in best) for each in comparisons]
+        rows.append([Cell(row), *cells])
+    return Table(["precision", *grid.columns], rows)
+
+
+def _quality_cell(comparison: Comparison | None, is_best: bool) -> Cell:
+    """Return a group's quality, or how its jobs ended without one; empty if it was not swept."""
+    if comparison is None:
+        return Cell("")
+    group = comparison.group
+    if group.quality is None:
+        return Cell(", ".join(group.counts), "bad")
+    text = format_mean_sd(group.quality)
+    return Cell(text, "good", "best") if is_best else Cell(text)
+
+
+def _measured_best(column: Sequence[Comparison]) -> Comparison | None:
+    """Return the group that is measurably better than every other one of a setting, if any is."""
+    groups = [comparison for comparison in column if comparison.group.quality]
+    if len(groups) < 2:
+        return None
+    for candidate in groups:
+        others = [other for other in groups if other is not candidate]
+        if all(_is_better(candidate.group, other.group) for other in others):
+            return candidate
+    return None
+
+
+def _is_better(group: Group, other: Group) -> bool:
+    """Return whether the group's quality is measurably better than the other's."""
+    values = qualities_by_seed(group)
+    difference = quality_difference(values, qualities_by_seed(other), group.jobs[0].direction)
+    return difference.verdict is Verdict.BETTER
+
+
+def _summaries(grid: _Grid) -> Iterator[tuple[str, str]]:
+    """Yield (precision, for how many settings each verdict against 32-true holds)."""
+    for name in grid.rows:
+        row = {
+            setting: comparison
+            for setting, comparison in grid.row(name).items()
+            if comparison.baseline is not None and not comparison.is_baseline
+        }
+        if len(row) > 1:
+            yield name, _summary(row)
+
+
+def _summary(row: dict[str, Comparison]) -> str:
+    """Return for how many settings each verdict on quality and speed holds."""
+    clauses = [*_counts(row, _quality_word), *_counts(row, lambda c: c.speed_verdict)]
+    return ", ".join(clauses)
+
+
+def _quality_word(comparison: Comparison) -> str:
+    if comparison.group.is_evaluation:
+        return ""
+    if comparison.difference is None:
+        return _NOT_COMPARED
+    return _QUALITY_WORDS[comparison.difference.verdict]
+
+
+def _counts(row: dict[str, Comparison], word_of: Callable[[Comparison], str]) -> Iterator[str]:
+    """Yield each word with the number of settings that it holds for, the most frequent first."""
+    settings_by_word: dict[str, list[str]] = {}
+    for setting, comparison in row.items():
+        settings_by_word.setdefault(word_of(comparison), []).append(setting)
+    settings_by_word.pop("", None)
+    words = {"even": "about as fast", "unclear": "speed unclear"}
+    for word, settings in sorted(settings_by_word.items(), key=lambda item: -len(item[1])):
+        text = f"{words.get(word, word)} in {len(settings)} of {len(row)} settings"
+        if word in _NAMED_WORDS and len(settings) < len(row):
+            text += f" ({join_names(settings)})"
+        yield text
+
+
+def settings_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
+    """Return the best group, and how precisions compare with 32-true in each setting.
+
+    Args:
+        ended: the comparisons of one device whose groups have a quality.
+        every: all comparisons of that device.
+    """
+    groups = [comparison.group for comparison in ended]
+    sentences = []
+    if not has_several_models(groups):
+        sentences.append(_best_sentence(groups))
+    summaries = [f"{name}: {text}" for name, text in _summaries(_grid(every))]
+    if summaries:
+        more = len(summaries) - MAX_SUMMARIES
+        rest = [f"{more} more precisions: see the report"] if more > 0 else []
+        shown = "; ".join([*summaries[:MAX_SUMMARIES], *rest])
+        sentences.append(f"Against {BASELINE} in each setting: {shown}.")
+    if not sentences:
+        sentences.append("Different models or data: their qualities are not compared.")
+    return " ".join(sentences)
+
+
+def has_several_models(groups: Sequence[Group]) -> bool:
+    """Return whether the groups train different models or data, whose qualities do not compare."""
+    jobs = [job for group in groups for job in group.jobs]
+    models = {job.model for job in jobs if job.model}
+    data = {job.data for job in jobs if job.data}
+    return len(models) > 1 or len(data) > 1
+
+
+def best_group(groups: Sequence[Group]) -> Group:
+    """Return the group with the best mean quality; every group must have one."""
+    pick = max if groups[0].jobs[0].direction == "max" else min
+    return pick(groups, key=lambda group: group.quality.mean if group.quality else math.nan)
+
+
+def _best_sentence(groups: Sequence[Group]) -> str:
+    """Return the best group, and the best group of each other precision."""
+    best = best_group(groups)
+    sentence = f"Best {best.jobs[0].quality}: {best.name} with {format_mean_sd(best.quality)}"
+    by_precision: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.precision != best.precision:
+            by_precision.setdefault(group.precision, []).append(group)
+    others = [best_group(of_precision) for of_precision in by_precision.values()]
+    if others:
+        names = join_names(f"{group.name} with {format_mean_sd(group.quality)}" for group in others)
+        sentence += f"; best of the other precisions: {names}"
+    if all(len(group.jobs) == 1 for group in groups):
+        sentence += "; one seed each: no verdict"
+    return f"{sentence}."

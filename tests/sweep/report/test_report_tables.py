@@ -1,0 +1,131 @@
+"""The tables of a sweep beside its report: report.csv, report.json and report.tex."""
+
+import contextlib
+import csv
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.modes.result import RunResult
+from runner.sweeps.report.export import FIXED_COLUMNS, job_rows, write_rows
+from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.report.latex import latex_table, latex_text
+from runner.sweeps.report.load import load_from_folder
+from runner.sweeps.report.pages import write_report
+from runner.utils.markup import Cell, Table
+
+GOLDEN = Path(__file__).parent / "golden"
+DONE = RunResult(
+    "16-mixed",
+    "16-mixed optimizer.lr=0.1 seed=1",
+    "outputs/sweeps/x/3",
+    overrides=("precision=16-mixed", "+optimizer.lr=1e-1", "seed=1", "tracking.uri=sqlite:///x"),
+    group="16-mixed optimizer.lr=0.1",
+    seed=1,
+    quality="val/loss",
+    direction="min",
+    metrics={"val/loss": 1 / 3, "val/iou": math.inf},
+    left_out=["precision.a", "precision.b"],
+)
+FAILED = RunResult("64-true", "64-true", "/x/4", "failed", 'a, "b"\nc_d', ["model=a,b"])
+
+
+def test_a_row_has_the_fixed_columns_then_metrics_then_settings():
+    rows = job_rows(SweepData([Job(DONE), Job(FAILED)]))
+    own = ["metric.val/loss", "metric.val/iou", "set.optimizer.lr", "set.model"]
+    assert [list(row) for row in rows] == [[*FIXED_COLUMNS, *own]] * 2
+    first, second = rows
+    assert (first["job"], first["seed"], first["precision"]) == (3, 1, "16-mixed")
+    assert (first["quality_value"], first["set.optimizer.lr"]) == (1 / 3, 0.1)
+    assert first["left_out"] == "precision.a precision.b"
+    assert (second["quality_value"], second["set.optimizer.lr"]) == (None, None)
+    assert second["set.model"] == "a,b"
+
+
+def test_csv_and_json_hold_every_digit_and_any_text(tmp_path):
+    rows = job_rows(SweepData([Job(DONE), Job(FAILED)]))
+    csv_path, json_path = write_rows(rows, tmp_path)
+    with csv_path.open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert float(read[0]["metric.val/loss"]) == 1 / 3
+    assert (read[0]["metric.val/iou"], read[1]["quality_value"]) == ("inf", "")
+    assert read[1]["error"] == FAILED.error
+    content = json.loads(json_path.read_text(), parse_constant=pytest.fail)
+    assert content["rows"][0]["metric.val/loss"] == 1 / 3
+    assert content["rows"][0]["metric.val/iou"] == "inf"
+    assert content["rows"][1]["quality_value"] is None
+    assert set(content["columns"]) == set(rows[0])
+
+
+def test_a_sweep_without_jobs_has_the_names_of_the_columns(tmp_path):
+    csv_path, json_path = write_rows(job_rows(SweepData([])), tmp_path)
+    assert csv_path.read_text() == ",".join(FIXED_COLUMNS) + "\n"
+    assert json.loads(json_path.read_text())["rows"] == []
+
+
+def test_a_secret_in_a_jobs_texts_is_in_no_table(tmp_path):
+    leaked = replace(FAILED, error="cannot reach https://me:hunter22@host")
+    for path in write_rows(job_rows(SweepData([Job(leaked)])), tmp_path):
+        assert "hunter22" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        (r"a\b{c}_d", r"a\textbackslash{}b\{c\}\_d"),
+        ("50% & $5 #1 ~x^2", r"50\% \& \$5 \#1 \textasciitilde{}x\textasciicircum{}2"),
+        (
+            "0.1 \N{PLUS-MINUS SIGN} 0.2, 1.5 \N{MULTIPLICATION SIGN}",
+            r"0.1 $\pm$ 0.2, 1.5 $\times$",
+        ),
+        ("-0.5, 1e-05, bf16-mixed", r"$-$0.5, 1e-05, bf16-mixed"),
+        ("<a|b>\nc", r"\textless{}a\textbar{}b\textgreater{} c"),
+    ],
+)
+def test_latex_reads_no_text_as_a_command(text, escaped):
+    assert latex_text(text) == escaped
+
+
+def test_a_latex_table_has_a_row_per_row_and_a_bold_one():
+    rows = [[Cell("a_b", note="n"), Cell("1")], [Cell("[x]", note="long " * 20), Cell("")]]
+    made = latex_table(Table(["name", "value"], rows, frozenset({0}), marked=0))
+    assert made.splitlines() == [
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"name & value \\",
+        r"\midrule",
+        r"\textbf{a\_b (n)} & \textbf{1} \\",
+        r"{}[x] &  \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+@pytest.mark.parametrize("name", ["advise", "evaluate", "failures", "worse_and_diverged"])
+def test_stored_sweeps_have_tables_of_their_jobs(name, tmp_path):
+    data = load_from_folder(GOLDEN / name)
+    names = {path.name for path in write_report(data, tmp_path)}
+    assert {"report.csv", "report.json", "report.tex"} < names
+    with (tmp_path / "report.csv").open(newline="") as file:
+        assert [row["label"] for row in csv.DictReader(file)] == [j.result.label for j in data.jobs]
+    tex = (tmp_path / "report.tex").read_text()
+    columns = len(re.search(r"\\begin{tabular}{(\w+)}", tex)[1])
+    rows = [line for line in tex.splitlines() if line.endswith(r" \\")]
+    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {columns - 1}
+
+
+def test_the_example_of_the_docs_reads_a_sweeps_tables(quick, root):
+    page = (root / "docs" / "sweeps.md").read_text()
+    (code,) = re.findall(r"```python\n(import csv\n.*?)```", page, re.DOTALL)
+    assert quick("-m", "precision=32-true,bf16-mixed").rc == 0
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    lines = printed.getvalue().splitlines()
+    assert lines[0].startswith("32-true 0 ")
+    assert "time of an optimizer step, milliseconds" in lines
