@@ -41,7 +41,10 @@ def precision(
     """
     chosen = _resolve_device(device)
     text = PRECISION_ALIASES.get(str(name), str(name))
-    node = _merge(precision_config(text, None if config_dir is None else Path(config_dir)), keys)
+    folder = None if config_dir is None else Path(config_dir)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"config_dir={config_dir} is no folder in {Path.cwd()}.")
+    node = _merge(precision_config(text, folder), keys)
     path = node.get("_target_")
     if not isinstance(path, str):
         raise ConfigError(f"precision={text} has no _target_. Name a class in its yaml.")

@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -96,6 +97,11 @@ class Policy:
             raise PolicyError(
                 "policy.convert was given a model that a precision has converted already. Convert "
                 "a new one."
+            )
+        if any(is_lazy(parameter) for parameter in model.parameters()):
+            raise PolicyError(
+                "policy.convert was given lazy layers, which have no weights yet. Call the model "
+                "on a batch before."
             )
         converted, self.report = self.precision.convert(model, self.device)
         self._model = converted.to(self.device)
@@ -369,7 +375,9 @@ class Policy:
                 "not offer. Take another optimizer, or python -m runner optimizer=lbfgs."
             )
         if not self._gradients.is_pending:
-            raise PolicyError(f"policy.{method} without policy.backward(loss) since the last step.")
+            raise PolicyError(
+                "No gradients: policy.backward(loss) was not called since the last policy.step."
+            )
 
     def _first_forward(self) -> AbstractContextManager[Any]:
         """Return the context that proves, once, that the converted layers are called."""
