@@ -11,6 +11,7 @@ from runner.checkpoint.checkpoint_file import load
 CALLBACKS = '''
 import random
 
+import numpy as np
 import torch
 
 from runner.training.callbacks.own_callback import RunCallback
@@ -46,7 +47,7 @@ class Note(RunCallback):
         SEEN.append(("end", end))
 
     def state_dict(self):
-        return {"count": self.count, "tensor": self.tensor, "list": [1, (2.0, None)]}
+        return {"count": self.count, "tensor": self.tensor, "list": [np.int64(1), (np.float32(2), None)]}
 
     def load_state_dict(self, state):
         assert state["list"] == [1, (2.0, None)]
@@ -206,7 +207,7 @@ def test_state_is_resumed_and_what_is_new_or_gone_is_said(called, main, lab):
     assert "callbacks.late begins here: the checkpoint has no state of it" in done.stdout
     seen = calls()
     assert seen[0] == ("load", 4, [4.0, 4.0], "torch.bfloat16")
-    assert "stopped at step 6 by callbacks.late: seen enough" in done.stdout
+    assert "stopping, as asked at step 6 by callbacks.late: seen enough" in done.stdout
     assert [call[1] for call in seen if call[0] == "steps"] == [[5, 6]]
 
 
