@@ -165,9 +165,11 @@ def plain_copy(value: Any) -> Any:
     Raises:
         TypeError: a value is none of what is allowed.
     """
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
     # As Python's own: those of NumPy would have to be unpickled.
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
