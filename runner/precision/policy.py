@@ -23,6 +23,7 @@ from runner.precision.policy_checks import (
     check_parameters,
     open_policy_session,
     prove_layers_called,
+    resolve_device,
 )
 from runner.precision.scaled_gradients import ScaledGradients
 from runner.utils.errors import ConfigError, PolicyError
@@ -38,7 +39,7 @@ class Policy:
 
     Args:
         precision: converts the model, and makes the contexts and the loss scale.
-        device: where the model computes.
+        device: where the model computes, see precision().
 
     Attributes:
         precision: the precision.
@@ -47,12 +48,13 @@ class Policy:
             precisions that replace no layers.
     """
 
-    def __init__(self, precision: Precision, device: torch.device) -> None:
+    def __init__(self, precision: Precision, device: str | torch.device = "cpu") -> None:
         self.precision = precision
-        self.device = device
+        self.device = resolve_device(device)
+        precision.require(self.device)
         self.report = ConversionReport()
         self._model: nn.Module | None = None
-        self._gradients = ScaledGradients(precision.scale(device), device)
+        self._gradients = ScaledGradients(precision.scale(self.device), self.device)
         self._checked: WeakSet[Optimizer] = WeakSet()
         self._place: Literal["outside", "session", "forward"] = "outside"
         self._has_forward = False

@@ -352,6 +352,26 @@ def test_a_precision_of_ones_own_works_by_its_yaml(tmp_path):
     assert (policy.precision.name, policy.precision.autocast_loss) == ("mine", True)
 
 
+def test_an_object_of_a_precision_makes_a_policy_too():
+    policy = Policy(Bfloat16(), "cpu")
+    model = policy.convert(regression_net())
+    assert (policy.device, model[0].weight.dtype) == (CPU, torch.bfloat16)
+    with pytest.raises(Unavailable, match="not here"):
+        Policy(Bfloat16(missing=True))
+
+
+class Bfloat16(Precision):
+    name = "mine"
+    storage = compute = torch.bfloat16
+
+    def __init__(self, missing=False):
+        self.missing = missing
+
+    def require(self, device):
+        if self.missing:
+            raise Unavailable("not here", "take another")
+
+
 def test_a_state_of_another_precision_is_refused():
     state = Loop("16-mixed").policy.state_dict()
     with pytest.raises(ConfigError, match="state is of precision=16-mixed"):
