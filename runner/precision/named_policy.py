@@ -12,9 +12,7 @@ from runner.config.overrides import PRECISION_ALIASES
 from runner.config.targets import build_group
 from runner.precision.policy import Policy
 from runner.precision.registry import precision_config
-from runner.utils.accelerator import KINDS, choose_accelerator
-from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.tpu import is_tpu
+from runner.utils.errors import ConfigError
 
 
 def precision(
@@ -39,9 +37,11 @@ def precision(
         ConfigError: the name, a key, a value or the device is not known.
         Unavailable: this machine lacks what the precision or the device needs.
     """
-    chosen = _resolve_device(device)
     text = PRECISION_ALIASES.get(str(name), str(name))
-    node = _merge(precision_config(text, None if config_dir is None else Path(config_dir)), keys)
+    folder = None if config_dir is None else Path(config_dir)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"config_dir={config_dir} is no folder in {Path.cwd()}.")
+    node = _merge(precision_config(text, folder), keys)
     path = node.get("_target_")
     if not isinstance(path, str):
         raise ConfigError(f"precision={text} has no _target_. Name a class in its yaml.")
@@ -49,9 +49,7 @@ def precision(
     problems = [*passed.problems(locate(path))]
     if problems:
         raise ConfigError(*problems)
-    made = build_group("precision", node)
-    made.require(chosen)
-    return Policy(made, chosen)
+    return Policy(build_group("precision", node), device)
 
 
 def _merge(node: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,28 +62,3 @@ def _merge(node: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
         # As a yaml has it, which the checks of values expect.
         merged[key] = list(value) if isinstance(value, tuple) else value
     return merged
-
-
-def _resolve_device(device: str | torch.device) -> torch.device:
-    """Return a device of this machine, with its index where its kind has one."""
-    if device in ("auto", "tpu"):
-        return choose_accelerator(str(device)).device
-    unknown = ConfigError(
-        f"device={str(device)!r} is not known. Allowed: auto, cpu, cuda, cuda:<index>, mps, tpu."
-    )
-    try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise unknown from None
-    if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
-        # The one that torch.cuda.set_device chose for this process.
-        return torch.device("cuda", torch.cuda.current_device())
-    if is_tpu(wanted):
-        return wanted
-    if wanted.type not in KINDS:
-        raise unknown
-    try:
-        return choose_accelerator(wanted.type, wanted.index or 0).device
-    except Unavailable as error:
-        what, remedy = (t.replace("accelerator", "device") for t in (error.what, error.remedy))
-        raise Unavailable(what, remedy) from error

@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -22,6 +23,7 @@ from runner.precision.policy_checks import (
     check_parameters,
     open_policy_session,
     prove_layers_called,
+    resolve_device,
 )
 from runner.precision.scaled_gradients import ScaledGradients
 from runner.utils.errors import ConfigError, PolicyError
@@ -37,7 +39,7 @@ class Policy:
 
     Args:
         precision: converts the model, and makes the contexts and the loss scale.
-        device: where the model computes.
+        device: where the model computes, see precision().
 
     Attributes:
         precision: the precision.
@@ -46,12 +48,13 @@ class Policy:
             precisions that replace no layers.
     """
 
-    def __init__(self, precision: Precision, device: torch.device) -> None:
+    def __init__(self, precision: Precision, device: str | torch.device = "cpu") -> None:
         self.precision = precision
-        self.device = device
+        self.device = resolve_device(device)
+        precision.require(self.device)
         self.report = ConversionReport()
         self._model: nn.Module | None = None
-        self._gradients = ScaledGradients(precision.scale(device), device)
+        self._gradients = ScaledGradients(precision.scale(self.device), self.device)
         self._checked: WeakSet[Optimizer] = WeakSet()
         self._place: Literal["outside", "session", "forward"] = "outside"
         self._has_forward = False
@@ -96,6 +99,11 @@ class Policy:
             raise PolicyError(
                 "policy.convert was given a model that a precision has converted already. Convert "
                 "a new one."
+            )
+        if any(is_lazy(parameter) for parameter in model.parameters()):
+            raise PolicyError(
+                "policy.convert was given lazy layers, which have no weights yet. Call the model "
+                "on a batch before."
             )
         converted, self.report = self.precision.convert(model, self.device)
         self._model = converted.to(self.device)
@@ -369,7 +377,9 @@ class Policy:
                 "not offer. Take another optimizer, or python -m runner optimizer=lbfgs."
             )
         if not self._gradients.is_pending:
-            raise PolicyError(f"policy.{method} without policy.backward(loss) since the last step.")
+            raise PolicyError(
+                "No gradients: policy.backward(loss) was not called since the last policy.step."
+            )
 
     def _first_forward(self) -> AbstractContextManager[Any]:
         """Return the context that proves, once, that the converted layers are called."""

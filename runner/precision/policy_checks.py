@@ -1,5 +1,5 @@
-"""Check what a training loop of one's own does with a precision: its optimizers, its sessions, and
-whether its model calls the converted layers."""
+"""Check what a training loop of one's own does with a precision: its device, its optimizers, its
+sessions, and whether its model calls the converted layers."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -10,10 +10,42 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.precision.conversion_proof import ForwardWatch
-from runner.utils.errors import PolicyError
+from runner.utils.accelerator import KINDS, choose_accelerator
+from runner.utils.errors import ConfigError, PolicyError, Unavailable
+from runner.utils.tpu import is_tpu
 
 _open_sessions: list[str] = []
 """Names of the precisions whose sessions are open in this process."""
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return a device of this machine, with its index where its kind has one.
+
+    Raises:
+        ConfigError: the device is not known.
+        Unavailable: this machine has no such device.
+    """
+    if device in ("auto", "tpu"):
+        return choose_accelerator(str(device)).device
+    unknown = ConfigError(
+        f"device={str(device)!r} is not known. Allowed: auto, cpu, cuda, cuda:<index>, mps, tpu."
+    )
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise unknown from None
+    if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
+        # The one that torch.cuda.set_device chose for this process.
+        return torch.device("cuda", torch.cuda.current_device())
+    if is_tpu(wanted):
+        return wanted
+    if wanted.type not in KINDS:
+        raise unknown
+    try:
+        return choose_accelerator(wanted.type, wanted.index or 0).device
+    except Unavailable as error:
+        what, remedy = (t.replace("accelerator", "device") for t in (error.what, error.remedy))
+        raise Unavailable(what, remedy) from error
 
 
 def check_parameters(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:

@@ -103,11 +103,8 @@ class ScaledGradients:
     def record_backward(self, parameters: Iterable[Tensor]) -> None:
         """Note which gradients a backward has computed."""
         self._has_backward = True
-        if not self._is_scaled:
-            return
-        for p in parameters:
-            if p.grad is not None:
-                self._computed[p] = _GradientVersion(p.grad, p.grad._version)
+        if self._is_scaled:
+            self._record(parameters)
 
     def check_own_step(self, optimizer: Optimizer) -> None:
         """Raise PolicyError for an optimizer that steps by itself on scaled gradients."""
@@ -124,20 +121,31 @@ class ScaledGradients:
         parameters = _parameters(optimizer)
         if self._is_scaled:
             self._check_unchanged(optimizer, parameters)
+        others = [p for p in self._computed.keys() - {*parameters} if self._is_unchanged(p)]
         coalesce_gradients(parameters)
         # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
         for p in parameters:
             if p.grad is not None and p.is_complex():
                 p.grad = p.grad.resolve_conj()
         self._found_infs[optimizer] = self.scale.unscale(_gradients([optimizer]))
+        # Gradients that are views of one buffer, as DistributedDataParallel's may be, share their
+        # version: unscaling some counts as a change of the others.
+        self._record(others)
+
+    def _is_unchanged(self, parameter: Tensor) -> bool:
+        """Return whether a parameter's gradient is as the last backward left it."""
+        seen = self._computed.get(parameter)
+        return seen is not None and seen.is_unchanged(parameter)
+
+    def _record(self, parameters: Iterable[Tensor]) -> None:
+        for p in parameters:
+            if p.grad is not None:
+                self._computed[p] = _GradientVersion(p.grad, p.grad._version)
 
     def _check_unchanged(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """Raise PolicyError for gradients that are not those of policy.backward."""
-        changed = 0
-        for p in parameters:
-            seen = self._computed.get(p)
-            if p.grad is not None and (seen is None or not seen.is_unchanged(p)):
-                changed += 1
+        gradients = [p for p in parameters if p.grad is not None]
+        changed = sum(not self._is_unchanged(p) for p in gradients)
         if changed:
             raise PolicyError(
                 f"{changed} gradients of {type(optimizer).__name__} are not as policy.backward "

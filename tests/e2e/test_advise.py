@@ -42,8 +42,8 @@ def advised(tmp_path_factory, inside, store, reader):
 def test_it_answers_and_is_done(advised):
     done, *_ = advised
     assert done.rc == 0, done.stderr
-    assert (
-        "Next: python -m runner model=mlp data=digits optimizer.lr=3e-3 vars.note=1" in done.stdout
+    assert "Next: python -m runner model=mlp data=digits optimizer.lr=3e-3 vars.note=1 " in (
+        done.stdout
     )
     assert "tracking.experiment=advise seed=0 precision=" in done.stdout
     assert "cannot train this" in done.stdout  # Adam's eps is 0 in float16

@@ -11,6 +11,7 @@ from runner.checkpoint.checkpoint_file import load
 CALLBACKS = '''
 import random
 
+import numpy as np
 import torch
 
 from runner.training.callbacks.own_callback import RunCallback
@@ -46,7 +47,8 @@ class Note(RunCallback):
         SEEN.append(("end", end))
 
     def state_dict(self):
-        return {"count": self.count, "tensor": self.tensor, "list": [1, (2.0, None)]}
+        numbers = [np.int64(1), (np.float32(2), None)]
+        return {"count": self.count, "tensor": self.tensor, "list": numbers}
 
     def load_state_dict(self, state):
         assert state["list"] == [1, (2.0, None)]
@@ -206,8 +208,25 @@ def test_state_is_resumed_and_what_is_new_or_gone_is_said(called, main, lab):
     assert "callbacks.late begins here: the checkpoint has no state of it" in done.stdout
     seen = calls()
     assert seen[0] == ("load", 4, [4.0, 4.0], "torch.bfloat16")
-    assert "stopped at step 6 by callbacks.late: seen enough" in done.stdout
+    assert "stopping, as asked at step 6 by callbacks.late: seen enough" in done.stdout
     assert [call[1] for call in seen if call[0] == "steps"] == [[5, 6]]
+
+
+def test_several_yamls_are_chosen_together_and_resumed(called, main, lab):
+    folder = lab / "lab/conf/callbacks"
+    folder.mkdir()
+    (folder / "notes.yaml").write_text("# Mine\nnote:\n  _target_: lab.callbacks.Note\n")
+    yaml = "# Mine\nfail:\n  _target_: lab.callbacks.Fail\n  until: 4\n"
+    (folder / "fails.yaml").write_text(yaml)
+    done, _ = called("run", "callbacks=[notes,fails]")
+    assert done.rc == 1
+    assert "callbacks.fail.on_steps, called at step 4, fails" in done.stderr
+    calls()
+    resume = ("--config-dir", "lab/conf", "checkpoint.resume=run", "tracking=none")
+    done = main(*resume, "callbacks.fail.until=99")
+    assert done.rc == 0, done.stderr
+    assert "begins here" not in done.stdout
+    assert calls()[0][:2] == ("load", 4)
 
 
 def test_a_removed_callback_is_said(called, main, lab):

@@ -135,6 +135,23 @@ def test_two_optimizers_share_one_scale():
     assert policy.steps == 3
 
 
+def test_gradients_that_are_views_of_one_buffer_are_unscaled_by_each_optimizer():
+    """As those of DistributedDataParallel with gradient_as_bucket_view=True."""
+    loop = Loop()
+    policy = loop.policy
+    parameters = [*loop.model.parameters()]
+    buffer = torch.zeros(sum(p.numel() for p in parameters))
+    for p, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        p.grad = part.view_as(p)
+    halves = [torch.optim.SGD(part, lr=0.1) for part in (parameters[:2], parameters[2:])]
+    with policy.session():
+        policy.backward(loop.loss(regression_batch(8)))
+        policy.unscale(halves[0])
+        policy.unscale(halves[1])
+        assert policy.clip(*halves, norm=1e9) < 100
+        policy.step(*halves)
+
+
 def test_gradients_may_be_changed_after_unscale():
     loop = Loop()
     policy = loop.policy
@@ -229,6 +246,10 @@ def leaves_gradients_of_another_scale(loop):
             loop.policy.step(half)
 
 
+def converts_lazy_layers(loop):
+    precision("16-mixed").convert(nn.LazyLinear(2))
+
+
 def optimizes_another_model(loop):
     loop.policy.check(adam(regression_net().parameters()))
 
@@ -265,13 +286,14 @@ def opens_another_session_of_other_switches(loop):
         (computes_the_loss_within_forward, r"policy\.loss within policy\.forward"),
         (leaves_forward_out, r"policy\.backward without policy\.forward"),
         (takes_a_half_loss, r"The loss is float16.*policy\.loss"),
-        (steps_without_backward, r"policy\.step without policy\.backward|without policy"),
+        (steps_without_backward, r"No gradients: policy\.backward\(loss\) was not called"),
         (names_no_optimizer, r"needs the optimizers"),
         (steps_by_itself, r"optimizer\.step\(\) of AdamW.*policy\.step"),
         (goes_backward_by_itself, r"gradients of AdamW are not as policy\.backward left them"),
         (clips_before_unscaling, r"gradients of AdamW are not as policy\.backward left them"),
         (accumulates_after_unscaling, r"policy\.backward after policy\.unscale"),
         (leaves_gradients_of_another_scale, r"3 parameters still have a gradient from before"),
+        (converts_lazy_layers, r"lazy layers, which have no weights yet"),
         (optimizes_another_model, r"that the converted model does not have"),
         (moves_the_model, r"parameter on meta, and this policy computes on cpu"),
         (clips_by_nothing, r"norm=None and value=None"),
@@ -293,6 +315,7 @@ def test_a_mistake_is_refused(mistake, message):
         (("16-mixed",), {"loss_scale": {"start": 1}}, ConfigError, "loss_scale.start is not kn"),
         (("16-mixed",), {"keep_fp32": "head"}, ConfigError, "keep_fp32=head"),
         (("bf16-mixed",), {"loss_scale": {}}, ConfigError, "has none, because"),
+        (("32-true",), {"config_dir": "no/where"}, ConfigError, "config_dir=no/where is no fold"),
         (("32-true", "gpu"), {}, ConfigError, "device='gpu' is not known. Allowed: auto, cpu"),
         (("float8-rowwise",), {}, Unavailable, "needs an NVIDIA GPU.*emulate=true"),
     ],
@@ -327,6 +350,26 @@ def test_a_precision_of_ones_own_works_by_its_yaml(tmp_path):
     (tmp_path / "precision" / "mine.yaml").write_text(yaml)
     policy = precision("mine", config_dir=tmp_path)
     assert (policy.precision.name, policy.precision.autocast_loss) == ("mine", True)
+
+
+def test_an_object_of_a_precision_makes_a_policy_too():
+    policy = Policy(Bfloat16(), "cpu")
+    model = policy.convert(regression_net())
+    assert (policy.device, model[0].weight.dtype) == (CPU, torch.bfloat16)
+    with pytest.raises(Unavailable, match="not here"):
+        Policy(Bfloat16(missing=True))
+
+
+class Bfloat16(Precision):
+    name = "mine"
+    storage = compute = torch.bfloat16
+
+    def __init__(self, missing=False):
+        self.missing = missing
+
+    def require(self, device):
+        if self.missing:
+            raise Unavailable("not here", "take another")
 
 
 def test_a_state_of_another_precision_is_refused():

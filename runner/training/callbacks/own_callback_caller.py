@@ -1,6 +1,7 @@
 """Call the callbacks of one's own, and have all processes agree on what they ask for."""
 
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class OwnCallbackCaller(Callback):
     def _announce_stop(self) -> None:
         reason = self.stop_reason
         if reason:
-            self.output.say(f"stopped at step {self.state.step} by {reason}")
+            self.output.say(f"stopping, as asked at step {self.state.step} by {reason}")
             self.output.tracker.tags({STOPPED_BY: reason})
 
     def _call(self, hook: str, step: int, record: Any) -> None:
@@ -164,8 +165,15 @@ def plain_copy(value: Any) -> Any:
     Raises:
         TypeError: a value is none of what is allowed.
     """
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or isinstance(value, bool):
         return value
+    # As Python's own: those of NumPy would have to be unpickled.
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (list, tuple):
