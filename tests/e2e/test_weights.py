@@ -247,3 +247,15 @@ def test_a_model_of_no_library_has_no_such_folder(main):
     done = main(*MLP, "checkpoint.pretrained=true")
     assert done.rc == 2
     assert "made a MLP, which is no model of transformers" in done.stderr
+
+
+def test_a_model_that_computes_its_loss_is_in_mlflow_without_labels(main, tmp_path, empty_store):
+    uri = empty_store(tmp_path / "mlflow.db")
+    words = tiny_models.typed("gpt2", tmp_path)
+    done = main(*words, "train.max_steps=1", "task=model_loss", f"tracking.uri={uri}")
+    assert done.rc == 0, done.stderr
+    assert "not in MLflow" not in done.stdout
+    program = torch.export.load(newest(tmp_path) / "model" / "model.pt2").module()
+    fields = {name: t for name, t in tiny_models.batches("gpt2")[0].items() if name != "labels"}
+    with torch.no_grad():
+        assert program(fields)["logits"].shape == (4, 12, 96)
