@@ -106,6 +106,14 @@ def test_an_adapter_is_added_to_packed_weights_of_a_file_without_a_warning(main,
     assert "warning: the frozen weights" in main(*words).stdout
 
 
+def test_a_fresh_head_that_an_adapter_freezes_is_warned_of(main, trained):
+    words = (*MLP, "adapter=lora", f"init.weights={trained}", "init.skip=[head]")
+    done = main(*words)
+    assert "warning: init.skip leaves head at random values" in done.stdout
+    assert "adapter.train=[head]" in done.stdout
+    assert "warning" not in main(*words, "adapter.train=[head]").stdout
+
+
 def test_the_jobs_of_a_sweep_start_from_one_file(main, trained):
     words = (*MLP, "hydra/launcher=basic", f"init.weights={trained}/model.safetensors")
     done = main("-m", *words, "precision=32-true,bf16-true")
