@@ -127,7 +127,7 @@ def test_the_jobs_of_a_sweep_start_from_one_file(main, trained):
         ("init.skip=[head]", "init.skip applies to init.weights, which is not given"),
         ("init.weights=x init.skip=[[a]]", "init.skip=[['a']] does not fit"),
         ("init.weights=x init.rename={a:[b]}", "does not fit. Allowed: prefixes of names"),
-        ("init.weights=x init.rename=a", "init.rename=a"),
+        ("init.weights=x init.rename=a", "error: init.rename=a does not fit"),
         ("mode=evaluate checkpoint={file}", "holds weights alone"),
         ("mode=evaluate checkpoint={file} init.weights=x", "Leave init.weights= out"),
         ("checkpoint.resume={file}", "holds weights alone"),
