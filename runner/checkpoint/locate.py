@@ -87,12 +87,18 @@ def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Pa
         raise ConfigError(f"{key}={where}: {error.strerror}. Type a file or folder.") from error
     found = checkpoints_of_run(path) or checkpoints_in(path)
     if not found:
-        other = " Other weights: a .safetensors file, a state dict of torch.save (.pt, .pth, .bin) "
-        other += "or a folder of save_pretrained."
+        other = ""
+        if key == "init.weights":
+            other = (
+                " Other weights: a .safetensors file, a state dict of torch.save (.pt, .pth, .bin) "
+                "or a folder of save_pretrained."
+            )
+        elif any(path.glob("*.safetensors")):
+            other = f" It holds weights alone: init.weights={where} starts a run from them."
         raise ConfigError(
             f"{key}={where}: no checkpoint is there. Give a .pt file, the folder of a run "
             "(outputs/runs/<time>), or the id of an MLflow run that was trained on this machine."
-            + (other if key == "init.weights" else "")
+            f"{other}"
         )
     return found[::-1]
 

@@ -14,10 +14,33 @@ from torch import Tensor
 
 from runner.data.batch_layout import PositionalInputs
 from runner.precision.contract import CPU_DEVICE
+from runner.utils.files import os_error_reason
+
+_MESSAGE_CHARACTERS = 300
+
+
+TRACED_ROWS = 4
+"""Rows of the batch that is traced and compared: torch.export takes one row for a constant."""
+
+
+class ExportError(Exception):
+    """A model that cannot be exported; one line says why."""
 
 
 class InputError(Exception):
     """Inputs that an exported program cannot take; one line says why."""
+
+
+def error_line(error: Exception) -> str:
+    """Return the kind of an error and its first line; of an ExportError its message alone."""
+    if isinstance(error, ExportError | InputError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return os_error_reason(error)
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:_MESSAGE_CHARACTERS]}"
 
 
 def named_tensors(inputs: Any) -> dict[str, Tensor]:
@@ -74,3 +97,25 @@ def batch_of_arguments(kind: type, arguments: tuple[Any, ...]) -> Any:
     if issubclass(kind, dict):
         return kind(arguments[0])
     return PositionalInputs(arguments) if kind is PositionalInputs else arguments[0]
+
+
+def token_names(inputs: Any) -> list[str]:
+    """Return the names of inputs that look like sequences: whole numbers [N, T], T from 2."""
+    named = named_tensors(inputs).items()
+    return [
+        name
+        for name, tensor in named
+        if tensor.ndim == 2 and tensor.shape[1] > 1 and not tensor.is_floating_point()
+    ]
+
+
+def shortened(inputs: Any, names: list[str]) -> Any:
+    """Return a batch whose tensors [N, T] of these names are cut to half of their T, 2 and up."""
+    tensors = named_tensors(inputs)
+    for name in names:
+        length = tensors[name].shape[1]
+        tensors[name] = tensors[name][:, : max(length // 2, 2)]
+    values = list(tensors.values())
+    if isinstance(inputs, dict):
+        return type(inputs)(zip(inputs, values, strict=True))
+    return PositionalInputs(values) if type(inputs) is PositionalInputs else values[0]

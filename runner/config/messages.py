@@ -19,7 +19,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from runner.config.overrides import SWEEP_KEYS
+from runner.config.overrides import SWEEP_KEYS, as_typed
 
 # Options whose plugin is installed by an extra of this package, and that extra.
 _EXTRAS = {
@@ -136,7 +136,7 @@ def _invalid_override(override: str, error: Exception) -> str:
 def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:
     """Return a message for a value that does not fit its key's type."""
     full = str(error.full_key)
-    given = _typed(full, argv) or full
+    given = as_typed(_typed(full, argv) or full)
     try:
         hint = get_type_hints(error.object_type)[full.rpartition(".")[2]]
     except (KeyError, TypeError):

@@ -20,8 +20,8 @@ class InitSpec:
         skip: patterns of dotted names of parameters or modules, as in [head], that keep their fresh
             values, and of names in the file that are not used.
         rename: prefixes of names in the file and what stands in their place in the model, as in
-            {backbone:encoder}; null removes a prefix, as in {module:null}; * in front of all other
-            names, as in {*:model}.
+            {backbone:encoder}; null removes a prefix, as in {module:null}; * puts one in front of
+            every name, as in {*:model}; several apply one after the other.
     """
 
     low_memory: bool = False

@@ -6,6 +6,7 @@ The checks that may stop a run before it starts are in startup_checks.py.
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from runner.data import fingerprint
@@ -116,6 +117,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     if built.initial is not None:
         run.say(built.initial.describe())
         _record_initial_weights(run, built.initial)
+        _warn_of_frozen_fresh(run, built.model, built.initial)
     for line in built.report.lines():
         run.say(line)
     tags = built.report.tags()
@@ -151,6 +153,25 @@ def _record_initial_weights(run: RunContext, initial: InitialWeights) -> None:
     run.tracker.tags({"init_weights": f"{len(initial.loaded)}/{every}"})
     content = initial._asdict()
     run.save_artifact(run.out / "init_weights.json", lambda path: write_json(path, content))
+
+
+def _warn_of_frozen_fresh(run: RunContext, model: nn.Module, initial: InitialWeights) -> None:
+    """Warn where an adapter freezes weights that init.skip left at random values."""
+    if run.spec.mode != "train" or not run.spec.adapter.get("_target_"):
+        return
+    fresh = set(initial.fresh)
+    frozen: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        # peft puts the layers that it adds to one level lower.
+        own_name = name.replace(".base_layer.", ".")
+        if own_name in fresh and not parameter.requires_grad:
+            frozen[own_name.rpartition(".")[0] or own_name] = None
+    if frozen:
+        modules = ",".join(frozen)
+        run.say(
+            f"warning: init.skip leaves {', '.join(frozen)} at random values, and the adapter "
+            f"freezes them. Type adapter.train=[{modules}] to train them in full."
+        )
 
 
 def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:

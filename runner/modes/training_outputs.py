@@ -5,14 +5,18 @@ The run's config, environment and commit are written by run_metadata.py.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from platform import node
 from typing import Any, NoReturn
 
 from torch import nn
 
-from runner.checkpoint.export import ExportedModel, error_line, export
+from runner.checkpoint.export import ExportedModel, export
+from runner.checkpoint.program_inputs import ExportError, error_line
+from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
@@ -23,6 +27,7 @@ from runner.training.callbacks.summary import RunSummary
 from runner.training.evaluation_hook import EvaluationHook, HookOutput
 from runner.training.model_call import call_model, taken_inputs
 from runner.training.state import TrainState
+from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import CheckpointError
 from runner.utils.files import write_table
@@ -230,4 +235,16 @@ def _export(run: RunContext, state: TrainState, inputs: Any) -> ExportedModel:
         return task.select(output) if isinstance(task, TensorTask) else output
 
     inputs = taken_inputs(state.plain_model, inputs)
-    return export(state.plain_model, run.precision, inputs, run.out / "model", call)
+    write = partial(export, state.plain_model, run.precision, folder=run.out / "model", call=call)
+    if isinstance(task, ModelLoss) and isinstance(inputs, KeywordInputs):
+        # Who asks a model for its outputs has no labels; a model that cannot run without them is
+        # exported with them.
+        with suppress(ExportError):
+            return write(_without_labels(task, inputs))
+    return write(inputs)
+
+
+def _without_labels(task: ModelLoss, inputs: KeywordInputs) -> KeywordInputs:
+    """Return the fields of a batch without the target, which a model takes for its loss."""
+    labels = (task.target_field,) if task.target_field else TARGET_FIELDS
+    return KeywordInputs({name: part for name, part in inputs.items() if name not in labels})

@@ -1,6 +1,7 @@
 """Rename weights by prefixes, and find the prefix or the patterns that make a file's names fit."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from heapq import nlargest
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +11,11 @@ from torch import Tensor
 from runner.utils.errors import ConfigError
 
 EVERY_NAME = "*"
-"""The old prefix that stands for every name that no other prefix begins."""
+"""The old prefix that stands for the beginning of every name."""
 _SAMPLES = 3
 """Names of the file whose counterparts in the model are looked for."""
+_COUNTERPARTS = 8
+"""Names of the model that are tried for each of them, those with most segments in common."""
 
 
 class Rename(NamedTuple):
@@ -27,42 +30,48 @@ def rename(weights: Mapping[str, Any], prefixes: Mapping[Any, Any], path: Path) 
 
     Args:
         weights: by name.
-        prefixes: of whole segments of names: the new one for each old one, None to remove it; of
-            several that fit the longest applies, and `*` is put in front of all other names.
+        prefixes: of whole segments of names: the new one for each old one, None to remove it; `*`
+            puts the new one in front of every name. They apply one after the other.
         path: of the file, for messages.
 
     Raises:
         ConfigError: a prefix begins no name, or two tensors would have one name.
     """
-    pairs = {str(old): str(new) if new is not None else "" for old, new in prefixes.items()}
-    for old in pairs:
-        if old != EVERY_NAME and not any(_begins(old, name) for name in weights):
-            firsts = dict.fromkeys(name.partition(".")[0] for name in weights)
-            known = ", ".join(islice(firsts, 6)) or "none"
-            raise ConfigError(
-                f"init.rename: no name in {path} begins with {old}. Names begin with: {known}."
-            )
-    renamed: dict[str, Any] = {}
-    for name, value in weights.items():
-        new = _new_name(name, pairs)
-        if new in renamed:
-            raise ConfigError(f"init.rename gives two tensors of {path} the name {new}.")
-        renamed[new] = value
+    renamed = dict(weights)
+    for old, new in prefixes.items():
+        _check_begins(str(old), renamed, path)
+        before = renamed
+        renamed = {}
+        for name, value in before.items():
+            changed = _new_name(name, str(old), "" if new is None else str(new))
+            if changed in renamed:
+                raise ConfigError(f"init.rename gives two tensors of {path} the name {changed}.")
+            renamed[changed] = value
     return renamed
+
+
+def _check_begins(prefix: str, names: Collection[str], path: Path) -> None:
+    """Raise ConfigError for a prefix that begins none of the names."""
+    if prefix == EVERY_NAME or any(_begins(prefix, name) for name in names):
+        return
+    firsts = dict.fromkeys(name.partition(".")[0] for name in names)
+    known = ", ".join(islice(firsts, 6)) or "none"
+    raise ConfigError(
+        f"init.rename: no name in {path} begins with {prefix}. Names begin with: {known}."
+    )
 
 
 def _begins(prefix: str, name: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
 
 
-def _new_name(name: str, pairs: Mapping[str, str]) -> str:
-    fitting = [old for old in pairs if old != EVERY_NAME and _begins(old, name)]
-    if fitting:
-        old = max(fitting, key=len)
-        rest = name[len(old) :].removeprefix(".")
-        return ".".join(part for part in (pairs[old], rest) if part)
-    added = pairs.get(EVERY_NAME, "")
-    return f"{added}.{name}" if added else name
+def _new_name(name: str, old: str, new: str) -> str:
+    if old == EVERY_NAME:
+        return f"{new}.{name}" if new else name
+    if not _begins(old, name):
+        return name
+    rest = name[len(old) :].removeprefix(".")
+    return ".".join(part for part in (new, rest) if part)
 
 
 def proposed_rename(
@@ -79,7 +88,7 @@ def proposed_rename(
     for old, new in dict.fromkeys(_candidates(own, theirs)):
         count = 0
         for name, value in theirs.items():
-            mine = own.get(_new_name(name, {old: new}))
+            mine = own.get(_new_name(name, old, new))
             count += isinstance(mine, Tensor) and getattr(value, "shape", None) == mine.shape
         if count > (best.fitting if best else fitting):
             best = Rename({old: new or None}, count)
@@ -92,13 +101,11 @@ def _candidates(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[t
     strangers = [name for name in theirs if name not in own]
     for name in islice(strangers, 0, None, max(len(strangers) // _SAMPLES, 1)):
         segments = name.split(".")
-        # Weights of models without layers have names of one segment.
-        for mine in own:
-            parts = mine.split(".")
-            shared = _common_end(segments, parts)
+        named = [(_common_end(segments, mine.split(".")), mine) for mine in own]
+        for shared, mine in nlargest(_COUNTERPARTS, named):
             if shared:
                 old = ".".join(segments[: len(segments) - shared]) or EVERY_NAME
-                yield old, ".".join(parts[: len(parts) - shared])
+                yield old, ".".join(mine.split(".")[:-shared])
 
 
 def _common_end(one: Sequence[str], other: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -69,6 +70,12 @@ def test_a_transformers_model_takes_a_plain_dict_of_any_number_of_rows(make, nam
     assert [spec["name"] for spec in made.facts["inputs"]] == [*fields]
     assert made.facts["fields"]
     assert not made.facts["one_tensor"]
+    if make is not vit:
+        assert [spec["shape"] for spec in made.facts["inputs"]] == [[-1, -1]] * 2
+        assert made.facts["outputs"][0]["shape"] == [-1, -1, 20]
+        part = {field: tensor[:, :3] for field, tensor in fields.items()}
+        with torch.no_grad():
+            assert program(part).shape == (5, 3, 20)
 
 
 class Sum(nn.Module):
@@ -104,6 +111,53 @@ def test_a_program_of_fields_loads_where_there_is_no_runner(tmp_path):
     command = [sys.executable, "-P", "-W", "ignore", "-c", script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+
+
+class Fixed(nn.Module):
+    """Its forward takes sequences of one length, which it states by a size of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 4)
+        self.layer = nn.Linear(7 * 4, 2)
+
+    def forward(self, input_ids):
+        return self.layer(self.embedding(input_ids).view(-1, 7 * 4))
+
+
+class Guarded(Fixed):
+    """It computes something else for short sequences, which one program cannot."""
+
+    def forward(self, input_ids):
+        total = self.embedding(input_ids).sum(1)
+        return total if input_ids.shape[1] > 5 else -total
+
+
+@pytest.mark.parametrize("kind", [Fixed, Guarded])
+def test_a_model_of_one_length_is_exported_for_that_length(kind, tmp_path):
+    inputs = KeywordInputs(input_ids=TOKENS)
+    made = export(kind(), FLOAT32, inputs, tmp_path, call_model)
+    assert made.facts["inputs"][0]["shape"] == [-1, 7]
+
+
+class Output(OrderedDict):
+    """A mapping of a library's own class, with attributes, as transformers' outputs are."""
+
+
+class Parts(Sum):
+    """It returns named tensors and a number."""
+
+    def forward(self, a, b):
+        return Output(logits=self.layer(a), shifted=super().forward(a, b), loss=a.sum())
+
+
+def test_an_output_of_several_tensors_is_a_plain_dict_of_them(tmp_path):
+    inputs = KeywordInputs(a=torch.randn(3, 3), b=torch.randn(3, 2))
+    made = export(Parts(), FLOAT32, inputs, tmp_path, call_model)
+    found = torch.export.load(made.path).module()(dict(inputs))
+    assert type(found) is dict
+    assert [spec["name"] for spec in made.facts["outputs"]] == ["logits", "shifted"] == [*found]
+    assert not made.facts["one_output"]
 
 
 class Swapped(Sum):

@@ -106,6 +106,14 @@ def test_an_adapter_is_added_to_packed_weights_of_a_file_without_a_warning(main,
     assert "warning: the frozen weights" in main(*words).stdout
 
 
+def test_a_fresh_head_that_an_adapter_freezes_is_warned_of(main, trained):
+    words = (*MLP, "adapter=lora", f"init.weights={trained}", "init.skip=[head]")
+    done = main(*words)
+    assert "warning: init.skip leaves head at random values" in done.stdout
+    assert "adapter.train=[head]" in done.stdout
+    assert "warning" not in main(*words, "adapter.train=[head]").stdout
+
+
 def test_the_jobs_of_a_sweep_start_from_one_file(main, trained):
     words = (*MLP, "hydra/launcher=basic", f"init.weights={trained}/model.safetensors")
     done = main("-m", *words, "precision=32-true,bf16-true")
@@ -119,7 +127,7 @@ def test_the_jobs_of_a_sweep_start_from_one_file(main, trained):
         ("init.skip=[head]", "init.skip applies to init.weights, which is not given"),
         ("init.weights=x init.skip=[[a]]", "init.skip=[['a']] does not fit"),
         ("init.weights=x init.rename={a:[b]}", "does not fit. Allowed: prefixes of names"),
-        ("init.weights=x init.rename=a", "init.rename=a"),
+        ("init.weights=x init.rename=a", "error: init.rename=a does not fit"),
         ("mode=evaluate checkpoint={file}", "holds weights alone"),
         ("mode=evaluate checkpoint={file} init.weights=x", "Leave init.weights= out"),
         ("checkpoint.resume={file}", "holds weights alone"),
@@ -247,3 +255,15 @@ def test_a_model_of_no_library_has_no_such_folder(main):
     done = main(*MLP, "checkpoint.pretrained=true")
     assert done.rc == 2
     assert "made a MLP, which is no model of transformers" in done.stderr
+
+
+def test_a_model_that_computes_its_loss_is_in_mlflow_without_labels(main, tmp_path, empty_store):
+    uri = empty_store(tmp_path / "mlflow.db")
+    words = tiny_models.typed("gpt2", tmp_path)
+    done = main(*words, "train.max_steps=1", "task=model_loss", f"tracking.uri={uri}")
+    assert done.rc == 0, done.stderr
+    assert "not in MLflow" not in done.stdout
+    program = torch.export.load(newest(tmp_path) / "model" / "model.pt2").module()
+    fields = {name: t for name, t in tiny_models.batches("gpt2")[0].items() if name != "labels"}
+    with torch.no_grad():
+        assert program(fields)["logits"].shape == (4, 12, 96)

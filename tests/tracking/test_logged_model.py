@@ -3,18 +3,26 @@ sent."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from serving import Server
+from forked_process import ForkedProcess
+from serving import Server, free_port
 from torch import nn
+from waiting import SECONDS, wait_for
 
 from runner.checkpoint.export import export
+from runner.data.batch_layout import KeywordInputs, PositionalInputs
 from runner.precision.mixed import MixedPrecision
 from runner.tracking.writer.logged_model import log_model
+from runner.training.model_call import call_model
+from runner.training.tasks.language import CausalLM
 
 ODD = "Anna's model"
 
@@ -78,7 +86,114 @@ def test_a_model_of_fields_has_them_in_its_signature(quiet_store, tmp_path):
         quiet_store.client.get_logged_model(model_id).artifact_location
     )
     assert model.signature.inputs.input_names() == ["a", "b"]
-    assert [*model.flavors] == ["pytorch"]
+    assert {*model.flavors} == {"pytorch", "python_function"}
+
+
+class Parts(nn.Module):
+    def forward(self, a, b):
+        return {"sum": a + b, "product": a * b}
+
+
+def positional(model, inputs):
+    return model(*inputs)
+
+
+def by_name(model, inputs):
+    return model(**inputs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("inputs", "call", "names"),
+    [
+        ({"a": torch.ones(4, 3), "b": 2 * torch.ones(4, 3)}, by_name, ["a", "b"]),
+        (
+            PositionalInputs([torch.ones(4, 3), 2 * torch.ones(4, 3)]),
+            positional,
+            ["input_0", "input_1"],
+        ),
+    ],
+)
+def test_pyfunc_takes_fields_by_name_and_returns_named_arrays(
+    quiet_store, tmp_path, inputs, call, names
+):
+    import mlflow
+
+    precision = MixedPrecision("bf16-mixed", "bfloat16")
+    made = export(Parts(), precision, inputs, tmp_path, call)
+    model_id = logged(quiet_store, opened(quiet_store, "pyfunc"), made)
+    found = mlflow.pyfunc.load_model(
+        quiet_store.client.get_logged_model(model_id).artifact_location
+    )
+    rows = dict(zip(names, (torch.full((2, 3), x).numpy() for x in (3.0, 5.0)), strict=True))
+    answer = found.predict(rows)
+    assert {name: part.tolist() for name, part in answer.items()} == {
+        "sum": [[8.0] * 3] * 2,
+        "product": [[15.0] * 3] * 2,
+    }
+    with pytest.raises(mlflow.MlflowException, match="missing inputs"):
+        found.predict({names[0]: rows[names[0]]})
+
+
+def ask(url, content):
+    """The answer of a scoring server."""
+    body = json.dumps(content).encode()
+    request = Request(f"{url}/invocations", body, {"Content-Type": "application/json"})
+    with urlopen(request, timeout=SECONDS) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.slow
+def test_mlflow_serves_a_model_of_transformers_by_its_fields(quiet_store, tmp_path):
+    from tiny_models import batches, build
+
+    model = build("gpt2")
+    fields = {name: t for name, t in batches("gpt2")[0].items() if name != "labels"}
+    made = export(
+        model,
+        MixedPrecision("bf16-mixed", "bfloat16"),
+        KeywordInputs(fields),
+        tmp_path,
+        lambda model, inputs: CausalLM().select(call_model(model, inputs)),
+    )
+    logged(quiet_store, opened(quiet_store, "serves"), made, registered_name="served-gpt2")
+    port = free_port()
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/served-gpt2/1"]
+    command += ["--env-manager=local", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
+    kept = {key: v for key, v in os.environ.items() if not key.startswith(("MLFLOW_", "PYTHON"))}
+    environment = {**kept, "MLFLOW_TRACKING_URI": quiet_store.uri, "OMP_NUM_THREADS": "1"}
+    # MLflow starts uvicorn by its name, which no folder of PATH may have here.
+    uvicorn = tmp_path / "bin" / "uvicorn"
+    uvicorn.parent.mkdir()
+    uvicorn.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m uvicorn "$@"\n')
+    uvicorn.chmod(0o755)
+    environment["PATH"] = f"{uvicorn.parent}:{kept['PATH']}"
+    log = (tmp_path / "serve.log").open("wb")
+    process = ForkedProcess(
+        command, stdout=log, stderr=log, cwd=tmp_path, start_new_session=True, env=environment
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: is_up(f"{url}/ping", process, tmp_path / "serve.log"))
+        for rows, length in ((4, 12), (1, 5)):
+            part = {name: t[:rows, :length] for name, t in fields.items()}
+            answer = ask(url, {"inputs": {name: t.tolist() for name, t in part.items()}})
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                wanted = model.eval()(**part).logits.float()
+            found = torch.tensor(answer["predictions"])
+            torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=SECONDS)
+        log.close()
+
+
+def is_up(url, process, log):
+    assert process.poll() is None, log.read_text()
+    with suppress(OSError), urlopen(url, timeout=5) as answer:
+        return answer.status == 200
+    return False
 
 
 def test_a_model_can_be_uploaded_again(quiet_store, exported):

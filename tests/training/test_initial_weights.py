@@ -191,6 +191,14 @@ def test_a_prefix_that_the_file_lacks_is_offered_and_fits(tmp_path):
     start(tmp_path / "net.safetensors", rename={"*": "body"}, skip=["head"])
 
 
+def test_a_second_rename_is_offered_behind_the_first(tmp_path):
+    state = {f"module.net.{name}": value for name, value in weights().items()}
+    save_file(state, tmp_path / "net.safetensors")
+    message = refused(tmp_path / "net.safetensors", rename={"module": None})
+    assert "Type 'init.rename={module:null,net:null}': then 9 fit." in message
+    start(tmp_path / "net.safetensors", rename={"module": None, "net": None})
+
+
 def test_a_tied_weight_may_be_in_the_file_once(tmp_path):
     save_file({"embedding.weight": torch.ones(5, 8)}, tmp_path / "net.safetensors")
     model = start(tmp_path / "net.safetensors", target="Tied").model

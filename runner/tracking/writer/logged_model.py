@@ -11,10 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.tracking.writer import program_pyfunc
+from runner.tracking.writer.program_pyfunc import FACTS_FILE
+
 if TYPE_CHECKING:
     from mlflow.models.model import Model
     from mlflow.tracking import MlflowClient
 
+PYFUNC_CODE = Path(program_pyfunc.__file__)
+PYFUNC_MODULE = "exported_program_pyfunc"
+"""Name of its copy in a model's folder, by which MLflow imports it."""
 LINKED_METRICS_PREFIX = "val/"
 """Prefix of the run's metrics that are linked to the model if they were logged at its step."""
 
@@ -88,7 +94,7 @@ def _model_description(model: Any, run_id: str, facts: Mapping[str, Any]) -> "Mo
     )
     description.signature = ModelSignature(
         inputs=_schema(facts["inputs"], bool(facts.get("fields"))),
-        outputs=_schema(facts["outputs"]),
+        outputs=_schema(facts["outputs"], not facts.get("one_output", True)),
     )
     return description
 
@@ -116,6 +122,7 @@ def _write_folder(made: Path, folder: Path, facts: Mapping[str, Any], model: "Mo
     (made / "data").mkdir()
     shutil.copyfile(folder / facts["file"], made / "data" / "model.pt2")
     model.add_flavor("pytorch", model_data="data", pytorch_version=facts["torch"], code=None)
+    environment = {"conda_env": "conda.yaml", "python_env": "python_env.yaml"}
     # mlflow.pytorch's pyfunc takes and returns a single tensor and refuses dicts.
     if facts["one_tensor"]:
         # An exported program's weights stay on the CPU; MLflow would choose the GPU.
@@ -123,9 +130,15 @@ def _write_folder(made: Path, folder: Path, facts: Mapping[str, Any], model: "Mo
             model,
             loader_module="mlflow.pytorch",
             data="data",
-            conda_env="conda.yaml",
-            python_env="python_env.yaml",
             model_config={"device": "cpu"},
+            **environment,
+        )
+    else:
+        _write_program_facts(made / "data" / FACTS_FILE, facts)
+        (made / "code").mkdir()
+        shutil.copyfile(PYFUNC_CODE, made / "code" / f"{PYFUNC_MODULE}.py")
+        pyfunc.add_to_model(
+            model, loader_module=PYFUNC_MODULE, data="data", code="code", **environment
         )
     model.model_size_bytes = sum(f.stat().st_size for f in made.rglob("*") if f.is_file())
     model.save(str(made / "MLmodel"))
@@ -135,6 +148,17 @@ def _write_folder(made: Path, folder: Path, facts: Mapping[str, Any], model: "Mo
     conda = _mlflow_conda_env(additional_pip_deps=[torch])
     (made / "conda.yaml").write_text(yaml.safe_dump(conda, default_flow_style=False))
     _PythonEnv.current().to_yaml(str(made / "python_env.yaml"))
+
+
+def _write_program_facts(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write what program_pyfunc reads of a program."""
+    content: dict[str, Any] = {
+        key: [spec["name"] for spec in facts[key]] for key in ("inputs", "outputs")
+    }
+    content["fields"] = bool(facts.get("fields"))
+    # Journals of earlier versions lack it: their programs of fields gave one tensor.
+    content["one_output"] = bool(facts.get("one_output", len(facts["outputs"]) == 1))
+    path.write_text(json.dumps(content))
 
 
 def _link_to_run(client: "MlflowClient", run: Any, model_id: str, step: int) -> None:
