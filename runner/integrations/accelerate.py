@@ -77,26 +77,25 @@ class PrecisionRecord(LoopRecord):
             f"Accelerator(mixed_precision={asked!r})", _LABELS.get(asked, asked), reasons
         )
         source = TrainingSource(
-            "accelerate",
-            request,
-            accelerator.unwrap_model(model),
-            torch_optimizer(optimizer),
-            accelerator.scaler,
-            {
+            trainer="accelerate",
+            request=request,
+            model=accelerator.unwrap_model(model),
+            optimizer=torch_optimizer(optimizer),
+            scaler=accelerator.scaler,
+            arguments={
                 "mixed_precision": asked,
                 "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
             },
             start_step=start_step,
         )
-        self.accelerator = accelerator
         super().__init__(accelerator, source, settings, accelerator.is_main_process)
 
     @property
     def loss_weight(self) -> float:
         """Return the share by which Accelerate weights a micro-batch's loss."""
-        return 1 / self.accelerator.gradient_accumulation_steps
+        return 1 / self._owner.gradient_accumulation_steps
 
     @property
     def is_step_complete(self) -> bool:
         """Return whether Accelerate's optimizer steps after this micro-batch."""
-        return self.accelerator.sync_gradients
+        return self._owner.sync_gradients

@@ -16,6 +16,7 @@ Fabric has no steps of its own, so its loop names them:
             record.step()
 """
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -84,12 +85,13 @@ class PrecisionCallback(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         precision = str(trainer.precision)
         source = TrainingSource(
-            "lightning",
-            PrecisionRequest(f"Trainer(precision={precision!r})", precision, _REASONS),
-            pl_module,
-            torch_optimizer(trainer.optimizers[0]),
-            scaler,
-            _arguments(trainer, pl_module),
+            trainer="lightning",
+            request=PrecisionRequest(f"Trainer(precision={precision!r})", precision, _REASONS),
+            model=pl_module,
+            optimizer=torch_optimizer(trainer.optimizers[0]),
+            scaler=scaler,
+            arguments=_arguments(trainer, pl_module),
+            seed=_seed(),
             start_step=trainer.global_step,
             planned_steps=max(0, trainer.max_steps),
         )
@@ -216,12 +218,13 @@ class FabricRecord(LoopRecord):
         plugin = fabric.strategy.precision
         precision = str(plugin.precision)
         source = TrainingSource(
-            "fabric",
-            PrecisionRequest(f"Fabric(precision={precision!r})", precision, _REASONS),
-            model.module,
-            torch_optimizer(optimizer),
-            getattr(plugin, "scaler", None),
-            {"precision": precision, "strategy": type(fabric.strategy).__name__},
+            trainer="fabric",
+            request=PrecisionRequest(f"Fabric(precision={precision!r})", precision, _REASONS),
+            model=model.module,
+            optimizer=torch_optimizer(optimizer),
+            scaler=getattr(plugin, "scaler", None),
+            arguments={"precision": precision, "strategy": type(fabric.strategy).__name__},
+            seed=_seed(),
             start_step=start_step,
         )
         super().__init__(fabric, source, settings, is_recording=fabric.is_global_zero)
@@ -264,6 +267,13 @@ def _arguments(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "gradient_clip_val": trainer.gradient_clip_val,
         "hparams": dict(module.hparams),
     }
+
+
+def _seed() -> int | None:
+    """Return the seed of the last seed_everything; None without one."""
+    # Lightning keeps it in the environment, for the processes that it starts.
+    text = os.environ.get("PL_GLOBAL_SEED", "")
+    return int(text) if text.isdecimal() else None
 
 
 def _batch_size(batch: Any) -> int:

@@ -136,7 +136,8 @@ class Recorder:
                 f", {result.skipped_steps} skipped, final loss scale "
                 f"{format_number(result.loss_scale)}"
             )
-        say(f"recorded {result.label}: {result.outcome}, {result.steps} steps{scale}")
+        error = f": {result.error}" if result.error else ""
+        say(f"recorded {result.label}: {result.outcome}, {result.steps} steps{scale}{error}")
         if result.run_id:
             command = ui_command(result.tracking_uri, result.experiment)
             say(f"MLflow: run {result.run_id}; to see it: {command}")

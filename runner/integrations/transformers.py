@@ -92,18 +92,17 @@ class PrecisionCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         assert trainer.model is not None
-        optimizer = torch_optimizer(trainer.optimizer)
         scaler = trainer.accelerator.scaler
         source = TrainingSource(
-            "transformers",
-            _request(args, trainer),
-            trainer.model,
-            optimizer,
-            scaler,
-            args.to_dict(),
-            args.seed,
-            state.global_step,
-            state.max_steps,
+            trainer="transformers",
+            request=_request(args, trainer),
+            model=trainer.model,
+            optimizer=torch_optimizer(trainer.optimizer),
+            scaler=scaler,
+            arguments=args.to_dict(),
+            seed=args.seed,
+            start_step=state.global_step,
+            planned_steps=state.max_steps,
         )
         self._reader = StepReader(scaler)
         self.recorder = Recorder(source, self.settings)

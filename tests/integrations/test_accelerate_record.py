@@ -118,6 +118,20 @@ def test_a_loop_that_begins_at_a_later_step(lab):
     assert list(lab.points(lab.result(), "train/loss")) == [11, 12]
 
 
+def test_a_folder_that_is_being_recorded_in_is_refused(lab):
+    accelerator, model, optimizer, _ = parts()
+
+    def record(**options):
+        return PrecisionRecord(accelerator, model, optimizer, folder="mine", **options)
+
+    with record() as first:
+        accelerator.backward(model(torch.ones(1, 4), torch.ones(1).long())["loss"])
+        optimizer.step()
+        first.step()
+        with pytest.raises(ConfigError, match="another run is being recorded there"):
+            record(start_step=1).__enter__()
+
+
 def test_wrong_use_says_what_to_type(lab):
     accelerator, model, optimizer, _ = parts()
     with pytest.raises(ConfigError, match=r"takes what accelerator\.prepare returned"):

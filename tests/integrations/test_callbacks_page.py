@@ -2,10 +2,12 @@
 
 import re
 import warnings
+from dataclasses import fields
 
 import pytest
 
 from runner.config.commands import COMMANDS
+from runner.integrations.options import RecordOptions, RecordSettings
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -64,7 +66,6 @@ def test_every_command_of_the_page_exists(root):
 
 
 def test_every_option_is_on_the_page(root):
-    from runner.integrations.options import RecordOptions
-
     text = (root / "docs" / "callbacks.md").read_text().partition("## Options")[2]
+    assert list(RecordOptions.__annotations__) == [field.name for field in fields(RecordSettings)]
     assert [name for name in RecordOptions.__annotations__ if f"`{name}`" not in text] == []

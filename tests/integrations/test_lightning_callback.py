@@ -134,6 +134,12 @@ def test_validations_are_recorded_and_the_sanity_check_is_not(lab):
     assert lab.result().metrics == {"val/loss": pytest.approx(points[4])}
 
 
+def test_the_seed_is_that_of_seed_everything(lab, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    trained(PrecisionCallback(), max_steps=1)
+    assert lab.result().seed == 7
+
+
 def test_names_of_validations():
     metrics = {"val_loss": 1, "val/acc": torch.tensor(2.0), "valid_f1": 3, "loss": 4, "value": 5}
     assert validation_metrics(metrics) == {"val/loss": 1.0, "val/acc": 2.0, "val/f1": 3.0}

@@ -224,6 +224,25 @@ def test_a_resumed_training_continues_its_run_in_its_folder(lab):
     assert history.from_folder(folder)["train/loss"][0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_resumed_training_counts_the_skipped_steps_of_its_earlier_part(lab):
+    folder = lab.folder / "mine"
+    options = {"fp16": True, "save_strategy": "steps", "save_steps": 2}
+    trained(lab, PrecisionCallback(folder=folder), kind=HalfTrainer, **options)
+    AcceleratorState._reset_state(True)
+    trainer = HalfTrainer(
+        tiny_net(),
+        arguments(lab.folder, **options, max_steps=6),
+        train_dataset=examples(),
+        callbacks=[PrecisionCallback(folder=folder)],
+    )
+    trainer.train(resume_from_checkpoint=str(lab.folder / "trainer" / "checkpoint-2"))
+    result = lab.result(folder)
+    overflows = lab.points(result, "loss_scale/overflow")
+    assert list(overflows) == [1, 2, 3, 4, 5, 6]
+    assert lab.points(result, "loss_scale/skipped_steps")[6] == sum(overflows.values())
+    assert result.skipped_steps == sum(overflows.values())
+
+
 def test_a_resumed_training_without_a_folder_is_a_new_run_from_its_step_on(lab):
     trained(lab, save_strategy="steps", save_steps=2)
     trainer = Trainer(
