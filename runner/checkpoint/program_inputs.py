@@ -114,7 +114,8 @@ def shortened(inputs: Any, names: list[str]) -> Any:
     tensors = named_tensors(inputs)
     for name in names:
         length = tensors[name].shape[1]
-        tensors[name] = tensors[name][:, : max(length // 2, 2)]
+        # Contiguous, as the tensors of a batch are: some forwards view them in another shape.
+        tensors[name] = tensors[name][:, : max(length // 2, 2)].contiguous()
     values = list(tensors.values())
     if isinstance(inputs, dict):
         return type(inputs)(zip(inputs, values, strict=True))

@@ -17,6 +17,7 @@ from runner.precision.contract import ComputeFormat
 from runner.precision.cuda_half import reduced_precision_sums
 from runner.precision.emulation.float16 import KernelChoice, choose_kernels, float32_accumulate
 from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.reproducibility import saved_float32_switches, set_float32_switches
 from runner.utils.tpu import accelerator_kind
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")  # of torch.set_float32_matmul_precision
@@ -229,15 +230,9 @@ def float32_matmul(precision: str) -> Iterator[None]:
     Args:
         precision: one of MATMUL_PRECISIONS.
     """
-    # One family of switches only: mixing it with `fp32_precision` raises in PyTorch.
-    cudnn = torch.backends.cudnn
-    previous_matmul = torch.get_float32_matmul_precision()
-    previous_cudnn = cudnn.allow_tf32
-    torch.set_float32_matmul_precision(precision)
-    # PyTorch's default is on, so that convolutions would round under "highest" too.
-    cudnn.allow_tf32 = precision != "highest"
+    restore = saved_float32_switches()
+    set_float32_switches(precision)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(previous_matmul)
-        cudnn.allow_tf32 = previous_cudnn
+        restore()

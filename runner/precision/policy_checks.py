@@ -75,10 +75,12 @@ def check_parameters(optimizer: Optimizer, model: nn.Module, device: torch.devic
 
 def _process_switches() -> tuple[object, ...]:
     """Return the process-wide switches of products that sessions set."""
-    matmul = torch.backends.cuda.matmul
+    backends: Any = torch.backends
+    matmul = backends.cuda.matmul
     return (
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
+        matmul.fp32_precision,
+        backends.mkldnn.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
     )

@@ -6,7 +6,7 @@ run leaves behind would change the next one.
 
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,7 @@ def process_state() -> Iterator[None]:
     cudnn = torch.backends.cudnn
     dtype = torch.get_default_dtype()
     threads = torch.get_num_threads()
-    matmul_precision = torch.get_float32_matmul_precision()
-    cudnn_tf32 = cudnn.allow_tf32
+    restore_switches = saved_float32_switches()
     cudnn_benchmark = cudnn.benchmark
     cudnn_deterministic = cudnn.deterministic
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -37,8 +36,7 @@ def process_state() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(matmul_precision)
-        cudnn.allow_tf32 = cudnn_tf32
+        restore_switches()
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         cudnn.benchmark = cudnn_benchmark
         cudnn.deterministic = cudnn_deterministic
@@ -46,6 +44,59 @@ def process_state() -> Iterator[None]:
         torch.set_grad_enabled(grad)
         _restore_env("CUBLAS_WORKSPACE_CONFIG", workspace)
         set_host_rng_state(generators)
+
+
+def saved_float32_switches() -> Callable[[], None]:
+    """Return a function that sets torch's TF32 switches to what they are now.
+
+    torch has two families of switches, and refuses to read the old one (allow_tf32) once a program
+    has set the new one (fp32_precision), as transformers does.
+    """
+    cudnn = torch.backends.cudnn
+    try:
+        matmul_precision = torch.get_float32_matmul_precision()
+        cudnn_tf32 = cudnn.allow_tf32
+    except RuntimeError:
+        return _saved_new_switches()
+
+    def restore() -> None:
+        torch.set_float32_matmul_precision(matmul_precision)
+        cudnn.allow_tf32 = cudnn_tf32
+
+    return restore
+
+
+def set_float32_switches(precision: str) -> None:
+    """Set torch's TF32 switches for matrix products and for cuDNN.
+
+    Args:
+        precision: as torch.set_float32_matmul_precision takes it; cuDNN rounds to TF32 under any
+            but "highest".
+    """
+    allows_tf32 = precision != "highest"
+    torch.set_float32_matmul_precision(precision)
+    # PyTorch's default is on, so that convolutions would round under "highest" too.
+    torch.backends.cudnn.allow_tf32 = allows_tf32
+    cudnn: Any = torch.backends.cudnn
+    for kind in (cudnn.conv, cudnn.rnn):
+        # A program's torch.backends.fp32_precision outweighs allow_tf32.
+        if (kind.fp32_precision == "tf32") != allows_tf32:
+            kind.fp32_precision = "tf32" if allows_tf32 else "ieee"
+
+
+def _saved_new_switches() -> Callable[[], None]:
+    """Return a function that sets the switches called fp32_precision to what they are now."""
+    backends: Any = torch.backends
+    cudnn = backends.cudnn
+    # The general ones first: setting one sets those below it.
+    places = (backends, backends.cuda.matmul, backends.mkldnn.matmul, cudnn, cudnn.conv, cudnn.rnn)
+    values = [place.fp32_precision for place in places]
+
+    def restore() -> None:
+        for place, value in zip(places, values, strict=True):
+            place.fp32_precision = value
+
+    return restore
 
 
 def host_rng_state() -> tuple[Any, ...]:

@@ -1,5 +1,7 @@
 import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -91,3 +93,33 @@ def test_operations_that_can_differ_are_refused():
         assert torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.benchmark
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+
+
+SWITCHES = """
+import sys, torch
+from runner.precision.options import float32_matmul
+from runner.utils.reproducibility import process_state
+b = torch.backends
+places = (b.cuda.matmul, b.mkldnn.matmul, b.cudnn.conv, b.cudnn.rnn)
+def state():
+    return [place.fp32_precision for place in places]
+if sys.argv[1] == "new":
+    b.fp32_precision = "tf32"
+before = state()
+with process_state(), float32_matmul(sys.argv[2]):
+    print(*state())
+assert state() == before, (state(), before)
+"""
+
+
+@pytest.mark.parametrize("family", ["old", "new"])
+@pytest.mark.parametrize(("precision", "cudnn"), [("highest", "ieee"), ("high", "tf32")])
+def test_tf32_is_as_asked_after_a_program_has_set_either_family_of_switches(
+    family, precision, cudnn
+):
+    command = [sys.executable, "-c", SWITCHES, family, precision]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    matmul, _, *of_cudnn = done.stdout.split()
+    assert matmul == cudnn
+    assert {*of_cudnn} == {cudnn}
