@@ -12,7 +12,7 @@ from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.files import write_json
 from runner.utils.layout import RESULT
 
-Status = Literal["finished", "failed", "unavailable", "stopped"]
+Status = Literal["finished", "failed", "unavailable", "stopped", "pruned"]
 """How a run ended."""
 
 
@@ -22,7 +22,7 @@ class RunResult:
 
     Attributes:
         status: finished, failed (`diverged` where a guard stopped it), unavailable (this machine
-            lacks what it needs) or stopped (by a signal).
+            lacks what it needs), stopped (by a signal) or pruned (by sweep.prune, after `steps`).
         group: the label without the seed; jobs of one group differ in the seed alone.
         quality: name of the metric that runs are compared by; its last value is
             metrics[quality].

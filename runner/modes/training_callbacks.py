@@ -16,6 +16,7 @@ from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
 from runner.modes.context import RunContext
+from runner.modes.pruning import Pruning
 from runner.modes.resumed_spec import typed_overrides
 from runner.modes.training_errors import batch_saver
 from runner.training import state_dict
@@ -78,6 +79,10 @@ class TrainingCallbacks:
         patience = run.spec.train.early_stop
         if patience:
             callbacks.append(EarlyStopping(run.task.quality, run.task.direction, patience))
+        if run.origin.prune:
+            task = run.task
+            pruning = Pruning(run.out, run.origin, task.quality, task.direction, steps)
+            callbacks.append(pruning)
         if run.spec.debug.profile:
             callbacks.append(Profiler(run.out, run.spec.debug.profile, run.write_file))
         return callbacks
@@ -103,9 +108,16 @@ class TrainingCallbacks:
 
     @property
     def should_stop(self) -> bool:
-        """Return whether early stopping or the guard ends the training."""
-        stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard)]
+        """Return whether early stopping, the guard or the sweep's pruner ends the training."""
+        stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard | Pruning)]
         return any(callback.should_stop for callback in stoppers)
+
+    @property
+    def is_pruned(self) -> bool:
+        """Return whether the sweep's pruner has ended the training, and nothing else before."""
+        stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard | Pruning)]
+        stopped = [c for c in stoppers if c.should_stop]
+        return bool(stopped) and all(isinstance(c, Pruning) for c in stopped)
 
     @property
     def failure_message(self) -> str:

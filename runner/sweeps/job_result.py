@@ -83,7 +83,8 @@ def job_origin(sweeping: bool) -> Invocation:
     # Keys of tracking say where a run is recorded and name no job; sweep.resume may change them.
     swept = (text for key, text in keyed if key not in fixed and not key.startswith("tracking."))
     left_out = tuple(keys_left_out_of_job())
-    return Invocation(choices, overrides, tuple(swept), sweep.id, config_dir, left_out)
+    prune = HydraConfig.get().callbacks["sweep"].prune or ""
+    return Invocation(choices, overrides, tuple(swept), sweep.id, config_dir, left_out, prune=prune)
 
 
 def record_result(config: DictConfig, folder: Path, status: "Status", message: str) -> None:
