@@ -29,9 +29,6 @@ from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact_override
 from runner.utils.terminal import sanitize
 
-_SWEEP_KEYS = ("sweep", "hydra.mode")
-"""Keys that make a command a sweep."""
-
 
 @dataclass(frozen=True)
 class Composition:
@@ -152,7 +149,7 @@ def check_words(overrides: Sequence[str]) -> list[str]:
     for word in words:
         key, _, value = word.partition("=")
         advises = key == "mode" and value == "advise"
-        if advises or key in _SWEEP_KEYS:
+        if advises or key == "hydra.mode" or key.partition(".")[0] == "sweep":
             function = "advise" if advises else "sweep"
             raise ConfigError(f"{word} describes several runs. Call runner.{function}([...]).")
     return words

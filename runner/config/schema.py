@@ -21,6 +21,8 @@ COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs", "re
 OBJECTIVES = ("time", "memory", "quality")
 MIN_BUDGET_SECONDS = 10
 """Seconds; a shorter advise.budget is refused."""
+PRUNERS = ("median",)
+"""Values of sweep.prune."""
 ADVISE_USAGE_MESSAGE = (
     "mode=advise chooses its own jobs. Type mode=advise on the command line, without sweep= and "
     "without another hydra/sweeper."

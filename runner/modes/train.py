@@ -20,6 +20,7 @@ from runner.modes.model_folders import (
     save_model_folders,
     wants_model_folders,
 )
+from runner.modes.result import RunResult
 from runner.modes.startup_checks import (
     check_data,
     check_evaluation,
@@ -72,6 +73,7 @@ class LoopOutcome(NamedTuple):
         failure: why a guard stopped the training; empty where none did.
         diverged_step: the step for which it did.
         unsaved: why files with weights could not be written, a sentence each.
+        is_pruned: whether sweep.prune ended the training.
     """
 
     summary: RunSummary
@@ -79,6 +81,7 @@ class LoopOutcome(NamedTuple):
     failure: str
     diverged_step: int | None
     unsaved: list[str]
+    is_pruned: bool = False
 
 
 def train(
@@ -125,17 +128,20 @@ def train(
         proof = FirstStepProof(run, state, built.report)
         outcome = _train_loop(run, state, loaders, resumed, proof, own_callbacks)
         summary = outcome.summary.result_values()
-        if not outcome.failure:
+        is_whole = not (outcome.failure or outcome.is_pruned)
+        if is_whole:
             test_metrics = _test_metrics(run, state, loaders)
             summary["metrics"] = {**summary["metrics"], **test_metrics}
         # Taken before the export, which has a peak of its own.
         sizes["peak_memory_mib"] = save_processes(run, summary)
-        if not outcome.failure:
+        if is_whole:
             save_model(run, state, loaders.val)
         sizes["planned_steps"] = steps
         sizes |= outcome.report.tags()  # the first step may have proven more layers
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(run, sizes | summary, perf_counter() - start)
+    if outcome.is_pruned:
+        result = _as_pruned(run, result)
     if outcome.failure:
         diverged = replace(result, diverged=True, diverged_step=outcome.diverged_step)
         raise_diverged(run, diverged, [outcome.failure, *outcome.unsaved])
@@ -211,8 +217,19 @@ def _train_loop(
     failure = callbacks.failure_message
     save_dtypes(run, probe, proof.report)
     save_loss_scale(run, callbacks.summary, state.step)
-    stopped_step = callbacks.guard.stopped_step
-    return LoopOutcome(callbacks.summary, proof.report, failure, stopped_step, unsaved)
+    ending = (failure, callbacks.guard.stopped_step, unsaved, callbacks.is_pruned)
+    return LoopOutcome(callbacks.summary, proof.report, *ending)
+
+
+def _as_pruned(run: RunContext, result: RunResult) -> RunResult:
+    """Return the result of a run that sweep.prune ended, after saying and recording so."""
+    quality = f"{run.task.quality} {format_number(result.objective)}"
+    run.say(
+        f"pruned at step {result.steps}: {quality} is worse than the median of the sweep's jobs at "
+        "this step (sweep.prune=median)."
+    )
+    run.tracker.tags({"pruned": str(result.steps)})
+    return replace(result, status="pruned")
 
 
 def _dispatch_records(records: Iterator[Record], callbacks: TrainingCallbacks) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from rich.console import Console
 
 from runner.config.overrides import without_program_options
@@ -102,6 +104,7 @@ class Sweep:
             "sweep_id": self.id,
             "output_dir": str(self.folder),
             "command": quote_command(command),
+            "swept": " ".join(_swept_keys(self.manifest.overrides)),
         }
         previous = latest_journal(self.folder) if resume else None
         info = RunInfo(self.folder, {}, tags, name, sweep=self.id, role="sweep", continues=previous)
@@ -301,6 +304,16 @@ def _new_manifest(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Mani
     command = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
     sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
     return Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms())
+
+
+def _swept_keys(overrides: Sequence[str]) -> list[str]:
+    """Return the keys that a sweep's command varies, without those of a preset."""
+    try:
+        parsed = OverridesParser.create().parse_overrides([*overrides])
+    except HydraException:
+        # The keys only arrange the dashboard: Hydra reports what it cannot read.
+        return []
+    return [override.key_or_group for override in parsed if override.is_sweep_override()]
 
 
 def end_if_failed(folder: Path) -> bool:

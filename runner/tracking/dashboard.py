@@ -12,9 +12,9 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from runner.tracking.tracker import NOTE_TAG
@@ -39,6 +39,22 @@ _COLORS = (
     "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f "
     "#bcbd22 #17becf #003f5c #ffa600 #00695c #ad1457 #5c6bc0 #a1887f"
 )
+
+
+class SweepView(NamedTuple):
+    """A sweep's dashboard.
+
+    Attributes:
+        sweep_id: of the sweep.
+        parent: id of its parent run; None for the runs of the whole experiment.
+        name: of the view.
+        swept_keys: that the sweep varies; empty where they are not known.
+    """
+
+    sweep_id: str
+    parent: str | None
+    name: str
+    swept_keys: tuple[str, ...] = ()
 
 
 def is_supported(version: str) -> bool:
@@ -140,6 +156,29 @@ def dashboard_state(
     return page
 
 
+def group_state(keys: Sequence[str]) -> dict[str, Any] | None:
+    """Return the page's grouping of a sweep's runs over seeds: a line and a band for each group.
+
+    Args:
+        keys: that the sweep varies.
+
+    Returns:
+        None unless the sweep varies another key beside precision and seed, and several seeds.
+    """
+    others = [key for key in keys if key not in ("precision", "seed")]
+    if "seed" not in keys or not others:
+        return None
+    group_keys = [_group_key(key) for key in [*others, "precision"]]
+    return {"aggregateFunction": "average", "groupByKeys": group_keys}
+
+
+def _group_key(key: str) -> dict[str, str]:
+    if key in ("precision", "model", "data"):
+        return {"mode": "tag", "groupByData": key}
+    # An option of another group is known by what it builds.
+    return {"mode": "param", "groupByData": key if "." in key else f"{key}._target_"}
+
+
 def _page() -> dict[str, Any]:
     """Return the page's state for an experiment, with every chart."""
     # Where the values of dashboard.json come from:
@@ -165,7 +204,7 @@ def tags_to_set(
     version: str,
     now_ms: int,
     metrics: Collection[str] = (),
-    sweep: tuple[str, str, str] | None = None,
+    sweep: "SweepView | None" = None,
 ) -> dict[str, str]:
     """Return the experiment's tags to set, given those that it has.
 
@@ -179,26 +218,27 @@ def tags_to_set(
         version: of the server, or of MLflow here for a store without a server.
         now_ms: Unix time in milliseconds.
         metrics: names that runs log, added to those of an existing dashboard.
-        sweep: the sweep's id, its parent run's id, and the name of its view.
+        sweep: whose dashboard is set, too.
     """
     if not is_supported(version):
         return {}
-    views: dict[str, tuple[str | None, str]] = {
-        VIEW_TAG_PREFIX + DASHBOARD_KEY: (None, DASHBOARD_NAME)
-    }
+    views = {VIEW_TAG_PREFIX + DASHBOARD_KEY: SweepView("", None, DASHBOARD_NAME)}
     if sweep:
-        sweep_id, parent, name = sweep
-        views[VIEW_TAG_PREFIX + sweep_key(sweep_id)] = (parent, name)
+        views[VIEW_TAG_PREFIX + sweep_key(sweep.sweep_id)] = sweep
     # Metrics without a chart are left out: they would make every dashboard look outdated.
     shown_metrics = set(metrics) & _charted_metrics()
     new_tags: dict[str, str] = {}
-    for tag, (parent, name) in views.items():
+    for tag, view in views.items():
         old = existing.get(tag)
-        mark = _mark(unpack_state(old)) if old else None
+        old_state = unpack_state(old) if old else None
+        mark = _mark(old_state)
         # Runs of one experiment log different metrics; a later one must not remove the charts of
         # an earlier one.
         known = shown_metrics | set(mark["metrics"] if mark else ())
-        new = dashboard_tag(dashboard_state(parent, known), version, now_ms, name, known)
+        state = dashboard_state(view.parent, known)
+        # Only the sweep's own run knows what the sweep varies; its jobs keep the grouping.
+        state["groupBy"] = group_state(view.swept_keys) or (old_state or state).get("groupBy")
+        new = dashboard_tag(state, version, now_ms, view.name, known)
         # A view without our mark is a user's, or was changed by one.
         if not old or (mark and _is_outdated(mark, known, old, new)):
             new_tags[tag] = new

@@ -4,9 +4,10 @@ dashboard.py makes their content. This module is apart from it because it needs 
 """
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from runner.tracking import dashboard
+from runner.tracking.dashboard import SweepView
 from runner.utils.formatting import now_ms
 
 if TYPE_CHECKING:
@@ -15,14 +16,6 @@ if TYPE_CHECKING:
 
 MAX_NAME_CHARACTERS = 80
 """Upper bound on the name of a sweep's view, which MLflow shows in a menu."""
-
-
-class SweepView(NamedTuple):
-    """A sweep's dashboard: its id, its parent run and the view's name."""
-
-    sweep_id: str
-    parent: str
-    name: str
 
 
 def ensure_dashboard(

@@ -19,7 +19,7 @@ TAG, SWEEP_TAG = (
     "mlflow.sharedViewState.precision-runner",
     "mlflow.sharedViewState.precision-runner-s1",
 )
-SWEEP = ("s1", "0123abc", "32-true, 16-mixed")
+SWEEP = dashboard.SweepView("s1", "0123abc", "32-true, 16-mixed")
 NOW = 1_700_000_000_000
 LANGUAGE = ("train/loss", "val/loss", "val/perplexity", "perf/examples_per_second")
 
@@ -136,6 +136,32 @@ def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
     assert names(dashboard.unpack_state(second[TAG]))[:3] == ["Loss scale", "Loss", "Quality"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "grouped"),
+    [
+        (("precision", "seed"), None),
+        (("precision", "optimizer.lr"), None),
+        (
+            ("precision", "optimizer.lr", "seed"),
+            [("param", "optimizer.lr"), ("tag", "precision")],
+        ),
+        (
+            ("model", "optimizer", "seed"),
+            [("tag", "model"), ("param", "optimizer._target_"), ("tag", "precision")],
+        ),
+    ],
+)
+def test_runs_of_a_second_key_and_several_seeds_are_grouped(keys, grouped):
+    tag = written(sweep=SWEEP._replace(swept_keys=keys))
+    # The sweep's jobs do not know its keys: what they write keeps the grouping.
+    later = written(tag, sweep=SWEEP, metrics=["loss_scale/changes"])
+    for text in (tag[SWEEP_TAG], later.get(SWEEP_TAG, tag[SWEEP_TAG])):
+        group = dashboard.unpack_state(text)["groupBy"]
+        found = group and [(one["mode"], one["groupByData"]) for one in group["groupByKeys"]]
+        assert found == grouped
+    assert dashboard.unpack_state(tag[TAG])["groupBy"] is None
+
+
 def test_an_older_dashboard_of_ours_is_replaced_and_a_newer_one_is_not(monkeypatch):
     first = written()
     monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION + 1)
@@ -168,7 +194,7 @@ def test_a_dashboard_that_a_user_changed_is_not_replaced(monkeypatch):
 def test_the_oldest_sweeps_dashboards_are_deleted_but_not_those_a_user_changed():
     tags = {}
     for number in range(dashboard.MAX_SWEEPS + 3):
-        sweep = (str(number), "0123abc", f"sweep {number}")
+        sweep = dashboard.SweepView(str(number), "0123abc", f"sweep {number}")
         tags |= dashboard.tags_to_set(tags, "7", "3.17.2", NOW + number, sweep=sweep)
     oldest = [f"{TAG}-{number}" for number in (0, 1, 2)]
     assert sorted(dashboard.tags_to_delete(tags)) == oldest

@@ -81,6 +81,11 @@ def first_title(facts: TableFacts) -> str:
     return "job" if any(c.group.settings for c in facts.groups) else "precision"
 
 
+def job_status(job: RunResult, _: TableFacts) -> str:
+    """Return how a job ended; of a pruned one also when."""
+    return f"pruned at step {job.steps}" if job.status == "pruned" else job.outcome
+
+
 def group_status(c: Comparison, _: TableFacts) -> Cell:
     """Return how many jobs ended how, with the reasons."""
     counts = c.group.counts

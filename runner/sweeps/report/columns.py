@@ -60,7 +60,7 @@ COLUMNS = (
         title=cells.first_title,
         is_text=True,
     ),
-    Column("status", job=lambda job, _: job.outcome, group=cells.group_status, is_text=True),
+    Column("status", job=cells.job_status, group=cells.group_status, is_text=True),
     Column("verdict", verdict=cells.verdict_rating, is_text=True),
     Column(
         "device",

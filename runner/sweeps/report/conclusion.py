@@ -33,6 +33,7 @@ FAILURE_WORDS = {
     "failed": "failed",
     "stopped": "stopped",
     "unavailable": "unavailable here",
+    "pruned": "pruned",
 }
 
 

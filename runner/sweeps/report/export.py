@@ -24,7 +24,7 @@ FIXED_COLUMNS = {
     "group": "the label without the seed",
     "precision": "name of the precision",
     "seed": "seed; null if unknown",
-    "status": "finished, failed, unavailable or stopped",
+    "status": "finished, failed, unavailable, stopped or pruned",
     "outcome": "the status, or diverged",
     "error": "why the job did not finish",
     "model": "name of the model",

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from runner.modes.result import RunResult, read_results
+from runner.modes.result import RunResult, Status, read_results
 from runner.sweeps.advisor.settings import AdviseSettings
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.jobs import Job, SweepData
@@ -37,7 +37,7 @@ _CURVE_METRICS = (
     "loss_scale/changes",
     "loss_scale/overflow",
 )
-_STATUS_BY_RUN_STATUS: dict[str, Literal["finished", "failed", "stopped"]] = {
+_STATUS_BY_RUN_STATUS: dict[str, Status] = {
     "FINISHED": "finished",
     "FAILED": "failed",
     "KILLED": "stopped",
@@ -197,11 +197,14 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
         if data:
             return replace(RunResult.from_json(json.loads(data)), **location)
     seed = run.params.get("seed", "")
+    status = _STATUS_BY_RUN_STATUS.get(run.status, "stopped")
+    if status == "finished" and "pruned" in run.tags:
+        status = "pruned"
     return RunResult(
         run.tags.get("precision", ""),
         run.name,
         run.tags.get("output_dir", ""),
-        _STATUS_BY_RUN_STATUS.get(run.status, "stopped"),
+        status,
         run.tags.get("error", "") if run.status in _STATUS_BY_RUN_STATUS else _UNKNOWN_STATUS,
         group=re.sub(r" seed=\d+(?= |$)", "", run.name),
         seed=int(seed) if seed.isdecimal() else None,

@@ -294,7 +294,8 @@ class JournalUploader:
         parent = self._stores.parents.get((self._start["uri"], sweep_id)) if sweep_id else None
         if parent:
             name = self._sweep_name(sweep_id, parent)[:MAX_NAME_CHARACTERS]
-            view = SweepView(sweep_id, parent, name)
+            swept = str(self._start.get("tags", {}).get("swept", ""))
+            view = SweepView(sweep_id, parent, name, tuple(swept.split()))
         assert experiment is not None
         path = store.dashboard(experiment, metrics, view)
         while store.notices:
