@@ -28,7 +28,7 @@ def warn_of_shadow(folder: Path) -> None:
     Only the console script gets here in such a folder: Python runs the other module for -m.
     """
     package = Path(__file__).parent
-    for path in (folder / "runner.py", folder / "runner" / "__init__.py"):
+    for path in (folder / f"{package.name}.py", folder / package.name / "__init__.py"):
         if path.is_file() and path.parent != package:
             print(
                 f"warning: {path.relative_to(folder)} hides this package: `python -m runner` would "

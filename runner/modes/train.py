@@ -130,8 +130,7 @@ def train(
         summary = outcome.summary.result_values()
         is_whole = not (outcome.failure or outcome.is_pruned)
         if is_whole:
-            test_metrics = _test_metrics(run, state, loaders)
-            summary["metrics"] = {**summary["metrics"], **test_metrics}
+            summary["metrics"] = summary["metrics"] | _test_metrics(run, state, loaders)
         # Taken before the export, which has a peak of its own.
         sizes["peak_memory_mib"] = save_processes(run, summary)
         if is_whole:

@@ -35,10 +35,10 @@ def test_arguments(command, words, values, tmp_path, monkeypatch):
         ("doctor --config-dir", "doctor does not take --config-dir. Allowed: "),
         (
             "report port=5",
-            "report does not take port=5. Allowed: one sweep, tracking.uri=..., "
-            "tracking.experiment=...; type report --help.",
+            "report does not take port=5. Allowed: one or two sweeps, tracking.uri=..., "
+            "tracking.experiment=..., --out=...; type report --help.",
         ),
-        ("report a b", "report takes one sweep, and was given: a b."),
+        ("report a b c", "report takes one or two sweeps, and was given: a b c."),
         (
             "sync nowhere",
             "sync does not take nowhere: there is no such folder. Allowed: folders of runs or "

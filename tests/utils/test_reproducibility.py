@@ -102,14 +102,13 @@ from runner.utils.reproducibility import process_state
 b = torch.backends
 places = (b.cuda.matmul, b.mkldnn.matmul, b.cudnn.conv, b.cudnn.rnn)
 def state():
-    return [place.fp32_precision for place in places]
+    return ["ieee" if p.fp32_precision == "none" else p.fp32_precision for p in places]
 if sys.argv[1] == "new":
     b.fp32_precision = "tf32"
 before = state()
 with process_state(), float32_matmul(sys.argv[2]):
     print(*state())
-after = ["ieee" if value == "none" else value for value in state()]
-assert after == ["ieee" if value == "none" else value for value in before], (after, before)
+assert state() == before, (state(), before)
 """
 
 
