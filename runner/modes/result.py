@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from runner.config.annotations import dataclass_fields_from_json
+from runner.modes.result_table import table_rows
 from runner.tracking import history
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.errors import ConfigError
@@ -140,12 +141,10 @@ class RunResult:
         return history.to_frame(Reader(self.tracking_uri).history(self.run_id))
 
     def table(self) -> "pandas.DataFrame":
-        """Return the result as a table of one row, with a column for each field and metric."""
+        """Return the result as a table of one row; docs/sweeps.md describes the columns."""
         import pandas
 
-        fields = asdict(self)
-        metrics = fields.pop("metrics")
-        return pandas.DataFrame([{**fields, **metrics}])
+        return pandas.DataFrame(table_rows([self]))
 
     def state_dict(self) -> "dict[str, torch.Tensor]":
         """Return the trained weights of the run's newest checkpoint, on the CPU, by name.

@@ -3,19 +3,7 @@
 from collections.abc import Sequence
 
 from runner.modes.result import RunResult
-
-
-def setting_values(result: RunResult) -> dict[str, str]:
-    """Return the value of each key that a job's overrides set, in the order of the command.
-
-    Where a job is recorded and how it is launched is not a setting.
-    """
-    values = {}
-    for override in result.overrides:
-        key, equals, value = override.lstrip("+~").partition("=")
-        if equals and not key.startswith(("tracking.", "hydra.")):
-            values[key] = value
-    return values
+from runner.modes.result_table import setting_values
 
 
 def swept_keys(results: Sequence[RunResult]) -> list[str]:
