@@ -11,7 +11,7 @@ from runner.sweeps.report.load import load_from_folder, result_of_run
 from runner.sweeps.report.rebuild import report_folder, store_report
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError
-from runner.utils.layout import MANIFEST, RESULT
+from runner.utils.layout import CONFIG, MANIFEST, RESULT
 from runner.utils.secrets import redact
 
 
@@ -39,6 +39,11 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
         # The folder may have been moved since.
         return replace(RunResult.read(path), folder=str(path))
     except (OSError, ValueError) as error:
+        if (path / CONFIG).is_file():
+            raise ConfigError(
+                f"{where} holds a run without a result: it was stopped, or still runs. Resume it "
+                f"with checkpoint.resume={where}, or load it by its MLflow id."
+            ) from error
         raise ConfigError(
             f"{where} holds no {RESULT} of a run and no {MANIFEST} of a sweep. Give the folder of "
             "a run (outputs/runs/<time>) or of a sweep (outputs/sweeps/<time>)."

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from runner.config.given_objects import KEYS, current_objects
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
+from runner.training.callbacks.own_callback_nodes import class_problems
 from runner.utils.errors import ConfigError
 
 _GROUPS = ("model", "data", "optimizer")
@@ -37,7 +38,7 @@ def _find(role: str, name: str) -> Any:
     Raises:
         ConfigError: the call that is running was given none.
     """
-    found = current_objects().get(role)
+    found = current_objects().by_role.get(role)
     if found is None:
         raise ConfigError(
             f"{role}={name} is an object that a Python program gave to the run, and no file holds "
@@ -57,18 +58,25 @@ def given_model(name: str) -> nn.Module:
                 "returns one."
             )
         return built
-    try:
-        # A copy: conversion and training change a model in place, and every run of a comparison
-        # starts from the same weights.
-        model = copy.deepcopy(found)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"model={name} cannot be copied: {' '.join(str(error).split())}. Give a function that "
-            "builds it, as in model=lambda: Net()."
-        ) from error
+    # Conversion and training change a model in place, and every run of a comparison starts from
+    # the same weights.
+    model = _copy_of("model", name, found, "a function that builds it, as in model=lambda: Net()")
     # mode=plan builds models without memory.
     is_planned = torch.get_default_device().type == "meta"
     return model.to("meta") if is_planned else model
+
+
+def _copy_of(role: str, name: str, found: Any, remedy: str) -> Any:
+    """Return a copy of an object, which a run may change.
+
+    Raises:
+        ConfigError: it cannot be copied.
+    """
+    try:
+        return copy.deepcopy(found)
+    except Exception as error:  # of whatever type: objects copy themselves as they like
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{role}={name} cannot be copied: {reason}. Give {remedy}.") from error
 
 
 def _kind(value: Any) -> str:
@@ -87,16 +95,23 @@ def given_optimizer(params: Any, name: str) -> torch.optim.Optimizer:
 
 
 def given_loss(name: str) -> Any:
-    """Return the loss that was given, or an object of the class that was given."""
+    """Return a copy of the loss that was given, or an object of the class that was given."""
     found = _find("loss", name)
-    return found() if isclass(found) else found
+    # A module may count in its buffers.
+    return found() if isclass(found) else _copy_of("loss", name, found, "its class")
 
 
 def given_callback(name: str) -> Any:
-    """Return a callback that was given, or an object of the class that was given."""
+    """Return a callback that was given, in a sweep a copy of it, or an object of the class that
+    was given."""
     callbacks = _find("callbacks", name)
     found = dict(zip(callback_names(callbacks), callbacks, strict=True)).get(name)
-    return found() if isclass(found) else found
+    if isclass(found):
+        return found()
+    # After one run, its caller reads what the callback has gathered. In a sweep, what it has
+    # gathered in one job would act on the next.
+    is_copied = current_objects().has_several_runs
+    return _copy_of("callbacks", name, found, "its class") if is_copied else found
 
 
 def given_collate(name: str) -> Any:
@@ -149,6 +164,10 @@ def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
     callbacks = objects.get("callbacks")
     if callbacks is not None and not isinstance(callbacks, tuple | list):
         yield f"callbacks= is {_kind(callbacks)}. Give a list of callbacks."
+    elif callbacks:
+        for callback in callbacks:
+            kind = callback if isclass(callback) else type(callback)
+            yield from class_problems(f"callbacks=[{object_name(callback)}]", kind)
     data = objects.get("data")
     if isinstance(data, tuple | list):
         loader = next((part for part in data if isinstance(part, DataLoader)), None)

@@ -1,6 +1,5 @@
 """Run one experiment from Python."""
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -14,6 +13,7 @@ from torch.utils.data import Dataset
 
 from runner.api.composition import Composition, check_texts, compose_run
 from runner.api.objects import check_objects, object_name, object_options, with_objects
+from runner.checkpoint.locate import checkpoints_of_run
 from runner.config.given_objects import given_keys, given_objects
 from runner.config.invocation import Invocation
 from runner.config.schema import AUTO, RunSpec
@@ -22,7 +22,10 @@ from runner.modes.result import RunResult
 from runner.modes.run import run as run_spec
 from runner.sweeps.sweep_resume import final_result
 from runner.training.callbacks.own_callback import RunCallback
+from runner.utils.console import silent_console
 from runner.utils.errors import ConfigError
+from runner.utils.layout import MANIFEST, RESULT
+from runner.utils.stop_signals import Stopped
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, of which every run trains a copy; or a function or class that builds one, called under
@@ -74,21 +77,53 @@ def run(  # noqa: PLR0913
     roles = {"model": model, "data": data, "loss": loss, "optimizer": optimizer}
     roles |= {"collate": collate, "callbacks": callbacks}
     objects = {role: value for role, value in roles.items() if value is not None}
-    console = Console(file=io.StringIO()) if quiet else None
+    console = silent_console() if quiet else None
     with given_objects(objects):
         if isinstance(what, RunSpec):
             return _run_given_spec(what, out, objects, console)
         composition = compose_with_objects(what, objects, config_dir, out)
         try:
-            spec = composition.spec()
-            finished = _finished_before(spec, composition)
-            if finished is not None:
-                return finished
-            torchrun.publish_start(composition.folder)
-            return run_spec(spec, composition.folder, composition.origin, console)
+            return _run_composed(composition, console)
+        except Stopped as error:
+            torchrun.publish_failure()
+            error.add_note(_resume_hint(composition))
+            raise
         except BaseException:
             torchrun.publish_failure()
             raise
+
+
+def _run_composed(composition: Composition, console: Console | None) -> RunResult:
+    spec = composition.spec()
+    finished = _finished_before(spec, composition)
+    if finished is not None:
+        return finished
+    if spec.checkpoint.resume is None:
+        check_new_folder(composition.folder)
+    torchrun.publish_start(composition.folder)
+    return run_spec(spec, composition.folder, composition.origin, console)
+
+
+def _resume_hint(composition: Composition) -> str:
+    """Return how to resume a run that a signal has stopped."""
+    folder = composition.folder
+    if not checkpoints_of_run(folder):
+        return f"Its folder is {folder}; it left no checkpoint."
+    return f"Resume with: {composition.origin.resume_text(folder)}"
+
+
+def check_new_folder(folder: Path) -> None:
+    """Refuse a folder that holds a run or a sweep, whose files would be mixed with new ones.
+
+    Raises:
+        ConfigError: it does.
+    """
+    for name, kind in ((RESULT, "run"), (MANIFEST, "sweep")):
+        if (folder / name).exists() and torchrun.process_rank().is_main:
+            raise ConfigError(
+                f"out={folder} holds a {kind} already. Give another folder, or resume the {kind}: "
+                f"{'checkpoint' if kind == 'run' else 'sweep'}.resume={folder}."
+            )
 
 
 def _run_given_spec(
@@ -106,6 +141,7 @@ def _run_given_spec(
     check_objects(objects, ())
     time_name = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
     folder = Path("outputs/runs", time_name) if out is None else Path(out)
+    check_new_folder(folder)
     choices = {role: object_name(value) for role, value in objects.items()}
     origin = Invocation(choices, given=given_keys())
     return run_spec(replace(spec, **with_objects(spec, objects)), folder, origin, console)

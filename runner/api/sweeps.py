@@ -10,7 +10,7 @@ import torch
 
 from runner.api.composition import check_config_dir, check_texts, separate_hydra
 from runner.api.objects import check_objects, object_options
-from runner.api.runs import Data, Loss, Model
+from runner.api.runs import Data, Loss, Model, check_new_folder
 from runner.cli.main import call_hydra, expand_resumed_sweep
 from runner.config.given_objects import given_objects
 from runner.config.overrides import quote_value, rewrite_arguments
@@ -26,14 +26,13 @@ from runner.sweeps.sweep import Sweep, finish_sweep
 from runner.tracking.history import to_frame
 from runner.training.callbacks.own_callback import RunCallback
 from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.markup import notebook_frame
 from runner.utils.stop_signals import Interrupted, SignalHandler
 
 if TYPE_CHECKING:
     import pandas
 
 _MAIN_MODULE = "__main__."
-_REPORT_HEIGHT = 640
-"""Pixels of a report inside a notebook."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,7 @@ class SweepResult:
         page = self.folder / "report.html"
         if not page.is_file():
             return f"<p>{html.escape(repr(self))}</p>"
-        # In a frame of its own, so that the page's styles and the notebook's do not mix.
-        content = html.escape(page.read_text(), quote=True)
-        style = f"width: 100%; height: {_REPORT_HEIGHT}px; border: 0"
-        return f'<iframe srcdoc="{content}" style="{style}"></iframe>'
+        return notebook_frame(page.read_text())
 
 
 class _InterruptingSignals(SignalHandler):
@@ -185,13 +181,23 @@ def _run_sweep(
     """Run the jobs of a command, and end the sweep however they ended."""
     check_objects(objects, words)
     configs = check_config_dir(config_dir)
+    resumes = any(word.startswith("sweep.resume=") for word in words)
+    if out is not None and not resumes:
+        check_new_folder(Path(out))
     options = object_options(objects, configs, needs_meta="model" not in objects)
     register_schema()
+    # The end of the sweep, too, shows commands that name the objects.
+    with given_objects(objects, has_several_runs=True), separate_hydra(), options as own:
+        return _run_command(_sweep_command(words, own, configs, out))
+
+
+def _run_command(argv: Sequence[str]) -> SweepResult:
+    """Run the jobs of a command as Hydra takes it, and end the sweep however they ended."""
     status = 0
     folder = None
     try:
-        with options as own, given_objects(objects), separate_hydra(), _InterruptingSignals():
-            call_hydra(_sweep_command(words, own, configs, out))
+        with _InterruptingSignals():
+            call_hydra(argv)
     except KeyboardInterrupt:
         status = 130
         raise

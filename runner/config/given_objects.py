@@ -3,11 +3,14 @@
 The targets in runner/api/objects.py take them from here; a command that is shown names them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from runner.config.overrides import override_key
 
 KEYS = {
     "model": "model",
@@ -19,24 +22,53 @@ KEYS = {
 }
 """The key of the config that each role stands for."""
 
-_given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
+
+@dataclass(frozen=True)
+class GivenObjects:
+    """The objects of a call.
+
+    Attributes:
+        by_role: the objects; a list of them for the role callbacks.
+        has_several_runs: the call runs several jobs, none of which may change what the next one
+            gets.
+    """
+
+    by_role: Mapping[str, Any]
+    has_several_runs: bool = False
+
+
+_NONE = GivenObjects(MappingProxyType({}))
+_given: ContextVar[GivenObjects] = ContextVar("given", default=_NONE)
 
 
 @contextmanager
-def given_objects(objects: Mapping[str, Any]) -> Iterator[None]:
+def given_objects(objects: Mapping[str, Any], has_several_runs: bool = False) -> Iterator[None]:
     """Let runs within the context take these objects, by their roles."""
-    token = _given.set(objects)
+    token = _given.set(GivenObjects(objects, has_several_runs))
     try:
         yield
     finally:
         _given.reset(token)
 
 
-def current_objects() -> Mapping[str, Any]:
-    """Return the objects of the innermost context, by their roles."""
+def current_objects() -> GivenObjects:
+    """Return the objects of the innermost context."""
     return _given.get()
 
 
 def given_keys() -> dict[str, str]:
     """Return the keys that the objects of the innermost context stand for, by their roles."""
-    return {role: KEYS[role] for role in current_objects()}
+    return {role: KEYS[role] for role in current_objects().by_role}
+
+
+def python_call(function: str, words: Sequence[str], given: Mapping[str, str]) -> str:
+    """Return a call of the Python API as text.
+
+    Args:
+        function: of the package runner.
+        words: overrides; those that stand for objects are left out, for they can be typed nowhere.
+        given: keys of the objects by their roles.
+    """
+    typed = [word for word in words if override_key(word) not in given.values()]
+    objects = "".join(f", {role}=..." for role in given)
+    return f"runner.{function}({typed!r}{objects})"

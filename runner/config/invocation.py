@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from runner.config.given_objects import python_call
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
 from runner.utils.formatting import shorten_override
@@ -51,10 +52,7 @@ class Invocation:
         words = self.overrides if words is None else words
         if not self.given:
             return quote_command([*self._program, *words])
-        # The overrides that stand for the objects can be typed nowhere.
-        typed = [word for word in words if override_key(word) not in self.given.values()]
-        objects = "".join(f", {role}=..." for role in self.given)
-        return f"runner.run({typed!r}{objects})"
+        return python_call("run", words, self.given)
 
     def resume_text(self, folder: object) -> str:
         """Return the command line, or the call of the Python API, that resumes a run's folder."""

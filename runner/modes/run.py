@@ -4,7 +4,6 @@
 the mode (train, evaluate, plan or replay), close the record, print and write the result.
 """
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -43,7 +42,7 @@ from runner.training.callbacks.own_callback_nodes import build_own_callbacks, ca
 from runner.training.optimizers import check_arguments
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
-from runner.utils.console import plain_console
+from runner.utils.console import plain_console, silent_console
 from runner.utils.errors import CheckpointError, ConfigError, RunnerError, TrackingError
 from runner.utils.files import os_error_reason, write_json
 from runner.utils.folder_lock import folder_lock
@@ -82,7 +81,7 @@ def _run(
     place = strategy.place
     resumed = None
     if not place.is_main:
-        console = Console(file=io.StringIO())  # the first process prints for all
+        console = silent_console()  # the first process prints for all
     resume_plan = _plan_resume(spec, origin, out, console, strategy)
     if resume_plan is not None:
         out, resumed, spec, origin = resume_plan

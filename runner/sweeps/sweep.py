@@ -32,7 +32,7 @@ from runner.sweeps.report.number_text import join_names
 from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
 from runner.sweeps.sweep_extension import with_new_lists
-from runner.sweeps.sweep_resume import resume_command
+from runner.sweeps.sweep_resume import resume_text
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console
@@ -202,7 +202,7 @@ class Sweep:
                 self.tracker.artifact(path)
             note = summary_markdown(data)
             if data.is_unfinished:
-                command = quote_command(resume_command(self.folder))
+                command = resume_text(self.folder)
                 note += f"\nResume with: {notes.command_note(command)}\n"
             self.tracker.note(note)
         return jobs_file
@@ -242,7 +242,7 @@ class Sweep:
             console.print(f"dashboard: {page_url(uri, path)}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
         if not self.manifest.finished:
-            command = quote_command(resume_command(self.folder))
+            command = resume_text(self.folder)
             console.print(f"Resume with: {command}", soft_wrap=True)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.checkpoint import locate
+from runner.config.given_objects import given_keys, python_call
 from runner.config.overrides import override_key, quote_value
 from runner.modes.result import RunResult
 from runner.modes.run_store import resumed_sweep_store
@@ -14,7 +15,7 @@ from runner.sweeps.sweep_extension import extend_command, is_list_of_values
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.secrets import redact
-from runner.utils.terminal import sanitize
+from runner.utils.terminal import quote_command, sanitize
 
 RESUME_KEY = "sweep.resume"
 RUNNER_COMMAND = ["python", "-m", "runner"]
@@ -127,6 +128,13 @@ def _select_recorded_store(folder: Path, words: Sequence[str]) -> None:
 def resume_command(folder: Path) -> list[str]:
     """Return the words of the command that resumes the sweep in a folder."""
     return [*RUNNER_COMMAND, f"{RESUME_KEY}={os.path.relpath(folder)}"]
+
+
+def resume_text(folder: Path) -> str:
+    """Return the command line, or the call of the Python API, that resumes a sweep."""
+    words = resume_command(folder)
+    given = given_keys()
+    return python_call("sweep", words[-1:], given) if given else quote_command(words)
 
 
 def final_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:

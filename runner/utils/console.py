@@ -3,6 +3,7 @@
 Apart from terminal.py, which --help and tab completion import: rich takes too long to import there.
 """
 
+import io
 import sys
 from typing import Any
 
@@ -18,6 +19,12 @@ class PlainConsole(Console):
     # rich renders every string here, cells and titles of tables included.
     def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
         return super().render_str(sanitize(text), **options)
+
+
+def silent_console() -> Console:
+    """Return a console whose output nobody sees."""
+    # rich would display it in a notebook.
+    return Console(file=io.StringIO(), force_jupyter=False)
 
 
 def plain_console() -> Console:

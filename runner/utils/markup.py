@@ -12,6 +12,8 @@ from typing import Literal
 
 WRAP_MIN_CHARS = 40
 """Characters above which the text of a cell may break into lines."""
+NOTEBOOK_HEIGHT = 640
+"""Pixels of a page inside a notebook."""
 Tone = Literal["", "good", "bad", "quiet"]
 
 
@@ -177,6 +179,16 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
         keep_trailing_newline=True,
     )
     return environment.get_template("page.html.j2").render(title=title, blocks=blocks)
+
+
+def notebook_frame(page: str) -> str:
+    """Return an HTML page as a notebook's cell shows it, in a frame of its own.
+
+    The page's styles and the notebook's do not mix there.
+    """
+    content = html.escape(page, quote=True)
+    style = f"width: 100%; height: {NOTEBOOK_HEIGHT}px; border: 0"
+    return f'<iframe srcdoc="{content}" style="{style}"></iframe>'
 
 
 def markdown_text(text: str) -> str:

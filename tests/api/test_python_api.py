@@ -2,6 +2,7 @@
 
 import functools
 import json
+import signal
 from pathlib import Path
 
 import pandas
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import runner
 from runner.utils.errors import ConfigError
+from runner.utils.stop_signals import Stopped
 
 QUICK = ["model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2"]
 UNTRACKED = [*QUICK, "tracking=none"]
@@ -149,6 +151,56 @@ def test_callbacks_are_called_under_the_names_of_their_classes():
     assert history["loss_watch/count"].max() == history["loss_watch_2/count"].max() == 3
 
 
+def test_no_job_of_a_sweep_sees_what_a_callback_or_a_loss_gathered_in_another():
+    seen = []
+
+    class Counter(runner.RunCallback):
+        def __init__(self):
+            self.steps = 0
+
+        def on_steps(self, records, run):
+            self.steps += len(records)
+
+        def on_end(self, end, run):
+            seen.append(self.steps)
+
+    class CountingLoss(nn.CrossEntropyLoss):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, output, target):
+            self.calls += 1
+            return super().forward(output, target)
+
+    counter, loss = Counter(), CountingLoss()
+    runner.sweep([*FEW, "seed=0,1"], model=Net(), data=DATA, callbacks=[counter], loss=loss)
+    assert seen == [3, 3]
+    assert (counter.steps, loss.calls.item()) == (0, 0)
+
+
+def test_a_folder_that_holds_a_run_is_not_used_again():
+    run(model=Net(), data=DATA, out="same")
+    for call in (run, runner.sweep):
+        with pytest.raises(ConfigError, match="out=same holds a run already"):
+            call(*([FEW] if call is runner.sweep else []), model=Net(), data=DATA, out="same")
+
+
+def test_a_run_that_was_stopped_says_how_it_is_resumed():
+    class Interrupt(runner.RunCallback):
+        def on_steps(self, records, run):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Stopped) as error:
+        run("train.log_every=1", model=Net(), data=DATA, out="stopped", callbacks=[Interrupt()])
+    words = (
+        "Resume with: runner.run(['checkpoint.resume=stopped'], model=..., data=..., callbacks=..."
+    )
+    assert error.value.__notes__ == [f"{words})"]
+    with pytest.raises(ConfigError, match="stopped holds a run without a result"):
+        runner.load("stopped")
+
+
 def test_the_record_names_the_call_that_repeats_the_run():
     result = run("precision=bf16-mixed", model=Net(), data=DATA)
     facts = json.loads(Path(result.folder, "environment.json").read_text())
@@ -192,7 +244,7 @@ def test_mode_plan_measures_a_model_object():
         ([], {"model": lambda: 3}, "model=lambda returned an object of type int. Give a torch"),
         ([], {"data": DATA[0]}, "data= is an object of type TensorDataset. Give a tuple of dat"),
         ([], {"data": (DATA[0],)}, "must return"),
-        ([], {"callbacks": [Net]}, "is no callback. Derive it from"),
+        ([], {"callbacks": [Net]}, "callbacks=[Net] is no callback. Derive it from"),
         ([], {"callbacks": Net}, "callbacks= is an object of type type. Give a list of callbacks."),
         ([], {"loss": 3}, "loss= is an object of type int, which cannot be called."),
         ([3], {}, "3 is of type int. Give overrides as texts, as in 'precision=16-mixed'."),

@@ -1,6 +1,5 @@
 """Run trials as jobs of the sweep, and keep the budget of time."""
 
-import io
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from rich.console import Console
 from runner.modes.result import RunResult, read_results
 from runner.sweeps.sweep import Sweep
 from runner.sweeps.sweep_resume import final_result, have_same_settings
-from runner.utils.console import plain_console
+from runner.utils.console import plain_console, silent_console
 from runner.utils.formatting import format_number
 
 
@@ -105,7 +104,7 @@ def print_one_line_result(work: Callable[[Console], RunResult]) -> RunResult:
     Args:
         work: runs the trial, printing to the console that it is given.
     """
-    result = work(Console(file=io.StringIO()))
+    result = work(silent_console())
     numbers = [f"{name} {format_number(value)}" for name, value in result.metrics.items()]
     duration = f"{result.steps} steps, {result.seconds:.1f} s"
     plain_console().print("  ".join([f"{result.label}:", *numbers, duration]), soft_wrap=True)

@@ -5,6 +5,7 @@ from statistics import fmean
 
 from rich.console import Console
 
+from runner.config.given_objects import given_keys, python_call
 from runner.sweeps.report.columns import advice_table, advice_terminal_table
 from runner.sweeps.report.compare import BASELINE
 from runner.sweeps.report.number_text import format_interval
@@ -12,7 +13,16 @@ from runner.sweeps.report.ranking import Advice, PrecisionVerdict
 from runner.sweeps.report.statistics import ERROR_RATE, Verdict
 from runner.sweeps.report.wording import memory_words, speed_words
 from runner.utils.formatting import format_number
-from runner.utils.markup import Block, Commands, Heading, Items, Table, Text
+from runner.utils.markup import (
+    Block,
+    Commands,
+    Heading,
+    Items,
+    Table,
+    Text,
+    notebook_frame,
+    to_html,
+)
 from runner.utils.terminal import quote_command
 
 BUSY_SHARE = 0.25
@@ -214,8 +224,20 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
 
 
 def next_command(advice: Advice) -> str:
-    """Return the command to run next; empty without a recommended precision."""
-    return quote_command(advice.recommendation.command) if advice.recommendation else ""
+    """Return the command line, or the call of the Python API, to run next; empty without a
+    recommended precision."""
+    if advice.recommendation is None:
+        return ""
+    words = advice.recommendation.command
+    given = given_keys()
+    if not given:
+        return quote_command(words)
+    return python_call("run", [word for word in words if "=" in word], given)
+
+
+def advice_html(advice: Advice) -> str:
+    """Return the answer as a notebook shows it."""
+    return notebook_frame(to_html("mode=advise", [*advice_blocks(advice)]))
 
 
 def print_advice(console: Console, advice: Advice) -> None:

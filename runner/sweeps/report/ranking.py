@@ -108,6 +108,13 @@ class Advice:
     verdicts: Sequence[PrecisionVerdict]
     baseline_losses: LossBySeed
 
+    def _repr_html_(self) -> str:
+        """Return the answer as a notebook shows it."""
+        # Above this module: the page is made from the advice.
+        from runner.sweeps.report.advice_page import advice_html
+
+        return advice_html(self)
+
     @property
     def baseline_spread(self) -> float:
         """Return the standard deviation of 32-true's final loss over seeds; NaN below two."""
