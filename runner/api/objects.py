@@ -213,7 +213,7 @@ def object_options(
         needs_meta: the model comes from a config, which reads its sizes from data.meta.
     """
     texts = []
-    registered = []
+    earlier = []
     repository: Any = ConfigStore.instance().repo
     for role, value in objects.items():
         node = _node(role, value)
@@ -224,15 +224,19 @@ def object_options(
         if role == "data":
             node["meta"] = _meta(value) if needs_meta else {}
         option = _free_option(role, name, config_dir)
+        file = f"{option}.yaml"
+        earlier.append((role, file, repository.get(role, {}).get(file)))
         ConfigStore.instance().store(option, node, group=role, provider="runner")
         texts.append(f"{role}={option}")
-        registered.append((role, f"{option}.yaml"))
     try:
         yield texts
     finally:
         # Messages of later calls list the options that exist.
-        for group, name in registered:
-            del repository[group][name]
+        for group, file, node in earlier:
+            if node is None:
+                del repository[group][file]
+            else:  # of a call within which this one was made
+                repository[group][file] = node
 
 
 def _node(role: str, value: Any) -> dict[str, Any]:
@@ -308,7 +312,11 @@ def with_objects(spec: RunSpec, objects: Mapping[str, Any]) -> dict[str, Any]:
     for role, value in objects.items():
         node = _node(role, value)
         if "." not in KEYS[role]:
-            fields[role] = node
+            if role == "data":
+                # Its meta is that of the data that the objects replace.
+                kept = {key.partition(".")[2] for key in _DATA_KEYS} - {"meta"}
+                node |= {key: value for key, value in spec.data.items() if key in kept}
+            fields[role] = {**node, **fields.get(role, {})}
             continue
         group, key = KEYS[role].split(".")
         fields[group] = {**fields.get(group, getattr(spec, group)), key: node}

@@ -80,6 +80,8 @@ def run(  # noqa: PLR0913
     console = silent_console() if quiet else None
     with given_objects(objects):
         if isinstance(what, RunSpec):
+            if config_dir is not None:
+                raise ConfigError("A spec is composed already. Give config_dir to runner.compose.")
             return _run_given_spec(what, out, objects, console)
         composition = compose_with_objects(what, objects, config_dir, out)
         try:
@@ -141,7 +143,8 @@ def _run_given_spec(
     check_objects(objects, ())
     time_name = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
     folder = Path("outputs/runs", time_name) if out is None else Path(out)
-    check_new_folder(folder)
+    if spec.checkpoint.resume is None:
+        check_new_folder(folder)
     choices = {role: object_name(value) for role, value in objects.items()}
     origin = Invocation(choices, given=given_keys())
     return run_spec(replace(spec, **with_objects(spec, objects)), folder, origin, console)

@@ -182,7 +182,11 @@ def _run_sweep(
     check_objects(objects, words)
     configs = check_config_dir(config_dir)
     resumes = any(word.startswith("sweep.resume=") for word in words)
-    if out is not None and not resumes:
+    if resumes and (out is not None or config_dir is not None):
+        raise ConfigError(
+            "A resumed sweep has its folder and its configs: leave out= and config_dir= out."
+        )
+    if out is not None:
         check_new_folder(Path(out))
     options = object_options(objects, configs, needs_meta="model" not in objects)
     register_schema()
@@ -208,6 +212,9 @@ def _run_command(argv: Sequence[str]) -> SweepResult:
         status = stop.code if isinstance(stop.code, int) else 1
         if status > 128:
             raise KeyboardInterrupt(f"Signal {status - 128} stopped the sweep.") from None
+    except BaseException:
+        status = 1
+        raise
     finally:
         if Sweep.current is not None:
             folder = Sweep.current.folder

@@ -251,9 +251,11 @@ def packed_layout(weights: Mapping[str, Any]) -> str:
             continue
         if value.dtype is torch.int8 and f"{name.removesuffix('weight')}SCB" in weights:
             return "bnb-int8"
+        if value.dtype is not torch.uint8:
+            continue
         start = f"{name}."
         parts = {k.removeprefix(start): v for k, v in weights.items() if k.startswith(start)}
-        if value.dtype is torch.uint8 and any(part.startswith("quant_state") for part in parts):
+        if any(part.startswith("quant_state") for part in parts):
             from runner.precision.layers.linear_4bit import packed_mode, packing_label
 
             return f"bnb-{packing_label(*packed_mode(value, parts))}"

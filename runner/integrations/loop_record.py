@@ -3,6 +3,7 @@
 The loop calls the library's `backward`, which is watched, and names the end of each step.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -78,6 +79,12 @@ class LoopRecord:
         if self.recorder is None:
             return
         if error is None:
+            if self._reader.is_step_read and not self._step:
+                print(
+                    "warning: there were backwards and no step of the record, so that nothing is "
+                    "recorded. Call record.step() after optimizer.step().",
+                    file=sys.stderr,
+                )
             self.recorder.finish("finished")
         elif isinstance(error, KeyboardInterrupt):
             self.recorder.finish("stopped", "Interrupted.")

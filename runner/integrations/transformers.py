@@ -229,7 +229,7 @@ def _batch_size(inputs: Any) -> int:
     """Return the number of examples of a micro-batch; 0 where it cannot be seen."""
     try:
         return find_batch_size(inputs) or 0
-    except (TypeError, IndexError):  # a value that is no tensor, or a scalar
+    except (TypeError, IndexError, ValueError):  # no tensor, a scalar, or no field at all
         return 0
 
 

@@ -149,7 +149,8 @@ class RunResult:
     def state_dict(self) -> "dict[str, torch.Tensor]":
         """Return the trained weights of the run's newest checkpoint, on the CPU, by name.
 
-        load_state_dict of a model like the one that was trained takes them.
+        load_state_dict of a model like the one that was trained takes them. With train.ema they are
+        the averaged ones.
 
         Raises:
             ConfigError: the run left no checkpoint (checkpoint.final=false), it is damaged, or its
@@ -165,7 +166,9 @@ class RunResult:
                 f"The weights in {self.folder} are {kind}, which fit no plain model. Type mode="
                 "evaluate checkpoint=<the folder> to use them."
             )
-        return content["model"]
+        # With train.ema the averaged weights are those that the metrics are of.
+        average = content.get("average") or {}
+        return {**content["model"], **average.get("weights", {})}
 
     def _repr_html_(self) -> str:
         """Return the result as a notebook shows it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint, rename_superseded
 from runner.config.invocation import Invocation
 from runner.config.loading_targets import loading_problems
 from runner.config.resolve import flatten
@@ -250,6 +250,9 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
         with context.signals.interruptible():
             tracker.check_sweep()
     _begin_folder(context, info)
+    if context.spec.mode == "train" and info.step == 0 and context.strategy.place.is_main:
+        # Those of an earlier run in this folder: the newest by step would be taken for this run's.
+        rename_superseded(context.checkpoint_folder, -1)
     tracker.open(info)
     try:
         tracker.note(notes.running_note(context.origin.command_text()) + resumed_note)

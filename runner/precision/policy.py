@@ -21,6 +21,7 @@ from runner.precision.conversion import is_converted
 from runner.precision.conversion_proof import converted_layers
 from runner.precision.policy_checks import (
     check_parameters,
+    kind_of,
     open_policy_session,
     prove_layers_called,
     resolve_device,
@@ -89,7 +90,7 @@ class Policy:
             PolicyError: a model was converted already.
         """
         if not isinstance(model, nn.Module):
-            raise PolicyError(f"policy.convert takes a torch.nn.Module, not {_kind(model)}.")
+            raise PolicyError(f"policy.convert takes a torch.nn.Module, not {kind_of(model)}.")
         if self._model is not None:
             raise PolicyError(
                 "policy.convert was called already. Convert several models together: "
@@ -121,7 +122,7 @@ class Policy:
         model = self._converted_model("check")
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
-                raise PolicyError(f"A torch.optim.Optimizer is needed, not {_kind(optimizer)}.")
+                raise PolicyError(f"A torch.optim.Optimizer is needed, not {kind_of(optimizer)}.")
             check_parameters(optimizer, model, self.device)
         self.precision.check_optimizers(optimizers)
         self._checked.update(optimizers)
@@ -287,11 +288,7 @@ class Policy:
         """Return the loss scale and the precision's own state, for a checkpoint beside those of
         the model and the optimizers: tensors and plain values."""
         model = self._converted_model("state_dict")
-        if self._gradients.is_pending:
-            raise PolicyError(
-                "policy.state_dict between policy.backward and policy.step would lose the "
-                "gradients. Call it after policy.step."
-            )
+        self._check_no_gradients("state_dict")
         return {
             "precision": self.precision.name,
             "loss_scale": self._gradients.scale.state_dict(),
@@ -307,10 +304,10 @@ class Policy:
             ConfigError: the state is not one of this precision's.
         """
         model = self._converted_model("load_state_dict")
+        self._check_no_gradients("load_state_dict")
         if not isinstance(state, Mapping) or not state.keys() >= _STATE_KEYS:
             raise ConfigError(
-                f"This is no state of a policy: {_kind(state)}. Pass what policy.state_dict() "
-                "returned."
+                f"This is no state of a policy: {kind_of(state)}. Pass policy.state_dict()'s."
             )
         if state["precision"] != self.precision.name:
             raise ConfigError(
@@ -321,6 +318,13 @@ class Policy:
         self._gradients.scale.load_state_dict(state["loss_scale"])
         self.precision.load_state_dict(model, state["precision_state"])
         self._gradients.restore_counts(state["steps"], state["skipped_steps"])
+
+    def _check_no_gradients(self, method: str) -> None:
+        if self._gradients.is_pending:
+            raise PolicyError(
+                f"policy.{method} between policy.backward and policy.step would lose the "
+                "gradients or their scale. Call it after policy.step."
+            )
 
     def _converted_model(self, method: str) -> nn.Module:
         if self._model is None:
@@ -346,7 +350,7 @@ class Policy:
     def _check_loss(self, loss: Any) -> None:
         """Refuse a loss that was computed elsewhere, or in another way, than the policy's."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise PolicyError(f"policy.backward takes a loss of one number, not {_kind(loss)}.")
+            raise PolicyError(f"policy.backward takes a loss of one number, not {kind_of(loss)}.")
         if loss.device != self.device:
             raise PolicyError(
                 f"The loss is on {loss.device}, and this policy computes on {self.device}. Leave "
@@ -391,9 +395,3 @@ class Policy:
         if not layers:
             return nullcontext()
         return prove_layers_called(self.precision.name, model, layers)
-
-
-def _kind(value: object) -> str:
-    """Return an object's class, and a tensor's shape, as a phrase."""
-    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"a {type(value).__name__}{shape}"

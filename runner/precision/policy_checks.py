@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.precision.conversion_proof import ForwardWatch
@@ -135,3 +135,9 @@ def prove_layers_called(
             f"in precision={name}. Leave such layers as they are: make the policy with "
             f"ignore_modules={names}."
         )
+
+
+def kind_of(value: object) -> str:
+    """Return an object's class, and a tensor's shape, as a phrase."""
+    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"a {type(value).__name__}{shape}"

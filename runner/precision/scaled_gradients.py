@@ -168,12 +168,13 @@ class ScaledGradients:
         grads = _gradients(optimizers)
         if not grads:
             raise PolicyError("None of the optimizers' parameters has a gradient to clip.")
-        total = total_norm(grad_norms(grads))
+        norms = grad_norms(grads)
         if value is not None:
             clip_elements(grads, value)
         if norm is not None:
-            scale_to_norm(grads, total, norm)
-        return total
+            scale_to_norm(grads, total_norm(norms), norm)
+        # As torch's own clipping returns it: infinite or NaN where gradients are.
+        return torch.linalg.vector_norm(norms)
 
     def step(self, optimizers: Sequence[Optimizer]) -> None:
         """Step the optimizers on their unscaled gradients, update the scale, drop the gradients."""

@@ -55,6 +55,8 @@ def from_metrics_file(path: Path) -> dict[str, Curve]:
     known: dict[str, int] = {}
     for record, _ in journals.read_records(path):
         if record["kind"] == "start":
+            if not record.get("continues"):
+                columns, last_steps = {}, {}
             known = dict(last_steps)
         elif record["kind"] == "metrics":
             step = record["step"]

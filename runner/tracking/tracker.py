@@ -161,8 +161,9 @@ class NoTracker(Tracker):
         with suppress(OSError):
             # Line-buffered, so that a kill loses no complete line.
             self._file = (info.folder / METRICS).open("a", buffering=1)
-            # A resumed run computes some steps again: the line says where its records begin.
-            self._file.write('{"kind":"start"}\n')
+            # A resumed run computes some steps again, and a new one replaces an earlier one.
+            continues = json.dumps(info.step > 0)
+            self._file.write(f'{{"kind":"start","continues":{continues}}}\n')
 
     def log_metrics(self, records: Iterable[MetricRecord]) -> None:
         if self._file is None:

@@ -14,6 +14,7 @@ from runner.training.parameter_groups import nearest_names
 from runner.training.weight_names import proposed_rename, rename, shortest_patterns
 from runner.utils.errors import ConfigError
 from runner.utils.modules import matches_pattern
+from runner.utils.tensors import dtype_name
 from runner.utils.terminal import quote_command
 
 _MOST_NAMES = 6
@@ -185,7 +186,15 @@ def _fits(own: Any, theirs: Any) -> bool:
     if not isinstance(own, Tensor) or not isinstance(theirs, Tensor):
         return isinstance(own, Tensor) == isinstance(theirs, Tensor)
     is_packed = own.dtype in (torch.uint8, torch.int8)
-    return is_packed or own.shape == theirs.shape
+    return is_packed or (own.shape == theirs.shape and _holds_values(own, theirs))
+
+
+def _holds_values(own: Tensor, theirs: Tensor) -> bool:
+    """Return whether a file's tensor holds the values of a floating one, and not codes of them."""
+    if not own.is_floating_point():
+        return True
+    # Eight-bit numbers need scales, which stand elsewhere in the file.
+    return theirs.is_floating_point() and theirs.itemsize > 1
 
 
 def _misfit(
@@ -204,7 +213,7 @@ def _misfit(
         parts.append(f"{len(unexpected)} unexpected in the file ({_listed(unexpected)})")
     if other_shapes:
         texts = [f"{n}: {_shape(wanted[n])}, in the model {_shape(own[n])}" for n in other_shapes]
-        parts.append(f"{len(other_shapes)} of another shape ({_listed(texts)})")
+        parts.append(f"{len(other_shapes)} of another shape or kind ({_listed(texts)})")
     fitting = len([name for name in wanted if name in own]) - len(other_shapes)
     text = (
         f"init.weights={where} does not fit the model: {'; '.join(parts)}; {fitting} of the "
@@ -231,7 +240,11 @@ def _misfit(
 
 
 def _shape(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    is_usual = value.is_floating_point() and value.itemsize > 1
+    kind = "" if is_usual else f" {dtype_name(value.dtype)}"
+    return f"{list(value.shape)}{kind}"
 
 
 def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:

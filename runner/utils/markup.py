@@ -184,11 +184,12 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
 def notebook_frame(page: str) -> str:
     """Return an HTML page as a notebook's cell shows it, in a frame of its own.
 
-    The page's styles and the notebook's do not mix there.
+    The page's styles and the notebook's do not mix there, and no script of the page runs: it may be
+    of a stranger's folder.
     """
     content = html.escape(page, quote=True)
     style = f"width: 100%; height: {NOTEBOOK_HEIGHT}px; border: 0"
-    return f'<iframe srcdoc="{content}" style="{style}"></iframe>'
+    return f'<iframe sandbox="" srcdoc="{content}" style="{style}"></iframe>'
 
 
 def markdown_text(text: str) -> str:

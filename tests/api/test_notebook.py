@@ -80,7 +80,7 @@ def test_a_sweep_over_a_class_of_the_notebook_shows_its_report(notebook):
     cells, _ = notebook
     *bars, report = pages(cells[2])
     assert len(bars) == 3
-    assert report.startswith("<iframe srcdoc=")
+    assert report.startswith('<iframe sandbox="" srcdoc=')
     assert "bf16-mixed" in report
 
 

@@ -186,6 +186,43 @@ def test_a_folder_that_holds_a_run_is_not_used_again():
             call(*([FEW] if call is runner.sweep else []), model=Net(), data=DATA, out="same")
 
 
+def test_a_new_run_never_finds_the_checkpoints_of_another_one(main):
+    words = [*UNTRACKED, "hydra.run.dir=used"]
+    assert main(*words, "train.max_steps=4").rc == 0
+    assert main(*words, "train.max_steps=2", "seed=1").rc == 0
+    fresh = runner.run([*UNTRACKED, "train.max_steps=2", "seed=1"], out="fresh", quiet=True)
+    used = runner.load("used")
+    assert used.steps == 2
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(used.state_dict()[name], value)
+    assert used.history()["train/loss"].equals(fresh.history()["train/loss"])
+
+
+def test_averaged_weights_are_those_that_the_metrics_are_of():
+    words = ["train.ema=0.5", "train.max_steps=8"]
+    averaged = run(*words, model=Net(), data=DATA)
+    net = Net()
+    net.load_state_dict(averaged.state_dict())
+    loss = nn.functional.cross_entropy(net(INPUTS[64:]), LABELS[64:]).item()
+    assert averaged.metrics["val/loss"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_keys_of_a_specs_data_stay_beside_data_objects():
+    spec = runner.compose([*FEW, "data.shuffle=false"])
+    net = Net()
+    given = runner.run(spec, quiet=True, model=net, data=DATA)
+    typed = run("data.shuffle=false", model=net, data=DATA)
+    assert given.metrics == typed.metrics
+
+
+def test_a_sweep_that_was_moved_is_read_where_it_lies():
+    sweep = runner.sweep([*FEW, "seed=0,1"], model=Net(), data=DATA, out="before")
+    sweep.folder.rename("after")
+    moved = runner.load("after")
+    assert [len(result.history()) for result in moved.runs] == [4, 4]
+    assert moved.runs[0].folder == "after/0"
+
+
 def test_a_run_that_was_stopped_says_how_it_is_resumed():
     class Interrupt(runner.RunCallback):
         def on_steps(self, records, run):
@@ -193,10 +230,9 @@ def test_a_run_that_was_stopped_says_how_it_is_resumed():
 
     with pytest.raises(Stopped) as error:
         run("train.log_every=1", model=Net(), data=DATA, out="stopped", callbacks=[Interrupt()])
-    words = (
-        "Resume with: runner.run(['checkpoint.resume=stopped'], model=..., data=..., callbacks=..."
-    )
-    assert error.value.__notes__ == [f"{words})"]
+    objects = "model=..., data=..., callbacks=..."
+    hint = f"Resume with: runner.run(['checkpoint.resume=stopped'], {objects})"
+    assert error.value.__notes__ == [hint]
     with pytest.raises(ConfigError, match="stopped holds a run without a result"):
         runner.load("stopped")
 

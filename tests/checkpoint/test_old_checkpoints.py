@@ -175,6 +175,7 @@ def test_the_keys_of_the_observers_are_those_of_the_checkpoints_that_users_have(
         "numerics",
         "stream",
         "own_callbacks",
+        "pruning",
     }
     assert {k.key for k in runners if k.is_in_every_run} == {"summary", "metric_logger", "guard"}
     assert set(state_dict._OBSERVERS_OF_0_1.values()) <= {k.key for k in runners}

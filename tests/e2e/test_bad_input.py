@@ -171,7 +171,7 @@ def test_a_config_that_is_no_yaml(quick, tmp_path, text, parts):
         ("ui tracking.uri=foo://x", ["tracking.uri=foo://x"]),
         ("report nowhere/at/all", ["nowhere/at/all"]),
         ("report", ["no sweep in outputs/sweeps"]),
-        ("report a b", ["report takes one sweep"]),
+        ("report a b c", ["report takes one or two sweeps"]),
     ],
 )
 def test_subcommands_too(main, command, parts):

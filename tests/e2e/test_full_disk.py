@@ -128,7 +128,7 @@ def test_a_run_that_can_save_nothing_prints_its_result(filling, small, at, saved
 
 
 def test_a_picture_that_cannot_be_written_costs_a_warning(filling, small):
-    done = filling("model.at=12", "model.left=12288", "checkpoint.final=false")
+    done = filling("model.at=12", "model.left=16384", "checkpoint.final=false")
     assert done.rc == 0, done.stderr
     assert (
         f"warning: outputs/runs/{only_run(small).name}/loss_scale.png was not written: {FULL}."

@@ -257,7 +257,7 @@ FAILED = "callbacks.fail.on_steps, called at step 4, fails: "
     ("what", "message"),
     [
         ("raise", FAILED + "KeyError: 'no such thing' (callbacks.py, line "),
-        ("weights", FAILED + "ValueError: it changed 1 parameters of the model; callbacks read o"),
+        ("weights", FAILED + "ValueError: it changed 1 parameters or buffers of the model;"),
         ("name", FAILED + "ValueError: 'train/loss' begins as the runner's own metrics do"),
         ("value", FAILED + "ValueError: 'loss' is a str, not a number"),
         ("step", FAILED + "ValueError: step=99 is not one of this run, which is at 4"),

@@ -326,6 +326,17 @@ def test_wrong_names_and_keys_say_what_is_allowed(arguments, keys, error, messag
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_the_norm_of_gradients_that_are_not_finite_is_returned_as_it_is():
+    policy = precision("32-true")
+    model = policy.convert(nn.Linear(2, 1))
+    optimizer = adam(model.parameters())
+    with policy.session():
+        with policy.forward():
+            output = model(torch.full((1, 2), float("nan")))
+        policy.backward(policy.loss(F.mse_loss, output, torch.zeros(1, 1)))
+        assert policy.clip(optimizer, norm=1.0).isnan()
+
+
 def test_a_missing_device_is_named_as_it_was_given():
     with pytest.raises(Unavailable, match=r"device=cuda is not on this machine.*Type device=cpu\."):
         precision("32-true", "cuda")

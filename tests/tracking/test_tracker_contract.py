@@ -36,14 +36,23 @@ def test_no_tracker_takes_everything_and_leaves_the_metrics_alone(tmp_path):
 
 
 def test_no_tracker_keeps_no_step_twice_when_a_run_is_resumed(tmp_path):
-    for steps in ((1, 2, 3), (2, 3, 4)):
+    for begin, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):
         tracker = NoTracker()
-        tracker.open(RunInfo(tmp_path))
+        tracker.open(RunInfo(tmp_path, step=begin))
         tracker.log_metrics([(step, step, {"a": float(step)}) for step in steps])
         tracker.close("FINISHED")
     frame = history.to_frame(history.from_folder(tmp_path))
     assert frame["a"].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert frame["seconds"].tolist() == [0.0, 0.001, 0.002, 0.003]
+
+
+def test_no_tracker_drops_what_another_run_left_in_the_folder(tmp_path):
+    for value in (1.0, 2.0):
+        tracker = NoTracker()
+        tracker.open(RunInfo(tmp_path))
+        tracker.log_metrics([(1, 1, {"a": value})])
+        tracker.close("FINISHED")
+    assert history.from_folder(tmp_path)["a"][2].tolist() == [2.0]
 
 
 def test_no_tracker_keeps_nothing_of_a_sweeps_parent_run(tmp_path):

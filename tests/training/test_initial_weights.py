@@ -155,13 +155,24 @@ def test_what_does_not_fit_is_listed_with_what_to_type(tmp_path):
     for part in (
         "1 missing in the file (body.0.bias)",
         "1 unexpected in the file (extra.a)",
-        "2 of another shape (head.",
+        "2 of another shape or kind (head.",
         "head.weight: [7, 64], in the model [3, 64]",
         "6 of the model's 9 tensors fit",
         "Type 'init.skip=[body.0.bias,extra,head]'",
     ):
         assert part in message
     start(tmp_path / "net.safetensors", skip=["body.0.bias", "extra", "head"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32], ids=str)
+def test_codes_are_not_loaded_as_the_values_that_they_stand_for(tmp_path, dtype):
+    state = weights()
+    state["body.0.weight"] = (state["body.0.weight"] * 100).to(dtype)
+    save_file(state, tmp_path / "net.safetensors")
+    message = refused(tmp_path / "net.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    assert "1 of another shape or kind (body.0.weight: [" in message
+    assert f"] {name}, in the model [" in message
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
     from runner.tracking.reader import Reader
 
     reader = Reader(_existing_store(sweep, typed))
-    parent = _find_parent_run(reader, sweep)
+    parent = find_parent_run(reader, sweep)
     data = load_from_store(reader, parent)
     origins = origins_in_store(reader, parent, data)
     return LoadedSweep(sweep, _date(parent.started_ms), data, origins)
@@ -134,7 +134,7 @@ def store_report(
     from runner.tracking.reader import Reader
 
     reader = Reader(uri)
-    parent = _find_parent_run(reader, sweep_id)
+    parent = find_parent_run(reader, sweep_id)
     if jobs is not None:
         reader.log_artifact(parent.run_id, jobs, JOB_RESULTS_FOLDER)
     data = load_from_store(reader, parent)
@@ -204,7 +204,7 @@ def report_folder(sweep: str) -> Path:
     return Path("outputs/reports") / name
 
 
-def _find_parent_run(reader: "Reader", name: str) -> "StoredRun":
+def find_parent_run(reader: "Reader", name: str) -> "StoredRun":
     """Return the parent run of a sweep, named by its own id, a job's run id or the sweep's id."""
     # Run ids are letters and digits; another name cannot be looked up as one.
     run = reader.run(name) if name.isalnum() else None

@@ -243,7 +243,7 @@ class _ModelSnapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self.modes = [(module, module.training) for module in model.modules()]
-        self.versions = [(p, p._version) for p in model.parameters()]
+        self.versions = [(t, t._version) for t in (*model.parameters(), *model.buffers())]
 
     def restore_modes(self) -> None:
         for module, training in self.modes:
@@ -251,6 +251,10 @@ class _ModelSnapshot:
 
     def check_weights(self) -> None:
         # torch counts the changes of a tensor in its version.
-        changed = sum(p._version != version for p, version in self.versions)
+        changed = sum(tensor._version != version for tensor, version in self.versions)
         if changed:
-            raise ValueError(f"it changed {changed} parameters of the model; callbacks read only")
+            raise ValueError(
+                f"it changed {changed} parameters or buffers of the model; callbacks read only. A "
+                "forward in training mode changes the statistics of batch norms: call "
+                "run.model.eval() before it"
+            )
