@@ -89,7 +89,15 @@ class LoopRecord:
         elif isinstance(error, KeyboardInterrupt):
             self.recorder.finish("stopped", "Interrupted.")
         else:
+            self._finish_after(error)
+
+    def _finish_after(self, error: BaseException) -> None:
+        """End the record of a loop that failed; an error of the record must not hide the loop's."""
+        assert self.recorder is not None
+        try:
             self.recorder.finish("failed", f"{type(error).__name__}: {error}")
+        except Exception as own:
+            print(f"warning: the record was not ended: {own}", file=sys.stderr)
 
     def _around_backward(
         self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any

@@ -72,7 +72,13 @@ class Recorder:
     def add_step(self, record: DeviceStepRecord) -> None:
         """Record a step that has ended."""
         if self._run is None:
+            begin = time.perf_counter()
             self._run = self._open()
+            # The first step has ended before: its time, and the next one's, are those without the
+            # opening of the run.
+            opening = time.perf_counter() - begin
+            record = record._replace(ended_at=record.ended_at + opening)
+            self._run.records.restart_clock(self._started_at + opening)
         self._run.records.add(record)
 
     def add_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:

@@ -72,9 +72,10 @@ class StepRecords:
         self._dispatch(record)
         self.restart_clock()
 
-    def restart_clock(self) -> None:
-        """Let the next step begin now, after work that is no step's."""
-        self._buffer.restart_clock()
+    def restart_clock(self, at: float | None = None) -> None:
+        """Let the next step begin now, or at a time of perf_counter(), after work that is no
+        step's."""
+        self._buffer.restart_clock(at)
 
     def close(self) -> None:
         """Hand on every step, and close the callbacks."""

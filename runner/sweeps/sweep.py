@@ -73,9 +73,23 @@ class Sweep:
     ) -> None:
         self.folder = folder
         self._early_end = ""
-        self._lock = ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock.enter_context(folder_lock(folder))
+        # Released at once where the sweep is refused: a notebook keeps the error, and with it this
+        # object.
+        with ExitStack() as lock:
+            lock.enter_context(folder_lock(folder))
+            self._begin(overrides, tracking, resume, left_out)
+            self._lock = lock.pop_all()
+
+    def _begin(
+        self,
+        overrides: Sequence[str],
+        tracking: Mapping[str, Any],
+        resume: bool,
+        left_out: Sequence[str],
+    ) -> None:
+        """Write the manifest, and open the parent run; the arguments are those of the class."""
+        folder = self.folder
         if resume:
             manifest = with_new_lists(Manifest.read(folder), overrides)
         else:

@@ -35,9 +35,13 @@ class RecordBuffer:
         """Append a step to the current block."""
         self._current.append(step)
 
-    def restart_clock(self) -> None:
-        """Let the next step begin now, after work that is no step's, such as an evaluation."""
-        self._block_start = perf_counter()
+    def restart_clock(self, at: float | None = None) -> None:
+        """Let the next step begin now, after work that is no step's, such as an evaluation.
+
+        Args:
+            at: another time, of perf_counter().
+        """
+        self._block_start = perf_counter() if at is None else at
 
     def send(self) -> None:
         """End the current block and start its copy to the host."""

@@ -1,5 +1,7 @@
 """Loops with a real Accelerator, recorded as runs of this runner."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from foreign_models import examples, norm_of_gradients, tiny_net
@@ -11,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from runner.integrations.accelerate import PrecisionRecord
+from runner.tracking import history
 from runner.utils.errors import ConfigError
 
 
@@ -141,3 +144,27 @@ def test_wrong_use_says_what_to_type(lab):
         PrecisionRecord(accelerator, model, optimizer) as record,
     ):
         record.step()
+
+
+def test_the_time_of_no_step_is_negative(lab):
+    """The run is opened after the first step, which has ended by then."""
+    loop(*parts(), log_every=1)
+    times = history.from_folder(Path(lab.result().folder))["perf/step_ms"][2]
+    assert (times > 0).all()
+
+
+def test_a_record_that_cannot_end_hides_no_error_of_the_loop(lab, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("the store is gone")
+
+    accelerator, model, optimizer, _ = parts()
+    record = PrecisionRecord(accelerator, model, optimizer, folder="run")
+
+    def failing_loop():
+        with record:
+            monkeypatch.setattr(record.recorder, "finish", fail)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing_loop()
+    assert "warning: the record was not ended: the store is gone" in capsys.readouterr().err
