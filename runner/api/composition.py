@@ -35,25 +35,14 @@ class Composition:
     """A composed command of one run.
 
     Attributes:
-        config: with unresolved interpolations, and without Hydra's own part.
+        spec: the run spec.
         folder: where the run goes.
         origin: what was typed, and the options of the groups.
     """
 
-    config: DictConfig
+    spec: RunSpec
     folder: Path
     origin: Invocation
-
-    def spec(self) -> RunSpec:
-        """Return the run spec.
-
-        Raises:
-            ConfigError: a value is missing or does not fit its type.
-        """
-        # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
-        config = self.config
-        reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
-        return resolve_spec(config, allow_unresolved=reads_checkpoint)
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> RunSpec:
@@ -70,7 +59,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None)
     Raises:
         ConfigError: the overrides do not compose, or describe several runs.
     """
-    return compose_run(overrides, config_dir).spec()
+    return compose_run(overrides, config_dir).spec
 
 
 def compose_run(
@@ -103,10 +92,16 @@ def compose_run(
             composed = hydra.compose("config", [*words, *search_path], return_hydra_config=True)
             HydraConfig.instance().set_config(composed)
             run_folder = str(composed.hydra.run.dir)
+            config = OmegaConf.masked_copy(
+                composed, [str(key) for key in composed if key != "hydra"]
+            )
+            # Values of a checkpoint replace groups, whose interpolations may not resolve without
+            # them.
+            reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
+            spec = resolve_spec(config, allow_unresolved=reads_checkpoint)
     except COMPOSE_ERRORS as error:
         raise ConfigError(_explain_to_caller(error, words)) from error
     choices = {str(k): str(v) for k, v in composed.hydra.runtime.choices.items() if v}
-    config = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     typed = tuple(redact_override(as_typed(word)) for word in words)
     origin = Invocation(
         choices,
@@ -114,7 +109,7 @@ def compose_run(
         config_dir=None if folder is None else str(folder),
         composed_config=_plain(config),
     )
-    return Composition(config, Path(run_folder), origin)
+    return Composition(spec, Path(run_folder), origin)
 
 
 def _explain_to_caller(error: Exception, words: Sequence[str]) -> str:

@@ -119,6 +119,11 @@ def given_collate(name: str) -> Any:
     return _find("collate", name)
 
 
+def given_roles(**objects: Any) -> dict[str, Any]:
+    """Return the objects that were given, by their roles."""
+    return {role: value for role, value in objects.items() if value is not None}
+
+
 def check_objects(objects: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Check objects before anything is composed.
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from runner.api.composition import Composition, check_texts, compose_run
-from runner.api.objects import check_objects, object_name, object_options, with_objects
+from runner.api.objects import check_objects, given_roles, object_name, object_options, with_objects
 from runner.checkpoint.locate import checkpoints_of_run
 from runner.config.given_objects import given_keys, given_objects
 from runner.config.invocation import Invocation
@@ -64,9 +64,9 @@ def run(  # noqa: PLR0913
         loss: in place of task.loss.
         optimizer: in place of the config group optimizer: a function of the parameters.
         collate: in place of data.collate: a function of a list of examples.
-        callbacks: in place of the config group callbacks; see docs/own-callbacks.md. A class is
+        callbacks: beside the config group callbacks; see docs/own-callbacks.md. A class is
             called for each run, an object keeps its state from run to run.
-        quiet: print nothing.
+        quiet: print no progress and no table.
 
     Raises:
         ConfigError: the settings or objects cannot run; nothing was trained.
@@ -74,9 +74,14 @@ def run(  # noqa: PLR0913
         Diverged: a guard stopped the run, whose numbers are wrong.
         Stopped: a signal (a notebook's interrupt) ended the run, after a checkpoint.
     """
-    roles = {"model": model, "data": data, "loss": loss, "optimizer": optimizer}
-    roles |= {"collate": collate, "callbacks": callbacks}
-    objects = {role: value for role, value in roles.items() if value is not None}
+    objects = given_roles(
+        model=model,
+        data=data,
+        loss=loss,
+        optimizer=optimizer,
+        collate=collate,
+        callbacks=callbacks,
+    )
     console = silent_console() if quiet else None
     with given_objects(objects):
         if isinstance(what, RunSpec):
@@ -96,7 +101,7 @@ def run(  # noqa: PLR0913
 
 
 def _run_composed(composition: Composition, console: Console | None) -> RunResult:
-    spec = composition.spec()
+    spec = composition.spec
     finished = _finished_before(spec, composition)
     if finished is not None:
         return finished

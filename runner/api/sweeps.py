@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.api.composition import check_config_dir, check_texts, separate_hydra
-from runner.api.objects import check_objects, object_options
+from runner.api.objects import check_objects, given_roles, object_options
 from runner.api.runs import Data, Loss, Model, check_new_folder
 from runner.cli.main import call_hydra, expand_resumed_sweep
 from runner.config.given_objects import given_objects
@@ -116,12 +116,12 @@ def sweep(  # noqa: PLR0913
         overrides: words of a command, as in ["precision=32-true,bf16-mixed", "seed=0,1,2"].
         out: the sweep's folder; None for a new one under outputs/sweeps.
         config_dir: folder of configs of one's own; None for none.
-        model: as runner.run takes it.
-        data: the same.
-        loss: the same.
-        optimizer: the same.
-        collate: the same.
-        callbacks: the same.
+        model: in place of the config group model; see runner.run.
+        data: in place of the config group data; see runner.run.
+        loss: in place of task.loss; see runner.run.
+        optimizer: in place of the config group optimizer; see runner.run.
+        collate: in place of data.collate; see runner.run.
+        callbacks: beside the config group callbacks; every job gets a copy of each.
 
     Returns:
         The result, also where jobs failed; see SweepResult.exit_status.
@@ -131,9 +131,14 @@ def sweep(  # noqa: PLR0913
         Unavailable: this machine lacks what all jobs need.
         KeyboardInterrupt: a signal stopped the sweep; what ran is in its folder.
     """
-    roles = {"model": model, "data": data, "loss": loss, "optimizer": optimizer}
-    roles |= {"collate": collate, "callbacks": callbacks}
-    objects = {role: value for role, value in roles.items() if value is not None}
+    objects = given_roles(
+        model=model,
+        data=data,
+        loss=loss,
+        optimizer=optimizer,
+        collate=collate,
+        callbacks=callbacks,
+    )
     return _run_sweep(check_texts(overrides), objects, config_dir, out)
 
 
@@ -152,9 +157,9 @@ def advise(
         overrides: words of a command, as in ["model=resnet", "advise.budget=5m"].
         out: the folder of the trials; None for a new one under outputs/sweeps.
         config_dir: folder of configs of one's own; None for none.
-        model: as runner.run takes it.
-        data: the same.
-        loss: the same.
+        model: in place of the config group model; see runner.run.
+        data: in place of the config group data; see runner.run.
+        loss: in place of task.loss; see runner.run.
 
     Returns:
         The verdict on each precision, and the recommended one.
@@ -163,8 +168,7 @@ def advise(
         ConfigError: the command cannot run, or no trial of 32-true finished.
         KeyboardInterrupt: a signal stopped the trials.
     """
-    roles = {"model": model, "data": data, "loss": loss}
-    objects = {role: value for role, value in roles.items() if value is not None}
+    objects = given_roles(model=model, data=data, loss=loss)
     words = [word for word in check_texts(overrides) if word != "mode=advise"]
     result = _run_sweep([*words, "mode=advise"], objects, config_dir, out)
     if result.data.advice is None:

@@ -9,7 +9,6 @@
 Nothing in a file is executed: pickles are read by torch.load with weights_only=True.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from runner.checkpoint.checkpoint_file import FORMAT
 from runner.utils.errors import ConfigError
-from runner.utils.files import os_error_reason
+from runner.utils.files import os_error_reason, read_json
 
 FOLDER_FILES = (
     "model.safetensors",
@@ -99,7 +98,7 @@ def _read_folder(folder: Path) -> WeightFile | None:
 def _read_shards(index: Path) -> WeightFile:
     """Return the weights of the files that an index lists."""
     try:
-        listed = json.loads(index.read_text())["weight_map"]
+        listed = read_json(index)["weight_map"]
         names = sorted(set(listed.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _refusal(index, "is no index of shards: it has no weight_map of files") from error

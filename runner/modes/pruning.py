@@ -4,7 +4,6 @@ Every job writes its evaluations to a file in its folder. At each evaluation a j
 of the jobs beside it, and asks a pruner of Optuna's.
 """
 
-import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from runner.config.invocation import Invocation
 from runner.config.overrides import override_key
 from runner.training.callbacks.callback import Callback
 from runner.training.records import EvalRecord
-from runner.utils.files import read_text, write_json
+from runner.utils.files import read_json, write_json
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import EVALUATIONS, RESULT
 
@@ -50,6 +49,7 @@ class Pruning(Callback):
         self._direction = direction
         self._steps = steps
         self._precision = origin.choices.get("precision", "")
+        self._sweep = origin.sweep
         self._settings = _settings(origin)
         self._values: dict[int, float] = {}
 
@@ -57,6 +57,7 @@ class Pruning(Callback):
         quality = record.metrics[self._quality]
         self._values[record.step] = quality
         content = {
+            "sweep": self._sweep,
             "precision": self._precision,
             "settings": self._settings,
             "quality": self._quality,
@@ -111,10 +112,11 @@ class Pruning(Callback):
 
     def _is_peer(self, content: Mapping[str, Any]) -> bool:
         """Return whether a job's evaluations are compared with this one's."""
-        same = (content.get("precision"), content.get("quality"))
+        # An earlier sweep may have left its jobs in the same folder.
+        shared = tuple(content.get(key) for key in ("sweep", "precision", "quality"))
         # Seeds of one group do not prune each other: their spread is what they are for.
         is_other_group = content.get("settings") != self._settings
-        return same == (self._precision, self._quality) and is_other_group
+        return shared == (self._sweep, self._precision, self._quality) and is_other_group
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": [[step, value] for step, value in self._values.items()]}
@@ -131,8 +133,8 @@ def _settings(origin: Invocation) -> list[str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the content of a file; empty if it is missing or cannot be read."""
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(read_text(path))
+    with suppress(OSError, ValueError):
+        content = read_json(path)
         if isinstance(content, dict):
             return content
     return {}

@@ -1,6 +1,5 @@
 """The result of a run, and its file `result.json`."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +11,7 @@ from runner.modes.result_table import table_rows
 from runner.tracking import history
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.errors import ConfigError
-from runner.utils.files import write_json
+from runner.utils.files import read_json, write_json
 from runner.utils.layout import RESULT
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ class RunResult:
         """
         if not (folder / RESULT).is_file():
             raise ValueError(f"{folder / RESULT} is no file")
-        return cls.from_json(json.loads((folder / RESULT).read_text()))
+        return cls.from_json(read_json(folder / RESULT))
 
     @classmethod
     def from_json(cls, values: object) -> "RunResult":

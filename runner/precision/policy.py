@@ -156,6 +156,7 @@ class Policy:
         try:
             with self._first_forward(), self.precision.forward(self.device):
                 yield
+            self._is_proven = True
         finally:
             self._place = "session"
 
@@ -389,7 +390,6 @@ class Policy:
         """Return the context that proves, once, that the converted layers are called."""
         if self._is_proven:
             return nullcontext()
-        self._is_proven = True
         model = self._converted_model("forward")
         layers = converted_layers(model, self.report)
         if not layers:

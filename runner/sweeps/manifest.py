@@ -1,13 +1,12 @@
 """Read and write sweep.json, the file that says what a sweep was asked for and how far it got."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runner.config.annotations import dataclass_fields_from_json
 from runner.utils.errors import ConfigError
-from runner.utils.files import write_json
+from runner.utils.files import read_json, write_json
 from runner.utils.layout import MANIFEST
 
 _WORD_LIST_KEYS = ("command", "overrides", "left_out")
@@ -56,7 +55,7 @@ class Manifest:
         if not path.is_file():
             raise ConfigError(f"{folder} is not a sweep: it holds no {MANIFEST}.")
         try:
-            values = dataclass_fields_from_json(cls, json.loads(path.read_text()))
+            values = dataclass_fields_from_json(cls, read_json(path))
             for key in _WORD_LIST_KEYS:
                 values[key] = [str(word) for word in values.get(key, ())]
             values["earlier"] = [[*map(str, words)] for words in values.get("earlier", ())]

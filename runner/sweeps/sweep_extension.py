@@ -5,15 +5,19 @@ Jobs that are there keep their numbers and folders; those of the new values come
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from runner.config.hydra_plugins import EXTENDED, register
 from runner.config.overrides import as_typed, override_key, rewrite_arguments
 from runner.sweeps.manifest import Manifest
 from runner.utils.errors import ConfigError
+from runner.utils.files import read_text
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
@@ -96,13 +100,19 @@ def _preset_params(folder: Path) -> dict[str, str]:
     path = folder / "multirun.yaml"
     if not path.is_file():
         return {}
-    sweeper = OmegaConf.load(path).hydra.sweeper  # type: ignore[union-attr]
-    if sweeper._target_ not in (_BASIC_SWEEPER, EXTENDED):
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.create(read_text(path)), resolve=False)
+        # Values stay as they are written: an interpolation could read this machine's environment.
+        sweeper = content["hydra"]["sweeper"]
+        target, params = sweeper["_target_"], dict(sweeper.get("params") or {})
+    except (OSError, ValueError, KeyError, TypeError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}.") from error
+    if target not in (_BASIC_SWEEPER, EXTENDED):
         raise ConfigError(
             "A search chooses its jobs as results come in: it has no lists that could get longer. "
             "Leave the values out, or start a new sweep."
         )
-    return {str(key): str(value) for key, value in (sweeper.params or {}).items()}
+    return {str(key): str(value) for key, value in params.items()}
 
 
 def with_new_lists(manifest: Manifest, overrides: Sequence[str]) -> Manifest:

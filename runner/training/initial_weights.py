@@ -93,6 +93,7 @@ def load_selected(
     own = model.state_dict(keep_vars=True)
     skipped = _skipped_names(spec, own, weights)
     _refuse_half_skipped(own, weights, skipped)
+    _refuse_untied(own, weights)
     wanted = {name: value for name, value in weights.items() if name not in skipped}
     missing = _missing(own, wanted, skipped)
     unexpected = [name for name in wanted if name not in own]
@@ -166,6 +167,18 @@ def _refuse_half_skipped(
                 f"init.skip leaves {left[0]} out, which shares its values with {loaded[0]}. "
                 f"Type init.skip=[{left[0]},{loaded[0]}], or leave both to be loaded."
             )
+
+
+def _refuse_untied(own: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a file has two values for one weight of the model."""
+    for names in _sharers(own).values():
+        given = [name for name in names if isinstance(weights.get(name), Tensor)]
+        for name in given[1:]:
+            if not torch.equal(weights[given[0]], weights[name]):
+                raise ConfigError(
+                    f"The file has other values for {name} than for {given[0]}, which are one "
+                    "weight of the model. Give weights of a model that ties them, too."
+                )
 
 
 def _missing(

@@ -47,6 +47,19 @@ def read_text(path: Path, max_bytes: int = 2**24) -> str:
     return data.decode()
 
 
+def read_json(path: Path) -> Any:
+    """Return the value of a JSON file that may come from a stranger.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is too large, or no JSON.
+    """
+    try:
+        return json.loads(read_text(path))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
+
+
 class _ErrorBuffer(io.RawIOBase):
     """A stream that reports success and stores the first error of the file that it writes to."""
 

@@ -6,7 +6,7 @@ The lock is the kernel's (flock), so it ends with the process that holds it, how
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runner.utils.errors import ConfigError
@@ -39,6 +39,20 @@ def folder_lock(folder: Path) -> Iterator[None]:
                 f"{folder}: another command is running in this folder. Wait for it, stop it, or "
                 "leave out the folder, so that a new one is made."
             )
+        yield
+    finally:
+        _open_descriptors.discard(file)
+        os.close(file)
+
+
+@contextmanager
+def waiting_folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder within a context, after waiting for whoever holds it."""
+    file = os.open(folder, os.O_RDONLY)
+    _open_descriptors.add(file)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
         _open_descriptors.discard(file)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from runner.config.annotations import dataclass_fields_from_json
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.files import write_text
+from runner.utils.files import read_json, write_text
 from runner.utils.layout import ADVICE
 from runner.utils.secrets import redact_values
 
@@ -110,7 +110,7 @@ class AdviseSettings:
         """Return the settings in a sweep's folder, None for a sweep of another mode."""
         # A report of a sweep is made even where its advise.json is damaged.
         with suppress(OSError, ValueError):
-            return cls.from_json(json.loads((folder / ADVICE).read_text()))
+            return cls.from_json(read_json(folder / ADVICE))
         return None
 
     def write(self, folder: Path) -> None:
