@@ -1,15 +1,15 @@
 """Record a training loop with Accelerate.
 
-from runner.integrations.accelerate import PrecisionRecord
+    from runner.integrations.accelerate import PrecisionRecord
 
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-with PrecisionRecord(accelerator, model, optimizer) as record:
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-            record.step()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with PrecisionRecord(accelerator, model, optimizer) as record:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                record.step()
 """
 
 from typing import Any, Unpack

@@ -21,6 +21,7 @@ PRECISIONS = {
     "Fabric": ["bf16-mixed"],
     "Accelerate": ["bf16-mixed"],
     "Compare several trainings": ["32-true", "bf16-mixed"],
+    "A loss scale without a GPU": ["16-mixed"],
 }
 """Precisions of the runs that each section records on a CPU."""
 

@@ -170,7 +170,8 @@ def _compare_pair(
     obstacle = _quality_obstacle(group, other, origins, other_origins)
     difference = None
     if not obstacle:
-        has_same_batches = _batch_facts(origins) == _batch_facts(other_origins)
+        facts = _batch_facts(origins)
+        has_same_batches = bool(facts) and facts == _batch_facts(other_origins)
         difference = _quality_difference(group, other, has_same_batches)
     return PairComparison(replace(comparison, difference=difference), obstacle)
 
@@ -243,9 +244,11 @@ def _data_text(origin: JobOrigin) -> str:
 
 
 def _batch_facts(origins: Sequence[JobOrigin]) -> set[tuple[str, ...]]:
-    """Return what decides which batches a seed draws, of each job."""
+    """Return what decides which batches a seed draws, of each job; empty if a job has no config."""
     facts = set()
     for origin in origins:
+        if not origin.config:
+            return set()
         values = [f"{key}={origin.config[key]}" for key in origin.config if _is_batch_key(key)]
         facts.add((_data_text(origin), *sorted(values)))
     return facts

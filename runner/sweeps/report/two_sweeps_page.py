@@ -92,9 +92,22 @@ def _difference_blocks(compared: SweepComparison) -> Iterator[Block]:
             rows.append([Cell(difference.name), Cell(difference.first), Cell(difference.second)])
         yield Table(["", "A", "B"], rows, frozenset({0, 1, 2}))
     else:
-        yield Text("Nothing that was recorded: versions, device, data and config are the same.")
+        yield Text(_sameness(compared))
     for note in _code_notes(compared):
         yield Text(note, "small")
+
+
+def _sameness(compared: SweepComparison) -> str:
+    """Return what is the same in both sweeps, of what both recorded."""
+    recorded = [
+        noun
+        for noun, attribute in (("versions", "environment"), ("data", "data"), ("config", "config"))
+        if any(getattr(origin, attribute) for origin in compared.first.origins)
+        and any(getattr(origin, attribute) for origin in compared.second.origins)
+    ]
+    if not recorded:
+        return "Nothing was recorded that could differ: no versions, data or config."
+    return f"Nothing that both recorded ({', '.join(recorded)})."
 
 
 def _code_notes(compared: SweepComparison) -> Iterator[str]:

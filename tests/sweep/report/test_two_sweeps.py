@@ -69,7 +69,7 @@ def test_b_is_judged_against_a_group_by_group(tmp_path):
         "val/accuracy: 16-mixed; faster: 16-mixed (1.30 ×); about as fast: 32-true."
     )
     page = text_of(compared, tmp_path)
-    assert "Nothing that was recorded" in page
+    assert "Nothing that both recorded (versions, data, config)" in page
     assert "- 16-mixed: worse by 0.0" in page
     assert "1.30 × as fast as A, with the same peak memory." in page
     assert "| 2 |" in page
