@@ -223,6 +223,9 @@ def object_options(
     for role, value in objects.items():
         node = _node(role, value)
         if role not in _GROUPS:
+            if role != "callbacks":
+                # Hydra merges mappings: the object would get keywords of the node it replaces.
+                texts.append(f"++{KEYS[role]}=null")
             texts.append(f"++{KEYS[role]}={_as_override(node)}")
             continue
         name = node["name"]

@@ -88,7 +88,7 @@ class PrecisionRecord(LoopRecord):
             },
             start_step=start_step,
         )
-        super().__init__(accelerator, source, settings, accelerator.is_main_process)
+        super().__init__(accelerator, optimizer, source, settings, accelerator.is_main_process)
 
     @property
     def loss_weight(self) -> float:

@@ -227,7 +227,7 @@ class FabricRecord(LoopRecord):
             seed=_seed(),
             start_step=start_step,
         )
-        super().__init__(fabric, source, settings, is_recording=fabric.is_global_zero)
+        super().__init__(fabric, optimizer, source, settings, fabric.is_global_zero)
 
 
 def _check_trainer(trainer: Trainer) -> None:

@@ -25,6 +25,7 @@ class LoopRecord:
 
     Args:
         owner: the library's object whose `backward` the loop calls.
+        optimizer: the library's, whose `step` the loop calls.
         source: the training.
         settings: where and how it is recorded.
         is_recording: False in the processes that leave the record to the first one.
@@ -35,38 +36,59 @@ class LoopRecord:
     """
 
     backward_call: ClassVar[str]
+    _active_owners: ClassVar[list[Any]] = []
 
     def __init__(
-        self, owner: Any, source: TrainingSource, settings: RecordSettings, is_recording: bool
+        self,
+        owner: Any,
+        optimizer: Any,
+        source: TrainingSource,
+        settings: RecordSettings,
+        is_recording: bool,
     ) -> None:
         self.source = source
         self.settings = settings
         self.recorder: Recorder | None = None
         self._owner = owner
+        self._optimizer = optimizer
         self._reader = StepReader(source.scaler)
         self._is_recording = is_recording
         self._is_entered = False
+        self._has_stepped = False
         self._step = source.start_step
         self._trace = ExitStack()
-        self._end_watch: Callable[[], None] = _do_nothing
+        self._watches = ExitStack()
 
     def __enter__(self) -> Self:
         """Begin the run.
 
         Raises:
-            ConfigError: the context was entered before, or the run's folder cannot be used.
+            ConfigError: the context was entered before, another record of this loop is active, or
+                the run's folder cannot be used.
         """
         name = type(self).__name__
         if self._is_entered:
             raise ConfigError(
                 f"This {name} has recorded a loop already. Make a new one for each training."
             )
+        if any(owner is self._owner for owner in self._active_owners):
+            raise ConfigError(
+                f"Another {name} is active, and both would record each {self.backward_call}. "
+                "Record one optimizer of a training."
+            )
         self._is_entered = True
         if self._is_recording:
             self.recorder = Recorder(self.source, self.settings)
             self._trace.enter_context(self.recorder.trace())
-            self._end_watch = watch_method(self._owner, "backward", self._around_backward)
+            self._watch()
         return self
+
+    def _watch(self) -> None:
+        """Watch the loop's calls until the context is left."""
+        self._active_owners.append(self._owner)
+        self._watches.callback(self._active_owners.remove, self._owner)
+        self._watches.callback(watch_method(self._owner, "backward", self._around_backward))
+        self._watches.callback(watch_method(self._optimizer, "step", self._around_step))
 
     def __exit__(
         self,
@@ -75,7 +97,7 @@ class LoopRecord:
         traceback: TracebackType | None,
     ) -> None:
         self._trace.close()
-        self._end_watch()
+        self._watches.close()
         if self.recorder is None:
             return
         if error is None:
@@ -110,6 +132,11 @@ class LoopRecord:
             self._reader.read_gradients(self.source.optimizer)
         return result
 
+    def _around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's step, which may skip its update."""
+        self._has_stepped = True
+        return step(*args, **kwargs)
+
     @property
     def loss_weight(self) -> float:
         """Return the share of a step's loss that a micro-batch's loss is."""
@@ -127,8 +154,8 @@ class LoopRecord:
             examples: in this batch, for the rate; 0 records no rate.
 
         Raises:
-            ConfigError: the loop is not in the context, or there was no backward of a loss since
-                the last step.
+            ConfigError: the loop is not in the context, or there was no backward of a loss or no
+                step of the optimizer since the last step.
         """
         if not self._is_entered:
             name = type(self).__name__
@@ -140,9 +167,15 @@ class LoopRecord:
             return
         if not self._reader.is_step_read:
             raise ConfigError(
-                f"step() was called without a {self.backward_call} since the last step. Call both "
-                "in each step inside the record, in place of loss.backward()."
+                f"step() was called and {self.backward_call} was not since the last step. Call "
+                "both in each step inside the record, in place of loss.backward()."
             )
+        if not self._has_stepped:
+            raise ConfigError(
+                "step() was called before optimizer.step(), which decides whether the step is "
+                "skipped. Call record.step() after it, with the optimizer that the record has."
+            )
+        self._has_stepped = False
         self._step += 1
         self.recorder.add_step(self._reader.end_step(self._step, 1))
 
@@ -161,7 +194,3 @@ class LoopRecord:
 def torch_optimizer(optimizer: Any) -> Optimizer:
     """Return torch's optimizer inside a library's wrapper, which calls it `optimizer`."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _do_nothing() -> None:
-    """Stand for the end of a watch that was not begun."""

@@ -131,6 +131,7 @@ def test_a_folder_that_is_being_recorded_in_is_refused(lab):
         accelerator.backward(model(torch.ones(1, 4), torch.ones(1).long())["loss"])
         optimizer.step()
         first.step()
+        accelerator = Accelerator(cpu=True)
         with pytest.raises(ConfigError, match="another run is being recorded there"):
             record(start_step=1).__enter__()
 
@@ -140,10 +141,22 @@ def test_wrong_use_says_what_to_type(lab):
     with pytest.raises(ConfigError, match=r"takes what accelerator\.prepare returned"):
         PrecisionRecord(accelerator, model, torch.optim.SGD(model.parameters(), lr=1))
     with (
-        pytest.raises(ConfigError, match=r"without a accelerator.backward\(loss\)"),
+        pytest.raises(ConfigError, match=r"accelerator.backward\(loss\) was not since"),
         PrecisionRecord(accelerator, model, optimizer) as record,
     ):
         record.step()
+    with (
+        pytest.raises(ConfigError, match=r"called before optimizer.step\(\)"),
+        PrecisionRecord(accelerator, model, optimizer) as record,
+    ):
+        accelerator.backward(model(torch.ones(1, 4), torch.ones(1).long())["loss"])
+        record.step()
+    with (
+        pytest.raises(ConfigError, match="Record one optimizer"),
+        PrecisionRecord(accelerator, model, optimizer),
+        PrecisionRecord(accelerator, model, optimizer),
+    ):
+        pass
 
 
 def test_the_time_of_no_step_is_negative(lab):

@@ -288,7 +288,7 @@ def test_wrong_use_of_the_record_of_a_loop_says_what_to_type(lab):
     record = FabricRecord(fabric, model, optimizer)
     with pytest.raises(ConfigError, match="Type with FabricRecord"):
         record.step()
-    with pytest.raises(ConfigError, match=r"without a fabric.backward\(loss\)"), record:
+    with pytest.raises(ConfigError, match=r"fabric.backward\(loss\) was not since"), record:
         record.step()
     with pytest.raises(ConfigError, match="Make a new one for each training"), record:
         pass
