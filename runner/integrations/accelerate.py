@@ -1,5 +1,7 @@
 """Record a training loop with Accelerate.
 
+The record's own calls in a loop:
+
     from runner.integrations.accelerate import PrecisionRecord
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -236,10 +236,10 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
         lines = str(error).splitlines()
         reason = lines[1].strip() if len(lines) > 1 else str(error)
         remedy = _model_remedy(saved, node)
+        if any(map(is_converted, model.modules())):
+            remedy += " For packed weights take its own precision.ignore_modules, too."
         raise ConfigError(
-            f"checkpoint={saved.path} does not fit the model: {reason} "
-            f"{remedy} For packed weights take its own precision.ignore_modules, "
-            "too."
+            f"checkpoint={saved.path} does not fit the model: {reason} {remedy}"
         ) from error
 
 
@@ -273,6 +273,6 @@ def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
                 "mode=evaluate leave model= out."
             )
     return (
-        "Take the checkpoint's own model: leave model= out in mode=evaluate, give it with "
-        "init.weights."
+        "Take the checkpoint's own model: in mode=evaluate leave model= out, with init.weights "
+        "type its model=."
     )

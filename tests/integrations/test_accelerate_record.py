@@ -145,12 +145,10 @@ def test_wrong_use_says_what_to_type(lab):
         PrecisionRecord(accelerator, model, optimizer) as record,
     ):
         record.step()
-    with (
-        pytest.raises(ConfigError, match=r"called before optimizer.step\(\)"),
-        PrecisionRecord(accelerator, model, optimizer) as record,
-    ):
+    with PrecisionRecord(accelerator, model, optimizer) as record:
         accelerator.backward(model(torch.ones(1, 4), torch.ones(1).long())["loss"])
-        record.step()
+        with pytest.raises(ConfigError, match=r"called before optimizer.step\(\)"):
+            record.step()
     with (
         pytest.raises(ConfigError, match="Record one optimizer"),
         PrecisionRecord(accelerator, model, optimizer),
