@@ -82,7 +82,7 @@ def spoil(path, how, data):
     path.write_bytes(bytes(raw))
 
 
-@cases(60)
+@cases(25)
 @given(
     name=st.sampled_from(("sweep.json", "0/result.json")),
     data=st.data(),

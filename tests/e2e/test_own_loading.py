@@ -158,7 +158,7 @@ def test_an_evaluation_takes_the_collator_of_the_training(own_collate, main, tmp
         (
             [
                 "data.collate={_target_: transformers.DataCollatorWithPadding, tokenizer: "
-                "{_target_: transformers.AutoTokenizer.from_pretrained, _args_: [absent]}}"
+                "{_target_: transformers.AutoTokenizer.from_pretrained, _args_: [./absent]}}"
             ],
             ["data.collate.tokenizer: transformers.AutoTokenizer.from_pretrained fails: OSError"],
         ),
