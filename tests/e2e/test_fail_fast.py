@@ -33,8 +33,12 @@ def test_jobs_that_run_beside_the_failed_one_end_with_a_checkpoint(quick, main, 
     long = ("train.max_steps=1000000", "hydra.launcher.n_jobs=2")
     done = quick(*SWEEP, FAILS_SECOND, *long)
     assert done.rc == 1, done.stderr
-    assert [job["status"] for job in job_results(tmp_path)] == ["stopped", "failed"]
-    assert list(tmp_path.glob("outputs/sweeps/*/0/checkpoints/*.pt"))
+    stopped, failed = job_results(tmp_path)
+    assert (stopped["status"], failed["status"]) == ("stopped", "failed")
+    # On a busy machine it may be stopped before its first step.
+    (folder,) = tmp_path.glob("outputs/sweeps/*/0")
+    has_stepped = (folder / "metrics.jsonl").is_file()
+    assert any(folder.glob("checkpoints/*.pt")) == has_stepped
     manifest = json.loads(next(tmp_path.glob("outputs/sweeps/*/sweep.json")).read_text())
     assert (manifest["jobs"], manifest["finished"]) == (3, False)
     assert "sweep.fail_fast=true" in manifest["command"]

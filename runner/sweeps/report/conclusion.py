@@ -287,9 +287,9 @@ def _unjudged_reason(ended: Sequence[Comparison]) -> str:
     single = [group.name for group in groups if group.quality and group.quality.n == 1]
     if not single:
         return "no spread over the seeds"
-    # Runs of other trainers have no overrides.
-    is_own = any(job.overrides for group in groups for job in group.jobs)
-    advice = "add seed=0,1,2" if is_own else "train each with several seeds"
+    # The seed of a training by another trainer may be unknown.
+    has_seeds = any(job.seed is not None for group in groups for job in group.jobs)
+    advice = "add seed=0,1,2" if has_seeds else "train each with several seeds"
     whose = "each" if len(single) == len(ended) else f"of {join_names(single)}"
     return f"one seed {whose}; {advice}"
 
