@@ -13,7 +13,7 @@ RECORDS = {
     "raw": "nothing",
     "raw, recording": "5 metrics in a list",
     "runner": "5 metrics in MLflow",
-    "runner, tracking=none": "5 metrics read, not kept",
+    "runner, tracking=none": "5 metrics in a file",
 }
 STEP_US, SPEED, START, MEMORY = 60.0, 0.98, 1.10, 1.02  # our targets
 Row = Mapping[str, Any]

@@ -15,6 +15,8 @@ from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision
 from runner.precision.keep_fp32 import Float32Island
+from runner.precision.weight_updates import UpdateRule
+from runner.precision.wide_step import attach_update
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.initial_weights import read_initial_weights
@@ -86,7 +88,8 @@ def _overview(
     model = built.model
     params = list(model.parameters())
     trainable = [p for p in params if p.requires_grad]
-    state = sum(_state_bytes(key, *pair, model) for key, pair in optimizers.items())
+    update = run.precision.update
+    state = sum(_state_bytes(key, *pair, model, update) for key, pair in optimizers.items())
     weights = stored_bytes(model)
     grads = tensor_bytes(*trainable)
     scale = run.precision.scale(torch.device("cpu")).value
@@ -152,7 +155,11 @@ def _dtypes(model: nn.Module) -> str:
 
 
 def _state_bytes(
-    key: str, node: Mapping[str, Any], params: list[nn.Parameter], model: nn.Module
+    key: str,
+    node: Mapping[str, Any],
+    params: list[nn.Parameter],
+    model: nn.Module,
+    update: UpdateRule,
 ) -> int:
     """Return the bytes of optimizer state after the first step.
 
@@ -166,13 +173,14 @@ def _state_bytes(
     optimizer = build_optimizer(key, node, list(twins.values()), wide_twins)
     # LBFGS needs a loss, which tensors without values cannot give.
     if _takes_closure(optimizer):
-        return _probed_bytes(key, node, params)
+        return _probed_bytes(key, node, params, update)
+    attach_update(optimizer, update)
     for twin in twins.values():
         twin.grad = torch.empty_like(twin)
     try:
         optimizer.step()
     except (NotImplementedError, RuntimeError):  # it reads values, which meta tensors lack
-        return _probed_bytes(key, node, params)
+        return _probed_bytes(key, node, params, update)
     tensors = [
         value
         for values in optimizer.state.values()
@@ -182,7 +190,9 @@ def _state_bytes(
     return tensor_bytes(*tensors)
 
 
-def _probed_bytes(key: str, node: Mapping[str, Any], params: list[nn.Parameter]) -> int:
+def _probed_bytes(
+    key: str, node: Mapping[str, Any], params: list[nn.Parameter], update: UpdateRule
+) -> int:
     """Estimate the bytes of optimizer state from one real step on a small tensor of each dtype.
 
     The state of 64 elements gives the bytes that an element of a parameter needs.
@@ -191,6 +201,7 @@ def _probed_bytes(key: str, node: Mapping[str, Any], params: list[nn.Parameter])
     for dtype in {p.dtype for p in params}:
         probe = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
         optimizer = build_optimizer(key, node, [probe])
+        attach_update(optimizer, update)
         probe.grad = torch.ones_like(probe)
         closure = (lambda p=probe: p.sum()) if _takes_closure(optimizer) else None
         optimizer.step(closure)  # type: ignore[arg-type]

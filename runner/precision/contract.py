@@ -22,6 +22,7 @@ from runner.precision.emulation.formats import FORMATS
 from runner.precision.keep_fp32 import make_islands
 from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.renamed_members import alias_members, other_name
+from runner.precision.weight_updates import UpdateRule
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
 
@@ -193,6 +194,7 @@ class Precision(ABC):
         layout: name of the format of a converted model's state dict; empty where the state dict
             can be loaded into a model that was never converted.
         freezes: converted weights do not train.
+        update: how a step is added to weights of 16 bits, see runner.precision.weight_updates.
         unshardable_reason: reason why its weights cannot be sharded among processes; empty where
             they can.
         emulated: its arithmetic is emulated, so that speed and memory mean nothing.
@@ -209,6 +211,7 @@ class Precision(ABC):
     autocast_loss: bool = False
     layout: str = ""
     freezes: bool = False
+    update: UpdateRule = "nearest"
     emulated: bool = False
     unshardable_reason: str = ""
     no_recompute_reason: str = ""
@@ -330,6 +333,17 @@ class Precision(ABC):
         return hasattr(self, "ignore_modules")
 
     @property
+    def loses_updates(self) -> bool:
+        """Return whether updates are rounded away that are small beside their weight."""
+        return self.storage.itemsize == 2 and self.update == "nearest"
+
+    @property
+    def update_remedy(self) -> str:
+        """Return what to type for updates that are rounded away; empty where the key is unknown."""
+        # A class without the key has the default of this one.
+        return "precision.update=kahan, which keeps them, " if "update" in vars(self) else ""
+
+    @property
     def formats(self) -> tuple[ComputeFormat, ...]:
         """Return the formats under 32 bits that it computes in, the narrowest first."""
         name = dtype_name(self.compute)
@@ -340,7 +354,7 @@ class Precision(ABC):
         if self.scale(CPU_DEVICE).value is None:
             kinds.append("gradients")
         # An update is rounded to the format where the weight that it is added to is stored in it.
-        if self.storage == self.compute:
+        if self.storage == self.compute and self.update == "nearest":
             kinds.append("updates")
         return (ComputeFormat(name, tuple(kinds)),)
 

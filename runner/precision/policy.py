@@ -27,6 +27,7 @@ from runner.precision.policy_checks import (
     resolve_device,
 )
 from runner.precision.scaled_gradients import ScaledGradients
+from runner.precision.wide_step import attach_update
 from runner.utils.errors import ConfigError, PolicyError
 from runner.utils.tensors import dtype_name
 
@@ -124,6 +125,8 @@ class Policy:
             if not isinstance(optimizer, Optimizer):
                 raise PolicyError(f"A torch.optim.Optimizer is needed, not {kind_of(optimizer)}.")
             check_parameters(optimizer, model, self.device)
+            if optimizer not in self._checked:
+                attach_update(optimizer, self.precision.update, seed=torch.initial_seed())
         self.precision.check_optimizers(optimizers)
         self._checked.update(optimizers)
 

@@ -32,6 +32,7 @@ from runner.precision.options import (
     float32_matmul,
     switch_problems,
 )
+from runner.precision.weight_updates import UpdateRule, check_update
 from runner.utils.errors import ConfigError, Unavailable
 
 WEIGHT_DTYPES = ("bfloat16", "float16")
@@ -63,6 +64,7 @@ class TransformerEnginePrecision(Precision):
         autocast_loss: compute the loss in the weights' dtype too, else in float32.
         update_in_eval: an evaluation may move the scales of delayed scaling.
         reduced_precision_reduction: products on CUDA may add their parts in half precision.
+        update: how a step is added to the weights, see runner.precision.weight_updates.
 
     Raises:
         ConfigError: a value that is not allowed, or a key that the recipe does not have.
@@ -80,6 +82,7 @@ class TransformerEnginePrecision(Precision):
         autocast_loss: bool = False,
         update_in_eval: bool = False,
         reduced_precision_reduction: bool = False,
+        update: UpdateRule = "nearest",
     ) -> None:
         problems = te_recipes.name_problems(name, recipe)
         if not problems:
@@ -99,6 +102,8 @@ class TransformerEnginePrecision(Precision):
         self.keep_fp32 = keep_fp32
         self.autocast_loss = autocast_loss
         self.storage = self.compute = DTYPES[weights]
+        check_update(name, update, self.storage)
+        self.update = update
         self.recipe = dict(recipe)
         self.kind = te_recipes.KINDS[recipe["kind"]]
         self.fuse = fuse

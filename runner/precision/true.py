@@ -28,6 +28,7 @@ from runner.precision.options import (
     require_cpu,
     require_tf32,
 )
+from runner.precision.weight_updates import UpdateRule, check_update
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import is_tpu
 
@@ -53,6 +54,7 @@ class TruePrecision(Precision):
             nothing.
         reduced_precision_reduction: half-precision products on CUDA may add their parts in half
             precision.
+        update: how a step is added to weights of 16 bits, see runner.precision.weight_updates.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -68,6 +70,7 @@ class TruePrecision(Precision):
         cpu_float16: KernelChoice = "auto",
         emulate: bool = False,
         reduced_precision_reduction: bool = False,
+        update: UpdateRule = "nearest",
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(
@@ -80,6 +83,8 @@ class TruePrecision(Precision):
         self.keep_fp32 = keep_fp32
         self.autocast_loss = autocast_loss
         self.storage = self.compute = DTYPES[dtype]
+        check_update(name, update, self.storage)
+        self.update = update
         self.emulated = emulate
         self._kernels = ""
         if emulate and not self._is_tf32 and self.storage.itemsize > 2:

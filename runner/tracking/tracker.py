@@ -23,6 +23,10 @@ MetricRecord = tuple[int, int, Mapping[str, float]]
 NOTE_TAG = "mlflow.note.content"
 """The tag whose text MLflow shows as a run's or an experiment's description."""
 
+# Made once: json.dumps makes an encoder for each call. default=float takes what is not a plain
+# number but converts to one (numpy.float32).
+_encode = json.JSONEncoder(separators=(",", ":"), default=float).encode
+
 
 @dataclass(frozen=True)
 class RunInfo:
@@ -168,11 +172,10 @@ class NoTracker(Tracker):
     def log_metrics(self, records: Iterable[MetricRecord]) -> None:
         if self._file is None:
             return
-        # default=float takes what is not a plain number but converts to one (numpy.float32).
         lines = []
         for step, time_ms, values in records:
             record = {"kind": "metrics", "step": step, "time": time_ms, "values": values}
-            lines.append(json.dumps(record, default=float))
+            lines.append(_encode(record))
         if lines:
             with suppress(OSError):
                 self._file.write("\n".join(lines) + "\n")

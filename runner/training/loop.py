@@ -145,7 +145,7 @@ def _steps(  # noqa: PLR0913 - those of fit, and its buffer
         is_last = step >= last or perf_counter() >= deadline or should_finish()
         evaluates = is_last or is_evaluation_step(train, loader, step)
         counter = None
-        if evaluates and state.precision.storage.itemsize == 2:
+        if evaluates and state.precision.loses_updates:
             counter = Stagnation(state)
         with step_context(step):
             blocks.add(train_step(state, micros, sizes))

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from runner.checkpoint import sharded_tensors
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, shards_folder
 from runner.config.schema import RunSpec
+from runner.precision.wide_step import drop_foreign_state
 from runner.training.optimizers import optimizer_nodes
 from runner.training.schedules import (
     RUN_LENGTH_KEYWORDS,
@@ -136,8 +137,9 @@ def _load_optimizer(
         keep_hyperparameters: the groups keep this run's values, which a new schedule will change.
 
     Returns:
-        A sentence for each pair of dtypes that state was cast between.
+        A sentence for each pair of dtypes that state was cast between, and for what was dropped.
     """
+    saved, dropped = drop_foreign_state(optimizer, saved)
     groups = []
     for fresh, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         if keep_hyperparameters:
@@ -166,10 +168,15 @@ def _load_optimizer(
             dtype = p.dtype if is_cast else value.dtype
             if loaded[key].dtype != dtype:
                 loaded[key] = value.clone().to(loaded[key].device, dtype)
-    return [
+    notes = [
         f"the optimizer's state is cast from {dtype_name(old)} to {dtype_name(new)}"
         for old, new in casts
     ]
+    for key in sorted(dropped):
+        notes.append(
+            f"the checkpoint's {key.replace('_', ' ')}s are dropped: precision.update has changed"
+        )
+    return notes
 
 
 def _load_schedule(

@@ -13,6 +13,7 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group, instantiate, locate, without_runner_keys
 from runner.distributed.strategy import is_sharded
 from runner.precision.contract import Precision
+from runner.precision.wide_step import attach_update
 from runner.training.parameter_groups import (
     divide_parameters,
     entry_options,
@@ -180,6 +181,7 @@ def build_scheduled_optimizers(
     for key, node, params in parameters_by_optimizer(spec.optimizer, model, named):
         groups = divide_parameters(key, node, model, params)
         optimizers[key] = _build_checked(key, node, groups, embeddings, sparse)
+        attach_update(optimizers[key], precision.update, seed=spec.seed)
     precision.check_optimizers([*optimizers.values()])
     # LBFGS evaluates the loss several times in one step: neither clipping nor a second optimizer
     # has a place in that.

@@ -38,11 +38,14 @@ RECIPE = (
 )
 
 
+UPDATES = ("master_weights", "remainders", "kahan", "stochastic_rounding")
+
 JOBS = {name: [f"precision={name}", "train.clip_norm=1"] for name in PRECISIONS} | {
     "accumulated": ["train.accumulate=3", "train.batch_size=10"],
     "uneven": ["debug.overfit=67", "train.batch_size=33", "train.eval_every=null"],
     "spike": SPIKE,
     "recipe": RECIPE,
+    **{name: ["precision=bf16-true", f"precision.update={name}"] for name in UPDATES},
     "ema": ["train.ema=0.5", "precision=bf16-mixed", "train.eval_every=2"],
 }
 IN_FOUR = ("64-true", "uneven")
@@ -125,6 +128,16 @@ def test_fsdp_reduces_once_per_step(two):
     """Not once per micro-batch: six steps of one, and of three."""
     for name in ("fsdp-64-true", "fsdp-accumulated"):
         assert two[name].text("reductions-0.txt") == "6"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("update", UPDATES)
+def test_processes_agree_on_updated_weights(alone, two, strategy, update):
+    one, many = alone[f"single-{update}"], two[f"{strategy}-{update}"]
+    for key in ("train/loss", "val/loss"):
+        close(one.values(key), many.values(key), **PRECISIONS["bf16-true"])
+        assert many.values(key) == many.values(key, rank=1)
+    assert {t.dtype for t in many.weights().values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -80,7 +80,7 @@ class Rehearsal:
             state.model.train()
             with tracker.gradients_of(state.trainable_parameters), tracker:
                 # An evaluation's step compares half-precision weights before and after it.
-                watch = Stagnation(state) if precision.storage.itemsize == 2 else None
+                watch = Stagnation(state) if precision.loses_updates else None
                 state.set_update_hook(tracker.begin_update)
                 train_step(state, batches[:2])  # further micro-batches hold what the second does
                 if watch is not None:

@@ -168,8 +168,8 @@ class Guard(Callback):
                 "stagnant",
                 f"{share:.0%} of the parameter elements with a gradient did not move at "
                 f"step {record.step}: the update is under half a unit in the last place of "
-                f"precision={self.precision.name}. Type a larger optimizer.lr, or a -mixed "
-                "precision.",
+                f"precision={self.precision.name}. Type {self.precision.update_remedy}a larger "
+                "optimizer.lr, or a -mixed precision.",
             )
 
     def state_dict(self) -> dict[str, Any]:

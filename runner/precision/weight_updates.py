@@ -1,0 +1,269 @@
+"""Keep what a weight of 16 bits cannot hold of its updates.
+
+An update below half a unit in the last place of a bfloat16 weight (2**-9 of its value) is rounded
+away. Each rule here computes the optimizer's step in float32 and keeps what is left in its own way:
+
+| rule | beside 2 bytes a weight | the weights that the optimizer steps |
+| --- | --- | --- |
+| nearest | nothing | the stored ones; what is left is lost |
+| master_weights | 4 bytes, float32 | the float32 copy |
+| remainders | 2 bytes, integer | stored weight and remainder: the same float32 numbers |
+| kahan | 2 bytes, in the weight's dtype | stored weight plus compensation, 16 bits of mantissa |
+| stochastic_rounding | nothing | the stored ones; rounded up or down by chance, right on average |
+
+Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740 (master weights); Zamirai et
+al., Revisiting BFloat16 Training, arXiv:2010.06192 (Kahan summation, stochastic rounding). The
+remainders are those of NVIDIA's fused Adam in TransformerEngine.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from runner.utils.errors import ConfigError
+from runner.utils.tensors import dtype_name
+
+UpdateRule = Literal["nearest", "master_weights", "remainders", "kahan", "stochastic_rounding"]
+UPDATE_RULES: tuple[str, ...] = get_args(UpdateRule)
+
+_LOW_BITS = 16
+_HALF_UNIT = 1 << (_LOW_BITS - 1)
+
+
+class WeightStore(ABC):
+    """How weights of 16 bits become float32 for a step, and are stored after it.
+
+    All methods take lists of equal length, an item for each parameter; of a sharded parameter they
+    get this process's shard.
+
+    Attributes:
+        name: of the rule.
+        state_key: of what is kept beside a weight, in the optimizer's state; empty for nothing.
+        keeps_wide_state: the optimizer's state is in float32; else in the weights' dtype.
+    """
+
+    name: ClassVar[str]
+    state_key: ClassVar[str] = ""
+    keeps_wide_state: ClassVar[bool] = False
+
+    def new_state(self, weight: Tensor) -> Tensor | None:
+        """Return what is kept beside a weight before its first step; None for nothing."""
+        return None
+
+    @abstractmethod
+    def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+        """Return the weights in float32, as tensors that the step may change."""
+
+    @abstractmethod
+    def store(
+        self,
+        weights: list[Tensor],
+        kept: list[Tensor],
+        wide: list[Tensor],
+        generator: torch.Generator | None,
+    ) -> None:
+        """Write stepped weights into the stored ones, and what is left into what is kept.
+
+        Args:
+            weights: the stored ones; changed in place.
+            kept: changed in place.
+            wide: float32, after the step.
+            generator: for rules that draw; on the weights' device.
+        """
+
+
+@final
+class Nearest(WeightStore):
+    """What is left is lost, as where the optimizer steps 16-bit weights by itself."""
+
+    name = "nearest"
+
+    def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+        return _to_float32(weights)
+
+    def store(
+        self,
+        weights: list[Tensor],
+        kept: list[Tensor],
+        wide: list[Tensor],
+        generator: torch.Generator | None,
+    ) -> None:
+        torch._foreach_copy_(weights, wide)
+
+
+@final
+class MasterWeights(WeightStore):
+    """The optimizer trains a float32 copy, and the stored weights are its rounding."""
+
+    name = "master_weights"
+    state_key = "master_weight"
+    keeps_wide_state = True
+
+    def new_state(self, weight: Tensor) -> Tensor:
+        return weight.float()
+
+    def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+        return [*kept]
+
+    def store(
+        self,
+        weights: list[Tensor],
+        kept: list[Tensor],
+        wide: list[Tensor],
+        generator: torch.Generator | None,
+    ) -> None:
+        torch._foreach_copy_(weights, wide)
+
+
+@final
+class Remainders(WeightStore):
+    """A bfloat16 weight and 16 bits that make it the float32 weight again, bit by bit.
+
+    bfloat16 is the upper half of float32, so the difference of the two bit patterns fits in 16
+    bits. A tie is rounded away from zero: rounded to even, two float32 numbers would have the same
+    pair of weight and remainder.
+    """
+
+    name = "remainders"
+    state_key = "weight_remainder"
+    keeps_wide_state = True
+
+    def new_state(self, weight: Tensor) -> Tensor:
+        return torch.zeros_like(weight, dtype=torch.int16)
+
+    def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+        wide = []
+        for weight, remainder in zip(weights, kept, strict=True):
+            bits = weight.view(torch.int16).to(torch.int32)
+            bits.bitwise_left_shift_(_LOW_BITS).add_(remainder)
+            wide.append(bits.view(torch.float32))
+        return wide
+
+    def store(
+        self,
+        weights: list[Tensor],
+        kept: list[Tensor],
+        wide: list[Tensor],
+        generator: torch.Generator | None,
+    ) -> None:
+        for weight, remainder, value in zip(weights, kept, wide, strict=True):
+            bits = value.view(torch.int32)
+            upper = (bits + _HALF_UNIT).bitwise_right_shift_(_LOW_BITS)
+            # Both fit: an int16 takes the lower half of an int32.
+            weight.view(torch.int16).copy_(upper)
+            remainder.copy_(bits - upper.bitwise_left_shift_(_LOW_BITS))
+
+
+@final
+class Kahan(WeightStore):
+    """What the rounding of a weight lost is kept in the weight's dtype, and added the next time."""
+
+    name = "kahan"
+    state_key = "compensation"
+
+    def new_state(self, weight: Tensor) -> Tensor:
+        return torch.zeros_like(weight)
+
+    def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+        wide = _to_float32(weights)
+        torch._foreach_add_(wide, kept)
+        return wide
+
+    def store(
+        self,
+        weights: list[Tensor],
+        kept: list[Tensor],
+        wide: list[Tensor],
+        generator: torch.Generator | None,
+    ) -> None:
+        torch._foreach_copy_(weights, wide)
+        left = torch._foreach_sub(wide, weights)
+        torch._foreach_copy_(kept, left)
+
+
+@final
+class StochasticRounding(WeightStore):
+    """A weight is rounded up with a probability that is the share of the gap that it has passed."""
+
+    name = "stochastic_rounding"
+
+    def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+        return _to_float32(weights)
+
+    def store(
+        self,
+        weights: list[Tensor],
+        kept: list[Tensor],
+        wide: list[Tensor],
+        generator: torch.Generator | None,
+    ) -> None:
+        for weight, value in zip(weights, wide, strict=True):
+            weight.copy_(round_stochastically(value, weight.dtype, generator))
+
+
+STORES: dict[str, type[WeightStore]] = {
+    store.name: store for store in (Nearest, MasterWeights, Remainders, Kahan, StochasticRounding)
+}
+
+
+def round_stochastically(
+    values: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return float32 values in bfloat16 or float16, each rounded to one of its two neighbours.
+
+    The probability of the upper one is the share of the gap between the two that the value has
+    passed, so that the mean of many roundings is the value. Values that the dtype holds, infinities
+    and NaN stay as they are.
+    """
+    if dtype is torch.bfloat16:
+        # Uniform bits added below the kept ones carry into these as often as they should.
+        noise = torch.empty_like(values, dtype=torch.int32)
+        noise.random_(0, 1 << _LOW_BITS, generator=generator)
+        bits = (values.view(torch.int32) + noise).bitwise_and_(-(1 << _LOW_BITS))
+        rounded = bits.view(torch.float32).to(dtype)
+        return torch.where(values.isfinite(), rounded, values.to(dtype))
+    nearest = values.to(dtype)
+    rest = values - nearest
+    # The neighbour on the side of the value: the next magnitude outwards or inwards. Of 0 it is the
+    # smallest number of the value's sign.
+    bits = nearest.view(torch.int16)
+    outwards = (nearest == 0) | (rest.signbit() == nearest.signbit())
+    other = (bits + torch.where(outwards, 1, -1).to(torch.int16)).view(dtype)
+    other = other.abs().copysign(torch.where(nearest == 0, rest, nearest.float()).to(dtype))
+    share = rest.abs() / (other.float() - nearest.float()).abs()
+    drawn = torch.rand(values.shape, generator=generator, device=values.device)
+    is_other = (drawn < share) & values.isfinite() & other.isfinite()
+    return torch.where(is_other, other, nearest)
+
+
+def check_update(name: str, rule: str, storage: torch.dtype) -> None:
+    """Raise ConfigError where a precision cannot have an update rule.
+
+    Args:
+        name: of the precision.
+        rule: value of precision.update.
+        storage: dtype of the precision's weights.
+    """
+    key = f"precision.update={rule}"
+    if rule not in UPDATE_RULES:
+        raise ConfigError(f"{key} is not known. Allowed: {', '.join(UPDATE_RULES)}.")
+    if rule == Nearest.name:
+        return
+    if storage.itemsize != 2:
+        raise ConfigError(
+            f"{key}: precision={name} stores weights in {dtype_name(storage)}, whose updates need "
+            "no cure. Leave it out, or type precision=bf16-true."
+        )
+    if rule == Remainders.name and storage is not torch.bfloat16:
+        raise ConfigError(
+            f"{key}: precision={name} stores weights in {dtype_name(storage)}, which is not the "
+            "upper half of float32. Type precision.update=master_weights."
+        )
+
+
+def _to_float32(weights: list[Tensor]) -> list[Tensor]:
+    wide = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+    torch._foreach_copy_(wide, weights)
+    return wide

@@ -1,0 +1,336 @@
+"""Let an optimizer of any class compute its steps in float32 over weights of 16 bits.
+
+During a step the optimizer's groups hold float32 tensors in place of the parameters; after it they
+hold the parameters again. So every class works as it is: it never sees 16-bit weights, and outside
+of its step nobody sees the float32 ones. Some weights are stepped at a time where the optimizer's
+class allows it, so that there is never a float32 copy of the whole model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner.distributed.strategy import is_sharded
+from runner.precision.weight_updates import STORES, Nearest, StochasticRounding, WeightStore
+from runner.utils.errors import ConfigError
+
+CHUNK_ELEMENTS = 2**22
+"""Weights that are stepped at a time; float32 copies of them and their gradients take 32 MiB."""
+
+ROUNDED_STEPS = "rounded_steps"
+"""Key of an optimizer's first group: the steps whose rounding was drawn, for the next one's seed.
+"""
+
+KEPT_KEYS = frozenset(store.state_key for store in STORES.values() if store.state_key)
+"""Keys of an optimizer's state that belong to an update rule, not to the optimizer."""
+
+
+def attach_update(
+    optimizer: Optimizer,
+    rule: str,
+    state_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> None:
+    """Have an optimizer step as an update rule says, from now on.
+
+    Args:
+        optimizer: its `step` is replaced, in this object only.
+        rule: one of runner.precision.weight_updates.UPDATE_RULES.
+        state_dtype: of the optimizer's state between steps, of elementwise tensors alone; None for
+            the rule's own: float32 where it keeps float32 weights, else the weights' dtype.
+        seed: of stochastic rounding.
+
+    Raises:
+        ConfigError: the optimizer evaluates the loss itself, or keeps parameters where the step
+            cannot replace them.
+    """
+    if rule == Nearest.name and state_dtype is None:
+        return
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"precision.update={rule}: {name} evaluates the loss within its step, at weights that "
+            "are not stored. Type optimizer=adamw, or precision.update=nearest."
+        )
+    held = _attribute_with_parameters(optimizer)
+    if held:
+        raise ConfigError(
+            f"precision.update={rule}: {name} keeps parameters in its attribute {held}, where a "
+            "step cannot replace them. Have it read self.param_groups, or type "
+            "precision.update=nearest."
+        )
+    _WideStep(optimizer, STORES[rule](), state_dtype, seed).attach()
+
+
+def drop_foreign_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[Any, set[str]]:
+    """Return a saved state without what update rules other than the optimizer's kept in it.
+
+    Returns:
+        The state, and the keys that were dropped.
+    """
+    foreign = KEPT_KEYS - {getattr(optimizer, "kept_key", "")}
+    dropped = {key for values in saved["state"].values() for key in values if key in foreign}
+    if not dropped:
+        return saved, dropped
+    state = {}
+    for index, values in saved["state"].items():
+        own = {key: value for key, value in values.items() if key not in dropped}
+        # An optimizer takes a state that is not empty for one that it has made.
+        if own:
+            state[index] = own
+    return {**saved, "state": state}, dropped
+
+
+def _attribute_with_parameters(optimizer: Optimizer) -> str:
+    """Return the name of an attribute that holds parameters besides those of torch's own; empty
+    for none."""
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state", "defaults"):
+            continue
+        parts = value.values() if isinstance(value, dict) else value
+        if isinstance(parts, list | tuple) and any(id(part) in ids for part in parts):
+            return name
+    return ""
+
+
+class _Widened(NamedTuple):
+    """The 16-bit parameters of a chunk that have gradients, and what stands for them in a step.
+
+    Attributes:
+        params: the optimizer's own.
+        kept: what the rule keeps beside each; sharded as the parameter is.
+        shards: this process's part of `params`, `kept` and of the float32 weights.
+        stand_ins: float32, with gradients in float32.
+    """
+
+    params: list[Tensor]
+    kept: list[Tensor]
+    shards: tuple[list[Tensor], list[Tensor], list[Tensor]]
+    stand_ins: list[Tensor]
+
+
+_StateTensors = dict[tuple[int, str], Tensor]
+"""Tensors of an optimizer's state by the id of their parameter and their key."""
+
+
+class _WideStep:
+    """The step of one optimizer under an update rule; see attach_update for the arguments."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: WeightStore,
+        state_dtype: torch.dtype | None,
+        seed: int,
+    ) -> None:
+        self.optimizer = optimizer
+        self.store = store
+        self.state_dtype = state_dtype
+        self.seed = seed
+        self._loaded: dict[str, Any] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def attach(self) -> None:
+        """Replace the optimizer's step."""
+        # Schedules of torch wrap the step again, and take it for a bound method.
+        own_step = type(self.optimizer).step
+
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self._step(own_step, closure)
+
+        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
+        self.optimizer.wide_state = self._has_wide_state  # type: ignore[attr-defined]
+        self.optimizer.kept_key = self.store.state_key  # type: ignore[attr-defined]
+        self.optimizer.register_load_state_dict_pre_hook(self._note_loaded)
+        self.optimizer.register_load_state_dict_post_hook(self._restore_dtypes)
+
+    @property
+    def _has_wide_state(self) -> bool:
+        if getattr(self.optimizer, "wide_state", False):
+            return True
+        if self.state_dtype is not None:
+            return self.state_dtype is torch.float32
+        return self.store.keeps_wide_state
+
+    def _step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._seed_generators()
+        groups = self.optimizer.param_groups
+        every = [[*group["params"]] for group in groups]
+        try:
+            for chunk in self._chunks(every):
+                with self._widened([p for part in chunk for p in part]) as stand_ins:
+                    for group, part in zip(groups, chunk, strict=True):
+                        group["params"][:] = [stand_ins.get(p, p) for p in part]
+                    own_step(self.optimizer)
+        finally:
+            for group, part in zip(groups, every, strict=True):
+                group["params"][:] = part
+        return loss
+
+    def _seed_generators(self) -> None:
+        """Seed the draws of this step: a resumed run draws what an uninterrupted one does, and
+        processes that hold the same weights round them alike."""
+        if not isinstance(self.store, StochasticRounding):
+            return
+        group = self.optimizer.param_groups[0]
+        group[ROUNDED_STEPS] = count = group.get(ROUNDED_STEPS, 0) + 1
+        for parameters in self.optimizer.param_groups:
+            for p in parameters["params"]:
+                # Tensors without values, as in a plan of memory, draw nothing.
+                if p.device.type != "meta" and p.device not in self._generators:
+                    self._generators[p.device] = torch.Generator(p.device)
+        for generator in self._generators.values():
+            generator.manual_seed((self.seed * 1_000_003 + count) % 2**63)
+
+    def _chunks(self, every: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+        """Yield the parameters of each group that are stepped together."""
+        # A class of one's own may count its steps, or compare parameters: it gets them all at once.
+        if not type(self.optimizer).__module__.startswith("torch.optim."):
+            yield every
+            return
+        chunk: list[list[Tensor]] = [[] for _ in every]
+        elements = 0
+        for part, params in zip(chunk, every, strict=True):
+            for p in params:
+                if elements and elements + p.numel() > CHUNK_ELEMENTS:
+                    yield [[*members] for members in chunk]
+                    for members in chunk:
+                        members.clear()
+                    elements = 0
+                part.append(p)
+                elements += p.numel()
+        yield chunk
+
+    @contextmanager
+    def _widened(self, params: Sequence[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+        """Return the context around the step of some parameters; yield what stands for each."""
+        state = self.optimizer.state
+        with torch.no_grad():
+            widened = self._widen([p for p in params if _is_narrow(p) and p.grad is not None])
+            pairs = dict(zip(widened.params, widened.stand_ins, strict=True))
+            narrow_state = self._widen_state([p for p in params if p.grad is not None])
+        for p, stand_in in pairs.items():
+            if p in state:
+                state[stand_in] = state.pop(p)
+        try:
+            yield pairs
+            with torch.no_grad():
+                weights, kept, wide = widened.shards
+                if weights:
+                    generator = self._generators.get(weights[0].device)
+                    self.store.store(weights, kept, wide, generator)
+        finally:
+            for p, stand_in in pairs.items():
+                if stand_in in state:
+                    state[p] = state.pop(stand_in)
+            for p, value in zip(widened.params, widened.kept, strict=False):
+                state[p][self.store.state_key] = value
+            with torch.no_grad():
+                self._narrow_state(params, narrow_state)
+
+    def _widen(self, params: list[Tensor]) -> _Widened:
+        key = self.store.state_key
+        kept: list[Tensor] = []
+        if key:
+            for p in params:
+                # An optimizer takes a state that is not empty for one that it has made.
+                value = self.optimizer.state[p].pop(key, None)
+                if value is None:
+                    value = self.store.new_state(p.detach())
+                assert value is not None
+                kept.append(value)
+        weights = [_local(p) for p in params]
+        kept_shards = [_local(value) for value in kept]
+        wide = self.store.widen(weights, kept_shards) if params else []
+        stand_ins = []
+        for p, value in zip(params, wide, strict=True):
+            stand_in = _shard_like(value, p)
+            assert p.grad is not None
+            stand_in.grad = p.grad.float()
+            stand_ins.append(stand_in)
+        return _Widened(params, kept, (weights, kept_shards, wide), stand_ins)
+
+    def _widen_state(self, params: Sequence[Tensor]) -> _StateTensors:
+        """Replace narrow state by float32; return the narrow tensors, to be written again."""
+        narrow: _StateTensors = {}
+        for p in params:
+            values = self.optimizer.state.get(p, {})
+            for key, value in values.items():
+                if _is_elementwise(key, value, p) and _is_narrow(value):
+                    narrow[id(p), key] = value
+                    values[key] = value.float()
+        return narrow
+
+    def _narrow_state(self, params: Sequence[Tensor], narrow: _StateTensors) -> None:
+        """Round state to the dtype that it has between steps, in the memory that it had before."""
+        for p in params:
+            values = self.optimizer.state.get(p, {})
+            dtype = self._dtype_of_state(p)
+            for key, value in values.items():
+                if not _is_elementwise(key, value, p) or value.dtype is dtype:
+                    continue
+                before = narrow.get((id(p), key))
+                if before is not None and before.dtype is dtype:
+                    values[key] = before.copy_(value)
+                else:
+                    values[key] = value.to(dtype)
+
+    def _dtype_of_state(self, p: Tensor) -> torch.dtype:
+        if self.state_dtype is not None:
+            return self.state_dtype
+        return p.dtype if _is_narrow(p) and not self.store.keeps_wide_state else torch.float32
+
+    def _note_loaded(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def _restore_dtypes(self, optimizer: Optimizer) -> None:
+        """Undo torch's cast of all loaded state to the dtype of its parameter."""
+        saved, self._loaded = self._loaded["state"], {}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, values in saved.items():
+            p = params[index]
+            for key, value in values.items():
+                if key not in optimizer.state[p] or not isinstance(value, Tensor):
+                    continue
+                if optimizer.state[p][key].dtype is not value.dtype:
+                    device = optimizer.state[p][key].device
+                    optimizer.state[p][key] = value.detach().clone().to(device)
+
+
+def _is_narrow(value: Tensor) -> bool:
+    return value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _is_elementwise(key: str, value: Any, p: Tensor) -> bool:
+    """Return whether a value of the state is an optimizer's own number for each weight."""
+    if key in KEPT_KEYS or key == "step" or not isinstance(value, Tensor):
+        return False
+    has_dtype = value.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return has_dtype and value.shape == p.shape
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return a tensor without autograd; of a sharded one this process's shard, in its memory."""
+    detached = tensor.detach()
+    return detached.to_local() if is_sharded(detached) else detached
+
+
+def _shard_like(value: Tensor, p: Tensor) -> Tensor:
+    """Return a shard as a tensor that is sharded as a parameter is; of a plain one, the value."""
+    if not is_sharded(p):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
