@@ -19,6 +19,10 @@ OWN = (
     "optimizer=adamw",
 )
 KINDS = ("ddp", "fsdp")
+UPDATES = {
+    "ddp": ("precision=bf16-true", "precision.update=stochastic_rounding"),
+    "fsdp": ("precision=bf16-true", "precision.update=remainders"),
+}
 
 
 def typed(strategy, model, steps, *more):
@@ -40,23 +44,27 @@ def runs(run_in_processes, tmp_path_factory):
         for model in ("Drops", "Stays"):
             jobs[f"{kind}-{model}-whole"] = typed(kind, model, 12)
             jobs[f"{kind}-{model}-cut"] = typed(kind, model, 5)
+        jobs[f"{kind}-Updates-whole"] = typed(kind, "Drops", 12, *UPDATES[kind])
+        jobs[f"{kind}-Updates-cut"] = typed(kind, "Drops", 5, *UPDATES[kind])
     found = run_in_processes(2, jobs, folder)
     for kind in KINDS:
         for processes in (1, 4):
             shutil.copytree(folder / f"{kind}-Stays-cut", folder / f"{kind}-Stays-{processes}")
 
     def on(processes, **chosen):
-        rest = {
-            f"rest-{name}": typed(kind, model, 12, f"checkpoint.resume={folder / name}")
-            for name, (kind, model) in chosen.items()
-        }
+        rest = {}
+        for name, (kind, model) in chosen.items():
+            more = UPDATES[kind] if "Updates" in name else ()
+            resumed = f"checkpoint.resume={folder / name}"
+            rest[f"rest-{name}"] = typed(kind, model, 12, resumed, *more)
         if processes == 2:
             saved = f"checkpoint.path={folder / 'ddp-Stays-whole'}"
             rest["evaluated"] = ["strategy=ddp", "mode=evaluate", saved]
         run_in_processes(processes, rest, folder)
         found.update({name: Outcome(folder / name) for name in chosen})
 
-    on(2, **{f"{kind}-Drops-cut": (kind, "Drops") for kind in KINDS})
+    cut = {f"{kind}-Drops-cut": (kind, "Drops") for kind in KINDS}
+    on(2, **cut, **{f"{kind}-Updates-cut": (kind, "Drops") for kind in KINDS})
     on(4, **{f"{kind}-Stays-4": (kind, "Stays") for kind in KINDS})
     on(1, **{f"{kind}-Stays-1": ("single", "Stays") for kind in KINDS})
     found["evaluated"] = Outcome(folder / "evaluated")
@@ -72,9 +80,10 @@ def test_processes_share_an_evaluation(runs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_ends_as_an_uninterrupted_one(runs, kind):
+@pytest.mark.parametrize("job", ["Drops", "Updates"])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(runs, kind, job):
     """Bit by bit, including the random numbers of each process."""
-    whole, cut = runs[f"{kind}-Drops-whole"], runs[f"{kind}-Drops-cut"]
+    whole, cut = runs[f"{kind}-{job}-whole"], runs[f"{kind}-{job}-cut"]
     close(whole.weights(), cut.weights(), rtol=0, atol=0)
     close(whole.averages(), cut.averages(), rtol=0, atol=0)
     assert whole.values("val/loss")[12] == cut.values("val/loss")[12]
