@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from runner.modes.plan import _state_bytes
+from runner.precision.weight_updates import UPDATE_RULES
+from runner.precision.wide_step import attach_update
 from runner.training.optimizers import (
     build_optimizer,
     embedding_parameters,
@@ -122,25 +124,28 @@ def test_what_a_run_would_refuse_is_refused(main):
 @pytest.mark.parametrize("name", STATEFUL)
 def test_the_planned_optimizer_state_is_that_of_training(compose, name):
     node = compose(f"optimizer={name}").optimizer
-    for dtype in (torch.float32, torch.bfloat16):
+    cases = [(torch.float32, "nearest"), *((torch.bfloat16, rule) for rule in UPDATE_RULES)]
+    for dtype, update in cases:
         model, held = Sizes(dtype), 0
         split = parameters_by_optimizer(node, model, dict(model.named_parameters()))
-        planned = sum(_state_bytes(*share, model) for share in split)
+        planned = sum(_state_bytes(*share, model, update) for share in split)
         for key, part, params in split:
             made = build_optimizer(key, part, params, embedding_parameters(model))
+            attach_update(made, update)
             for p in params:
                 p.grad = torch.ones_like(p)
             made.step()
             states = [v for values in made.state.values() for v in values.values()]
             held += tensor_bytes(*(v for v in states if isinstance(v, torch.Tensor)))
-        assert planned == pytest.approx(held, rel=1e-3), dtype
+        assert planned == pytest.approx(held, rel=1e-3), (dtype, update)
 
 
 @pytest.mark.parametrize(("least", "bits"), [(0, 8), (10**6, 32)])
 def test_it_follows_min_8bit_size(least, bits):
     model = nn.Linear(300, 300, bias=False)
     node = {"_target_": "runner.training.lowbit_optimizers.AdamW8bit", "min_8bit_size": least}
-    per_element = _state_bytes("optimizer", node, list(model.parameters()), model) / 90_000
+    planned = _state_bytes("optimizer", node, list(model.parameters()), model, "nearest")
+    per_element = planned / 90_000
     assert per_element == pytest.approx(2 * bits / 8, rel=0.04)  # scales and tables
 
 
@@ -152,4 +157,4 @@ def test_an_optimizer_that_reads_values_is_estimated_from_a_small_tensor(monkeyp
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     model = nn.Linear(30, 30)
     node = {"_target_": "torch.optim.SGD", "lr": 0.1}
-    assert _state_bytes("optimizer", node, list(model.parameters()), model) == 4 * 930
+    assert _state_bytes("optimizer", node, list(model.parameters()), model, "nearest") == 4 * 930
