@@ -109,13 +109,18 @@ def is_dataset_error(error: BaseException) -> bool:
     return bool(_DATASET_RAISED.search(str(error)))
 
 
+def is_process_death(error: BaseException) -> bool:
+    """Return whether torch reports by an error that a loading process died."""
+    return bool(_PROCESS_DIED.search(str(error)))
+
+
 def worker_failure(error: BaseException) -> str | None:
     """Return why a loading process failed; None where the error is not a loading process's."""
     text = str(error)
     if is_dataset_error(error):
         # The last line of the process's traceback: the error's type and message.
         return text.strip().splitlines()[-1].rstrip(".")
-    if _PROCESS_DIED.search(text):
+    if is_process_death(error):
         return text.partition(". ")[0].rstrip(".")
     if isinstance(error, OSError | EOFError) and _raised_while_fetching(error):
         return _sigchld_failure() or f"it died ({type(error).__name__})"

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
 from runner.data.stream_loader import BatchLoader, StreamLoader
-from runner.data.workers import PREFETCH, is_dataset_error, worker_failure
+from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, worker_failure
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
 from runner.modes import gradient_errors
@@ -76,24 +76,49 @@ def explain_training_errors(
     except RunnerError:
         raise  # its message says already what to change
     except Exception as error:
-        run.signals.check()  # an interrupt reaches the processes that load data, too
-        if gradient_errors.is_loss_independent_of_weights(error):
-            reason = _no_gradient_reason(state, next(iter(loaders[1].values())))
-            raise ConfigError(f"{reason} {run.save_traceback()}") from error
-        if _ONE_VALUE in str(error):
-            advice = _larger_batch(run, loaders[0])
-        else:
-            advice = precision_advice(error, state.plain_model, run.precision)
-        if advice:
-            # In the first step the settings do not fit (exit status 2); after steps that were
-            # trained, the same error ends a run that had begun (exit status 1).
-            kind = ConfigError if state.step <= start_step + 1 else ModelError
-            reason = _failing_step(run, state, error)
-            raise kind(f"{reason} {advice} {run.save_traceback()}") from error
-        explanation = _explain_data_error(run, state, loaders, error)
-        if explanation is None:
-            raise
-        raise DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
+        try:
+            _raise_explained(run, state, loaders, error, start_step)
+        except RuntimeError as later:
+            # torch reports a dead loading process wherever the main thread is, here as well.
+            if later is error or not is_process_death(later):
+                raise
+            _raise_explained(run, state, loaders, later, start_step)
+
+
+def _raise_explained(
+    run: RunContext,
+    state: TrainState,
+    loaders: tuple[BatchLoader, Mapping[str, BatchLoader]],
+    error: Exception,
+    start_step: int,
+) -> NoReturn:
+    """Raise what explains an error of the training loop, or the error itself.
+
+    Args:
+        run: the run.
+        state: its model is trained or evaluated.
+        loaders: see explain_training_errors.
+        error: what was raised.
+        start_step: optimizer steps before the loop began.
+    """
+    run.signals.check()  # an interrupt reaches the processes that load data, too
+    if gradient_errors.is_loss_independent_of_weights(error):
+        reason = _no_gradient_reason(state, next(iter(loaders[1].values())))
+        raise ConfigError(f"{reason} {run.save_traceback()}") from error
+    if _ONE_VALUE in str(error):
+        advice = _larger_batch(run, loaders[0])
+    else:
+        advice = precision_advice(error, state.plain_model, run.precision)
+    if advice:
+        # In the first step the settings do not fit (exit status 2); after steps that were
+        # trained, the same error ends a run that had begun (exit status 1).
+        kind = ConfigError if state.step <= start_step + 1 else ModelError
+        reason = _failing_step(run, state, error)
+        raise kind(f"{reason} {advice} {run.save_traceback()}") from error
+    explanation = _explain_data_error(run, state, loaders, error)
+    if explanation is None:
+        raise error
+    raise DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
 
 
 def _larger_batch(run: RunContext, loader: BatchLoader) -> str:

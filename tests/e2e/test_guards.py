@@ -13,6 +13,7 @@ from run_folders import only_run
 from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step
 from runner.diagnostics import saved_batch
+from runner.modes import training_errors
 from runner.modes.rewind import rewind_to_step, saved_run_spec
 from runner.training.state_dict import checkpoint_state_dict
 
@@ -393,6 +394,19 @@ def check_worker_death(done, faults, *parts):
 def test_a_process_that_dies_while_training_is_reported_with_its_samples(faults, cli, fault):
     done = cli(*OWN, f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1")
     check_worker_death(done, faults, "DataLoader worker (pid")
+
+
+@forks
+def test_a_death_that_torch_reports_late_is_explained(faulty, monkeypatch):
+    explain = training_errors.precision_advice
+
+    def interrupted(*args):
+        monkeypatch.setattr(training_errors, "precision_advice", explain)
+        raise RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(training_errors, "precision_advice", interrupted)
+    done = faulty("model.crash='a bug of my own'", "train.num_workers=1")
+    check_stopped(done, "DataLoader worker (pid 17) is killed by signal", "train.num_workers=0")
 
 
 @forks
