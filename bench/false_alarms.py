@@ -68,7 +68,7 @@ def count_trained(comparisons: int, paired: bool) -> Counter[str]:
         else:
             other = [validation_loss(seed + 10**6) for seed in seeds]
         gaps = [a - b for a, b in zip(other, base, strict=True)]
-        counts[non_inferiority_test(gaps, baseline_spread(base), 1.0, JUDGED).verdict] += 1
+        counts[non_inferiority_test(gaps, baseline_spread(base), JUDGED).verdict] += 1
     return counts
 
 
@@ -78,7 +78,7 @@ def count_simulated(effect: float, noise: float, count: int) -> Counter[str]:
     for _ in range(count):
         base = [draw.gauss(0, 1) for _ in range(SEEDS)]
         gaps = [draw.gauss(effect, noise) for _ in range(SEEDS)]
-        counts[non_inferiority_test(gaps, baseline_spread(base), 1.0, JUDGED).verdict] += 1
+        counts[non_inferiority_test(gaps, baseline_spread(base), JUDGED).verdict] += 1
     return counts
 
 

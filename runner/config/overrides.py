@@ -61,13 +61,15 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
 
 
 def _mark_precision_key(text: str) -> str:
-    """Mark a key that only some precisions of a sweep or of mode=advise have as a new one."""
+    """Mark a key that only some precisions of a sweep, mode=advise or mode=gate have as new."""
     return f"++{text}" if text.startswith(_PRECISION) else text
 
 
 def _advise_words(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return the words that make mode=advise a sweep of our sweeper; empty for other commands."""
-    advises = [text for text in overrides if text.startswith("mode=")][-1:] == ["mode=advise"]
+    """Return the words that make mode=advise or mode=gate a sweep of our sweeper; empty for other
+    commands."""
+    modes = [text for text in overrides if text.startswith("mode=")]
+    advises = modes[-1:] in (["mode=advise"], ["mode=gate"])
     if not advises or any(flag.partition("=")[0] in _QUERY_FLAGS for flag in flags):
         return []
     if any(text.startswith(("hydra/sweeper=", "sweep=")) for text in overrides):

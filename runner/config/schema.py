@@ -11,7 +11,9 @@ from typing import Any
 
 from runner.config.weight_specs import CheckpointSpec, InitSpec
 
-RUN_MODES = ("train", "evaluate", "plan", "replay", "advise")
+RUN_MODES = ("train", "evaluate", "plan", "replay", "advise", "gate")
+ADVISE_MODES = ("advise", "gate")
+"""Modes that choose their own jobs."""
 GUARD_ACTIONS = ("stop", "warn", "ignore")
 AUTO = "auto"
 """Value of checkpoint.resume and train.data_on_device that leaves the choice to the run."""
@@ -24,8 +26,8 @@ MIN_BUDGET_SECONDS = 10
 PRUNERS = ("median",)
 """Values of sweep.prune."""
 ADVISE_USAGE_MESSAGE = (
-    "mode=advise chooses its own jobs. Type mode=advise on the command line, without sweep= and "
-    "without another hydra/sweeper."
+    "mode=advise and mode=gate choose their own jobs. Type mode=advise or mode=gate on the command "
+    "line, without sweep= and without another hydra/sweeper."
 )
 MAX_FORECAST_BATCH_SIZE = 2**16
 """Largest batch size that mode=plan tries."""
@@ -200,25 +202,34 @@ class NumericsSpec:
 
 @dataclass(frozen=True)
 class AdviseSpec:
-    """Question and budget of mode=advise.
+    """Question and budget of mode=advise and mode=gate.
 
     Attributes:
         budget: time for the whole command, as 90s, 5m or 1h.
         objective: time, memory or quality: what the recommended precision is best in, among the
             precisions whose quality cannot be distinguished from float32's.
-        tolerance: accepted increase of the loss over float32's, in standard deviations of float32's
-            loss between seeds.
+        baseline: what the precisions are compared with: a precision, or the folder or MLflow id of
+            a run or a sweep, whose precision it is and whose seeds are not trained again.
+        max_gap: accepted increase of the loss over the baseline's, in the unit of the loss, as in
+            0.01; null accepts what advise.tolerance says.
+        tolerance: accepted increase of the loss over the baseline's, in standard deviations of the
+            baseline's loss between seeds; ignored if advise.max_gap is set.
         seeds: number of seeds that each precision is trained with, the same ones for all; 3 or
-            more.
+            more; mode=gate trains fewer where they decide.
         steps: optimizer steps of each trial; null takes a round number that the budget allows.
+        update_rules: try the rules of precision.update if a precision with weights of 16 bits
+            fails, the one of the fewest bytes first.
         islands: search for the modules to keep in float32 if a precision fails.
     """
 
     budget: str = "5m"
     objective: str = "time"
+    baseline: str = "32-true"
+    max_gap: float | None = None
     tolerance: float = 1.0
     seeds: int = 5
     steps: int | None = None
+    update_rules: bool = True
     islands: bool = True
 
     @property
@@ -241,6 +252,8 @@ class AdviseSpec:
         if self.objective not in OBJECTIVES:
             allowed = ", ".join(OBJECTIVES)
             yield f"advise.objective={self.objective} is not known. Allowed: {allowed}."
+        if self.max_gap is not None and not self.max_gap >= 0:
+            yield f"advise.max_gap={self.max_gap} is negative. Allowed: 0 and up, or null."
         if not self.tolerance >= 0:
             yield f"advise.tolerance={self.tolerance} is negative. Allowed: 0 and up."
         # A t-interval over two seeds is too wide for any verdict.
@@ -265,7 +278,7 @@ class RunSpec:
     """All settings of one run. A group (precision, model, ...) holds a `_target_` and its keywords.
 
     Attributes:
-        mode: what the command does: train, evaluate, plan, replay or advise.
+        mode: what the command does: train, evaluate, plan, replay, advise or gate.
         seed: seed of Python's, NumPy's and torch's generators and of the order of training data.
         deterministic: stop at operations whose result can differ between runs.
         batch: saved batch (a .json file in the guard folder of a run) that debug=replay runs.

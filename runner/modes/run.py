@@ -15,7 +15,7 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint, rename_supersede
 from runner.config.invocation import Invocation
 from runner.config.loading_targets import loading_problems
 from runner.config.resolve import flatten
-from runner.config.schema import ADVISE_USAGE_MESSAGE, RunSpec
+from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE, RunSpec
 from runner.config.targets import build_group, check_targets
 from runner.data.task_target import build_task, task_problems
 from runner.diagnostics import saved_batch
@@ -136,7 +136,7 @@ def _checked_spec(
     Raises:
         ConfigError: with every problem of the config.
     """
-    if spec.mode == "advise":
+    if spec.mode in ADVISE_MODES:
         raise ConfigError(ADVISE_USAGE_MESSAGE)
     evaluated = None
     # All problems are collected, so that one message names every one of them.

@@ -39,10 +39,15 @@ def write_config(folder: Path, spec: RunSpec, sign: bool = True) -> Path:
     Returns:
         The path of the config.
     """
-    text = OmegaConf.to_yaml(OmegaConf.create(redacted_dict(spec)))
+    text = config_text(spec)
     signed = signature.sign(CONFIG, text) if sign else ""
     write_json(folder / SIGNATURE, {"config": signed})
     return write_text(folder / CONFIG, text)
+
+
+def config_text(spec: RunSpec) -> str:
+    """Return a resolved config as YAML, without its secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(redacted_dict(spec)))
 
 
 def signed_config(folder: Path) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
 from runner.config.precision_keys import omitted_key_messages, omitted_key_pairs
-from runner.config.schema import ADVISE_USAGE_MESSAGE, PRUNERS
+from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE, PRUNERS
 from runner.sweeps.manifest import Manifest
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
@@ -144,7 +144,7 @@ def _prepare(config: DictConfig) -> None:
     sweeper = str(config.hydra.sweeper.get("_target_"))
     _check_fail_fast(config)
     _check_prune(config)
-    if (sweeper == ADVISE) != (config.mode == "advise"):
+    if (sweeper == ADVISE) != (config.mode in ADVISE_MODES):
         raise ConfigError(ADVISE_USAGE_MESSAGE)
     if sweeper == ADVISE:
         from runner.sweeps.advisor.sweeper import prepare_sweeper
@@ -165,10 +165,10 @@ def _check_fail_fast(config: DictConfig) -> None:
         raise ConfigError(f"sweep.fail_fast={fail_fast}: type true or false.")
     if not fail_fast:
         return
-    if config.mode == "advise":
+    if config.mode in ADVISE_MODES:
         raise ConfigError(
-            "sweep.fail_fast=true: in mode=advise a precision that fails is an answer. Leave it "
-            "out."
+            f"sweep.fail_fast=true: in mode={config.mode} a precision that fails is an answer. "
+            "Leave it out."
         )
     if config.hydra.launcher.get("_target_") not in (ISOLATED, _BASIC):
         choice = config.hydra.runtime.choices.get("hydra/launcher")

@@ -26,6 +26,7 @@ from runner.sweeps.report import advice_page
 from runner.sweeps.report.columns import sweep_table
 from runner.sweeps.report.compare import compare_with_baselines
 from runner.sweeps.report.conclusion import conclusion_text
+from runner.sweeps.report.gate import gate_verdict
 from runner.sweeps.report.jobs import SweepData
 from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts
 from runner.sweeps.report.number_text import join_names
@@ -39,6 +40,7 @@ from runner.utils.console import plain_console
 from runner.utils.errors import RunnerError
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import now_ms
+from runner.utils.layout import VERDICT
 from runner.utils.secrets import redact, redact_override
 from runner.utils.terminal import print_error, quote_command, sanitize
 
@@ -159,7 +161,7 @@ class Sweep:
 
         Returns:
             0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
-            what some need; `status` itself after a stop.
+            what some need; the exit status of a gate; `status` itself after a stop.
         """
         is_stopped = status > 128 or bool(self._early_end)
         data = load_from_folder(self.folder, is_stopped)
@@ -188,6 +190,9 @@ class Sweep:
             return status
         if failed or self._is_rejected():
             return 1
+        gate = gate_verdict(data.advice) if data.advice else None
+        if gate is not None:
+            return gate.exit_status
         return 2 if is_unavailable else 0
 
     def _is_rejected(self) -> bool:
@@ -255,6 +260,9 @@ class Sweep:
         if path:
             console.print(f"dashboard: {page_url(uri, path)}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
+        verdict = self.folder / VERDICT
+        if verdict.is_file():
+            console.print(f"verdict: {verdict}", soft_wrap=True)
         if not self.manifest.finished:
             command = resume_text(self.folder)
             console.print(f"Resume with: {command}", soft_wrap=True)

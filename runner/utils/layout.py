@@ -25,3 +25,7 @@ GUARD_FOLDER = "guard"
 
 MANIFEST = "sweep.json"
 ADVICE = "advise.json"
+VERDICT = "verdict.json"
+"""The answer of mode=gate."""
+EVENT_LOG = "events.mllog"
+"""Events of mode=gate, in the line format of MLPerf."""

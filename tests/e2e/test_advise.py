@@ -86,7 +86,7 @@ def test_the_report_is_rebuilt_from_the_store_alone(advised, inside, tmp_path, s
     ("words", "says"),
     [
         (["precision=32-true"], "compares precisions with 32-true"),
-        (["precision=bf16-mixed,nonsense"], "mode=advise does not know it"),
+        (["precision=bf16-mixed,nonsense"], "precision=nonsense is not known"),
         (["optimizer.lr=1e-3,1e-2"], "answers for one config"),
         (["advise.budget=soon"], "Type for example 90s, 5m or 1h"),
         (["advise.seeds=2"], "Allowed: 3 and up"),

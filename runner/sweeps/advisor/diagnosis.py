@@ -1,5 +1,8 @@
 """Say from float32's numbers what a narrower precision lacks, and in which modules."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
 from runner.diagnostics.numerics import Numerics
 from runner.precision.contract import Precision
 
@@ -11,6 +14,34 @@ _REASON_TEXTS = {
     "noise": "are rounding error",
     "swallowed": "are swallowed",
 }
+
+
+FLOAT32 = "32-true"
+"""The precision whose numbers explain the others, whatever the baseline is."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What float32's numbers say of the precisions that fail; empty if they are not known.
+
+    Attributes:
+        suspects: modules that each precision harms most, by dotted name, the worst first.
+        losing: precisions that round away updates of their weights.
+    """
+
+    suspects: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    losing: Sequence[str] = ()
+
+
+def swallows_updates(numbers: Numerics, precision: Precision) -> bool:
+    """Return whether a precision rounds away updates that float32's weights keep.
+
+    Args:
+        numbers: measured in a run with float32.
+        precision: narrower than float32.
+    """
+    stored = [name for name, kinds in precision.formats if "updates" in kinds]
+    return any(numbers.sensitivity(name, ("updates",)) != "none" for name in stored)
 
 
 def describe_shortage(numbers: Numerics, precision: Precision) -> str:

@@ -1,35 +1,45 @@
-"""Read a command with mode=advise: which precisions to try, and the overrides of each trial.
+"""Read a command with mode=advise or mode=gate: its precisions, and the overrides of its trials.
 
 Everything that cannot be compared is refused here, before the first trial.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.invocation import override_texts
 from runner.config.loading_targets import loading_problems
-from runner.config.overrides import PRECISION_ALIASES
 from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets
 from runner.data.task_target import task_problems
+from runner.modes.result import RunResult
 from runner.precision.contract import Precision
 from runner.precision.registry import (
-    PrecisionSupport,
     load_precision,
-    precision_config,
     precision_names,
     supported_precisions,
 )
-from runner.sweeps.report.compare import BASELINE
+from runner.sweeps.advisor.precision_choice import (
+    check_extras,
+    check_gate,
+    emulatable,
+    fitting_extras,
+    has_key,
+    missing_precisions,
+    read_baseline,
+    trainable_here,
+    typed_precisions,
+    with_baseline,
+)
+from runner.sweeps.advisor.recorded_baseline import RecordedBaseline
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError
 
@@ -51,12 +61,11 @@ _TRIAL_KEYS = (
     "numerics",
 )
 """Keys that a trial sets itself; the recommended command keeps the user's values."""
-_EMULATE = "precision.emulate"
 
 
 @dataclass(frozen=True)
 class AdviseRequest:
-    """The parts of a command with mode=advise.
+    """The parts of a command with mode=advise or mode=gate.
 
     Attributes:
         spec: resolved, with the baseline's precision or the one that was typed.
@@ -65,6 +74,7 @@ class AdviseRequest:
         seed_override: the override of the seed, if one was typed.
         command: words of a command that come before its overrides.
         precisions: to try, the baseline first.
+        recorded: the run or sweep that advise.baseline names; None for a precision.
         precision_overrides: further overrides of each precision.
         emulated_precisions: precisions that this machine emulates.
         missing_precisions: precisions that this machine lacks, with the reason.
@@ -83,6 +93,17 @@ class AdviseRequest:
     missing_precisions: Mapping[str, str]
     seed: int
     config_dir: Path | None = None
+    recorded: RecordedBaseline | None = None
+
+    @property
+    def baseline(self) -> str:
+        """Return the precision that others are compared with."""
+        return self.precisions[0]
+
+    @property
+    def is_gate(self) -> bool:
+        """Return whether the command asks about one precision."""
+        return self.spec.mode == "gate"
 
     @classmethod
     def from_config(cls, config: DictConfig) -> "AdviseRequest":
@@ -94,21 +115,27 @@ class AdviseRequest:
         """
         _check_launcher(config)
         overrides = _parse(override_texts(config.hydra.overrides.task))
-        _check_sweeps(overrides)
+        _check_sweeps(overrides, f"mode={config.mode}")
         extras = _precision_extras(overrides)
         spec = _baseline_spec(config, extras)
         device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
         config_dir = _config_dir(config)
-        typed = _typed_precisions(overrides, precision_names(config_dir))
+        typed = typed_precisions(overrides, precision_names(config_dir))
+        if spec.mode == "gate":
+            check_gate(typed)
         # Only those that were typed: to ask the others would import their libraries, for seconds.
         supported = supported_precisions(device, config_dir, typed)
-        emulatable = _emulatable(supported, extras, config_dir)
-        chosen = typed or [*_trainable_here(spec, emulatable, supported, config_dir)]
-        precisions = _with_baseline(chosen)
+        emulated = emulatable(supported, extras, config_dir)
+        chosen = typed or [*trainable_here(spec, emulated, supported, config_dir)]
+        baseline, recorded = read_baseline(spec, chosen, config_dir)
+        precisions = with_baseline(chosen, baseline, spec.mode)
         fitting = {}
         for name in precisions:
-            fitting[name] = [*_fitting_extras(name, extras, name in emulatable, config_dir)]
-        _check_extras(extras, fitting)
+            fitting[name] = [*fitting_extras(name, extras, name in emulated, config_dir)]
+        if spec.mode == "gate":
+            # They belong to the precision that is asked about.
+            fitting[baseline] = []
+        check_extras(extras, fitting)
         return cls(
             spec=spec,
             device=device,
@@ -117,11 +144,32 @@ class AdviseRequest:
             command=_command_words(config),
             precisions=precisions,
             precision_overrides=fitting,
-            emulated_precisions=[name for name in precisions if name in emulatable],
-            missing_precisions={} if typed else _missing_precisions(supported, chosen),
+            emulated_precisions=[name for name in precisions if name in emulated],
+            missing_precisions={} if typed else missing_precisions(supported, chosen),
             seed=spec.seed,
             config_dir=config_dir,
+            recorded=recorded,
         )
+
+    def trial_seeds(self, count: int) -> list[int]:
+        """Return the first seeds of trials: those of a recorded baseline, then further ones."""
+        recorded = self.recorded.results if self.recorded else ()
+        seeds = sorted(result.seed for result in recorded if result.seed is not None)
+        following = max(seeds, default=self.seed - 1) + 1
+        return [*seeds, *range(following, following + count)][:count]
+
+    def recorded_result(self, precision: str, seed: int) -> RunResult | None:
+        """Return the recorded result of a trial, None for one that has to run."""
+        if self.recorded is None or precision != self.recorded.precision:
+            return None
+        return next((one for one in self.recorded.results if one.seed == seed), None)
+
+    def takes_update_rule(self, name: str) -> bool:
+        """Return whether a precision loses updates and has the key update, which was not typed."""
+        precision = self.load_precision(name)
+        is_typed = any("precision.update=" in word for word in self.precision_overrides[name])
+        has_update = has_key(name, "update", self.config_dir)
+        return precision.loses_updates and has_update and not is_typed
 
     def load_precision(self, name: str) -> Precision:
         """Return one of the precisions, built-in or the user's, as its yaml says."""
@@ -160,13 +208,14 @@ def _check_launcher(config: DictConfig) -> None:
     is_plugin = "hydra_plugins." in launcher.replace(ISOLATED, "")
     if launcher == REMOTE or is_plugin or hydra.launcher.get("n_jobs", 1) != 1:
         raise ConfigError(
-            "mode=advise times its trials on this machine, one after another. Leave launcher= and "
-            "hydra.launcher.n_jobs= out; on a cluster, start the command in a job of its own."
+            f"mode={config.mode} times its trials on this machine, one after another. Leave "
+            "launcher= and hydra.launcher.n_jobs= out; on a cluster, start the command in a job of "
+            "its own."
         )
     # Trials are found again by the numbers of their folders.
     if str(OmegaConf.to_container(hydra.sweep)["subdir"]) != "${hydra.job.num}":  # type: ignore[index]
         raise ConfigError(
-            "mode=advise names its jobs' folders itself. Leave hydra.sweep.subdir= out."
+            f"mode={config.mode} names its jobs' folders itself. Leave hydra.sweep.subdir= out."
         )
 
 
@@ -224,145 +273,12 @@ def _precision_extras(overrides: Sequence[Override]) -> dict[str, Override]:
     return {key: o for key, o in by_key.items() if key.startswith("precision.")}
 
 
-def _typed_precisions(overrides: Sequence[Override], known: Sequence[str]) -> list[str] | None:
-    """Return the names after `precision=`, None where it was not typed.
-
-    Raises:
-        ConfigError: one of them is not the name of a precision.
-    """
-    override = next((o for o in overrides if o.get_key_element() == "precision"), None)
-    if override is None:
-        return None
-    lists = (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP)
-    values = [override.value()]
-    if override.is_sweep_override():
-        if override.value_type not in lists:
-            raise ConfigError(f"{override.input_line}: name the precisions, one after another.")
-        values = [*override.sweep_string_iterator()]
-    # The strings of a sweep keep the quotes that were typed.
-    plain = [str(value).strip("'\"") for value in values]
-    # Each precision once: an alias and its name may both have been typed.
-    names = list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in plain))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(
-            f"precision={unknown[0]}: mode=advise does not know it. Allowed: {', '.join(known)}."
-        )
-    return names
-
-
-def _with_baseline(names: Sequence[str]) -> list[str]:
-    """Return precisions with the baseline first.
-
-    Raises:
-        ConfigError: there is none to compare with the baseline.
-    """
-    precisions = [BASELINE, *(name for name in names if name != BASELINE)]
-    if len(precisions) == 1:
-        raise ConfigError(
-            f"mode=advise compares precisions with {BASELINE}, and was given no other. Leave "
-            "precision= out to try all that this machine has, or name some: "
-            "precision=bf16-mixed,16-mixed."
-        )
-    return precisions
-
-
-def _check_sweeps(overrides: Sequence[Override]) -> None:
+def _check_sweeps(overrides: Sequence[Override], mode: str) -> None:
     """Refuse several values of any key but precision."""
     swept = [o for o in overrides if o.is_sweep_override() and o.get_key_element() != "precision"]
     if swept:
         key = swept[0].get_key_element()
         raise ConfigError(
-            f"mode=advise answers for one config, and {swept[0].input_line} names several. Type "
+            f"{mode} answers for one config, and {swept[0].input_line} names several. Type "
             f"one value of {key}; advise.seeds=5 repeats trials with other seeds."
         )
-
-
-def _check_extras(extras: Mapping[str, Override], fitting: Mapping[str, Sequence[str]]) -> None:
-    """Refuse keys under precision that no precision takes."""
-    used = {word.partition("=")[0] for words in fitting.values() for word in words}
-    # Checked before other keys: precisions have it, and it is unused as long as none is emulated.
-    if _EMULATE in {*extras} - used:
-        raise ConfigError(
-            "precision.emulate=true: this machine lacks none of "
-            f"{', '.join(fitting)} that could be emulated. Leave it out."
-        )
-    unused = [key for key in extras if key not in used]
-    if unused:
-        raise ConfigError(
-            f"{unused[0]}: none of {', '.join(fitting)} has such a key. Leave it out, or name the "
-            "precisions that it is for."
-        )
-
-
-def _emulatable(
-    supported: Sequence[PrecisionSupport],
-    extras: dict[str, Override],
-    config_dir: Path | None,
-) -> list[str]:
-    """Return precisions that this machine lacks and emulates, if precision.emulate=true was typed.
-
-    Args:
-        supported: what this machine has and lacks.
-        extras: overrides of keys under precision; precision.emulate=false, which is every
-            precision's default, is removed.
-
-    Raises:
-        ConfigError: precision.emulate is neither true nor false.
-    """
-    if _EMULATE not in extras:
-        return []
-    value = extras[_EMULATE].value()
-    if not isinstance(value, bool):
-        raise ConfigError(f"precision.emulate={value} is not known. Allowed: true, false.")
-    if not value:
-        del extras[_EMULATE]
-        return []
-    # A reason (`why`) stands only in the rows of precisions that this machine lacks.
-    lacking = [row.name for row in supported if row.why]
-    return [name for name in lacking if _has_key(name, "emulate", config_dir)]
-
-
-def _missing_precisions(
-    supported: Sequence[PrecisionSupport], chosen: Collection[str]
-) -> dict[str, str]:
-    """Return the precisions that this machine lacks, each with the reason."""
-    return {row.name: row.why for row in supported if row.why and row.name not in chosen}
-
-
-def _trainable_here(
-    spec: RunSpec,
-    emulated: Collection[str],
-    supported: Sequence[PrecisionSupport],
-    config_dir: Path | None,
-) -> Iterator[str]:
-    """Yield the precisions that this device has or emulates, and that are worth a trial."""
-    has_adapter = bool(spec.adapter.get("_target_"))
-    for row in supported:
-        if not row.runs and row.name not in emulated:
-            continue
-        precision = load_precision(row.name, config_dir)
-        # Frozen 4-bit and 8-bit weights train nothing without an adapter.
-        trains_nothing = precision.freezes and not has_adapter
-        # float64 costs time and memory, and can only win on quality.
-        is_float64 = precision.storage is torch.float64
-        cannot_win = is_float64 and spec.advise.objective != "quality"
-        if not (trains_nothing or cannot_win):
-            yield row.name
-
-
-def _has_key(name: str, key: str, config_dir: Path | None) -> bool:
-    """Return whether a precision's config has a key."""
-    return key in precision_config(name, config_dir)
-
-
-def _fitting_extras(
-    name: str, extras: Mapping[str, Override], is_emulated: bool, config_dir: Path | None
-) -> Iterator[str]:
-    """Yield the overrides of keys that a precision has; what runs here is not emulated."""
-    for key, override in extras.items():
-        is_wanted = is_emulated or key != _EMULATE
-        if is_wanted and _has_key(name, key.split(".")[1], config_dir):
-            assert override.input_line is not None
-            # Once precision=<name> is chosen, the key exists: Hydra refuses `+` for it.
-            yield override.input_line.lstrip("+")

@@ -1,23 +1,37 @@
 """Schedule the trials of mode=advise within its budget.
 
-Measure float32's step time, run every precision for several seeds, then diagnose those that fail
-and search for modules to keep out of them; at last forecast the memory of the others.
+Measure the baseline's step time, run every precision for several seeds, then diagnose those that
+fail and search for remedies: a rule of precision.update, or modules to keep out of the precision.
+At last forecast the memory of the others. mode=gate takes the measurement alone, and rounds of its
+own.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 from runner.config.overrides import as_typed
 from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.numerics import read
 from runner.modes.result import RunResult
-from runner.sweeps.advisor.diagnosis import describe_shortage, suspect_modules
+from runner.sweeps.advisor.baseline_timing import (
+    JOB_OVERHEAD_SECONDS,
+    BaselineTiming,
+    measure_baseline,
+)
+from runner.sweeps.advisor.diagnosis import (
+    FLOAT32,
+    Diagnosis,
+    describe_shortage,
+    suspect_modules,
+    swallows_updates,
+)
 from runner.sweeps.advisor.fp32_search import Float32ModuleSearch
+from runner.sweeps.advisor.gate_rounds import GateRounds
+from runner.sweeps.advisor.remedy_trials import RemedyTrials
 from runner.sweeps.advisor.request import AdviseRequest
 from runner.sweeps.advisor.settings import (
     EMULATED_STEP_TIME_RATIO,
@@ -26,53 +40,30 @@ from runner.sweeps.advisor.settings import (
 )
 from runner.sweeps.advisor.system_load import other_programs_load
 from runner.sweeps.advisor.trials import Trials
-from runner.sweeps.report.compare import BASELINE
+from runner.sweeps.advisor.update_rule_search import search_update_rules
 from runner.sweeps.report.ranking import Advice, rank_precisions
 from runner.sweeps.report.statistics import MIN_SEEDS
-from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
-from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.errors import RunnerError
 from runner.utils.tensors import MIB
 
-BASELINE_BUDGET_SHARE = 0.05
-"""Share of the budget in which float32's step time is measured, for a second at least."""
 TRIALS_BUDGET_SHARE = 0.6
 """Share of the budget that the trials are planned for: precisions differ in speed, and those that
 fail take further trials."""
 EXPECTED_STEP_TIME_RATIO = 1.5
-"""Expected step time of a precision over float32's, before it is measured."""
+"""Expected step time of a precision over the baseline's, before it is measured."""
 MIN_TRIAL_STEPS = 20
 """Fewest optimizer steps of a trial, unless the whole run has fewer."""
 DIAGNOSIS_SNAPSHOTS = 4
 """Number of snapshots of float32's numbers in the trial that explains why a precision fails."""
 MIN_TIMED_SECONDS = 0.6
-"""Time of float32's steps in a trial from which on its speed is measured well."""
-JOB_OVERHEAD_SECONDS = 0.7
-"""Time of a job before and after its run: process, imports, the end of its record."""
+"""Time of the baseline's steps in a trial from which on its speed is measured well."""
 TIMEOUT_TIME_RATIO = 4.0
-"""Time limit of a trial over the time that float32 takes."""
+"""Time limit of a trial over the time that the baseline takes."""
 MAX_TIMEOUT_SLACK_SECONDS = 30.0
 """Longest time that is added to a trial's limit: a busy machine may stall for a while."""
 TIMEOUT_SLACK_BUDGET_SHARE = 0.1
 """Share of the budget that the added time is at most."""
-_UNREACHED_STEP = 10**9
-"""Step of an evaluation that never comes."""
-
-
-@dataclass(frozen=True)
-class BaselineTiming:
-    """Measured times of float32, of a step and of a job besides its steps, and what it records.
-
-    Attributes:
-        metric: that precisions are judged by.
-        direction: whichever of it is better.
-    """
-
-    step_seconds: float
-    overhead_seconds: float
-    planned_steps: int
-    metric: str = VAL_LOSS
-    direction: Literal["max", "min"] = "min"
 
 
 class TrialScheduler:
@@ -97,12 +88,16 @@ class TrialScheduler:
         """Run all trials.
 
         Raises:
-            ConfigError: float32 does not train, or measures no loss.
+            ConfigError: the baseline does not train, or measures no loss, or the one precision of
+                mode=gate does not train.
             SystemExit: a signal has stopped the sweep.
         """
         # A resumed command keeps the length of its finished trials, to compare further ones.
         if self._written is None:
-            self._set_budget(self._measure_baseline())
+            self._set_budget(measure_baseline(self.request, self.trials))
+        if self.request.is_gate:
+            GateRounds(self.request, self.trials, self.settings).run()
+            return
         self._run_rounds()
         self._diagnose_and_search()
         self._forecast_memory()
@@ -119,22 +114,29 @@ class TrialScheduler:
         settings.write(self.trials.folder)
 
     def _diagnose_and_search(self) -> None:
-        """Find what is wrong with the precisions that fail, and which modules to keep out."""
+        """Find what is wrong with the precisions that fail, and what heals them."""
         advice = self._advice()
         failing = [verdict.group.precision for verdict in advice.verdicts if verdict.is_failing]
-        # Nothing is recommended if not even float32 trains: then it explains no other precision.
+        # Nothing is recommended if not even the baseline trains.
         if not failing or advice.recommendation is None:
             return
-        suspects = self._diagnose(failing)
+        diagnosis = self._diagnose(failing)
+        # Without a spread of the baseline's loss between seeds there is no gap to accept by.
+        if len(advice.baseline_losses) < 2:
+            self.console.print("no time to search for what heals a precision that fails")
+            return
+        remedies = RemedyTrials(self.request, self.trials, self.settings)
+        if self.options.update_rules:
+            search_update_rules(remedies, diagnosis.losing)
         if self.options.islands:
-            Float32ModuleSearch(self.request, self.trials, self.settings).run(suspects)
+            Float32ModuleSearch(remedies).run(diagnosis.suspects)
 
     def _forecast_memory(self) -> None:
-        """Write the forecast memory of the precisions that train as well as float32."""
+        """Write the forecast memory of the precisions that train as well as the baseline."""
         forecasts = {}
         for verdict in self._advice().verdicts:
-            # The forecast knows no excluded modules; an emulated precision takes other memory here
-            # than on its hardware.
+            # The forecast knows no remedies; an emulated precision takes other memory here than on
+            # its hardware.
             is_forecastable = not (verdict.group.settings or verdict.is_emulated)
             if verdict.is_acceptable and is_forecastable:
                 name = verdict.group.precision
@@ -158,78 +160,46 @@ class TrialScheduler:
         largest = largest_fitting_batch(forecast, batch_size, usable)
         return memory_forecast(peak, largest or 0)
 
-    def _diagnose(self, failing: Sequence[str]) -> dict[str, list[str]]:
+    def _diagnose(self, failing: Sequence[str]) -> Diagnosis:
         """Train float32 once more with snapshots of its numbers, and write what they say.
 
         Args:
             failing: names of precisions.
-
-        Returns:
-            The modules that each precision harms most; nothing if the trial was not possible.
         """
         every = max(1, self.settings.steps // DIAGNOSIS_SNAPSHOTS)
         # Numbers are read by hooks, which need eager modules: a config with train.compile is
         # refused together with numerics.every.
-        length = self.settings.length_overrides(BASELINE)
+        length = self.settings.length_overrides(FLOAT32)
         words = [*length, f"numerics.every={every}", "train.compile=false"]
         if self.trials.remaining_seconds <= 0:
-            return {}
-        trial = self.request.trial_overrides(BASELINE, self.request.seed, *words)
+            return Diagnosis()
+        trial = self.request.trial_overrides(FLOAT32, self.request.seed, *words)
         result = self.trials.launch(trial)
         if result is None or result.status != "finished":
-            return {}
+            return Diagnosis()
         try:
             numbers = read(self.trials.folder / Path(result.folder).name)
         except RunnerError:
-            return {}
-        nothing = f"in every module {BASELINE}'s numbers fit its formats"
+            return Diagnosis()
+        nothing = f"in every module {FLOAT32}'s numbers fit its formats"
         findings: dict[str, str] = {}
         suspects: dict[str, list[str]] = {}
+        losing = []
         # A precision may fail both by itself and with a set of modules.
         for name in dict.fromkeys(failing):
             precision = self.request.load_precision(name)
             findings[name] = describe_shortage(numbers, precision) or nothing
             suspects[name] = suspect_modules(numbers, precision)
+            if swallows_updates(numbers, precision):
+                losing.append(name)
         self._write(replace(self.settings, found=findings))
-        return suspects
-
-    def _measure_baseline(self) -> BaselineTiming:
-        """Measure float32's times in a short job that is then deleted.
-
-        Raises:
-            ConfigError: float32 does not train, or measures no loss.
-        """
-        seconds = max(1.0, BASELINE_BUDGET_SHARE * self.trials.budget)
-        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_UNREACHED_STEP}"]
-        # No longer than a trial, or the whole run, takes.
-        limits = [n for n in (self.request.spec.train.max_steps, self.options.steps) if n]
-        if limits:
-            words.append(f"train.max_steps={min(limits)}")
-        self.console.print(f"{BASELINE} for {seconds:.0f} s at most, to measure its step time")
-        # The job is deleted below, and a store would keep its run.
-        trial = self.request.trial_overrides(BASELINE, self.request.seed, *words, is_tracked=False)
-        self.trials.record_shared_overrides(trial)
-        result = self.trials.launch(trial)
-        self.trials.delete_jobs()
-        if result is None or result.status != "finished" or not result.step_ms:
-            error = result.error if result else ""
-            raise ConfigError(error or f"{BASELINE} took no step: there is nothing to compare.")
-        is_named = self.request.spec.task.get("quality") is not None
-        metric = result.quality if is_named else VAL_LOSS
-        if metric not in result.metrics:
-            raise ConfigError(f"mode=advise judges by {metric}, which task= does not measure.")
-        step_seconds = result.step_ms / 1e3
-        # Besides its steps a run may compile, which the trials do as well.
-        other_seconds = max(0.0, result.seconds - result.steps * step_seconds)
-        overhead = other_seconds + JOB_OVERHEAD_SECONDS
-        direction = result.direction if is_named else "min"
-        return BaselineTiming(step_seconds, overhead, result.planned_steps, metric, direction)
+        return Diagnosis(suspects, losing)
 
     def _choose_steps(self, timing: BaselineTiming) -> int:
         """Return the number of optimizer steps of a trial that the budget allows."""
         emulated = len(self.request.emulated_precisions)
         others = len(self.request.precisions) - 1 - emulated
-        # A round of all precisions takes as long as this many trials of float32.
+        # A round of all precisions takes as long as this many trials of the baseline.
         round_cost = 1 + EXPECTED_STEP_TIME_RATIO * others + EMULATED_STEP_TIME_RATIO * emulated
         count = self.options.seeds * round_cost
         seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - timing.overhead_seconds
@@ -243,9 +213,13 @@ class TrialScheduler:
     def _set_budget(self, timing: BaselineTiming) -> None:
         """Set the length of the trials, and write the settings."""
         request = self.request
+        recorded = request.recorded
         options = self.options
         steps = min(timing.planned_steps, options.steps or self._choose_steps(timing))
-        float32_seconds = steps * timing.step_seconds
+        if recorded is not None:
+            # Losses after unequal numbers of steps could not be compared.
+            steps = recorded.steps
+        baseline_seconds = steps * timing.step_seconds
         slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
         self._written = AdviseSettings(
             objective=options.objective,
@@ -263,19 +237,24 @@ class TrialScheduler:
             busy=other_programs_load(request.device),
             metric=timing.metric,
             direction=timing.direction,
+            mode="gate" if request.is_gate else "advise",
+            baseline=request.baseline,
+            max_gap=options.max_gap,
+            recorded=[asdict(result) for result in recorded.results] if recorded else [],
+            recorded_in=recorded.name if recorded else "",
         )
         # Typed keys under precision follow from a trial's precision: no job is named after them.
         shared = {word for words in request.precision_overrides.values() for word in words}
-        length = self._written.length_overrides(BASELINE)
-        trial = request.trial_overrides(BASELINE, request.seed, *length)
+        length = self._written.length_overrides(request.baseline)
+        trial = request.trial_overrides(request.baseline, request.seed, *length)
         self.trials.record_shared_overrides([*trial, *sorted(shared)])
         self._write(self._written)
-        self._warn_of_small_budget(float32_seconds + timing.overhead_seconds)
+        self._warn_of_small_budget(baseline_seconds + timing.overhead_seconds)
         text = f"{steps} steps, {options.seeds} seeds, {len(request.precisions)} precisions"
         self.console.print(f"{text}: {', '.join(request.precisions)}")
 
     def _warn_of_small_budget(self, trial_seconds: float) -> None:
-        """Print a warning if the budget is too small for verdicts, by float32's step time."""
+        """Print a warning if the budget is too small for verdicts, by the baseline's step time."""
         seconds = MIN_SEEDS * trial_seconds * len(self.request.precisions)
         if seconds > self.trials.remaining_seconds:
             time = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
@@ -291,21 +270,21 @@ class TrialScheduler:
         running = list(self.request.precisions)
         seconds: dict[str, float] = {}
         has_diverged = False
-        for number in range(self.options.seeds):
+        for number, seed in enumerate(self.request.trial_seeds(self.options.seeds)):
             if number and self.trials.remaining_seconds < sum(seconds[name] for name in running):
                 self.console.print(f"the budget ends after {number} seeds")
                 return
             # Each round begins with another precision, so that none always runs first.
             turn = number % len(running)
-            results = self._run_round(running[turn:] + running[:turn], self.request.seed + number)
-            seconds = {r.precision: r.seconds + JOB_OVERHEAD_SECONDS for r in results}
+            results = self._run_round(running[turn:] + running[:turn], seed)
+            seconds = {r.precision: self._cost(r) for r in results}
             # What failed or was too slow with one seed is not tried with another.
             finished = self._finished(results)
             running = [name for name in running if name in finished]
             has_diverged |= any(r.outcome == "diverged" for r in results)
-            # Float32 alone needs further seeds only to judge a diverged precision once modules
-            # are kept out of it.
-            if BASELINE not in running or (len(running) == 1 and not has_diverged):
+            # The baseline alone needs further seeds only to judge a diverged precision with a
+            # remedy.
+            if self.request.baseline not in running or (len(running) == 1 and not has_diverged):
                 return
             running = self._affordable(running, results, seconds, MIN_SEEDS - number - 1)
 
@@ -313,6 +292,10 @@ class TrialScheduler:
         """Run a trial of each precision while the budget lasts, and return the results."""
         results: list[RunResult] = []
         for number, name in enumerate(order):
+            known = self.request.recorded_result(name, seed)
+            if known is not None:
+                results.append(known)
+                continue
             if number and self.trials.remaining_seconds <= 0:
                 self.console.print(f"the budget ends before {', '.join(order[number:])}")
                 break
@@ -321,6 +304,12 @@ class TrialScheduler:
             if result is not None:
                 results.append(result)
         return results
+
+    def _cost(self, result: RunResult) -> float:
+        """Return the seconds that another trial of a result's precision takes."""
+        if self.request.recorded is not None and result in self.request.recorded.results:
+            return 0.0
+        return result.seconds + JOB_OVERHEAD_SECONDS
 
     def _affordable(
         self,
@@ -339,17 +328,17 @@ class TrialScheduler:
             seconds: time of a trial by precision.
             rounds: rounds that a verdict still takes.
         """
-        baseline = next(r for r in results if r.precision == BASELINE)
+        baseline = next(r for r in results if r.precision == self.request.baseline)
         merits = {r.precision: self._merit(r, baseline) for r in results if r.precision in names}
-        others = [name for name in names if name != BASELINE]
+        others = [name for name in names if name != self.request.baseline]
         others.sort(key=lambda name: merits[name], reverse=True)
-        remaining = self.trials.remaining_seconds - rounds * seconds[BASELINE]
-        chosen = {BASELINE}
+        remaining = self.trials.remaining_seconds - rounds * seconds[self.request.baseline]
+        chosen = {self.request.baseline}
         for name in others:
             # Also for one that is dropped: a less promising precision does not take its place.
             remaining -= rounds * seconds[name]
             # One besides the baseline stays in any case, or there would be nothing to compare.
-            if rounds <= 0 or remaining >= 0 or chosen == {BASELINE}:
+            if rounds <= 0 or remaining >= 0 or chosen == {self.request.baseline}:
                 chosen.add(name)
         dropped = [name for name in others if name not in chosen]
         if dropped:

@@ -9,16 +9,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from runner.config.annotations import dataclass_fields_from_json
+from runner.modes.result import RunResult
+from runner.sweeps.report.compare import BASELINE
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.files import read_json, write_text
 from runner.utils.layout import ADVICE
 from runner.utils.secrets import redact_values
 
 EMULATED_STEP_TIME_RATIO = 5.0
-"""Expected step time of an emulated precision over float32's."""
+"""Expected step time of an emulated precision over the baseline's."""
 
 
 def memory_forecast(peak_mib: float, largest_batch: int) -> dict[str, float]:
@@ -33,13 +35,14 @@ def memory_forecast(peak_mib: float, largest_batch: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class AdviseSettings:
-    """Settings of a command with mode=advise, and what it measured besides its trials.
+    """Settings of a command with mode=advise or mode=gate, and what it measured besides its trials.
 
     The names of its fields are the keys of advise.json, which older reports hold as well.
 
     Attributes:
         objective: time, memory or quality.
-        tolerance: accepted loss above 32-true's, in standard deviations of that one between seeds.
+        tolerance: accepted loss above the baseline's, in standard deviations of that one between
+            seeds.
         steps: of each trial.
         seconds: time limit of a trial.
         seeds: number of trials of each precision.
@@ -53,6 +56,11 @@ class AdviseSettings:
         busy: share of the processors that other programs kept busy when the command began, 0 to 1.
         metric: that precisions are judged by: val/loss, or the one that task.quality names.
         direction: max where more of it is better, else min.
+        mode: advise or gate.
+        baseline: the precision that others are compared with.
+        max_gap: accepted loss above the baseline's, in its unit; None accepts what tolerance says.
+        recorded: results of the run or sweep that advise.baseline names, as their files hold them.
+        recorded_in: what advise.baseline names; empty for a precision.
     """
 
     objective: str
@@ -70,6 +78,24 @@ class AdviseSettings:
     busy: float = 0.0
     metric: str = VAL_LOSS
     direction: Literal["max", "min"] = "min"
+    mode: Literal["advise", "gate"] = "advise"
+    baseline: str = BASELINE
+    max_gap: float | None = None
+    recorded: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    recorded_in: str = ""
+
+    @property
+    def recorded_results(self) -> list[RunResult]:
+        """Return the results of the run or sweep that advise.baseline names."""
+        return [RunResult.from_json(values) for values in self.recorded]
+
+    def margin(self, spread: float) -> float:
+        """Return the accepted loss above the baseline's, in its unit.
+
+        Args:
+            spread: standard deviation of the baseline's loss between seeds; NaN if it is unknown.
+        """
+        return self.tolerance * spread if self.max_gap is None else self.max_gap
 
     def judged_loss(self, metrics: Mapping[str, float]) -> float | None:
         """Return the metric of a trial, negated where more of it is better; None without it."""

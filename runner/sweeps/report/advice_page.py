@@ -1,18 +1,18 @@
 """Present the answer of mode=advise: in the terminal, in the report and in MLflow's note."""
 
 from collections.abc import Iterator
-from statistics import fmean
 
 from rich.console import Console
 
 from runner.config.given_objects import given_keys, python_call
 from runner.sweeps.report.columns import advice_table, advice_terminal_table
-from runner.sweeps.report.compare import BASELINE
+from runner.sweeps.report.gate import gate_verdict
+from runner.sweeps.report.gate_page import gate_blocks, gate_notes, gate_sentence, looks_table
+from runner.sweeps.report.judging_notes import baseline_note, limits_note, trials_note
 from runner.sweeps.report.number_text import format_interval
 from runner.sweeps.report.ranking import Advice, PrecisionVerdict
 from runner.sweeps.report.statistics import ERROR_RATE, Verdict
 from runner.sweeps.report.wording import memory_words, speed_words
-from runner.utils.formatting import format_number
 from runner.utils.markup import (
     Block,
     Commands,
@@ -34,39 +34,41 @@ GAIN_WORDS = {"time": "faster", "memory": "smaller", "quality": "better"}
 def advice_sentence(advice: Advice) -> str:
     """Return which precision to use, and why, in one sentence."""
     pick = advice.recommendation
+    baseline = advice.settings.baseline
     if pick is None:
         return (
-            f"No advice: {BASELINE} itself did not train in every trial, and others are judged "
-            "by it."
+            f"No advice: {baseline} itself did not train in every trial, and others are judged by "
+            "it."
         )
     unclear = _unclear(advice)
     tested = [line for line in advice.verdicts if line.test]
     if unclear and all(line.rating is Verdict.UNCLEAR for line in tested):
-        return f"Stay with {BASELINE} for now: nothing could be judged."
-    if pick.group.name == BASELINE:
+        return f"Stay with {baseline} for now: nothing could be judged."
+    if pick.group.name == baseline:
         return _stay_sentence(advice)
     return f"Use {pick.name}: {_gain_words(pick)}."
 
 
 def _stay_sentence(advice: Advice) -> str:
-    """Return why to stay with float32."""
+    """Return why to stay with the baseline."""
     objective = advice.settings.objective
-    rivals = [line for line in advice.verdicts if line.name != BASELINE and not line.is_emulated]
+    baseline = advice.settings.baseline
+    rivals = [line for line in advice.verdicts if line.name != baseline and not line.is_emulated]
     if not rivals:
-        return f"Stay with {BASELINE} on this machine: whatever else was tried is emulated."
+        return f"Stay with {baseline} on this machine: whatever else was tried is emulated."
     is_timed = any(line.comparison.speed_ratio for line in rivals)
     if objective == "time" and not is_timed:
         return (
-            f"Stay with {BASELINE} for now: too few trials were long enough to measure a speed. "
+            f"Stay with {baseline} for now: too few trials were long enough to measure a speed. "
             "Train for longer (train.epochs, advise.steps, advise.budget), or type "
             "advise.objective=memory."
         )
     aim = GAIN_WORDS[objective]
-    return f"Stay with {BASELINE}: nothing that trains as well was measured to be {aim}."
+    return f"Stay with {baseline}: nothing that trains as well was measured to be {aim}."
 
 
 def _gain_words(verdict: PrecisionVerdict) -> str:
-    """Return speed, memory and loss of the recommended precision, compared with 32-true."""
+    """Return speed, memory and loss of the recommended precision, compared with the baseline."""
     comparison = verdict.comparison
     has_speed = comparison.speed_verdict in ("faster", "slower")
     gains = [speed_words(comparison) if has_speed else "", memory_words(comparison)]
@@ -81,7 +83,7 @@ def _loss_words(verdict: PrecisionVerdict) -> str:
     if test.verdict is Verdict.BETTER:
         which = "lower" if verdict.sign > 0 else "higher"
         return f"{which} by {format_interval(-test.value, test.ci_half_width)}"
-    return f"indistinguishable from {BASELINE}'s"
+    return f"indistinguishable from {verdict.baseline}'s"
 
 
 def other_sentences(advice: Advice) -> str:
@@ -121,6 +123,14 @@ def _unclear_sentence(advice: Advice, unclear: list[PrecisionVerdict]) -> str:
 
 def advice_blocks(advice: Advice) -> Iterator[Block]:
     """Yield the report's parts: answer, next command, table, alternatives, method."""
+    gate = gate_verdict(advice)
+    if gate is not None:
+        yield from gate_blocks(gate)
+        if gate.looks:
+            yield looks_table(gate)
+        yield Heading("How this was judged")
+        yield Items([trials_note(advice), *gate_notes(gate), limits_note(advice)], small=True)
+        return
     yield from _answer(advice)
     command = next_command(advice)
     if command:
@@ -135,6 +145,9 @@ def advice_blocks(advice: Advice) -> Iterator[Block]:
 
 def advice_markdown(advice: Advice) -> tuple[list[Block], Table]:
     """Return the answer with its command, and the table, for the note of the parent run."""
+    gate = gate_verdict(advice)
+    if gate is not None:
+        return [*gate_blocks(gate)], looks_table(gate)
     command = next_command(advice)
     commands = [Commands([command])] if command else []
     return [*_answer(advice), *commands], advice_table(advice)
@@ -183,33 +196,21 @@ def _unavailable(advice: Advice) -> Iterator[Block]:
 
 def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
     """Yield (term, explanation) of what the table says."""
-    settings = advice.settings
-    yield (
-        "Trials",
-        f"{settings.steps} optimizer steps each; every precision from the same weights on the same "
-        f"batches as {BASELINE}, for each seed. Jobs ran in turn, seed by seed.",
-    )
+    yield trials_note(advice)
     if len(advice.baseline_losses) > 1:
-        sign = 1 if settings.direction == "min" else -1
-        ends_at = sign * fmean(advice.baseline_losses.values())
-        yield (
-            "Baseline",
-            f"{BASELINE} ends at {settings.metric} {format_number(ends_at)}; its seeds "
-            f"differ by a standard deviation of {format_number(advice.baseline_spread)}. "
-            f"Tolerated are {settings.tolerance:g} of them (advise.tolerance).",
-        )
+        yield baseline_note(advice)
     yield (
         "Worse",
         "the mean difference is beyond the tolerance, and above 0 by a one-sided paired t test "
         f"(Student 1908), at {ERROR_RATE:.0%} for all precisions together (Bonferroni): the chance "
-        "that any that is as good as float32 is called worse. ± is half the interval. A set of "
-        "modules is judged without the seed that chose it.",
+        "that any that is as good as the baseline is called worse. ± is half the interval. A "
+        "remedy is judged without the seed that chose it.",
     )
     yield (
         "Indistinguishable",
         f"the same test, at {ERROR_RATE:.0%} for each, finds the difference below the tolerance "
-        f"(non-inferiority) if {BASELINE}'s spread is exact; it is measured by as many seeds, see "
-        "docs/advise.md. Neither: not enough evidence.",
+        "(non-inferiority) if the tolerance is exact; in standard deviations it is measured by as "
+        "many seeds, see docs/advise.md. Neither: not enough evidence.",
     )
     if any(line.forecast for line in advice.verdicts):
         yield (
@@ -217,10 +218,7 @@ def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
             "of a step at train.batch_size, weights to temporaries, without libraries and data; "
             "the largest batch is a power of two that fits this machine (mode=plan).",
         )
-    yield (
-        "What this is not",
-        f"{settings.steps} steps are not a whole training: what goes wrong later is not seen.",
-    )
+    yield limits_note(advice)
 
 
 def next_command(advice: Advice) -> str:
@@ -242,6 +240,10 @@ def advice_html(advice: Advice) -> str:
 
 def print_advice(console: Console, advice: Advice) -> None:
     """Print the table, the answer and the command to run next."""
+    gate = gate_verdict(advice)
+    if gate is not None:
+        console.print(gate_sentence(gate), soft_wrap=True)
+        return
     console.print(advice_terminal_table(advice))
     sentences = filter(None, [advice_sentence(advice), other_sentences(advice)])
     console.print(" ".join(sentences), soft_wrap=True)

@@ -11,7 +11,7 @@ from functools import cached_property
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.modes.result import RunResult
 from runner.modes.tables import change_since_training
-from runner.sweeps.report.compare import Comparison
+from runner.sweeps.report.compare import BASELINE, Comparison
 from runner.sweeps.report.number_text import format_mean_sd, format_range, format_ratio
 from runner.sweeps.report.ranking import PrecisionVerdict
 from runner.sweeps.report.statistics import Spread
@@ -35,10 +35,12 @@ class TableFacts:
     Attributes:
         jobs: every job of the table.
         groups: its rows in a table of groups, empty in the other tables.
+        baseline: the precision that the rows are compared with.
     """
 
     jobs: Sequence[RunResult]
     groups: Sequence[Comparison] = ()
+    baseline: str = BASELINE
 
     @cached_property
     def quality(self) -> str:

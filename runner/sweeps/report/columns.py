@@ -16,7 +16,7 @@ from runner.modes.result import RunResult
 from runner.modes.tables import memory_saving
 from runner.sweeps.report import cells
 from runner.sweeps.report.cells import TableFacts
-from runner.sweeps.report.compare import BASELINE, Comparison
+from runner.sweeps.report.compare import Comparison
 from runner.sweeps.report.ranking import Advice, PrecisionVerdict
 from runner.sweeps.report.wording import health_words
 from runner.tracking.metric_names import VAL_LOSS
@@ -90,8 +90,18 @@ COLUMNS = (
         job=lambda job, facts: cells.job_change(VAL_LOSS, job, facts),
         is_shown=lambda facts: facts.quality != VAL_LOSS,
     ),
-    Column(f"against {BASELINE}", group=cells.group_difference, is_text=True),
-    Column(f"speed × {BASELINE}", group=cells.group_speed_ratio, verdict=cells.verdict_speed_ratio),
+    Column(
+        "difference",
+        group=cells.group_difference,
+        title=lambda facts: f"against {facts.baseline}",
+        is_text=True,
+    ),
+    Column(
+        "speed ratio",
+        group=cells.group_speed_ratio,
+        verdict=cells.verdict_speed_ratio,
+        title=lambda facts: f"speed × {facts.baseline}",
+    ),
     Column(
         "examples/s",
         job=lambda job, _: format_number(job.examples_per_second),
@@ -100,7 +110,10 @@ COLUMNS = (
     ),
     Column("step ms", job=lambda job, _: format_number(job.step_ms)),
     Column(
-        f"memory × {BASELINE}", group=cells.group_memory_ratio, verdict=cells.verdict_memory_ratio
+        "memory ratio",
+        group=cells.group_memory_ratio,
+        verdict=cells.verdict_memory_ratio,
+        title=lambda facts: f"memory × {facts.baseline}",
     ),
     Column("MiB", group=cells.group_memory),
     Column("predicted peak", verdict=cells.verdict_forecast),
@@ -157,10 +170,10 @@ GROUP_COLUMNS = (
     "quality",
     "best",
     "change",
-    f"against {BASELINE}",
-    f"speed × {BASELINE}",
+    "difference",
+    "speed ratio",
     "examples/s",
-    f"memory × {BASELINE}",
+    "memory ratio",
     "MiB",
     "final scale",
     "skipped",
@@ -169,8 +182,8 @@ GROUP_COLUMNS = (
 ADVICE_COLUMNS = (
     "precision",
     "verdict",
-    f"speed × {BASELINE}",
-    f"memory × {BASELINE}",
+    "speed ratio",
+    "memory ratio",
     "predicted peak",
     "health",
 )
@@ -207,7 +220,8 @@ def groups_table(compared: Sequence[Comparison], recommended: Comparison | None)
 
 def advice_table(advice: Advice) -> Table:
     """Return the table with one row per verdict of mode=advise, best first."""
-    facts = TableFacts([job for verdict in advice.verdicts for job in verdict.group.jobs])
+    jobs = [job for verdict in advice.verdicts for job in verdict.group.jobs]
+    facts = TableFacts(jobs, baseline=advice.settings.baseline)
 
     def cell(column: Column, verdict: PrecisionVerdict) -> Cell:
         assert column.verdict is not None

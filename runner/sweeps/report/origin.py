@@ -44,7 +44,7 @@ class JobOrigin:
 
 def origins_in_folder(folder: Path, data: SweepData) -> list[JobOrigin]:
     """Return the origin of each job of a sweep, in the order of the jobs, from its folder."""
-    return [_read_origin(folder / Path(job.result.folder).name) for job in data.jobs]
+    return [read_origin(folder / Path(job.result.folder).name) for job in data.jobs]
 
 
 def origins_in_store(reader: "Reader", parent: "StoredRun", data: SweepData) -> list[JobOrigin]:
@@ -57,16 +57,22 @@ def origins_in_store(reader: "Reader", parent: "StoredRun", data: SweepData) -> 
     origins = []
     for job in data.jobs:
         run = runs.get(job.result.run_id or "")
-        origins.append(_stored_origin(reader, run) if run else JobOrigin())
+        origins.append(stored_origin(reader, run) if run else JobOrigin())
     return origins
 
 
-def _read_origin(folder: Path) -> JobOrigin:
+def read_origin(folder: Path) -> JobOrigin:
+    """Return the origin of a run from its folder."""
     tags, datasets = _journal_facts(folder)
     return _origin(_text(folder / CONFIG), _text(folder / ENVIRONMENT), tags, datasets)
 
 
-def _stored_origin(reader: "Reader", run: "StoredRun") -> JobOrigin:
+def stored_origin(reader: "Reader", run: "StoredRun") -> JobOrigin:
+    """Return the origin of a run from MLflow.
+
+    Raises:
+        TrackingError: the store does not answer.
+    """
     config = reader.artifact_or_notice(run.run_id, CONFIG) or b""
     environment = reader.artifact_or_notice(run.run_id, ENVIRONMENT) or b""
     return _origin(
@@ -90,7 +96,7 @@ def _origin(
     known = {**tags, **facts}
     commit, changes = (str(known.get(key, "")) for key in GIT_KEYS)
     return JobOrigin(
-        _flat_config(config),
+        flat_config(config),
         _flat_environment(facts),
         commit,
         changes == "true" if changes else None,
@@ -122,7 +128,7 @@ def _journal_facts(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return tags, digests
 
 
-def _flat_config(text: str) -> dict[str, str]:
+def flat_config(text: str) -> dict[str, str]:
     """Return the values of a config by dotted key."""
     content = None
     with suppress(yaml.YAMLError, RecursionError):

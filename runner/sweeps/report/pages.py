@@ -22,6 +22,7 @@ from runner.sweeps.report.conclusion import (
 from runner.sweeps.report.downsample import curve_points
 from runner.sweeps.report.export import job_rows, write_rows
 from runner.sweeps.report.footnotes import report_footnotes
+from runner.sweeps.report.gate import gate_verdict
 from runner.sweeps.report.jobs import Job, SweepData
 from runner.sweeps.report.latex import latex_table
 from runner.sweeps.report.number_text import join_names
@@ -82,6 +83,9 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         paths.append(picture_path)
     paths += write_rows(job_rows(data), folder)
     paths.append(write_text(folder / "report.tex", _latex_page(data, compared)))
+    gate = gate_verdict(data.advice) if data.advice else None
+    if gate is not None:
+        paths.append(gate.write(folder))
     return paths
 
 
@@ -155,6 +159,8 @@ def _page_title(data: SweepData) -> str:
     models = _distinct(result.model for result in results)
     data_sets = _distinct(result.data for result in results)
     trained = " on ".join(filter(None, [models, data_sets]))
+    if data.advise_settings and data.advise_settings.mode == "gate":
+        return f"Does this precision train {trained or 'this model'}?"
     if data.advise_settings:
         return f"Which precision for {trained or 'this model'}?"
     keys = swept_keys(results)[:MAX_TITLE_KEYS]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from runner.modes.result import RunResult
 from runner.sweeps.advisor.settings import AdviseSettings
@@ -14,7 +14,6 @@ from runner.sweeps.report.statistics import (
     Verdict,
     baseline_spread,
     non_inferiority_test,
-    pair_by_seed,
 )
 from runner.tracking.metric_names import VAL_LOSS
 
@@ -38,19 +37,22 @@ LossBySeed = Mapping[int | None, float]
 
 @dataclass(frozen=True)
 class PrecisionVerdict:
-    """What the trials say about one precision, or about one with modules excluded from it.
+    """What the trials say about one precision, or about one with a remedy.
 
     Attributes:
-        comparison: with 32-true, by non_inferiority_test() of the final loss.
+        comparison: with the baseline, by non_inferiority_test() of the final loss.
         rating: the verdict of the test, or what mode=advise says instead of it.
         diverged_step: optimizer step at which the first trial diverged.
         command: words of the command that trains in this precision.
         float32_finding: why the precision fails, as measured on float32's numbers.
         forecast: an entry of AdviseSettings.memory.
-        attempted_module_sets: overrides that exclude modules, each with the first seed's loss minus
-            32-true's; NaN if that trial did not finish. Empty if any of them is acceptable.
+        attempted_remedies: overrides that exclude modules or keep updates, each with the first
+            seed's loss minus the baseline's; NaN if that trial did not finish. Empty if any of them
+            is acceptable.
         metric: that it is judged by; a final loss is this one, negated where more of it is better.
         sign: -1 where it is negated, else 1.
+        baseline: the precision that it is compared with.
+        gaps: final loss minus the baseline's by seed, in the order of the seeds.
     """
 
     comparison: Comparison
@@ -60,9 +62,11 @@ class PrecisionVerdict:
     command: Sequence[str] = ()
     float32_finding: str = ""
     forecast: Mapping[str, float] | None = None
-    attempted_module_sets: Sequence[tuple[str, float]] = ()
+    attempted_remedies: Sequence[tuple[str, float]] = ()
     metric: str = VAL_LOSS
     sign: int = 1
+    baseline: str = BASELINE
+    gaps: LossBySeed = field(default_factory=dict)
 
     @property
     def noun(self) -> str:
@@ -81,12 +85,12 @@ class PrecisionVerdict:
 
     @property
     def name(self) -> str:
-        """Return the precision, with the overrides of a module set."""
+        """Return the precision, with the overrides of a remedy."""
         return self.group.name
 
     @property
     def is_acceptable(self) -> bool:
-        """Return whether it trains as well as float32."""
+        """Return whether it trains as well as the baseline."""
         return self.rating in _ACCEPTABLE
 
     @property
@@ -101,7 +105,7 @@ class Advice:
 
     Attributes:
         verdicts: best first.
-        baseline_losses: 32-true's final losses by seed, see AdviseSettings.judged_loss.
+        baseline_losses: the baseline's final losses by seed, see AdviseSettings.judged_loss.
     """
 
     settings: AdviseSettings
@@ -117,12 +121,12 @@ class Advice:
 
     @property
     def baseline_spread(self) -> float:
-        """Return the standard deviation of 32-true's final loss over seeds; NaN below two."""
+        """Return the standard deviation of the baseline's final loss over seeds; NaN below two."""
         return baseline_spread([*self.baseline_losses.values()])
 
     @property
     def recommendation(self) -> PrecisionVerdict | None:
-        """Return the recommended precision, None if 32-true itself did not train."""
+        """Return the recommended precision, None if the baseline itself did not train."""
         return next((v for v in self.verdicts if v.rating is Verdict.RECOMMENDED), None)
 
 
@@ -130,41 +134,46 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
     """Judge and rank every precision's trials.
 
     Args:
-        results: of all trials, those of the search for module sets included.
+        results: of all trials, those of the search for remedies included.
         settings: what mode=advise was asked and measured.
     """
-    groups = group_jobs(results)
+    groups = group_jobs([*results, *settings.recorded_results])
     trials = [group for group in groups if not _is_search_trial(group)]
-    base = next((group for group in trials if group.name == BASELINE), None)
-    base_losses = _final_losses(base, settings) if base else {}
-    spread = baseline_spread([*base_losses.values()])
-    others = [group for group in trials if group is not base]
-    differences = [_loss_differences(group, base_losses, settings) for group in others]
+    # Trials and recorded results of the baseline may come from different devices.
+    bases = [group for group in trials if group.name == settings.baseline]
+    base = bases[0] if bases else None
+    base_losses = {}
+    for group in bases:
+        base_losses |= _final_losses(group, settings)
+    margin = settings.margin(baseline_spread([*base_losses.values()]))
+    others = [group for group in trials if group.name != settings.baseline]
+    gaps = [_gaps(group, base_losses, settings) for group in others]
     # Too few seeds get no verdict, so they cannot get a false one.
-    family_size = sum(len(of_group) >= MIN_SEEDS for of_group in differences)
+    family_size = sum(len(of_group) >= MIN_SEEDS for of_group in gaps)
     verdicts = []
-    for group, of_group in zip(others, differences, strict=True):
+    for group, of_group in zip(others, gaps, strict=True):
         test = None
         if of_group:
-            test = non_inferiority_test(of_group, spread, settings.tolerance, family_size)
-        verdicts.append(_verdict(group, base, test, settings))
+            test = non_inferiority_test([*of_group.values()], margin, family_size)
+        verdict = _verdict(group, base, test, settings)
+        verdicts.append(replace(verdict, gaps=of_group))
     if base is not None:
         verdicts.append(_baseline_verdict(base, settings))
 
     attempts = [
-        (group, _first_difference(group, base_losses, settings))
+        (group, _first_gap(group, base_losses, settings))
         for group in groups
         if _is_search_trial(group)
     ]
-    with_attempts = [_add_attempted_sets(verdict, verdicts, attempts) for verdict in verdicts]
+    with_attempts = [_add_attempts(verdict, verdicts, attempts) for verdict in verdicts]
     return Advice(settings, _rank_verdicts(with_attempts, settings.objective), base_losses)
 
 
 def _is_search_trial(group: Group) -> bool:
-    """Return whether the jobs measure numbers, or try module sets that the search dropped."""
-    # A set that heals is repeated over more seeds than a verdict needs: one of them chose the set.
-    is_dropped_set = bool(group.settings) and group.counts.get("finished", 0) <= MIN_SEEDS
-    return is_dropped_set or "numerics." in group.settings
+    """Return whether the jobs measure numbers, or try remedies that the search dropped."""
+    # A remedy that heals is repeated over more seeds than a verdict needs: one of them chose it.
+    is_dropped = bool(group.settings) and group.counts.get("finished", 0) <= MIN_SEEDS
+    return is_dropped or "numerics." in group.settings
 
 
 def _final_losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
@@ -179,46 +188,46 @@ def _final_losses(group: Group, settings: AdviseSettings) -> dict[int | None, fl
     return losses
 
 
-def _loss_differences(
+def _gaps(
     group: Group, base_losses: LossBySeed, settings: AdviseSettings
-) -> list[float]:
-    """Return the differences to 32-true's loss, seed by seed."""
+) -> dict[int | None, float]:
+    """Return the loss minus the baseline's of each seed that both have, in the seeds' order."""
     losses = _final_losses(group, settings)
-    seeds = [seed for seed in losses if seed is not None]
-    # The seed that chose the modules to exclude would favour them: it does not judge them.
-    if group.settings and seeds:
-        del losses[min(seeds)]
-    pairs = pair_by_seed(list(losses.items()), list(base_losses.items()))
-    return [loss - base_loss for loss, base_loss in pairs or ()]
+    seeds = sorted(seed for seed in losses if seed is not None and seed in base_losses)
+    # The seed that chose a remedy would favour it: it does not judge it.
+    if group.settings and losses:
+        first = min(seed for seed in losses if seed is not None)
+        seeds = [seed for seed in seeds if seed != first]
+    return {seed: losses[seed] - base_losses[seed] for seed in seeds}
 
 
-def _first_difference(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> float:
-    """Return the first seed's difference to 32-true's loss, NaN if its trial did not finish."""
+def _first_gap(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> float:
+    """Return the first seed's loss minus the baseline's, NaN if its trial did not finish."""
     for seed, loss in _final_losses(group, settings).items():
         if seed in base_losses:
             return loss - base_losses[seed]
     return math.nan
 
 
-def _add_attempted_sets(
+def _add_attempts(
     verdict: PrecisionVerdict,
     verdicts: Sequence[PrecisionVerdict],
     attempts: Sequence[tuple[Group, float]],
 ) -> PrecisionVerdict:
-    """Return the verdict with the attempted module sets, unless one of them is acceptable."""
+    """Return the verdict with the attempted remedies, unless one of them is acceptable."""
     if not verdict.is_failing or verdict.group.settings:
         return verdict
     precision = verdict.group.precision
     of_precision = [other for other in verdicts if other.group.precision == precision]
-    # A set that heals the precision has a row of its own, which says more.
+    # A remedy that heals the precision has a row of its own, which says more.
     if any(other.is_acceptable for other in of_precision if other.group.settings):
         return verdict
-    sets = [(group.settings, gap) for group, gap in attempts if group.precision == precision]
-    return replace(verdict, attempted_module_sets=sets)
+    of_group = [(group.settings, gap) for group, gap in attempts if group.precision == precision]
+    return replace(verdict, attempted_remedies=of_group)
 
 
 def _baseline_verdict(base: Group, settings: AdviseSettings) -> PrecisionVerdict:
-    """Return the verdict on 32-true, which is not compared: it is the baseline if it trains."""
+    """Return the verdict on the baseline, which is compared with nothing."""
     verdict = _verdict(base, base, None, settings)
     if base.finished_count and not verdict.is_failing:
         return replace(verdict, rating=Verdict.BASELINE)
@@ -233,7 +242,7 @@ def _verdict(
     if rating is Verdict.DIVERGED:
         diverged = [job for job in group.jobs if job.outcome == "diverged"]
         diverged_step = min(job.diverged_step or job.steps for job in diverged)
-    # What was measured on float32's numbers belongs to the precision without excluded modules.
+    # What was measured on float32's numbers belongs to the precision without a remedy.
     is_plain = not group.settings
     return PrecisionVerdict(
         _comparison(group, base, test),
@@ -245,16 +254,20 @@ def _verdict(
         settings.memory.get(group.precision) if is_plain else None,
         metric=settings.metric,
         sign=1 if settings.direction == "min" else -1,
+        baseline=settings.baseline,
     )
 
 
 def _comparison(group: Group, base: Group | None, test: Difference | None) -> Comparison:
     """Compare with the baseline; drop the speed ratio if too few seeds measured it."""
-    comparison = compare_two_groups(group, base)
+    comparison = replace(compare_two_groups(group, base), difference=test)
+    if base is not None and base.device != group.device:
+        # A recorded baseline of another machine: neither its speed nor its memory compares.
+        return replace(comparison, speed_ratio=None, memory_ratio=None)
     ratio = comparison.speed_ratio
     if ratio is not None and ratio.n < MIN_SEEDS:
         ratio = None
-    return replace(comparison, speed_ratio=ratio, difference=test)
+    return replace(comparison, speed_ratio=ratio)
 
 
 def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> Verdict:
@@ -309,14 +322,14 @@ def _best_index(
         for index, verdict in enumerate(verdicts)
         if verdict.is_acceptable and not verdict.is_emulated
     ]
-    # If 32-true itself did not train, nothing was measured against it.
+    # If the baseline itself did not train, nothing was measured against it.
     if not any(verdicts[index].rating is Verdict.BASELINE for index in fit):
         return None
     return max(fit, key=lambda index: merits[index])
 
 
 def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
-    """Return the speed that each verdict is ranked by, over 32-true's, by the verdict's id().
+    """Return the speed that each verdict is ranked by, over the baseline's, by the verdict's id().
 
     1 if no difference was measured. Precisions whose ranges over seeds overlap get the fastest
     one's speed, so that chance does not rank them.
@@ -337,7 +350,7 @@ def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
 
 def _is_slower(ratio: Ratio, leader: Ratio) -> bool:
     """Return whether a speed is measurably below the leader's."""
-    # A precision slower than 32-true must not get the speed of one that is faster.
+    # A precision slower than the baseline must not get the speed of one that is faster.
     is_across_baseline = (ratio.value > 1) != (leader.value > 1)
     return ratio.high < leader.low or is_across_baseline
 
@@ -358,7 +371,7 @@ def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple
     if verdict.is_emulated:
         speed = 1.0
         memory = 1.0
-    # Among equals float32 itself is the simpler choice.
+    # Among equals the baseline itself is the simpler choice.
     is_baseline = float(verdict.rating is Verdict.BASELINE)
     keys = {
         "time": (speed, is_baseline, -memory, quality),

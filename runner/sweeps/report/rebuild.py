@@ -100,7 +100,7 @@ def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
         return LoadedSweep(sweep, _date(began_ms), data, origins_in_folder(folder, data))
     from runner.tracking.reader import Reader
 
-    reader = Reader(_existing_store(sweep, typed))
+    reader = Reader(existing_store(sweep, typed))
     parent = find_parent_run(reader, sweep)
     data = load_from_store(reader, parent)
     origins = origins_in_store(reader, parent, data)
@@ -158,13 +158,13 @@ def is_joined_by_others(uri: str, run_id: str, own: str) -> bool:
 
 
 def _report_from_store(sweep: str | None, typed: Mapping[str, str], out: str | None) -> list[Path]:
-    uri = _existing_store(sweep, typed)
+    uri = existing_store(sweep, typed)
     if sweep is None:
         sweep = _newest_sweep(uri, typed.get("tracking.experiment"))
     return store_report(uri, sweep, Path(out) if out else report_folder(sweep))[0]
 
 
-def _existing_store(sweep: str | None, typed: Mapping[str, str]) -> str:
+def existing_store(sweep: str | None, typed: Mapping[str, str]) -> str:
     """Return the URI of the store that holds the sweep.
 
     Raises:

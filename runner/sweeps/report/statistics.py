@@ -1,9 +1,9 @@
 """Means, spreads, ratios and tested differences of a sweep's numbers over seeds.
 
-Two tests compare a precision with 32-true and share one vocabulary of verdicts. An ordinary sweep
-describes: `quality_difference` finds whether a two-sided 95 % interval contains 0. mode=advise has
-to decide: `non_inferiority_test` finds by one-sided tests whether a precision trains worse, or at
-most worse by a tolerance.
+Two tests compare a precision with a baseline and share one vocabulary of verdicts. An ordinary
+sweep describes: `quality_difference` finds whether a two-sided 95 % interval contains 0.
+mode=advise has to decide: `non_inferiority_test` finds by one-sided tests whether a precision
+trains worse, or at most worse by a margin.
 """
 
 import math
@@ -15,8 +15,8 @@ from typing import Literal
 
 ERROR_RATE = 0.05
 """Error rate of every test. In mode=advise it is the chance that, of all precisions tested
-together, any that is as good as float32 is called worse; the same chance that any is called better;
-and, for each, the chance that one just beyond an exactly known tolerance is called
+together, any that is as good as the baseline is called worse; the same chance that any is called
+better; and, for each, the chance that one just beyond an exactly known tolerance is called
 indistinguishable (bench/false_alarms.py measures the tolerance with five seeds)."""
 MIN_SEEDS = 3
 """Fewer seeds get no verdict in mode=advise."""
@@ -131,7 +131,7 @@ def quality_difference(
     pairs = pair_by_seed(group, baseline) or []
     if len(pairs) == n == len(others):
         test = "paired t"
-        half_width = _paired_half_width([a - b for a, b in pairs], ERROR_RATE / 2)
+        half_width = paired_half_width([a - b for a, b in pairs], ERROR_RATE / 2)
     else:
         test = "Welch"
         half_width = _welch_half_width(values, others, ERROR_RATE / 2)
@@ -148,40 +148,37 @@ def quality_difference(
 
 
 def baseline_spread(losses: Sequence[float]) -> float:
-    """Return the sample standard deviation of float32's losses over seeds, NaN below two."""
+    """Return the sample standard deviation of the baseline's losses over seeds, NaN below two."""
     return stdev(losses) if len(losses) > 1 else math.nan
 
 
 def non_inferiority_test(
-    differences: Sequence[float], spread: float, tolerance: float, family_size: int
+    differences: Sequence[float], margin: float, family_size: int
 ) -> Difference:
-    """Test whether a precision trains worse than float32, or was only luckier or unluckier.
+    """Test whether a precision trains worse than the baseline, or was only luckier or unluckier.
 
-    Every precision and float32 train from the same weights on the same batches for each seed, so
-    the test works on paired differences of the final loss. How large a difference matters is
-    measured in the spread between float32's own seeds.
+    Every precision and the baseline train from the same weights on the same batches for each seed,
+    so the test works on paired differences of the final loss.
 
-    Worse: the mean difference is beyond the tolerance, and above 0 by the one-sided paired t test
+    Worse: the mean difference is beyond the margin, and above 0 by the one-sided paired t test
     (Student 1908) at ERROR_RATE / family_size (Bonferroni). Better: the same with the sign changed.
-    Indistinguishable: the test at ERROR_RATE finds the difference below the tolerance (a
+    Indistinguishable: the test at ERROR_RATE finds the difference below the margin (a
     non-inferiority test). Unclear: none of these.
 
     Args:
-        differences: loss minus 32-true's, one per seed; finite, not empty.
-        spread: baseline_spread() of 32-true's losses.
-        tolerance: tolerated difference, in spreads.
+        differences: loss minus the baseline's, one per seed; finite, not empty.
+        margin: tolerated difference; NaN if it is unknown.
         family_size: how many precisions are tested together.
     """
     mean = fmean(differences)
     n = len(differences)
-    margin = tolerance * spread
-    if n < MIN_SEEDS or math.isnan(spread):
+    if n < MIN_SEEDS or math.isnan(margin):
         return Difference(Verdict.UNCLEAR, mean, n, margin=margin)
 
     # The claim "worse" is corrected for the number of precisions: any false one misleads the
     # reader. "Indistinguishable" is a claim about one precision and is not corrected.
-    corrected = _paired_half_width(differences, ERROR_RATE / max(family_size, 1))
-    uncorrected = _paired_half_width(differences, ERROR_RATE)
+    corrected = paired_half_width(differences, ERROR_RATE / max(family_size, 1))
+    uncorrected = paired_half_width(differences, ERROR_RATE)
     verdict = Verdict.UNCLEAR
     if abs(mean) > max(corrected, margin):
         verdict = _direction_verdict(mean, "min")
@@ -221,7 +218,7 @@ def _direction_verdict(difference: float, direction: Literal["max", "min"]) -> V
     return Verdict.BETTER if is_better else Verdict.WORSE
 
 
-def _paired_half_width(differences: Sequence[float], one_sided_error: float) -> float:
+def paired_half_width(differences: Sequence[float], one_sided_error: float) -> float:
     """Return the half-width of the interval of paired differences' mean (Student 1908)."""
     from scipy.stats import t
 

@@ -52,7 +52,8 @@ def difference_words(difference: Difference) -> tuple[str, str]:
 
 def speed_words(comparison: Comparison) -> str:
     """Return a group's speed, for example `1.42 × as fast as 32-true`."""
-    return f"{format_ratio(comparison.speed_ratio)} × as fast as {BASELINE}"
+    baseline = comparison.baseline.precision if comparison.baseline else BASELINE
+    return f"{format_ratio(comparison.speed_ratio)} × as fast as {baseline}"
 
 
 def memory_words(comparison: Comparison) -> str:
@@ -77,7 +78,7 @@ def rating_words(verdict: PrecisionVerdict) -> str:
 
 
 def rating_reason(verdict: PrecisionVerdict) -> str:
-    """Return the reason of a verdict: numbers, float32's finding, remedies, attempted sets."""
+    """Return the reason of a verdict: numbers, float32's finding, what was tried."""
     parts = (
         reason_sentence(verdict),
         verdict.float32_finding,
@@ -96,9 +97,9 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
         return group.reasons[0].split("\n")[0]
     if verdict.rating is Verdict.SLOW:
         step = min(job.steps for job in group.jobs)
-        return f"a trial reached step {step} in more than four times {BASELINE}'s time"
+        return f"a trial reached step {step} in more than four times {verdict.baseline}'s time"
     if test is None:
-        return _baseline_loss_words(verdict) if verdict.name == BASELINE else ""
+        return _baseline_loss_words(verdict) if verdict.name == verdict.baseline else ""
     if test.n < MIN_SEEDS:
         gap = f"{verdict.sign * test.value:+.2g}"
         return f"{verdict.noun} {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
@@ -134,9 +135,9 @@ def _loss_scale_remedy(verdict: PrecisionVerdict) -> str:
 
 
 def _attempts_words(verdict: PrecisionVerdict) -> str:
-    """Return the module sets that were tried, each with its loss minus 32-true's."""
+    """Return the remedies that were tried, each with its loss minus the baseline's."""
     attempts = []
-    for overrides, gap in verdict.attempted_module_sets:
+    for overrides, gap in verdict.attempted_remedies:
         if math.isnan(gap):
             attempts.append(f"{overrides} did not finish")
         else:

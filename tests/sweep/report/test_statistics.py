@@ -97,13 +97,13 @@ def test_what_has_no_spread_is_not_judged(
 def test_the_test_of_non_inferiority_decides(
     differences: list[float], spread: float, tolerance: float, verdict: str
 ) -> None:
-    found = non_inferiority_test(differences, spread, tolerance, family_size=1)
+    found = non_inferiority_test(differences, tolerance * spread, family_size=1)
     assert (found.verdict, found.n) == (verdict, len(differences))
     assert math.isinf(found.ci_half_width) == (len(differences) < 3 or math.isnan(spread))
 
 
 def test_a_clear_increase_in_loss_is_worse_with_students_interval() -> None:
-    found = non_inferiority_test([0.9, 1.0, 1.1], spread=0.1, tolerance=1.0, family_size=1)
+    found = non_inferiority_test([0.9, 1.0, 1.1], margin=0.1, family_size=1)
     assert found.verdict == "worse"
     assert found.value == pytest.approx(1.0)
     assert found.ci_half_width == pytest.approx(2.919986 * 0.1 / math.sqrt(3))  # t(0.95, 2 df)
@@ -116,7 +116,7 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
     draw, alarms = random.Random(1), 0
     for _ in range(3000):
         verdicts = Counter(
-            non_inferiority_test([draw.gauss(0, 1) for _ in range(5)], 1.0, 0.0, 6).verdict
+            non_inferiority_test([draw.gauss(0, 1) for _ in range(5)], 0.0, 6).verdict
             for _ in range(6)
         )
         alarms += verdicts["worse"] > 0

@@ -1,0 +1,200 @@
+"""Read the run or sweep that advise.baseline names, and check that it can be compared with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from runner.config.overrides import path_exists
+from runner.config.schema import RunSpec
+from runner.modes.result import RunResult
+from runner.modes.run_metadata import config_text
+from runner.sweeps.report.compare import BASELINE
+from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
+from runner.sweeps.report.number_text import join_names
+from runner.sweeps.report.origin import (
+    JobOrigin,
+    flat_config,
+    origins_in_folder,
+    origins_in_store,
+    read_origin,
+    stored_origin,
+)
+from runner.sweeps.report.rebuild import existing_store, find_parent_run
+from runner.utils.errors import ConfigError
+from runner.utils.layout import MANIFEST
+
+_COMPARED_SECTIONS = ("model", "adapter", "data", "task", "optimizer", "scheduler", "train", "init")
+"""Sections of a config that decide what a seed trains."""
+_IGNORED_KEYS = (
+    *("train.epochs", "train.max_steps", "train.max_seconds", "train.eval_every"),
+    *("train.early_stop", "train.log_every", "train.num_workers", "train.data_on_device"),
+    *("data.root", "data.path", "data.num_workers"),
+)
+"""Keys in these sections that change no step, or that the advisor sets."""
+_ABSENT_VALUES = ("", "null", "None", "false", "False", "[]", "{}")
+"""Values of a key that mean the same as its absence in a config of another version."""
+MAX_DIFFERING_KEYS = 5
+"""Config keys that the message of a baseline with other settings names."""
+
+RecordedJob = tuple[RunResult, JobOrigin]
+
+
+@dataclass(frozen=True)
+class RecordedBaseline:
+    """Finished runs of one precision, a seed each.
+
+    Attributes:
+        name: the folder or MLflow id, as it was typed.
+        precision: of all of them.
+        results: with the precision's name as their group.
+        steps: optimizer steps of each.
+    """
+
+    name: str
+    precision: str
+    results: Sequence[RunResult]
+    steps: int
+
+
+def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> RecordedBaseline:
+    """Read a run or a sweep as the baseline of a command.
+
+    Args:
+        name: folder or MLflow id.
+        spec: of the command; the runs must have trained the same but for precision and seed.
+        judged: the precisions that are compared with it, whose jobs in a sweep are left out.
+
+    Raises:
+        ConfigError: there is no such run or sweep, or it is no baseline of this command.
+        TrackingError: the store does not answer.
+    """
+    jobs = [job for job in _read_jobs(name, spec) if job[0].outcome == "finished"]
+    precision = _chosen_precision(name, [result.precision for result, _ in jobs], judged)
+    jobs = [job for job in jobs if job[0].precision == precision]
+    results = [result for result, _ in jobs]
+    _check_one_run_per_seed(name, results)
+    lengths = {result.steps for result in results}
+    if any(result.steps < result.planned_steps for result in results):
+        raise ConfigError(
+            f"advise.baseline={name} has a run that ended before its last step, as with "
+            "train.early_stop or train.max_seconds. Name runs that took all their steps."
+        )
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"advise.baseline={name}: its runs have {join_names(map(str, sorted(lengths)))} steps, "
+            "and runs of unequal lengths are no baseline. Name a sweep over seeds alone."
+        )
+    _check_same_settings(name, [origin for _, origin in jobs], spec)
+    named = [
+        replace(result, group=precision, label=f"{precision} seed={result.seed}")
+        for result in results
+    ]
+    return RecordedBaseline(name, precision, named, lengths.pop())
+
+
+def _read_jobs(name: str, spec: RunSpec) -> list[RecordedJob]:
+    """Return the results in a folder or in the command's store, with what each came from."""
+    folder = Path(name)
+    if path_exists(name) and folder.is_dir():
+        if (folder / MANIFEST).is_file():
+            data = load_from_folder(folder)
+            results = [job.result for job in data.jobs]
+            return [*zip(results, origins_in_folder(folder, data), strict=True)]
+        try:
+            return [(RunResult.read(folder), read_origin(folder))]
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"advise.baseline={name}: the folder holds no finished run and no sweep. Name a "
+                "precision, or the folder or MLflow id of a run or a sweep."
+            ) from error
+    return _read_stored_jobs(name, spec)
+
+
+def _read_stored_jobs(name: str, spec: RunSpec) -> list[RecordedJob]:
+    from runner.tracking.reader import Reader  # imports mlflow
+
+    tracking = {f"tracking.{key}": value for key, value in spec.tracking.items() if value}
+    try:
+        reader = Reader(existing_store(name, tracking))
+        run = reader.run(name) if name.isalnum() else None
+        if run is not None and run.tags.get("role") != "sweep":
+            return [(result_of_run(reader, run), stored_origin(reader, run))]
+        parent = find_parent_run(reader, name)
+    except ConfigError as error:
+        raise ConfigError(
+            f"advise.baseline={name} is no precision, and neither a folder here nor a run or sweep "
+            "of the store. Type python -m runner doctor for the precisions, or tracking.uri=... "
+            "for another store."
+        ) from error
+    data = load_from_store(reader, parent)
+    results = [job.result for job in data.jobs]
+    return [*zip(results, origins_in_store(reader, parent, data), strict=True)]
+
+
+def _chosen_precision(name: str, precisions: Sequence[str], judged: Sequence[str]) -> str:
+    """Return the precision of a baseline's runs; of several the one that reports compare with."""
+    found = dict.fromkeys(precisions)
+    others = [precision for precision in found if precision not in judged]
+    if len(others) == 1:
+        return others[0]
+    if BASELINE in others:
+        return BASELINE
+    if not found:
+        raise ConfigError(f"advise.baseline={name}: none of its runs has finished.")
+    if not others:
+        raise ConfigError(
+            f"advise.baseline={name} has runs of {join_names(found)} alone, which is what is to be "
+            "judged. Name a run or sweep of another precision."
+        )
+    raise ConfigError(
+        f"advise.baseline={name} has runs of {join_names(others)}. Name a run or sweep of one "
+        "precision."
+    )
+
+
+def _check_one_run_per_seed(name: str, results: Sequence[RunResult]) -> None:
+    seeds = [result.seed for result in results]
+    if len(set(seeds)) < len(seeds) or None in seeds:
+        raise ConfigError(
+            f"advise.baseline={name} has several runs of {results[0].precision} for one seed, and "
+            "runs are compared seed by seed. Name a sweep over seeds alone."
+        )
+
+
+def _check_same_settings(name: str, origins: Sequence[JobOrigin], spec: RunSpec) -> None:
+    """Refuse runs that trained something else than the command would."""
+    own = flat_config(config_text(spec))
+    differing: dict[str, None] = {}
+    for origin in origins:
+        if not origin.config:
+            raise ConfigError(
+                f"advise.baseline={name} has a run without its config.yaml: it cannot be known "
+                "whether it trained the same. Name a run that has one."
+            )
+        differing |= dict.fromkeys(_differing_keys(origin.config, own))
+    if not differing:
+        return
+    config = origins[0].config
+    texts = [
+        f"{key} ({config.get(key, 'none')} there, {own.get(key, 'none')} here)" for key in differing
+    ]
+    more = len(texts) - MAX_DIFFERING_KEYS
+    end = f", and {more} more" if more > 0 else ""
+    raise ConfigError(
+        f"advise.baseline={name} trained with other settings than this command: "
+        f"{', '.join(texts[:MAX_DIFFERING_KEYS])}{end}. Type the same settings."
+    )
+
+
+def _differing_keys(config: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
+    """Return the keys that decide what is trained, and whose values differ."""
+    keys = dict.fromkeys([*config, *own])
+    differing = []
+    for key in keys:
+        if key.partition(".")[0] not in _COMPARED_SECTIONS or key in _IGNORED_KEYS:
+            continue
+        values = [each.get(key, "") for each in (config, own)]
+        same = values[0] == values[1] or all(value in _ABSENT_VALUES for value in values)
+        if not same:
+            differing.append(key)
+    return differing

@@ -1,0 +1,218 @@
+"""mode=gate by its command: real trials, an exit status, verdict.json and an event log."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.modes.result import RunResult
+
+pytestmark = pytest.mark.slow
+
+TRAINED = ("model=mlp", "data=digits", "model.hidden=[32]", "optimizer.lr=3e-3", "accelerator=cpu")
+GATE = ("mode=gate", *TRAINED, "advise.steps=20", "advise.budget=1h")
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+
+def verdict_in(folder: Path) -> dict:
+    (path,) = folder.glob("outputs/sweeps/*/verdict.json")
+    return json.loads(path.read_text())
+
+
+def results_in(folder: Path) -> list[RunResult]:
+    return [RunResult.read(path.parent) for path in folder.glob("outputs/sweeps/*/*/result.json")]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, inside, store):
+    """The folder of a sweep of float32 over three seeds, and the id of its parent run."""
+    folder = tmp_path_factory.mktemp("recorded")
+    with inside(folder) as main:
+        done = main(
+            "-m",
+            *TRAINED,
+            "precision=32-true",
+            "seed=0,1,2",
+            "train.max_steps=20",
+            f"tracking.uri={store}",
+            "tracking.experiment=gate",
+        )
+    assert done.rc == 0, done.stderr
+    (sweep,) = folder.glob("outputs/sweeps/*")
+    parent = done.stdout.partition("MLflow: parent run ")[2].partition(";")[0]
+    return sweep, parent
+
+
+def test_a_shell_script_of_three_lines_goes_on_if_the_precision_is_accepted(tmp_path):
+    command = " ".join([sys.executable, "-m", "runner", *GATE, "tracking=none", "advise.seeds=3"])
+    script = tmp_path / "ci.sh"
+    script.write_text(
+        "set -e\n"
+        f"{command} precision=bf16-mixed advise.max_gap=0.1\n"
+        "echo 'this precision may be used'\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        ["bash", str(script)], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("this precision may be used\n")
+
+
+def test_a_difference_of_zero_cannot_be_shown(recorded, inside, tmp_path):
+    sweep, _ = recorded
+    words = ["advise.seeds=3", "advise.max_gap=0", f"advise.baseline={sweep}", "tracking=none"]
+    with inside(tmp_path) as main:
+        done = main("mode=gate", *TRAINED, "precision=bf16-mixed", "advise.budget=1h", *words)
+    assert done.rc == 3, done.stderr
+    assert "bf16-mixed is undecided: its loss differs by" in done.stdout
+
+
+def test_an_accepted_precision_leaves_its_verdict_and_the_events(main, tmp_path):
+    done = main(
+        *GATE,
+        "precision=bf16-true",
+        "precision.update=kahan",
+        "tracking=none",
+        "advise.max_gap=0.1",
+        "advise.baseline=bf16-mixed",
+        "advise.seeds=6",
+    )
+    assert done.rc == 0, done.stderr
+    assert "bf16-true precision.update=kahan is accepted: its loss differs by" in done.stdout
+    verdict = verdict_in(tmp_path)
+    assert (verdict["verdict"], verdict["exit_status"], verdict["bar"]) == ("accepted", 0, 0.1)
+    assert verdict["baseline"] == "bf16-mixed"
+    assert verdict["overrides"] == ["precision.update=kahan"]
+    assert [look["seeds"] for look in verdict["looks"]] == [3]  # of six
+    results = results_in(tmp_path)
+    losses = {(one.precision, one.seed): one.metrics["val/loss"] for one in results}
+    for row in verdict["seeds"]:
+        assert row["value"] == losses["bf16-true", row["seed"]]
+        assert row["baseline_value"] == losses["bf16-mixed", row["seed"]]
+    # The key is for the precision that is asked about.
+    assert not any("update" in " ".join(one.overrides) for one in results if one.seed == 9)
+    (log,) = tmp_path.glob("outputs/sweeps/*/events.mllog")
+    lines = log.read_text().splitlines()
+    assert all(line.startswith(":::MLLOG ") for line in lines)
+    events = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+    assert [events[0]["key"], events[-1]["key"]] == ["run_start", "run_stop"]
+    assert events[-1]["metadata"]["status"] == "success"
+    assert sum(event["key"] == "val/loss" for event in events) == 6
+
+
+def test_a_worse_precision_is_rejected(main, tmp_path):
+    done = main(
+        *GATE,
+        "precision=bf16-true",
+        "optimizer.lr=1e-5",
+        "tracking=none",
+        "advise.max_gap=1e-4",
+        "advise.seeds=4",
+    )
+    assert done.rc == 1, done.stderr
+    assert "bf16-true is rejected: its loss differs by +" in done.stdout
+    assert verdict_in(tmp_path)["exit_status"] == 1
+    (page,) = tmp_path.glob("outputs/sweeps/*/report.md")
+    assert page.read_text().startswith("# Does this precision train mlp on digits?")
+
+
+def test_a_precision_that_diverges_is_rejected_after_one_seed(cli, clean, tmp_path):
+    path = os.pathsep.join([str(HELPERS), clean["PYTHONPATH"]])
+    done = cli(
+        "mode=gate",
+        "--config-dir",
+        str(HELPERS / "planted" / "conf"),
+        "experiment=broken_by_range",
+        "precision=16-mixed",
+        "tracking=none",
+        "accelerator=cpu",
+        "advise.steps=60",
+        "advise.budget=1h",
+        env={"PYTHONPATH": path},
+    )
+    assert done.rc == 1, done.stderr
+    assert "16-mixed is rejected: it diverged at step 30" in done.stdout
+    assert len(results_in(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["folder", "MLflow"])
+def test_a_recorded_baseline_is_not_trained_again(recorded, inside, tmp_path, store, is_stored):
+    sweep, parent = recorded
+    name = parent if is_stored else sweep
+    words = ["advise.seeds=4", "advise.max_gap=0.1", f"advise.baseline={name}"]
+    with inside(tmp_path) as main:
+        done = main(
+            "mode=gate",
+            *TRAINED,
+            "precision=bf16-mixed",
+            "advise.budget=1h",
+            *words,
+            f"tracking.uri={store}",
+            "tracking.experiment=gate",
+        )
+    assert done.rc == 0, done.stderr
+    assert {one.precision for one in results_in(tmp_path)} == {"bf16-mixed"}
+    verdict = verdict_in(tmp_path)
+    assert verdict["baseline_recorded_in"] == str(name)
+    assert (verdict["baseline"], verdict["steps"]) == ("32-true", 20)
+    expected = {one.seed: one.metrics["val/loss"] for one in results_in(sweep.parents[2])}
+    assert {row["seed"]: row["baseline_value"] for row in verdict["seeds"]} == expected
+
+
+def test_advice_takes_a_baseline_and_a_bar(recorded, inside, tmp_path):
+    sweep, _ = recorded
+    words = ["advise.max_gap=0.1", "advise.objective=memory", f"advise.baseline={sweep}"]
+    with inside(tmp_path) as main:
+        done = main(
+            "mode=advise",
+            *TRAINED,
+            "precision=bf16-true",
+            "advise.budget=1h",
+            "advise.seeds=3",
+            "tracking=none",
+            *words,
+        )
+    assert done.rc == 0, done.stderr
+    assert "Use bf16-true: 0.50 × its weights and optimizer state" in done.stdout
+    assert "tolerated 0.1, 3 seeds" in done.stdout
+    assert {one.precision for one in results_in(tmp_path)} == {"bf16-true"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "mode=gate asks about one precision. Type precision=<it>"),
+        (["precision=bf16-mixed,16-mixed"], "names 2. Type one of them, or mode=advise"),
+        (["precision=32-true"], "precision=32-true is it. Type another precision"),
+        (["precision=bf16-mixed", "advise.baseline=nope"], "advise.baseline=nope is no precision"),
+        (["precision=bf16-mixed", "advise.baseline=."], "no finished run and no sweep"),
+        (["precision=bf16-mixed", "advise.max_gap=-1"], "Allowed: 0 and up, or null"),
+        (["precision=bf16-mixed", "seed=0,1"], "mode=gate answers for one config"),
+        (["precision=bf16-mixed", "sweep=seeds"], "without sweep="),
+        (["precision=16-true", "optimizer.eps=1e-8"], "mode=gate has no answer for 16-true"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused(main, words, says):
+    done = main(*GATE, "tracking=none", *words)
+    assert (done.rc, done.stderr.count("error:")) == (2, 1), done.stderr
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["precision=bf16-mixed", "optimizer.lr=0.1"], "optimizer.lr (0.003 there, 0.1 here)"),
+        (["precision=bf16-mixed", "model.hidden=[8]"], "model.hidden ([32] there, [8] here)"),
+        (["precision=32-true"], "alone, which is what is to be judged"),
+    ],
+)
+def test_a_baseline_of_something_else_is_refused(recorded, inside, tmp_path, words, says):
+    sweep, _ = recorded
+    with inside(tmp_path) as main:
+        done = main("mode=gate", *TRAINED, "tracking=none", f"advise.baseline={sweep}", *words)
+    assert (done.rc, done.stderr.count("error:")) == (2, 1), done.stderr
+    assert says in done.stderr
