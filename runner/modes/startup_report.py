@@ -17,6 +17,7 @@ from runner.modes.context import RunContext
 from runner.training.freezing import describe_frozen
 from runner.training.initial_weights import InitialWeights
 from runner.training.model import BuiltModel
+from runner.training.optimizers import describe_state_dtypes
 from runner.training.parameter_groups import describe_groups
 from runner.training.pretrained import starts_random
 from runner.training.schedules import describe_schedule
@@ -175,7 +176,7 @@ def _warn_of_frozen_fresh(run: RunContext, model: nn.Module, initial: InitialWei
 
 
 def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
-    """Print the groups of parameters that settings made, and what their schedules follow.
+    """Print the groups of parameters that settings made, their schedules and the state's dtypes.
 
     Args:
         run: the run.
@@ -189,6 +190,7 @@ def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
         describe_groups(state.optimizers),
         describe_schedule(schedule, steps, task.quality, task.direction),
         state.average.describe() if state.average is not None else "",
+        *describe_state_dtypes(run.spec.optimizer, state.optimizers),
     ]
     for line in lines:
         if line:
