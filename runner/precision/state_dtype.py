@@ -4,10 +4,10 @@ Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2: Adam's mo
 beside float32 weights.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.utils.errors import ConfigError
@@ -71,11 +71,15 @@ def stuck_averages(state_dtype: torch.dtype | None, optimizer: Optimizer) -> lis
         return []
     found: dict[str, None] = {}
     for group in optimizer.param_groups:
-        for name in ("betas", "alpha", "rho", "momentum"):
-            values = group.get(name)
-            is_pair = isinstance(values, Iterable) and not isinstance(values, Tensor)
-            for i, value in enumerate(values if is_pair else [values]):
-                if isinstance(value, float) and 0 < 1 - value < SHRINKING_LIMIT:
-                    label = f"{name}[{i}]" if is_pair else name
-                    found[f"{label}={value:g}"] = None
+        for label, value in _coefficients(group):
+            if isinstance(value, float) and 0 < 1 - value < SHRINKING_LIMIT:
+                found[f"{label}={value:g}"] = None
     return list(found)
+
+
+def _coefficients(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the coefficients of a group's running averages by their names."""
+    for i, beta in enumerate(group.get("betas") or ()):
+        yield f"betas[{i}]", beta
+    for name in ("alpha", "rho", "momentum"):
+        yield name, group.get(name)

@@ -255,7 +255,7 @@ def describe_state_dtypes(
             yield (
                 f"warning: {key}.state_dtype={dtype_name(dtype)}: with {', '.join(stuck)} a step "
                 "takes less from a running average than half a unit of its last place, so that it "
-                f"never falls. DeepSeek-V3 has betas=[0.9,0.95]: type {key}.betas=[0.9,0.95], or "
+                "never falls. Type smaller ones, as DeepSeek-V3's betas=[0.9,0.95], or "
                 f"{key}.state_dtype=null."
             )
 

@@ -94,7 +94,7 @@ def test_an_average_that_bfloat16_freezes_is_warned_of(quick):
     done = quick(BF16)
     words = " ".join(done.stdout.split())
     assert "with betas[1]=0.999 a step takes less from a running average" in words
-    assert "type optimizer.betas=[0.9,0.95], or optimizer.state_dtype=null." in words
+    assert "as DeepSeek-V3's betas=[0.9,0.95], or optimizer.state_dtype=null." in words
     assert "warning" not in quick(BF16, "optimizer.betas=[0.9,0.95]").stdout
 
 
