@@ -14,6 +14,7 @@ from runner.data.splits import RunData
 from runner.data.stream import is_stream
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.modes.context import RunContext
+from runner.training.compile import fused_rounding
 from runner.training.freezing import describe_frozen
 from runner.training.initial_weights import InitialWeights
 from runner.training.model import BuiltModel
@@ -26,6 +27,13 @@ from runner.utils.files import write_json
 from runner.utils.formatting import format_percent, now_ms
 from runner.utils.secrets import redact_values
 from runner.utils.tensors import MIB, count_elements, stored_bytes
+
+_ROUNDING_LINES = {
+    "eager": "compiled; rounding between fused operations: eager, after each one as uncompiled",
+    "fused": "compiled; rounding between fused operations: fused, left out where half precision is "
+    "fused; train.compile_rounding=eager rounds as the uncompiled model does",
+}
+"""What a run that compiles prints, by train.compile_rounding."""
 
 _MAX_BYPASSED_NAMES = 4
 """Names of bypassed layers that a line shows before it says "and others"."""
@@ -127,6 +135,10 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         tags["cpu_float16"] = kernels
     if run.precision.emulated:
         tags["emulated"] = "true"
+    rounding = fused_rounding(run.spec.train)
+    if rounding:
+        tags["fused_rounding"] = rounding
+        run.say(_ROUNDING_LINES[rounding])
     trains = run.spec.mode == "train"
     if trains and run.spec.train.freeze:
         run.say(describe_frozen(built.model))
@@ -144,6 +156,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         "plain_weights_mib": plain_mib,
         "converted": tags.get("converted", ""),
         "converted_weights": tags.get("converted_weights", ""),
+        "fused_rounding": rounding,
         "trains": trainable / every if every and trains else None,
     }
 
