@@ -74,7 +74,8 @@ def test_compiled_code_that_rounds_as_eager_code(main, cli):
     typed = ("precision=bf16-true", "train.compile=regional", "train.compile_rounding=eager,fused")
     done = cli(*GPT, "model.dropout=0", "-m", *typed, "hydra.sweep.dir=compiled")
     assert done.rc == 0, done.stderr
-    for job, rounding in enumerate(("eager", "fused")):
+    roundings = ("eager", "fused")
+    for job, rounding in enumerate(roundings):
         folder = Path("compiled") / str(job)
         result = json.loads((folder / "result.json").read_text())
         assert result["fused_rounding"] == rounding
@@ -86,6 +87,8 @@ def test_compiled_code_that_rounds_as_eager_code(main, cli):
         assert held["(model)"] == held["head"] == "not compiled"
     report = " ".join(Path("compiled/report.md").read_text().split())
     assert "Rounding between fused operations" in report
+    names = [f"{rounding}: bf16-true train.compile_rounding={rounding}" for rounding in roundings]
+    assert "; ".join(names) in report
     assert "rounding between fused" not in Path("plain/dtypes.json").read_text()
 
 
