@@ -4,7 +4,8 @@
 
 A small GPT in bfloat16 weights with AdamW, one step of each contender in turn. Peers are measured
 where they are installed: torch-optimi's Kahan AdamW, torchao's AdamW with stochastic rounding (both
-step bfloat16 weights by themselves). The update alone is timed, too: the rest of the step is the
+step bfloat16 weights by themselves). Two contenders keep AdamW's state in bfloat16 beside float32
+weights (optimizer.state_dtype). The update alone is timed, too: the rest of the step is the
 same for all. Bytes are those that stay between steps: weights and the optimizer's state.
 Writes bench/results/update_rules.md.
 """
@@ -40,14 +41,14 @@ class Contender:
         model: nn.Module,
         make: Callable[..., Optimizer],
         name: str = "bf16-true",
-        update: str | None = None,
         device: str = "cpu",
+        state_dtype: torch.dtype | None = None,
+        **keys: str,
     ) -> None:
-        keys = {} if update is None else {"update": update}
         self.policy = precision(name, device, **keys)
         self.model = self.policy.convert(model)
         self.optimizer = make(self.model.parameters())
-        self.policy.check(self.optimizer)
+        self.policy.check(self.optimizer, state_dtype=state_dtype)
         self.losses: list[float] = []
         self.step_ms: list[float] = []
         self.update_ms: list[float] = []
@@ -98,6 +99,10 @@ def _contenders(options: argparse.Namespace) -> dict[str, Contender]:
     found = {"32-true": Contender(model(), _adamw, "32-true", device=device)}
     for rule in UPDATE_RULES:
         found[f"bf16-true {rule}"] = Contender(model(), _adamw, update=rule, device=device)
+    narrow = {"device": device, "state_dtype": torch.bfloat16}
+    found["32-true, bfloat16 state"] = Contender(model(), _adamw, "32-true", **narrow)
+    remainders = Contender(model(), _adamw, update="remainders", **narrow)
+    found["bf16-true remainders, bfloat16 state"] = remainders
     if find_spec("optimi"):
         from optimi import AdamW  # type: ignore[import-not-found]
 

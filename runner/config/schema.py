@@ -20,6 +20,8 @@ AUTO = "auto"
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that replay CUDA graphs."""
 COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs", "regional")
+COMPILE_ROUNDINGS = ("fused", "eager")
+"""Values of train.compile_rounding."""
 OBJECTIVES = ("time", "memory", "quality")
 MIN_BUDGET_SECONDS = 10
 """Seconds; a shorter advise.budget is refused."""
@@ -59,6 +61,9 @@ class TrainSpec:
             torch.compile (reduce-overhead, max-autotune, max-autotune-no-cudagraphs; the first two
             replay CUDA graphs), or regional, which compiles each kind of repeated block once; false
             does not compile.
+        compile_rounding: how compiled operations that are fused into one kernel round half
+            precision between them: fused, which leaves these roundings out as torch.compile does
+            by default, or eager, which rounds after each operation as the uncompiled model does.
         activation_checkpointing: keep only the inputs of modules for the backward pass, which
             computes their activations again: true for the repeated blocks, or a list of patterns
             of module names, as in [blocks,head].
@@ -83,6 +88,7 @@ class TrainSpec:
     eval_every: int | None = None
     log_every: int = 20
     compile: bool | str = False
+    compile_rounding: str = "fused"
     activation_checkpointing: Any = False
     channels_last: bool = False
     data_on_device: bool | str = "auto"
@@ -107,6 +113,7 @@ class TrainSpec:
         # `not x > 0` instead of `x <= 0`: it is true for NaN, too.
         if self.max_seconds is not None and not self.max_seconds > 0:
             yield f"train.max_seconds={self.max_seconds} must be above 0, or null."
+        yield from self._rounding_problems()
         for key, words in (("compile", COMPILE_MODES), ("data_on_device", (AUTO,))):
             value = getattr(self, key)
             if value not in (True, False, *words):
@@ -120,6 +127,17 @@ class TrainSpec:
             yield (
                 f"train.activation_checkpointing={modules} does not fit. Allowed: true, false, or "
                 "modules' names as in [blocks,head]."
+            )
+
+    def _rounding_problems(self) -> Iterator[str]:
+        """Yield a message where train.compile_rounding is unknown, or rounds nothing."""
+        given = f"train.compile_rounding={self.compile_rounding}"
+        if self.compile_rounding not in COMPILE_ROUNDINGS:
+            yield f"{given} is not known. Allowed: {', '.join(COMPILE_ROUNDINGS)}."
+        elif self.compile_rounding == "eager" and not self.compile:
+            yield (
+                f"{given} is for a compiled model, and train.compile=false compiles nothing. Type "
+                "train.compile=default, or leave train.compile_rounding out."
             )
 
 

@@ -26,8 +26,11 @@ from runner.utils.errors import ConfigError
 # optimizer, the optimizer to a scheduler.
 LEADING_ARGUMENT_COUNTS = {"optimizer": 1, "scheduler": 1}
 
+GROUP_KEYS = ("groups", "no_decay_on", "layer_decay")
+"""Keys of an optimizer that divide its parameters into groups."""
+
 RUNNER_KEYS = {
-    "optimizer": ("groups", "no_decay_on", "layer_decay"),
+    "optimizer": (*GROUP_KEYS, "state_dtype"),
     "scheduler": ("warmup",),
     "task": TASK_KEYS,
 }

@@ -16,12 +16,12 @@ from runner.modes.result import RunResult
 from runner.precision.contract import Precision
 from runner.precision.keep_fp32 import Float32Island
 from runner.precision.weight_updates import UpdateRule
-from runner.precision.wide_step import attach_update
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import BuiltModel
 from runner.training.optimizers import (
+    attach_rules,
     build_optimizer,
     build_scheduled_optimizers,
     embedding_parameters,
@@ -174,7 +174,7 @@ def _state_bytes(
     # LBFGS needs a loss, which tensors without values cannot give.
     if _takes_closure(optimizer):
         return _probed_bytes(key, node, params, update)
-    attach_update(optimizer, update)
+    attach_rules(key, node, optimizer, update)
     for twin in twins.values():
         twin.grad = torch.empty_like(twin)
     try:
@@ -201,7 +201,7 @@ def _probed_bytes(
     for dtype in {p.dtype for p in params}:
         probe = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
         optimizer = build_optimizer(key, node, [probe])
-        attach_update(optimizer, update)
+        attach_rules(key, node, optimizer, update)
         probe.grad = torch.ones_like(probe)
         closure = (lambda p=probe: p.sum()) if _takes_closure(optimizer) else None
         optimizer.step(closure)  # type: ignore[arg-type]

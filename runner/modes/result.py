@@ -39,6 +39,8 @@ class RunResult:
             optimizer_mib: what the optimizers hold.
         converted: layers that hold matrix weights, for example 53/54; converted_weights: elements
             of these weights. Empty for a precision that converts none.
+        fused_rounding: how the operations that torch.compile fuses round half precision between
+            them: fused or eager; empty for a run that does not compile.
         trains: share of the parameters' elements that train.
         planned_steps: optimizer steps of the whole training.
         as_trained: in mode=evaluate, the metrics that the checkpoint noted in its own precision,
@@ -79,6 +81,7 @@ class RunResult:
     optimizer_mib: float | None = None
     converted: str = ""
     converted_weights: str = ""
+    fused_rounding: str = ""
     trains: float | None = None
     as_trained: dict[str, float] = field(default_factory=dict)
     trained_in: str = ""

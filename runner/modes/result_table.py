@@ -37,6 +37,7 @@ FIXED_COLUMNS = {
     "plain_weights_mib": "parameters and buffers in float32, MiB",
     "optimizer_mib": "state of the optimizers, MiB",
     "converted": "converted layers of all, such as 53/54",
+    "fused_rounding": "rounding between fused operations: fused or eager; empty if not compiled",
     "trains": "share of the parameters' elements that train, 0 to 1",
     "skipped_steps": "optimizer steps that the loss scale skipped",
     "loss_scale": "loss scale in the last step",

@@ -16,7 +16,7 @@ from runner.config.invocation import Invocation
 from runner.config.overrides import override_key
 from runner.config.resolve import flatten, resolve_spec, to_dict
 from runner.config.schema import RunSpec
-from runner.config.targets import RUNNER_KEYS
+from runner.config.targets import GROUP_KEYS
 from runner.utils.errors import ConfigError
 
 PRESET_GROUPS = ("experiment", "debug", "sweep")
@@ -156,7 +156,7 @@ def _divisions(node: Mapping[str, Any]) -> dict[str, Any]:
     nodes = {"": node} if "_target_" in node else node
     found: dict[str, Any] = {}
     for name, part in nodes.items():
-        for key in RUNNER_KEYS["optimizer"]:
+        for key in GROUP_KEYS:
             if isinstance(part, Mapping) and part.get(key) is not None:
                 found[f"{name}.{key}"] = part[key]
     return found

@@ -14,9 +14,11 @@ from runner.data.splits import RunData
 from runner.data.stream import is_stream
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.modes.context import RunContext
+from runner.training.compile import fused_rounding
 from runner.training.freezing import describe_frozen
 from runner.training.initial_weights import InitialWeights
 from runner.training.model import BuiltModel
+from runner.training.optimizers import describe_state_dtypes
 from runner.training.parameter_groups import describe_groups
 from runner.training.pretrained import starts_random
 from runner.training.schedules import describe_schedule
@@ -25,6 +27,13 @@ from runner.utils.files import write_json
 from runner.utils.formatting import format_percent, now_ms
 from runner.utils.secrets import redact_values
 from runner.utils.tensors import MIB, count_elements, stored_bytes
+
+_ROUNDING_LINES = {
+    "eager": "compiled; rounding between fused operations: eager, after each one as uncompiled",
+    "fused": "compiled; rounding between fused operations: fused, left out where half precision is "
+    "fused; train.compile_rounding=eager rounds as the uncompiled model does",
+}
+"""What a run that compiles prints, by train.compile_rounding."""
 
 _MAX_BYPASSED_NAMES = 4
 """Names of bypassed layers that a line shows before it says "and others"."""
@@ -126,6 +135,10 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         tags["cpu_float16"] = kernels
     if run.precision.emulated:
         tags["emulated"] = "true"
+    rounding = fused_rounding(run.spec.train)
+    if rounding:
+        tags["fused_rounding"] = rounding
+        run.say(_ROUNDING_LINES[rounding])
     trains = run.spec.mode == "train"
     if trains and run.spec.train.freeze:
         run.say(describe_frozen(built.model))
@@ -143,6 +156,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         "plain_weights_mib": plain_mib,
         "converted": tags.get("converted", ""),
         "converted_weights": tags.get("converted_weights", ""),
+        "fused_rounding": rounding,
         "trains": trainable / every if every and trains else None,
     }
 
@@ -175,7 +189,7 @@ def _warn_of_frozen_fresh(run: RunContext, model: nn.Module, initial: InitialWei
 
 
 def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
-    """Print the groups of parameters that settings made, and what their schedules follow.
+    """Print the groups of parameters that settings made, their schedules and the state's dtypes.
 
     Args:
         run: the run.
@@ -189,6 +203,7 @@ def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
         describe_groups(state.optimizers),
         describe_schedule(schedule, steps, task.quality, task.direction),
         state.average.describe() if state.average is not None else "",
+        *describe_state_dtypes(run.spec.optimizer, state.optimizers),
     ]
     for line in lines:
         if line:

@@ -24,6 +24,7 @@ from runner.modes.result import RunResult
 from runner.modes.tables import print_result
 from runner.precision.contract import ConversionReport
 from runner.training.callbacks.summary import RunSummary
+from runner.training.compile import compiled_modules, fused_rounding
 from runner.training.evaluation_hook import EvaluationHook, HookOutput
 from runner.training.model_call import call_model, taken_inputs
 from runner.training.state import TrainState
@@ -35,6 +36,8 @@ from runner.utils.formatting import format_number, relative_path
 from runner.utils.layout import RESULT
 
 DTYPES_FILE = "dtypes.json"
+ROUNDING_COLUMN = "rounding between fused operations"
+"""Column of dtypes.json in a run that compiles: eager, fused or not compiled."""
 _PROCESSES_FILE = "processes.json"
 
 
@@ -46,6 +49,11 @@ def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) ->
     rows = probe.table()
     if conversions:
         rows = [{**row, "conversion": conversions.get(row["module"], "")} for row in rows]
+    rounding = fused_rounding(run.spec.train)
+    if rounding:
+        names = {name or "(model)" for name in compiled_modules(run.spec.train, probe.model)}
+        for row in rows:
+            row[ROUNDING_COLUMN] = rounding if row["module"] in names else "not compiled"
     if run.save_artifact(run.out / DTYPES_FILE, lambda path: write_table(path, rows)):
         run.tracker.tags(tables_tag(DTYPES_FILE))
 

@@ -20,14 +20,14 @@ from runner.precision.contract import ConversionReport, Precision
 from runner.precision.conversion import is_converted
 from runner.precision.conversion_proof import converted_layers
 from runner.precision.policy_checks import (
-    check_parameters,
+    attach_rules,
+    check_optimizer,
     kind_of,
     open_policy_session,
     prove_layers_called,
     resolve_device,
 )
 from runner.precision.scaled_gradients import ScaledGradients
-from runner.precision.wide_step import attach_update
 from runner.utils.errors import ConfigError, PolicyError
 from runner.utils.tensors import dtype_name
 
@@ -111,10 +111,14 @@ class Policy:
         self._model = converted.to(self.device)
         return self._model
 
-    def check(self, *optimizers: Optimizer) -> None:
+    def check(self, *optimizers: Optimizer, state_dtype: torch.dtype | None = None) -> None:
         """Refuse optimizers that cannot work in this precision or do not train the model.
 
         step() checks each optimizer itself; call this to learn it before the first step.
+
+        Args:
+            optimizers: of the model.
+            state_dtype: of their state between steps, float32 or bfloat16; None for their own.
 
         Raises:
             ConfigError: an optimizer's setting cannot work in this precision.
@@ -122,11 +126,9 @@ class Policy:
         """
         model = self._converted_model("check")
         for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
-                raise PolicyError(f"A torch.optim.Optimizer is needed, not {kind_of(optimizer)}.")
-            check_parameters(optimizer, model, self.device)
-            if optimizer not in self._checked:
-                attach_update(optimizer, self.precision.update, seed=torch.initial_seed())
+            check_optimizer(optimizer, model, self.device)
+            is_new = optimizer not in self._checked
+            attach_rules(optimizer, self.precision.update, state_dtype, is_new)
         self.precision.check_optimizers(optimizers)
         self._checked.update(optimizers)
 
@@ -376,9 +378,7 @@ class Policy:
         self._check_place(method)
         if not optimizers:
             raise PolicyError(f"policy.{method}() needs the optimizers of this step.")
-        new = [optimizer for optimizer in optimizers if optimizer not in self._checked]
-        if new:
-            self.check(*new)
+        self.check(*(optimizer for optimizer in optimizers if optimizer not in self._checked))
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise PolicyError(
                 "LBFGS evaluates the loss itself, several times in a step, which policy.step does "

@@ -1,4 +1,4 @@
-"""Let an optimizer of any class compute its steps in float32 over weights of 16 bits.
+"""Let an optimizer of any class compute its steps in float32 over weights or state of 16 bits.
 
 During a step the optimizer's groups hold float32 tensors in place of the parameters; after it they
 hold the parameters again. So every class works as it is: it never sees 16-bit weights, and outside
@@ -41,8 +41,9 @@ def attach_update(
     Args:
         optimizer: its `step` is replaced, in this object only.
         rule: one of runner.precision.weight_updates.UPDATE_RULES.
-        state_dtype: of the optimizer's state between steps, of elementwise tensors alone; None for
-            the rule's own: float32 where it keeps float32 weights, else the weights' dtype.
+        state_dtype: of the optimizer's state between steps, of elementwise tensors alone, rounded
+            to nearest; None for the rule's own: float32 where it keeps float32 weights, else the
+            weights' dtype.
         seed: of stochastic rounding.
 
     Raises:
@@ -58,11 +59,13 @@ def attach_update(
             "are not stored. Type optimizer=adamw, or precision.update=nearest."
         )
     held = _attribute_with_parameters(optimizer)
-    if held:
+    if held and any(map(_is_narrow, _parameters(optimizer))):
+        setting, without = f"precision.update={rule}", "precision.update=nearest"
+        if rule == Nearest.name:
+            setting, without = "optimizer.state_dtype", "optimizer.state_dtype=null"
         raise ConfigError(
-            f"precision.update={rule}: {name} keeps parameters in its attribute {held}, where a "
-            "step cannot replace them. Have it read self.param_groups, or type "
-            "precision.update=nearest."
+            f"{setting}: {name} keeps parameters in its attribute {held}, where a step cannot "
+            f"replace them. Have it read self.param_groups, or type {without}."
         )
     _WideStep(optimizer, STORES[rule](), state_dtype, seed).attach()
 
@@ -86,10 +89,33 @@ def drop_foreign_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[
     return {**saved, "state": state}, dropped
 
 
+def kept_dtype(
+    optimizer: Optimizer, key: str, value: Tensor, p: Tensor, was_attached: bool
+) -> torch.dtype:
+    """Return the dtype in which an optimizer keeps a tensor of its state between steps.
+
+    Args:
+        optimizer: of this run; with attach_update, or without.
+        key: of the tensor in the state.
+        value: the tensor, of a checkpoint.
+        p: its parameter.
+        was_attached: the checkpoint's optimizer stepped by attach_update, so that the dtype may be
+            none of the optimizer's class.
+    """
+    own: Callable[[Tensor], torch.dtype] | None = getattr(optimizer, "kept_dtype", None)
+    if not _is_elementwise(key, value, p) or (own is None and not was_attached):
+        return value.dtype
+    return p.dtype if own is None else own(p)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _attribute_with_parameters(optimizer: Optimizer) -> str:
     """Return the name of an attribute that holds parameters besides those of torch's own; empty
     for none."""
-    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    ids = {*map(id, _parameters(optimizer))}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state", "defaults"):
             continue
@@ -147,6 +173,7 @@ class _WideStep:
         self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
         self.optimizer.wide_state = self._has_wide_state  # type: ignore[attr-defined]
         self.optimizer.kept_key = self.store.state_key  # type: ignore[attr-defined]
+        self.optimizer.kept_dtype = self._dtype_of_state  # type: ignore[attr-defined]
         self.optimizer.register_load_state_dict_pre_hook(self._note_loaded)
         self.optimizer.register_load_state_dict_post_hook(self._restore_dtypes)
 
@@ -154,9 +181,8 @@ class _WideStep:
     def _has_wide_state(self) -> bool:
         if getattr(self.optimizer, "wide_state", False):
             return True
-        if self.state_dtype is not None:
-            return self.state_dtype is torch.float32
-        return self.store.keeps_wide_state
+        # Neither of the two that can be typed has float16's narrow range.
+        return self.state_dtype is not None or self.store.keeps_wide_state
 
     def _step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         loss = None
@@ -296,7 +322,7 @@ class _WideStep:
     def _restore_dtypes(self, optimizer: Optimizer) -> None:
         """Undo torch's cast of all loaded state to the dtype of its parameter."""
         saved, self._loaded = self._loaded["state"], {}
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = _parameters(optimizer)
         for index, values in saved.items():
             p = params[index]
             for key, value in values.items():
@@ -314,6 +340,10 @@ def _is_narrow(value: Tensor) -> bool:
 def _is_elementwise(key: str, value: Any, p: Tensor) -> bool:
     """Return whether a value of the state is an optimizer's own number for each weight."""
     if key in KEPT_KEYS or key == "step" or not isinstance(value, Tensor):
+        return False
+    # Of a parameter without dimensions, a count or a product of coefficients (NAdam's mu_product)
+    # has the shape, too. Rounded in every step, it would stop.
+    if value.ndim == 0 and value.dtype is torch.float32:
         return False
     has_dtype = value.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return has_dtype and value.shape == p.shape

@@ -15,14 +15,19 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from runner.config.schema import CUDA_GRAPH_MODES, RunSpec
+from runner.config.schema import CUDA_GRAPH_MODES, RunSpec, TrainSpec
 from runner.precision.contract import Precision
 from runner.utils.errors import ConfigError
 from runner.utils.modules import repeated_blocks, select_modules
+from runner.utils.tpu import is_tpu
 
 MAX_SHAPES_PER_BLOCK = 8
 """Shapes of its inputs that a block is compiled for, in training and evaluation together; torch
 runs further ones without compilation."""
+
+EAGER_ROUNDING = "emulate_precision_casts"
+"""Setting of torch._inductor.config that keeps the roundings of bfloat16 and float16 between fused
+operations. Products and sums keep the compiler's own order."""
 
 CXX_COMPILERS = ("c++", "g++", "clang++", "cl")
 """Names under which a C++ compiler is found, which torch.compile needs."""
@@ -73,6 +78,11 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
             "not add up (pytorch/pytorch#169545). Type train.accumulate=1, "
             "train.compile=max-autotune-no-cudagraphs or train.compile=default."
         )
+    if spec.train.compile_rounding == "eager" and is_tpu(device):
+        yield (
+            "train.compile_rounding=eager is an option of torch's compiler for CPUs and GPUs, and "
+            "a TPU has its own. Type train.compile_rounding=fused."
+        )
     candidates = (os.environ.get("CXX", "c++"), *CXX_COMPILERS)
     if not any(map(shutil.which, candidates)):
         names = ", ".join(CXX_COMPILERS)
@@ -96,20 +106,54 @@ def prepare_model(
         blocks = repeated_blocks(model) if wanted is True else outermost_modules(model, wanted)
         _checkpoint_activations(blocks, partial(precision.forward, device))
     if train.compile:
-        _compile(train.compile, model)
+        _compile(train, model)
 
 
-def _compile(setting: Any, model: nn.Module) -> None:
-    regional = setting == "regional"
-    mode = None if setting is True or regional else str(setting)
-    blocks = repeated_blocks(model) if regional else [model]
+def _compile(train: TrainSpec, model: nn.Module) -> None:
+    blocks = _compiled_blocks(train, model)
+    mode = None if train.compile in (True, "regional") else str(train.compile)
+    options: dict[str, Any] | None = None
+    if train.compile_rounding == "eager":
+        # Of this compilation alone, and part of the key under which compiled code is cached.
+        # torch.compile takes either a mode or options.
+        from torch._inductor import list_mode_options
+
+        options = {**list_mode_options(mode or "default"), EAGER_ROUNDING: True}
+        mode = None
     # What an earlier model of this process compiled counts towards the limit, too.
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = MAX_SHAPES_PER_BLOCK * len(blocks)
     for block in blocks:
         # Each shape is compiled for itself. With dynamic shapes the kernel would depend on the
         # shapes seen before, and a resumed run, which has seen others, would round differently.
-        block.compile(mode=mode, dynamic=False)
+        block.compile(mode=mode, options=options, dynamic=False)
+
+
+def _compiled_blocks(train: TrainSpec, model: nn.Module) -> list[nn.Module]:
+    """Return the modules that train.compile compiles, each as a whole."""
+    if not train.compile:
+        return []
+    return repeated_blocks(model) if train.compile == "regional" else [model]
+
+
+def compiled_modules(train: TrainSpec, model: nn.Module) -> set[str]:
+    """Return the names of the modules that train.compile compiles, and of those within them."""
+    blocks = {id(part) for block in _compiled_blocks(train, model) for part in block.modules()}
+    return {name for name, module in model.named_modules() if id(module) in blocks}
+
+
+def fused_rounding(train: TrainSpec) -> str:
+    """Return how this run's fused operations round half precision between them.
+
+    Returns:
+        "eager", "fused", or "" for a run that does not compile.
+    """
+    if not train.compile:
+        return ""
+    from torch._inductor import config
+
+    # An environment variable of torch, TORCHINDUCTOR_EMULATE_PRECISION_CASTS, sets it, too.
+    return "eager" if getattr(config, EAGER_ROUNDING) else train.compile_rounding
 
 
 def outermost_modules(model: nn.Module, patterns: Any) -> list[nn.Module]:

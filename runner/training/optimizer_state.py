@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from runner.checkpoint import sharded_tensors
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, shards_folder
 from runner.config.schema import RunSpec
-from runner.precision.wide_step import drop_foreign_state
+from runner.precision.weight_updates import Nearest
+from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training.optimizers import optimizer_nodes
 from runner.training.schedules import (
     RUN_LENGTH_KEYWORDS,
@@ -76,7 +77,9 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
             is_new_schedule = not is_same_schedule(
                 theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
             )
-            casts = _load_optimizer(scheduled.optimizer, optimizer, old_dtypes, is_new_schedule)
+            casts = _load_optimizer(
+                scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, _had_rules(theirs)
+            )
             notes |= dict.fromkeys(casts)
             if is_new_schedule:
                 notes |= dict.fromkeys(_begin_schedule(scheduled, applied_steps))
@@ -92,6 +95,14 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
             "run from its weights."
         ) from error
     return list(notes)
+
+
+def _had_rules(spec: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint's run chose how its state is kept: a rule, or a dtype."""
+    node = spec["optimizer"]
+    parts = [node] if "_target_" in node else node.values()
+    has_dtype = any(part.get("state_dtype") is not None for part in parts)
+    return has_dtype or spec["precision"].get("update", Nearest.name) != Nearest.name
 
 
 def _changed_hyperparameters(
@@ -127,6 +138,7 @@ def _load_optimizer(
     saved: Mapping[str, Any],
     old_dtypes: Mapping[int, torch.dtype],
     keep_hyperparameters: bool,
+    had_rules: bool,
 ) -> list[str]:
     """Load one optimizer's state; state in its parameter's dtype follows a change of that dtype.
 
@@ -135,6 +147,7 @@ def _load_optimizer(
         saved: its state of the checkpoint.
         old_dtypes: dtype of each parameter in the checkpoint, by id.
         keep_hyperparameters: the groups keep this run's values, which a new schedule will change.
+        had_rules: the checkpoint's run chose the dtype of its state, by a rule or by its name.
 
     Returns:
         A sentence for each pair of dtypes that state was cast between, and for what was dropped.
@@ -163,9 +176,9 @@ def _load_optimizer(
             # A fresh optimizer would make this state in the parameter's new dtype.
             follows_parameter = value.dtype == before and not is_wide
             is_cast = follows_parameter and before != p.dtype and key not in _FLOAT32_COUNTERS
-            if is_cast:
-                casts.add((before, p.dtype))
-            dtype = p.dtype if is_cast else value.dtype
+            dtype = p.dtype if is_cast else kept_dtype(optimizer, key, value, p, had_rules)
+            if dtype != value.dtype:
+                casts.add((value.dtype, dtype))
             if loaded[key].dtype != dtype:
                 loaded[key] = value.clone().to(loaded[key].device, dtype)
     notes = [

@@ -1,6 +1,6 @@
 """Build optimizers and schedulers, and distribute the parameters among them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
 from typing import Any
@@ -10,9 +10,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group, instantiate, locate, without_runner_keys
+from runner.config.targets import (
+    build_group,
+    instantiate,
+    locate,
+    runner_keys,
+    without_runner_keys,
+)
 from runner.distributed.strategy import is_sharded
 from runner.precision.contract import Precision
+from runner.precision.state_dtype import STATE_DTYPES, check_state_dtype, stuck_averages
 from runner.precision.wide_step import attach_update
 from runner.training.parameter_groups import (
     divide_parameters,
@@ -24,6 +31,7 @@ from runner.training.schedules import build_scheduler, check_scheduler
 from runner.training.sparse_gradients import check_optimizer, sparse_parameters
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
+from runner.utils.tensors import dtype_name
 
 
 def parameters_by_optimizer(
@@ -181,7 +189,7 @@ def build_scheduled_optimizers(
     for key, node, params in parameters_by_optimizer(spec.optimizer, model, named):
         groups = divide_parameters(key, node, model, params)
         optimizers[key] = _build_checked(key, node, groups, embeddings, sparse)
-        attach_update(optimizers[key], precision.update, seed=spec.seed)
+        attach_rules(key, node, optimizers[key], precision.update, spec.seed)
     precision.check_optimizers([*optimizers.values()])
     # LBFGS evaluates the loss several times in one step: neither clipping nor a second optimizer
     # has a place in that.
@@ -198,6 +206,79 @@ def build_scheduled_optimizers(
         schedule = build_scheduler(spec.scheduler, optimizer, steps, direction)
         scheduled.append(ScheduledOptimizer(optimizer, schedule, name=name))
     return scheduled
+
+
+def state_dtype(key: str, node: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype in which an optimizer is asked to keep its state; None for its own.
+
+    Raises:
+        ConfigError: the name of the dtype is not known.
+    """
+    # A class with a parameter of that name gets the value itself.
+    if "state_dtype" not in runner_keys("optimizer", locate(node["_target_"])):
+        return None
+    name = node.get("state_dtype")
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in STATE_DTYPES:
+        allowed = ", ".join(STATE_DTYPES)
+        raise ConfigError(
+            f"{key}.state_dtype={name} is not known. Allowed: {allowed}, or null for the "
+            "optimizer's own."
+        )
+    return STATE_DTYPES[name]
+
+
+def describe_state_dtypes(
+    node: Mapping[str, Any], optimizers: Sequence[ScheduledOptimizer]
+) -> Iterator[str]:
+    """Yield a line for each optimizer.state_dtype, and a warning of averages that it freezes.
+
+    Args:
+        node: the config's optimizer node.
+        optimizers: made of the node.
+    """
+    nodes = [("optimizer", node)]
+    if "_target_" not in node:
+        nodes = [(f"optimizer.{name}", part) for name, part in optimizer_nodes(node)]
+    for (key, part), scheduled in zip(nodes, optimizers, strict=True):
+        dtype = state_dtype(key, part)
+        if dtype is None:
+            continue
+        name = type(scheduled.optimizer).__name__
+        yield (
+            f"{key}.state_dtype: {name} keeps its state in {dtype_name(dtype)}, and computes its "
+            "steps in float32"
+        )
+        stuck = stuck_averages(dtype, scheduled.optimizer)
+        if stuck:
+            yield (
+                f"warning: {key}.state_dtype={dtype_name(dtype)}: with {', '.join(stuck)} a step "
+                "takes less from a running average than half a unit of its last place, so that it "
+                "never falls. Type smaller ones, as DeepSeek-V3's betas=[0.9,0.95], or "
+                f"{key}.state_dtype=null."
+            )
+
+
+def attach_rules(
+    key: str, node: Mapping[str, Any], optimizer: Optimizer, update: str, seed: int = 0
+) -> None:
+    """Have an optimizer step by precision.update and keep its state in optimizer.state_dtype.
+
+    Args:
+        key: of its node, for messages.
+        node: its target and keywords.
+        optimizer: made of the node; changed in place.
+        update: value of precision.update.
+        seed: of stochastic rounding.
+
+    Raises:
+        ConfigError: the optimizer cannot follow one of the two.
+    """
+    dtype = state_dtype(key, node)
+    if dtype is not None:
+        check_state_dtype(f"{key}.state_dtype", optimizer, dtype)
+    attach_update(optimizer, update, dtype, seed)
 
 
 def _build_checked(
@@ -262,9 +343,13 @@ def check_arguments(spec: RunSpec) -> None:
 def _check_optimizer(key: str, node: Mapping[str, Any]) -> None:
     """Raise ConfigError for keywords, and options of groups, that an optimizer refuses."""
     dummy = [nn.Parameter(torch.zeros(2, 2))]
-    problems = [*group_problems(key, node, build_optimizer(key, node, dummy))]
+    optimizer = build_optimizer(key, node, dummy)
+    problems = [*group_problems(key, node, optimizer)]
     if problems:
         raise ConfigError(*problems)
+    dtype = state_dtype(key, node)
+    if dtype is not None:
+        check_state_dtype(f"{key}.state_dtype", optimizer, dtype)
     # Constructors check their own keywords alone, so each group's options are tried as such.
     for i, options in enumerate(entry_options(node)):
         build_optimizer(f"{key}.groups.{i}", {**node, **options}, dummy)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from runner.config.targets import locate, runner_keys
+from runner.config.targets import GROUP_KEYS, locate, runner_keys
 from runner.precision.layers.conv1d import linear_classes
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
@@ -34,7 +34,7 @@ _WHOLE_OPTIMIZER = ("fused", "foreach", "capturable", "differentiable", "maximiz
 
 def group_settings(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an optimizer's node that divide its parameters; empty for none."""
-    keys = runner_keys("optimizer", locate(node["_target_"]))
+    keys = runner_keys("optimizer", locate(node["_target_"])).intersection(GROUP_KEYS)
     return {key: node[key] for key in sorted(keys) if node.get(key) is not None}
 
 

@@ -54,6 +54,12 @@ def test_tags_need_no_mark():
     ]
 
 
+def test_the_dtype_of_an_optimizers_state_needs_no_mark():
+    typed = ["optimizer.state_dtype=bfloat16", "optimizer.rest.state_dtype=null", "optimizer.lr=1"]
+    marked = ["++optimizer.state_dtype=bfloat16", "++optimizer.rest.state_dtype=null"]
+    assert rewrite_arguments(typed) == [*marked, "optimizer.lr=1"]
+
+
 def test_what_loads_data_needs_no_mark():
     assert rewrite_arguments(["data.collate=a.b", "data.sampler._target_=a.c", "data.root=x"]) == [
         "++data.collate=a.b",

@@ -42,6 +42,14 @@ def test_the_defaults_have_no_problem():
         ),
         ({"train": TrainSpec(compile="fast")}, ["train.compile=fast is not known", "regional"]),
         (
+            {"train": TrainSpec(compile=True, compile_rounding="exact")},
+            ["train.compile_rounding=exact is not known", "Allowed: fused, eager."],
+        ),
+        (
+            {"train": TrainSpec(compile_rounding="eager")},
+            ["train.compile_rounding=eager", "train.compile=false compiles nothing", "Type train"],
+        ),
+        (
             {"train": TrainSpec(activation_checkpointing="blocks")},
             ["train.activation_checkpointing=blocks does not fit", "[blocks,head]"],
         ),

@@ -24,6 +24,7 @@ import pytest
         ("train.max_steps=0", ["train.max_steps=0 is too small", "1 and up"]),
         ("train.compile=fast", ["train.compile=fast is not known", "true, false, default"]),
         ("train.compile=3", ["train.compile=3"]),
+        ("train.compile_rounding=eager", ["train.compile=false compiles nothing", "Type train.co"]),
         ("train.compile=regional", ["train.compile=regional", "this one has none"]),
         ("accelerator=cpu train.compile=reduce-overhead", ["CUDA graphs", "on cpu", "Type train"]),
         ("train.activation_checkpointing=layers", ["does not fit", "[blocks,head]"]),

@@ -67,6 +67,31 @@ def test_compiled_blocks(main, cli):
     assert again["metrics"]["val/loss"] == pytest.approx(found["metrics"]["val/loss"], abs=1e-5)
 
 
+@pytest.mark.slow
+def test_compiled_code_that_rounds_as_eager_code(main, cli):
+    """The rounding stands in the first lines, in dtypes.json, in the result and in the report."""
+    run(main, "plain")
+    typed = ("precision=bf16-true", "train.compile=regional", "train.compile_rounding=eager,fused")
+    done = cli(*GPT, "model.dropout=0", "-m", *typed, "hydra.sweep.dir=compiled")
+    assert done.rc == 0, done.stderr
+    roundings = ("eager", "fused")
+    for job, rounding in enumerate(roundings):
+        folder = Path("compiled") / str(job)
+        result = json.loads((folder / "result.json").read_text())
+        assert result["fused_rounding"] == rounding
+        assert f"rounding between fused operations: {rounding}" in done.stdout
+        table = json.loads((folder / "dtypes.json").read_text())
+        assert table["columns"][-1] == "rounding between fused operations"
+        held = {row[0]: row[-1] for row in table["data"]}
+        assert held["blocks.0"] == held["blocks.1.expand"] == rounding
+        assert held["(model)"] == held["head"] == "not compiled"
+    report = " ".join(Path("compiled/report.md").read_text().split())
+    assert "Rounding between fused operations" in report
+    names = [f"{rounding}: bf16-true train.compile_rounding={rounding}" for rounding in roundings]
+    assert "; ".join(names) in report
+    assert "rounding between fused" not in Path("plain/dtypes.json").read_text()
+
+
 def test_activations_computed_twice(main, plain):
     result, weights = run(main, "twice", "train.activation_checkpointing=true")
     assert result["metrics"] == plain[0]["metrics"]

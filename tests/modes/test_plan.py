@@ -132,12 +132,29 @@ def test_the_planned_optimizer_state_is_that_of_training(compose, name):
         for key, part, params in split:
             made = build_optimizer(key, part, params, embedding_parameters(model))
             attach_update(made, update)
-            for p in params:
-                p.grad = torch.ones_like(p)
-            made.step()
-            states = [v for values in made.state.values() for v in values.values()]
-            held += tensor_bytes(*(v for v in states if isinstance(v, torch.Tensor)))
+            held += bytes_after_a_step(made, params)
         assert planned == pytest.approx(held, rel=1e-3), (dtype, update)
+
+
+def bytes_after_a_step(optimizer, params):
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    states = [v for values in optimizer.state.values() for v in values.values()]
+    return tensor_bytes(*(v for v in states if isinstance(v, torch.Tensor)))
+
+
+@pytest.mark.parametrize("update", ["nearest", "remainders"])
+@pytest.mark.parametrize("name", ["adamw", "nadam", "sgd", "adagrad"])
+def test_the_plan_follows_the_dtype_of_the_state(compose, name, update):
+    dtype = torch.float32 if update == "nearest" else torch.bfloat16
+    node = compose(f"optimizer={name}", "optimizer.state_dtype=bfloat16").optimizer
+    model = Sizes(dtype)
+    params = [*model.parameters()]
+    planned = _state_bytes("optimizer", node, params, model, update)
+    made = build_optimizer("optimizer", node, params)
+    attach_update(made, update, torch.bfloat16)
+    assert planned == pytest.approx(bytes_after_a_step(made, params), rel=1e-3)
 
 
 @pytest.mark.parametrize(("least", "bits"), [(0, 8), (10**6, 32)])

@@ -288,7 +288,9 @@ def test_a_failed_step_leaves_the_optimizer_as_it_was():
     for p, value in zip(params, before, strict=True):
         assert torch.equal(p, value)
         assert {*optimizer.state[p]} == {"momentum_buffer", "compensation"}
-        assert optimizer.state[p]["momentum_buffer"].dtype is torch.bfloat16
+        # State without dimensions may be a count, and is not narrowed.
+        kept = torch.bfloat16 if p.ndim else torch.float32
+        assert optimizer.state[p]["momentum_buffer"].dtype is kept
 
 
 @pytest.mark.parametrize(

@@ -169,8 +169,9 @@ class TrialScheduler:
         every = max(1, self.settings.steps // DIAGNOSIS_SNAPSHOTS)
         # Numbers are read by hooks, which need eager modules: a config with train.compile is
         # refused together with numerics.every.
+        eager = ("train.compile=false", "train.compile_rounding=fused")
         length = self.settings.length_overrides(FLOAT32)
-        words = [*length, f"numerics.every={every}", "train.compile=false"]
+        words = [*length, f"numerics.every={every}", *eager]
         if self.trials.remaining_seconds <= 0:
             return Diagnosis()
         trial = self.request.trial_overrides(FLOAT32, self.request.seed, *words)

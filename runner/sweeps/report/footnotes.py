@@ -22,6 +22,8 @@ SPEED_NOTE = """examples/s of training, without the first block of steps and wit
 mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else of
 the medians, with the range over seeds. Called faster or slower where the range excludes 1 and the
 median is more than {several:.0%} from it ({single:.0%} with one seed)."""
+ROUNDING_NOTE = """Compiled code with train.compile_rounding=fused leaves out the roundings of half
+precision between the operations that it fuses; eager rounds after each one, as uncompiled."""
 CPU_MEMORY_NOTE = """weights plus optimizer state, without activations. The process's resident set
 is not compared: it includes the memory of earlier jobs."""
 GPU_MEMORY_NOTE = "peak of allocated device memory."
@@ -32,6 +34,9 @@ def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]
     finished = [comparison.group for comparison in compared if comparison.group.finished_count]
     yield from _quality_notes(finished)
     yield from _verdict_and_speed_notes(compared)
+    rounding = _rounding_message(finished)
+    if rounding:
+        yield "Rounding between fused operations", rounding
     left_out = _left_out_messages(compared)
     if left_out:
         yield "Keys", left_out
@@ -59,6 +64,18 @@ def _verdict_and_speed_notes(compared: Sequence[Comparison]) -> Iterator[tuple[s
     if any(comparison.speed_ratio for comparison in others):
         note = SPEED_NOTE.format(several=MIN_GAIN_SEEDS, single=MIN_GAIN_ONE_SEED)
         yield "Speed", note
+
+
+def _rounding_message(finished: Sequence[Group]) -> str:
+    """Return which groups compiled with which rounding; empty where none compiled."""
+    names: dict[str, list[str]] = {}
+    for group in finished:
+        for rounding in sorted({job.fused_rounding or "uncompiled" for job in group.jobs}):
+            names.setdefault(rounding, []).append(group.name)
+    if [*names] == ["uncompiled"]:
+        return ""
+    parts = [f"{rounding}: {', '.join(groups)}" for rounding, groups in names.items()]
+    return f"{'; '.join(parts)}. {ROUNDING_NOTE}" if parts else ""
 
 
 def _memory_notes(finished: Sequence[Group]) -> Iterator[tuple[str, str]]:

@@ -236,6 +236,7 @@ def _stored_values(run: "StoredRun") -> dict[str, Any]:
         "examples_per_second": run.metrics.get("perf/examples_per_second"),
         "step_ms": run.metrics.get("perf/step_ms"),
         "converted": run.tags.get("converted", ""),
+        "fused_rounding": run.tags.get("fused_rounding", ""),
     }
     skipped = run.metrics.get("loss_scale/skipped_steps")
     if skipped is not None:
