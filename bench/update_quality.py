@@ -22,16 +22,19 @@ from runner.sweeps.report.statistics import (
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number
 
-COMMON = ("accelerator=cpu", "tracking=none", "checkpoint.final=false", "scheduler=cosine")
+COMMON = (
+    *("accelerator=cpu", "tracking=none", "checkpoint.final=false"),
+    *("scheduler=cosine", "optimizer.lr=3e-4"),
+)
 TRAININGS = {
-    "ResNet-18, digits": (
-        *("model=resnet", "data=digits", "optimizer.lr=3e-4", "train.batch_size=32"),
-        *("train.max_steps=120", "train.eval_every=120"),
-    ),
     "GPT, text": (
         *("model=gpt", "data=text", "model.layers=2", "model.width=64", "model.heads=2"),
-        *("data.context=64", "train.batch_size=16", "optimizer.lr=3e-4"),
-        *("train.max_steps=400", "train.eval_every=400", "train.clip_norm=1.0"),
+        *("data.context=64", "train.batch_size=16", "train.clip_norm=1.0"),
+        *("train.max_steps=300", "train.eval_every=300"),
+    ),
+    "ResNet-18, digits": (
+        *("model=resnet", "data=digits", "train.batch_size=16"),
+        *("train.max_steps=40", "train.eval_every=40"),
     ),
 }
 RULES = ("nearest", "stochastic_rounding", "kahan", "remainders", "master_weights")

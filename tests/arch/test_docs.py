@@ -67,8 +67,12 @@ def test_commands_of_the_readme_compose(root, compose, mode):
             continue
         if ("-m" in words) == (mode == "sweep"):
             firsts = [re.sub(r"=(?!\[)([^,]*),.*", r"=\1", w) for w in words if w != "-m"]
-            # The one is a sweep by itself, the other left out for the precisions that lack it.
-            left_out = ("mode=advise", *(["precision.emulate=true"] if mode == "sweep" else []))
+            # The two are sweeps by themselves, the other left out for the precisions that lack it.
+            left_out = (
+                "mode=advise",
+                "mode=gate",
+                *(["precision.emulate=true"] if mode == "sweep" else []),
+            )
             firsts = [w for w in firsts if w not in left_out]
             compose(*firsts)
             checked += 1
