@@ -91,10 +91,12 @@ def build_adapter(node: Mapping[str, Any]) -> Adapter | None:
 
 def check_adapter(spec: RunSpec, precision: Precision) -> None:
     """Raise ConfigError for what an adapter refuses, before the data and the model are loaded."""
-    if spec.adapter.get("_target_"):
-        adapter = build_group("adapter", spec.adapter)
-        if isinstance(adapter, Adapter):
-            adapter.check_precision(precision)
+    if not spec.adapter.get("_target_"):
+        return
+    adapter = build_group("adapter", spec.adapter)
+    # Other modes add nothing: they load a run's adapter, or merge it where it does not fit.
+    if isinstance(adapter, Adapter) and spec.mode in ("train", "plan"):
+        adapter.check_precision(precision)
 
 
 @final
