@@ -38,8 +38,8 @@ from runner.tracking import journal
 from runner.tracking.rank_journal import ProcessJournal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.tracking.upload_state import stored_run_id
-from runner.training.callbacks.own_callback_nodes import build_own_callbacks, callback_problems
 from runner.training.adapters import check_adapter
+from runner.training.callbacks.own_callback_nodes import build_own_callbacks, callback_problems
 from runner.training.optimizers import check_arguments
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator

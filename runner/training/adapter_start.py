@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.precision.layers.conv1d import is_transposed, weight_matrix
+from runner.precision.layers.conv1d import (
+    is_packed,
+    is_transposed,
+    unpacked_matrix,
+    weight_matrix,
+)
 from runner.utils.errors import ConfigError
 
 INITS = ("default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq")
@@ -23,11 +28,6 @@ _ITERATIONS = 16
 
 Source: peft, LoraConfig.init_lora_weights, which finds it equivalent to the exact one in training.
 """
-
-
-def is_packed(layer: Any) -> bool:
-    """Return whether a layer's weight is codes; each class with such a weight has the method."""
-    return hasattr(layer, "unpacked_weight")
 
 
 def check_rank(init: str, rank: int, name: str, matrix: Tensor) -> None:
@@ -96,7 +96,7 @@ def start_from_packing_error(layer: Any, plain: Tensor) -> None:
         layer: of peft, around a packed layer.
         plain: its weight before it was packed, [out, in], on any device.
     """
-    packed = _widened(_plain_matrix(layer.get_base_layer()))
+    packed = _widened(unpacked_matrix(layer.get_base_layer()))
     error = plain.to(packed) - packed
     _set_addition(layer, *_top_factors(error, layer.r[ADAPTER], layer.scaling[ADAPTER]))
 
@@ -143,7 +143,7 @@ def check_dora(name: str, layer: nn.Module) -> None:
             f"{name} is one. Type adapter.use_dora=false, or another precision, for example "
             "precision=float8-rowwise or precision=bf16-true."
         )
-    weight = _plain_matrix(layer)
+    weight = unpacked_matrix(layer)
     if not weight.is_meta and not weight.any(dim=1).all():
         raise ConfigError(
             f"adapter.use_dora=true divides by the norms of a weight's rows, and {name} has rows "
@@ -159,21 +159,13 @@ def start_magnitudes(layer: Any) -> None:
     Args:
         layer: of peft, with the start values of its addition.
     """
-    weight = _plain_matrix(layer.get_base_layer())
+    weight = unpacked_matrix(layer.get_base_layer())
     if weight.is_meta:
         return
     down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     addition = layer.scaling[ADAPTER] * (up @ down).to(weight)
     magnitudes = layer.lora_magnitude_vector[ADAPTER].weight
     magnitudes.copy_(torch.linalg.norm(weight + addition, dim=1))
-
-
-def _plain_matrix(layer: Any) -> Tensor:
-    """Return a layer's weight as [out, in], unpacked where it is packed."""
-    if not is_packed(layer):
-        return weight_matrix(layer).detach()
-    weight = layer.unpacked_weight()
-    return weight.t() if is_transposed(layer) else weight
 
 
 def unpack_for_dora(layer: Any) -> None:

@@ -17,14 +17,13 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group, instantiate
 from runner.precision.contract import Precision
 from runner.precision.conversion import find_shared_weights
-from runner.precision.layers.conv1d import linear_classes, weight_matrix
+from runner.precision.layers.conv1d import is_packed, linear_classes, weight_matrix
 from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training.adapter_start import (
     CHANGES_BASE,
     INITS,
     check_dora,
     check_rank,
-    is_packed,
     register_start,
     start_from_base,
     start_from_packing_error,

@@ -44,7 +44,8 @@ def write_adapter(
     """Write adapter_model.safetensors and adapter_config.json, for PeftModel.from_pretrained.
 
     Additions that started from a part of the base weights (adapter.init=pissa, olora) are written
-    for the original ones, with twice the rank: what they started with is subtracted. Modules that train in full beside the adapter are in the folder, too.
+    for the original ones, with twice the rank: what they started with is subtracted. Modules that
+    train in full beside the adapter are in the folder, too.
 
     Args:
         model: with its adapter.

@@ -201,9 +201,7 @@ def test_the_adapter_of_a_changed_base_fits_the_original_one(tuned, tmp_path, wo
     wanted = pytest.approx(found["metrics"]["val/loss"], rel=1e-5)
     assert validation_loss(model) == wanted
     assert validation_loss(model) != pytest.approx(before, rel=1e-4)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(
-        Path(found["folder"]) / "pretrained"
-    )
+    merged = transformers.AutoModelForCausalLM.from_pretrained(Path(found["folder"]) / "pretrained")
     assert validation_loss(merged) == wanted
 
 

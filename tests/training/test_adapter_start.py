@@ -1,4 +1,4 @@
-"""DoRA, rsLoRA and start values of additions: as peft's, in every precision, and what is refused."""
+"""DoRA, rsLoRA and start values of additions: as peft's, in every precision; what is refused."""
 
 import peft
 import pytest
@@ -179,7 +179,7 @@ def test_dora_of_packed_weights_is_dora_of_the_numbers_that_they_stand_for(name)
     (found, packed), (wanted, plain) = results
     # int8 layers round their inputs, too.
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02 if name == "bnb-int8" else 1e-5)
-    for result, model in results:
+    for result, _ in results:
         result.square().sum().backward()
     grads = dict(plain.named_parameters())
     for key, parameter in packed.named_parameters():

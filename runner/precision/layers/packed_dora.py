@@ -12,7 +12,7 @@ from typing import Any
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor
 
-from runner.precision.layers.conv1d import is_transposed
+from runner.precision.layers.conv1d import unpacked_matrix
 
 
 class PackedDora(DoraLinearLayer):
@@ -20,8 +20,6 @@ class PackedDora(DoraLinearLayer):
 
     def forward(self, x: Tensor, *, base_layer: Any, **rest: Any) -> Tensor:
         """Return what DoRA adds to the base layer's output: float [..., in] to [..., out]."""
-        weight = base_layer.unpacked_weight()
-        # peft takes a packed Conv1D for an nn.Linear.
-        matrix = weight.t() if is_transposed(base_layer) else weight
-        plain = SimpleNamespace(weight=matrix, bias=base_layer.bias)
+        # As [out, in] of a packed Conv1D, too, which peft takes for an nn.Linear.
+        plain = SimpleNamespace(weight=unpacked_matrix(base_layer), bias=base_layer.bias)
         return super().forward(x, base_layer=plain, **rest)
