@@ -375,6 +375,21 @@ def test_a_model_tuned_by_dora_is_evaluated_packed_and_merged(
     assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.02)
 
 
+def test_a_model_tuned_from_a_changed_base_is_merged_before_it_is_packed(
+    packed, evaluate, main, tmp_path, result
+):
+    folder = packed("32-true", *DORA, "adapter.init=pissa")
+    trained = json.loads((folder / "result.json").read_text())["metrics"]
+    assert evaluate(folder).rc == 0
+    assert result(tmp_path)["metrics"] == trained
+    assert evaluate(folder, "precision=bnb-int8").rc == 0
+    assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.02)
+    # As the initial weights of a run without an adapter it is merged, too.
+    done = main(*MLP, "tracking=none", f"init.weights={folder}", "optimizer.lr=0")
+    assert done.rc == 0, done.stderr
+    assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=1e-4)
+
+
 def test_a_checkpoint_from_before_the_newer_keys_of_an_adapter_keeps_its_adapter(
     packed, evaluate, tmp_path, result
 ):
