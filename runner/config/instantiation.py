@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -45,6 +46,16 @@ def target_arguments(node: Mapping[str, Any], key: str = "") -> dict[str, Any]:
 def keywords(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of a node below a group, as the config has them."""
     return {key: value for key, value in node.items() if key not in CALL_KEYS}
+
+
+def default_keywords(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the default values of a node's target by its keywords, with lists for tuples."""
+    defaults = {}
+    for name, parameter in signature(locate(node["_target_"])).parameters.items():
+        if parameter.default is not parameter.empty:
+            value = parameter.default
+            defaults[name] = list(value) if isinstance(value, tuple) else value
+    return defaults
 
 
 def is_target_node(value: Any) -> bool:

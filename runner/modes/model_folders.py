@@ -57,7 +57,8 @@ def save_model_folders(run: RunContext, state: TrainState) -> list[str]:
 
 def _save_adapter(run: RunContext, state: TrainState, weights: Mapping[str, Tensor]) -> None:
     def write(folder: Path) -> None:
-        write_adapter(state.plain_model, weights, folder, run.spec.model)
+        init = str(run.spec.adapter.get("init", "default"))
+        write_adapter(state.plain_model, weights, folder, run.spec.model, init)
 
     problems = _save_folder(run, ADAPTER_FOLDER, write)
     # Nobody has to have asked for it, so a run does not fail for the lack of it.

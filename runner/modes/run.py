@@ -38,6 +38,7 @@ from runner.tracking import journal
 from runner.tracking.rank_journal import ProcessJournal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.tracking.upload_state import stored_run_id
+from runner.training.adapters import check_adapter
 from runner.training.callbacks.own_callback_nodes import build_own_callbacks, callback_problems
 from runner.training.optimizers import check_arguments
 from runner.training.tasks.task import Task
@@ -177,6 +178,7 @@ def _build_context(
     check_numerics(spec, strategy)
     task: Task = build_task(spec.task)
     check_arguments(spec)
+    check_adapter(spec, precision)
     tracker: Tracker = build_group("tracking", spec.tracking)
     # One run in the store for all processes: the first one records it.
     if not strategy.place.is_main:

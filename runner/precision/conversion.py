@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from runner.precision.contract import ConversionReport, ModuleConversion, summarize_modules
 from runner.precision.keep_fp32 import no_op_hook
+from runner.precision.kept_blocks import KEPT_REASON, find_kept_blocks
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
 
@@ -55,6 +56,7 @@ class ConversionRules:
         new_weights: the weight becomes another object, so that no other module may share it and
             no hook may be registered on it.
         bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
+        keep_blocks: the value of `precision.keep_blocks`.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ConversionRules:
     find_obstacle: Callable[[nn.Module], str] = lambda module: ""
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
+    keep_blocks: Any = None
 
 
 def convert_modules(
@@ -115,13 +118,15 @@ def classify_modules(
         rules: which modules are converted.
 
     Raises:
-        ConfigError: a pattern matches nothing.
+        ConfigError: a pattern matches nothing, or the model has no blocks to keep.
     """
     # By identity: a module that is registered twice can be meant by either name.
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
     ignored = {modules[name] for name in ignored_names}
     islands = {part for name in rules.islands for part in modules[name].modules()}
+    blocks = find_kept_blocks(model, rules.keep_blocks)
+    kept = {part for block in blocks for part in block.modules()}
     holders = _holders_by_parameter(model)
     pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
@@ -138,6 +143,8 @@ def classify_modules(
             why = "kept in float32 by precision.keep_fp32"
         elif module in ignored:
             why = "named by precision.ignore_modules"
+        elif module in kept:
+            why = KEPT_REASON
         elif rules.bypassed.get(path):
             why = rules.bypassed[path]
         else:

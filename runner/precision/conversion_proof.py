@@ -111,7 +111,11 @@ class ForwardWatch(TorchFunctionMode):
         # that some modules take.
         names = {id(layer): name for name, layer in self.layers.items()}
         for module in self.model.modules():
-            weights = {id(p) for p in module._parameters.values()} & self._names.keys()
+            held = [*module._parameters.values()]
+            if hasattr(module, "get_base_layer"):
+                # DoRA reads the weight of the layer that it adds to, beside that layer's forward.
+                held.append(module.get_base_layer()._parameters.get("weight"))  # type: ignore[union-attr,operator]
+            weights = {id(p) for p in held} & self._names.keys()
             if id(module) in names:
                 name = names[id(module)]
                 self._replace_forward(module, self._watched_layer_forward(module, name))

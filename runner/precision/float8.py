@@ -25,6 +25,7 @@ from runner.precision.contract import CPU_DEVICE, ComputeFormat, ConversionRepor
 from runner.precision.conversion import ConversionRules, convert_modules, replace_in_place
 from runner.precision.cuda_half import native_half_prefix
 from runner.precision.keep_fp32 import find_islands, make_islands
+from runner.precision.kept_blocks import keep_blocks_problems
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
 from runner.precision.layers.padding import pad_rows
@@ -57,6 +58,8 @@ class Float8Precision(Precision):
         emulate: round to FP8 and multiply in float32, on any device. Its losses are those of the
             hardware up to the order of summation; its speed means nothing.
         ignore_modules: patterns of modules that are not converted.
+        keep_blocks: the numbers of first and of last repeated blocks that are not converted, or
+            "paper"; see runner.precision.kept_blocks.
         min_features: the least input or output width of a layer that is converted.
         keep_fp32: patterns of modules that compute in float32.
         autocast_loss: compute the loss in bfloat16 too, else on float32 outputs.
@@ -81,8 +84,12 @@ class Float8Precision(Precision):
         autocast_loss: bool = False,
         float32_matmul: str = "highest",
         reduced_precision_reduction: bool = False,
+        keep_blocks: Any = None,
     ) -> None:
-        _check_values(name, recipe, weights, emulate, min_features)
+        problems = _value_problems(name, recipe, weights, emulate, min_features)
+        problems += keep_blocks_problems(keep_blocks)
+        if problems:
+            raise ConfigError(*problems)
         # Without `emulate`: torchao emulates its products itself, and the others are native.
         self.options = PrecisionOptions(
             float32_matmul, reduced_precision_reduction=reduced_precision_reduction
@@ -95,6 +102,7 @@ class Float8Precision(Precision):
         self.recipe = recipe
         self.emulated = emulate
         self.ignore_modules = ignore_modules
+        self.keep_blocks = keep_blocks
         self.min_features = min_features
         # A model's own checkpointing recomputes forwards there; autocast restores itself.
         self._backward = nullcontext() if self._is_mixed else DefaultDtype(self.storage)
@@ -119,7 +127,12 @@ class Float8Precision(Precision):
         islands = find_islands(model, self.keep_fp32, self.storage)
         find_obstacle = partial(float8_obstacle, min_features=self.min_features)
         rules = ConversionRules(
-            self.name, self.ignore_modules, islands, find_obstacle, bypassed=self.bypassed
+            self.name,
+            self.ignore_modules,
+            islands,
+            find_obstacle,
+            bypassed=self.bypassed,
+            keep_blocks=self.keep_blocks,
         )
         convert_layer = partial(_convert_layer, config=config)
         report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
@@ -167,10 +180,10 @@ NAME_BY_RECIPE: dict[str, str] = {
 }
 
 
-def _check_values(
+def _value_problems(
     name: str, recipe: str, weights: str, emulate: object, min_features: object
-) -> None:
-    """Raise ConfigError with every value that is not allowed."""
+) -> list[str]:
+    """Return a sentence for each value that is not allowed."""
     problems = []
     choices = (("recipe", recipe, RECIPES), ("weights", weights, WEIGHT_DTYPES))
     for key, value, allowed in choices:
@@ -186,8 +199,7 @@ def _check_values(
     # By its type, because a bool is an int to isinstance.
     if type(min_features) is not int or min_features < 1:
         problems.append(f"precision.min_features={min_features} must be a whole number from 1.")
-    if problems:
-        raise ConfigError(*problems)
+    return problems
 
 
 def _require_device(name: str, device: torch.device, emulate: bool) -> None:

@@ -1,6 +1,7 @@
 """Adapters: small trainable additions to a frozen model, so that quantised weights can be tuned.
 
-Source: Hu et al., LoRA, arXiv:2106.09685; Dettmers et al., QLoRA, arXiv:2305.14314.
+Source: Hu et al., LoRA, arXiv:2106.09685; Dettmers et al., QLoRA, arXiv:2305.14314; Liu et al.,
+DoRA, arXiv:2402.09353; Kalajdzievski, rsLoRA, arXiv:2312.03732.
 """
 
 import re
@@ -10,12 +11,26 @@ from importlib.util import find_spec
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from runner.config.targets import instantiate
+from runner.config.schema import RunSpec
+from runner.config.targets import build_group, instantiate
+from runner.precision.contract import Precision
 from runner.precision.conversion import find_shared_weights
-from runner.precision.layers.conv1d import linear_classes
+from runner.precision.layers.conv1d import is_packed, linear_classes, weight_matrix
 from runner.precision.layers.te_layers import FusedNormLinear
+from runner.training.adapter_start import (
+    CHANGES_BASE,
+    INITS,
+    check_dora,
+    check_rank,
+    register_start,
+    start_from_base,
+    start_from_packing_error,
+    start_magnitudes,
+    unpack_for_dora,
+)
+from runner.training.peft_folder import lora_layers
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.modules import select_modules
@@ -26,13 +41,39 @@ class Adapter(ABC):
 
     @abstractmethod
     def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
-        """Freeze the model and add trainable parameters; its outputs stay the same.
+        """Freeze the model and add trainable parameters.
+
+        The model's outputs stay the same, up to rounding where the additions take over a part of
+        the base weights (adapter.init=pissa, olora). Additions that start from the error of packed
+        weights (adapter.init=loftq) move the outputs towards those of the plain weights.
 
         Args:
             model: changed in place.
             dtype: of the additions.
             bypassed: names of layers whose forward the model never calls; they get no addition.
         """
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raise ConfigError for a precision in which the adapter cannot be added."""
+
+    def read_plain_weights(self, model: nn.Module, bypassed: Collection[str] = ()) -> None:
+        """Keep what add() needs of the weights that the conversion is about to pack.
+
+        Called before the conversion, and not where a checkpoint's values follow.
+
+        Args:
+            model: unchanged.
+            bypassed: as for add().
+        """
+
+    def add_for_checkpoint(
+        self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()
+    ) -> None:
+        """Add as add() does, in a model whose values a checkpoint replaces afterwards.
+
+        Nothing has to be computed from the weights. Names and shapes are those of add().
+        """
+        self.add(model, dtype, bypassed)
 
     @abstractmethod
     def merge(self, model: nn.Module) -> None:
@@ -47,29 +88,45 @@ def build_adapter(node: Mapping[str, Any]) -> Adapter | None:
     return instantiate(node) if node.get("_target_") else None
 
 
+def check_adapter(spec: RunSpec, precision: Precision) -> None:
+    """Raise ConfigError for what an adapter refuses, before the data and the model are loaded."""
+    if not spec.adapter.get("_target_"):
+        return
+    adapter = build_group("adapter", spec.adapter)
+    # Other modes add nothing: they load a run's adapter, or merge it where it does not fit.
+    if isinstance(adapter, Adapter) and spec.mode in ("train", "plan"):
+        adapter.check_precision(precision)
+
+
 @final
 class Lora(Adapter):
     """Low-rank additions to linear layers, made by peft.
 
     Args:
         rank: of each addition.
-        alpha: the addition is scaled by alpha / rank.
+        alpha: the addition is scaled by alpha / rank, with use_rslora by alpha / sqrt(rank).
         dropout: probability on the addition's input, in [0, 1).
         modules: patterns of linear layers; None: every one that shares its weight with no other.
         train: patterns of modules that also train, in full (norms, a head).
+        use_dora: train the norm of each row of a weight, and its direction by the addition.
+        use_rslora: scale so that the size of updates does not depend on the rank.
+        init: start values of the additions, one of adapter_start.INITS.
 
     Raises:
         ConfigError: a value is out of range.
         Unavailable: peft is not installed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
         self,
         rank: int = 8,
         alpha: float = 16.0,
         dropout: float = 0.0,
         modules: Sequence[str] | None = None,
         train: Sequence[str] = (),
+        use_dora: bool = False,
+        use_rslora: bool = False,
+        init: str = "default",
     ) -> None:
         problems = [
             f"adapter.{key}={value} is out of range. Allowed: {allowed}."
@@ -80,6 +137,8 @@ class Lora(Adapter):
             )
             if not fits
         ]
+        if init not in INITS:
+            problems.append(f"adapter.init={init} is not known. Allowed: {', '.join(INITS)}.")
         if problems:
             raise ConfigError(*problems)
         if find_spec("peft") is None:
@@ -92,8 +151,63 @@ class Lora(Adapter):
         self.dropout = dropout
         self.modules = modules
         self.train = train
+        self.use_dora = use_dora
+        self.use_rslora = use_rslora
+        self.init = init
+        self._plain_weights: dict[str, Tensor] = {}
+
+    def check_precision(self, precision: Precision) -> None:
+        if self.init in CHANGES_BASE and precision.freezes:
+            raise ConfigError(
+                f"adapter.init={self.init} moves a part of each weight into the addition, and "
+                f"precision={precision.name} packs the weights, whose codes cannot be changed. "
+                "Allowed here: default, gaussian, loftq. Type adapter.init=loftq, which starts "
+                "from what the packing rounds away, or precision=bf16-true."
+            )
+        if self.init == "loftq" and not precision.freezes:
+            raise ConfigError(
+                f"adapter.init=loftq starts from what packing rounds away, and precision="
+                f"{precision.name} packs no weights. Allowed here: default, gaussian, "
+                f"{', '.join(CHANGES_BASE)}. Type adapter.init=pissa, or precision=bnb-nf4."
+            )
+
+    def read_plain_weights(self, model: nn.Module, bypassed: Collection[str] = ()) -> None:
+        if self.init != "loftq":
+            return
+        names = [name for name, _ in model.named_modules()]
+        for name in self._chosen_layers(model, names, bypassed):
+            # The tensor and not the parameter, whose data the conversion moves to the device.
+            matrix = weight_matrix(model.get_submodule(name)).detach()
+            check_rank(self.init, self.rank, name, matrix)
+            self._plain_weights[name] = matrix
 
     def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
+        names = [name for name, _ in model.named_modules()]
+        for name in self._chosen_layers(model, names, bypassed):
+            layer = model.get_submodule(name)
+            if self.use_dora:
+                check_dora(name, layer)
+            if self.init in CHANGES_BASE:
+                check_rank(self.init, self.rank, name, weight_matrix(layer))
+        self.add_for_checkpoint(model, dtype, bypassed)
+        for name, layer in lora_layers(model).items():
+            self._set_start(name, layer)
+        self._plain_weights.clear()
+
+    def _set_start(self, name: str, layer: Any) -> None:
+        """Compute the start values of a layer of peft that depend on the weight."""
+        packed = is_packed(layer.get_base_layer())
+        if self.init in CHANGES_BASE:
+            start_from_base(layer, self.init)
+        elif self.init == "loftq" and packed:
+            start_from_packing_error(layer, self._plain_weights[name])
+        # Elsewhere peft's own magnitudes are right: the addition is 0.
+        if self.use_dora and (packed or self.init in CHANGES_BASE):
+            start_magnitudes(layer)
+
+    def add_for_checkpoint(
+        self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()
+    ) -> None:
         with suppress_import_warnings():
             from peft import LoraConfig, inject_adapter_in_model
 
@@ -107,6 +221,9 @@ class Lora(Adapter):
             # A regular expression, which peft matches with full names; of a list it would match
             # the ends of names, too.
             target_modules="|".join(re.escape(name) for name in chosen),
+            use_dora=self.use_dora,
+            use_rslora=self.use_rslora,
+            init_lora_weights="gaussian" if self.init == "gaussian" else True,
         )
         # Looked up before peft renames the modules that it wraps.
         trained_in_full: list[nn.Parameter] = []
@@ -120,6 +237,11 @@ class Lora(Adapter):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
+        for layer in lora_layers(model).values():
+            if self.init in CHANGES_BASE:
+                register_start(layer)
+            if self.use_dora:
+                unpack_for_dora(layer)
         for parameter in trained_in_full:
             parameter.requires_grad_(True)
 

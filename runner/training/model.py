@@ -11,6 +11,7 @@ from torch import nn
 from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
+from runner.config.instantiation import default_keywords
 from runner.config.resolve import to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
@@ -81,10 +82,13 @@ def build_model(
     # pack them while they are loaded.
     if start is not None and loads_packed:
         precision.leave_unconverted(start.content.get("bypassed", {}))
-    model, report = precision.convert(model, device)
     adapter = adapters.build_adapter(spec.adapter)
+    if adapter is not None and not loads_packed:
+        adapter.read_plain_weights(model, precision.bypassed)
+    model, report = precision.convert(model, device)
     if adapter is not None:
-        adapter.add(model, precision.storage, precision.bypassed)
+        add = adapter.add_for_checkpoint if loads_packed else adapter.add
+        add(model, precision.storage, precision.bypassed)
     # Packed weights fit the converted layers only, and an adapter's only the adapted ones.
     if start is not None and loads_packed:
         initial = _load(spec, model, start)
@@ -103,9 +107,14 @@ def _has_same_packing(spec: RunSpec, precision: Precision, saved: LoadedCheckpoi
 def _fits_as_saved(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
     """Return whether a checkpoint has this run's adapter, and weights packed as this run packs them
     (or neither packs any)."""
-    saved_node = saved.content["spec"].get("adapter") or {}
-    has_same_adapter = _adapter_settings(saved_node) == _adapter_settings(spec.adapter)
-    return has_same_adapter and saved.content.get("layout", "") == precision.layout
+    theirs = _adapter_settings(saved.content["spec"].get("adapter") or {})
+    ours = _adapter_settings(spec.adapter)
+    has_same_target = theirs.get("_target_") == ours.get("_target_")
+    if has_same_target and ours:
+        # A run of an older version has none of the newer keys.
+        defaults = default_keywords(ours)
+        theirs, ours = {**defaults, **theirs}, {**defaults, **ours}
+    return theirs == ours and saved.content.get("layout", "") == precision.layout
 
 
 def _adapter_settings(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +180,7 @@ def _load_plain_weights(
     # The adapter freezes what it is added to, and this run trains the merged weights.
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     wide = torch.float64 if precision.storage is torch.float64 else torch.float32
-    adapter.add(model, wide, saved.content.get("bypassed", {}))
+    adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))
     initial = _load(spec, model, saved)
     adapter.merge(model)
     for name, parameter in model.named_parameters():

@@ -325,13 +325,11 @@ def _nothing_trains(precision: Precision) -> str:
 
 
 def check_arguments(spec: RunSpec) -> None:
-    """Raise ConfigError for what optimizers and the adapter refuse, before anything is built.
+    """Raise ConfigError for what optimizers refuse, before anything is built.
 
     Each optimizer is built over a parameter of its own, so that a wrong keyword stops a sweep's job
     before its data and its model are loaded.
     """
-    if spec.adapter.get("_target_"):
-        build_group("adapter", spec.adapter)
     check_scheduler(spec.scheduler)
     nodes = {"optimizer": spec.optimizer} if "_target_" in spec.optimizer else spec.optimizer
     for key, node in nodes.items():

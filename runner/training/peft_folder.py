@@ -1,11 +1,13 @@
 """Write a trained adapter as peft's own folder, which peft loads onto the model without it."""
 
+import math
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from runner.precision.layers.conv1d import is_transposed
@@ -14,7 +16,7 @@ from runner.utils.import_warnings import suppress_import_warnings
 ADAPTER_FOLDER = "adapter"
 _PREFIX = "base_model.model."
 """What peft puts before the names of the model that it wraps."""
-_WEIGHT = re.compile(r"\.(lora_[AB])\.default\.weight$")
+_WEIGHT = re.compile(r"\.(lora_[AB]|lora_magnitude_vector)\.default\.weight$")
 _TASK_TYPES = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
 """peft's kinds of tasks by the kinds of model=hf; those for classifiers would also train a head."""
 
@@ -33,44 +35,49 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def write_adapter(
-    model: nn.Module, weights: Mapping[str, Tensor], folder: Path, node: Mapping[str, Any]
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    node: Mapping[str, Any],
+    init: str = "default",
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json, for PeftModel.from_pretrained.
 
-    Modules that train in full beside the adapter are in the folder, too.
+    Additions that started from a part of the base weights (adapter.init=pissa, olora) are written
+    for the original ones, with twice the rank: what they started with is subtracted. Modules that
+    train in full beside the adapter are in the folder, too.
 
     Args:
         model: with its adapter.
         weights: the model's state dict, full tensors on any device.
         folder: made if it is missing.
         node: the model's config node, from which peft's own fields about the base are taken.
+        init: the value of adapter.init, which the file of tensors says in its metadata.
 
     Raises:
         ValueError: a parameter of the model itself trains, which peft has no place for.
         OSError: the folder cannot be written.
     """
-    with suppress_import_warnings():
-        from peft import LoraConfig
     from safetensors.torch import save_file
 
     layers = lora_layers(model)
     whole = _modules_in_full(model)
     adapted = [name for name in layers if name not in whole]
-    tensors = {
-        name: tensor for name, tensor in _adapter_tensors(weights).items() if name[1] in adapted
-    }
-    named = {f"{_PREFIX}{module}.{part}.weight": t for (part, module), t in tensors.items()}
+    named: dict[str, Tensor] = {}
+    for (part, module), tensor in _adapter_tensors(weights).items():
+        if module in adapted:
+            # peft's files have DoRA's magnitudes without the name of the tensor.
+            end = "" if part == "lora_magnitude_vector" else ".weight"
+            named[f"{_PREFIX}{module}.{part}{end}"] = tensor
     for module in whole:
         for name, tensor in merged(module, weights, layers.get(module)).items():
             named[f"{_PREFIX}{module}.{name}"] = tensor
-    first: Any = next(iter(layers.values()))
     # peft's classes for these tasks ask this of the base.
     generates = hasattr(model, "prepare_inputs_for_generation")
-    dropout = first.lora_dropout["default"]
-    config = LoraConfig(
-        r=first.r["default"],
-        lora_alpha=first.lora_alpha["default"],
-        lora_dropout=float(getattr(dropout, "p", 0.0)),
+    config = _layer_config(
+        next(iter(layers.values())),
+        # Not "pissa" or "olora", by which peft would change the base again when it loads them.
+        init_lora_weights="gaussian" if init == "gaussian" else True,
         # A regular expression, which peft compares with full names; a list also fits their ends.
         target_modules="|".join(re.escape(name) for name in adapted),
         modules_to_save=whole or None,
@@ -81,17 +88,46 @@ def write_adapter(
     )
     folder.mkdir(parents=True, exist_ok=True)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-    save_file(plain, folder / "adapter_model.safetensors", {"format": "pt"})
+    save_file(plain, folder / "adapter_model.safetensors", {"format": "pt", "adapter.init": init})
     config.save_pretrained(str(folder))
 
 
+def _layer_config(layer: Any, **settings: Any) -> Any:
+    """Return peft's config of an adapter: what a layer of peft has, and further settings."""
+    with suppress_import_warnings():
+        from peft import LoraConfig
+
+    rank, alpha = layer.r["default"], layer.lora_alpha["default"]
+    uses_rslora = layer.use_rslora["default"]
+    if hasattr(layer, "start_A"):
+        # At twice the rank, the factor that makes the scale the same.
+        rank, alpha = 2 * rank, alpha * (math.sqrt(2) if uses_rslora else 2)
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=float(getattr(layer.lora_dropout["default"], "p", 0.0)),
+        use_dora=layer.use_dora["default"],
+        use_rslora=uses_rslora,
+        **settings,
+    )
+
+
 def _adapter_tensors(weights: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
-    """Return the adapter's tensors by their part, lora_A or lora_B, and the layer's name."""
+    """Return the adapter's tensors by their part (lora_A, for example) and the layer's name.
+
+    W - s B0 A0 + s B A is W + s [B, -B0] [A; A0], where W is the original base weight.
+    """
     found = {}
     for name, tensor in weights.items():
         match = _WEIGHT.search(name)
-        if match:
-            found[match[1], name[: match.start()]] = tensor
+        if not match:
+            continue
+        part, layer = match[1], name[: match.start()]
+        if part == "lora_A" and f"{layer}.start_A" in weights:
+            tensor = torch.cat([tensor, weights[f"{layer}.start_A"].to(tensor)])
+        elif part == "lora_B" and f"{layer}.start_B" in weights:
+            tensor = torch.cat([tensor, -weights[f"{layer}.start_B"].to(tensor)], 1)
+        found[part, layer] = tensor
     return found
 
 
@@ -128,10 +164,13 @@ def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Te
     if layer is not None:
         a = weights[f"{name}.lora_A.default.weight"]
         b = weights[f"{name}.lora_B.default.weight"]
-        addition = (b.double() @ a.double()) * layer.scaling["default"]
-        if is_transposed(layer.get_base_layer()):
-            addition = addition.t()
+        magnitudes = weights.get(f"{name}.lora_magnitude_vector.default.weight")
         plain = parts["weight"]
+        transposed = is_transposed(layer.get_base_layer())
         # In float64, and rounded to the weight's dtype once.
-        parts["weight"] = (plain.double() + addition).to(plain.dtype)
+        total = plain.t().double() if transposed else plain.double()
+        total = total + (b.double() @ a.double()) * layer.scaling["default"]
+        if magnitudes is not None:
+            total = total * (magnitudes.double() / total.norm(dim=1))[:, None]
+        parts["weight"] = (total.t() if transposed else total).to(plain.dtype)
     return parts

@@ -30,6 +30,7 @@ GPT = ("model=gpt", "data=text", "data.context=16", "model.width=32", "model.lay
 MLP = ("model=mlp", "model.hidden=[32]")
 LINEAR = ("model=mlp", "model.hidden=[]")
 VIT = ("model=vit", "model.layers=1", "model.hidden_dim=32", "model.mlp_dim=32")
+DORA = ("adapter=lora", "adapter.use_dora=true")
 CASES = {
     "64-true": ("precision=64-true", *MLP),
     "bf16-mixed": ("precision=bf16-mixed", *VIT),
@@ -39,6 +40,10 @@ CASES = {
     "islands": ("precision=16-true", "precision.keep_fp32=[*.norm*]", *GPT),
     "fp4-dq": ("precision=bnb-fp4-dq", *MLP),
     "nf4-lora": ("precision=bnb-nf4", "adapter=lora", *MLP),
+    "nf4-dora": ("precision=bnb-nf4", *DORA, *MLP),
+    "int8-dora": ("precision=bnb-int8", *DORA, *LINEAR),
+    "float8-dora": ("precision=float8-rowwise", "precision.emulate=true", *DORA, *GPT),
+    "mixed-dora": ("precision=bf16-mixed", *DORA, "adapter.init=pissa", *GPT),
     "int8": ("precision=bnb-int8", *LINEAR),
     "int8-outliers": ("precision=bnb-int8", "precision.threshold=1.5", *LINEAR),
     "int8-training": ("precision=bnb-int8-training", *LINEAR),

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.slow
 
 OWN = ("train.max_steps=3", "train.batch_size=6", "precision=64-true")
 FOLDER = ("checkpoint.pretrained=true",)
+DORA = ("adapter=lora", "adapter.use_dora=true", "adapter.init=pissa", "adapter.rank=2")
 CASES = {
     "t5-ddp": ("t5", "strategy=ddp"),
     "bert-masked-parts": (
@@ -19,6 +20,8 @@ CASES = {
     ),
     "gpt2-fsdp": ("gpt2", "strategy=fsdp", "train.activation_checkpointing=true", *FOLDER),
     "gpt2-lora": ("gpt2", "strategy=fsdp", "adapter=lora", *FOLDER),
+    "gpt2-dora-fsdp": ("gpt2", "strategy=fsdp", *DORA, *FOLDER),
+    "gpt2-dora-ddp": ("gpt2", "strategy=ddp", *DORA),
     "timm-vit-fsdp": ("timm-vit", "strategy=fsdp"),
 }
 
@@ -28,7 +31,7 @@ def runs(run_in_processes, tmp_path_factory):
     """Outcomes of one process, and of two, by the name of the case."""
     folder = tmp_path_factory.mktemp("models")
     alone = {
-        case: [*typed(name, folder), *OWN, *[word for word in more if word.startswith("adapter=")]]
+        case: [*typed(name, folder), *OWN, *[word for word in more if word.startswith("adapter")]]
         for case, (name, *more) in CASES.items()
     }
     several = {case: [*alone[case], *more] for case, (_, *more) in CASES.items()}
@@ -52,6 +55,7 @@ def test_sharded_weights_are_gathered_in_the_folder_of_transformers(runs):
     assert not (two.folder / "adapter").exists()
 
 
-def test_a_sharded_adapter_is_gathered_in_the_folder_of_peft(runs):
-    one, two = (run.folder / "adapter" / "adapter_model.safetensors" for run in runs["gpt2-lora"])
+@pytest.mark.parametrize("case", ["gpt2-lora", "gpt2-dora-fsdp"])
+def test_a_sharded_adapter_is_gathered_in_the_folder_of_peft(runs, case):
+    one, two = (run.folder / "adapter" / "adapter_model.safetensors" for run in runs[case])
     close(load_file(two), load_file(one), rtol=1e-6, atol=1e-9)

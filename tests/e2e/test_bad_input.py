@@ -60,6 +60,33 @@ import pytest
         ("adapter=lora adapter.rank=null", ["adapter.rank=null does not fit", "whole number"]),
         ("adapter=lora adapter.rank=2.5", ["adapter.rank=2.5 does not fit", "whole number"]),
         ("adapter=lora adapter.modules=[1]", ["adapter.modules: 1 matches no module"]),
+        ("adapter=lora adapter.use_dora=1", ["adapter.use_dora=1 does not fit", "true or false"]),
+        (
+            "adapter=lora adapter.init=svd",
+            ["adapter.init=svd is not known", "default, gaussian, pissa, pissa_niter_16, olora"],
+        ),
+        (
+            "adapter=lora adapter.init=pissa precision=bnb-nf4",
+            ["adapter.init=pissa", "precision=bnb-nf4 packs", "Type adapter.init=loftq"],
+        ),
+        (
+            "adapter=lora adapter.init=loftq",
+            ["adapter.init=loftq", "precision=32-true packs no", "Type adapter.init=pissa"],
+        ),
+        (
+            "adapter=lora adapter.init=olora adapter.rank=11",
+            ["adapter.init=olora takes 11", "-> 10, has 10. Type adapter.rank=10"],
+        ),
+        ("adapter.use_dora=true", ["adapter.use_dora=true is not known"]),
+        (
+            "precision=float8-rowwise precision.emulate=true precision.keep_blocks=paper",
+            ["precision.keep_blocks=paper counts the repeated blocks", "has none", "Type"],
+        ),
+        (
+            "precision=float8-rowwise precision.emulate=true precision.keep_blocks=[1]",
+            ["precision.keep_blocks=[1] is not known", "paper", "as in [1,2]"],
+        ),
+        ("precision.keep_blocks=paper", ["precision.keep_blocks=paper", "not known"]),
         (
             "precision=bnb-nf4 precision.mode=fp4",
             ["is not what bnb-nf4 is", "Type precision=bnb-fp4"],

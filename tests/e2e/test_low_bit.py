@@ -357,6 +357,54 @@ def test_a_tuned_model_is_evaluated_packed_and_merged(packed, evaluate, tmp_path
     assert merged["weights_mib"] == pytest.approx(PLAIN)
 
 
+DORA = ("adapter=lora", "adapter.use_dora=true", "adapter.rank=4", "optimizer.lr=0.01")
+
+
+@pytest.mark.parametrize("init", ["default", "loftq"])
+def test_a_model_tuned_by_dora_is_evaluated_packed_and_merged(
+    packed, evaluate, tmp_path, result, init
+):
+    folder = packed("bnb-nf4", *DORA, f"adapter.init={init}")
+    outcome = json.loads((folder / "result.json").read_text())
+    # DoRA reads the weights that it adds to, which is no way around them.
+    assert outcome["converted"] == "2/2"
+    trained = outcome["metrics"]
+    assert evaluate(folder, "precision=bnb-nf4").rc == 0
+    assert result(tmp_path)["metrics"] == trained
+    assert evaluate(folder, "precision=32-true").rc == 0
+    assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.02)
+
+
+def test_a_model_tuned_from_a_changed_base_is_merged_before_it_is_packed(
+    packed, evaluate, main, tmp_path, result
+):
+    folder = packed("32-true", *DORA, "adapter.init=pissa")
+    trained = json.loads((folder / "result.json").read_text())["metrics"]
+    assert evaluate(folder).rc == 0
+    assert result(tmp_path)["metrics"] == trained
+    assert evaluate(folder, "precision=bnb-int8").rc == 0
+    assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.02)
+    # As the initial weights of a run without an adapter it is merged, too.
+    done = main(*MLP, "tracking=none", f"init.weights={folder}", "optimizer.lr=0")
+    assert done.rc == 0, done.stderr
+    assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=1e-4)
+
+
+def test_a_checkpoint_from_before_the_newer_keys_of_an_adapter_keeps_its_adapter(
+    packed, evaluate, tmp_path, result
+):
+    folder = packed("bnb-nf4", "adapter=lora", "optimizer.lr=0.01")
+    trained = json.loads((folder / "result.json").read_text())["metrics"]
+    (path,) = (folder / "checkpoints").glob("step-*.pt")
+    content = torch.load(path)
+    for key in ("use_dora", "use_rslora", "init"):
+        del content["spec"]["adapter"][key]
+    torch.save(content, path)
+    done = evaluate(folder, "precision=bnb-nf4")
+    assert done.rc == 0, done.stderr
+    assert result(tmp_path)["metrics"] == trained
+
+
 @pytest.mark.parametrize("name", ["bf16-true", "bf16-mixed"])
 def test_an_unpacked_tuned_model_gives_its_own_numbers_in_its_own_precision(
     packed, evaluate, tmp_path, result, name

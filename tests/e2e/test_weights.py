@@ -184,6 +184,27 @@ def test_peft_loads_the_adapter_of_a_run_onto_its_base(tuned, tmp_path, precisio
     assert abs(loss - before) > 2 * tolerance * loss
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["adapter.init=pissa"],
+        ["adapter.init=olora", "adapter.use_rslora=true"],
+        ["adapter.use_dora=true", "adapter.init=pissa_niter_16", "train.ema=0.5"],
+    ],
+    ids=str,
+)
+def test_the_adapter_of_a_changed_base_fits_the_original_one(tuned, tmp_path, words):
+    found = tuned("adapter=lora", "adapter.rank=4", *words, "checkpoint.pretrained=true")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before = validation_loss(base)
+    model = PeftModel.from_pretrained(base, Path(found["folder"]) / "adapter")
+    wanted = pytest.approx(found["metrics"]["val/loss"], rel=1e-5)
+    assert validation_loss(model) == wanted
+    assert validation_loss(model) != pytest.approx(before, rel=1e-4)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(Path(found["folder"]) / "pretrained")
+    assert validation_loss(merged) == wanted
+
+
 def test_the_python_of_the_page_loads_the_adapter(tuned, tmp_path, monkeypatch):
     tuned("adapter=lora", "hydra.run.dir=outputs/runs/first")
     (tmp_path / "models").mkdir()
@@ -209,6 +230,7 @@ FORMATS = pytest.mark.parametrize(
         (["precision=bf16-true"], 2e-2, torch.bfloat16),
         (["precision=32-true", "adapter=lora", "train.ema=0.5"], 1e-5, torch.float32),
         (["precision=bnb-nf4", "adapter=lora"], 2e-3, torch.float32),
+        (["precision=bnb-nf4", "adapter=lora", "adapter.use_dora=true"], 2e-3, torch.float32),
         (["precision=transformer-engine", "precision.emulate=true"], 3e-2, torch.bfloat16),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

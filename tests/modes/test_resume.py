@@ -189,6 +189,22 @@ def test_dropout_and_adapters_resume_bit_by_bit(precision, check):
 
 
 @pytest.mark.parametrize(
+    ("precision", "words"),
+    [
+        ("32-true", ["adapter.init=pissa", "adapter.rank=2"]),
+        ("bf16-true", ["adapter.init=olora", "adapter.use_rslora=true", "adapter.rank=2"]),
+        ("16-mixed", ["adapter.use_dora=true", "adapter.dropout=0.1"]),
+        ("32-true", ["adapter.use_dora=true", "adapter.init=pissa_niter_16", "adapter.rank=2"]),
+        ("bnb-nf4", ["adapter.use_dora=true", "adapter.init=loftq", "adapter.rank=2"]),
+        ("bnb-int8", ["adapter.use_dora=true"]),
+    ],
+    ids=str,
+)
+def test_every_kind_of_addition_resumes_bit_by_bit(precision, words, check):
+    check((4,), *GPT, f"precision={precision}", "adapter=lora", *words)
+
+
+@pytest.mark.parametrize(
     ("optimizer", "scheduler"),
     [
         ("sgd", "cosine"),

@@ -341,6 +341,9 @@ def test_dropout_acts_in_training_only():
         {"modules": ["layers.1"]},
         {"train": ["head", "norm"]},
         {"dropout": 0.3},
+        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True, "rank": 3, "init": "pissa"},
+        {"init": "olora", "rank": 2},
     ],
     ids=str,
 )

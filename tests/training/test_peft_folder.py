@@ -5,10 +5,13 @@ import json
 import pytest
 import torch
 import transformers
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from runner.precision import registry
+from runner.training.adapter_start import CHANGES_BASE
 from runner.training.adapters import Lora
 from runner.training.peft_folder import write_adapter
 
@@ -90,7 +93,17 @@ def logits(model):
         (gpt2, {"train": ["transformer.ln_f", "transformer.h.1.attn.c_attn"]}),
         (llama, {"modules": ["*.q_proj"], "dropout": 0.1}),
         (normed, {"train": ["head"]}),
+        (gpt2, {"use_dora": True}),
+        (gpt2, {"use_rslora": True}),
+        (gpt2, {"init": "pissa"}),
+        (gpt2, {"init": "olora", "use_rslora": True, "train": ["transformer.ln_f"]}),
+        (gpt2, {"init": "pissa_niter_16", "use_dora": True}),
+        (llama, {"init": "gaussian", "use_dora": True, "dropout": 0.1}),
+        (llama, {"init": "pissa", "use_dora": True, "use_rslora": True}),
+        (llama, {"init": "pissa", "train": ["model.layers.0.mlp.up_proj"]}),
+        (llama, {"init": "olora", "modules": ["*.q_proj"]}),
     ],
+    ids=str,
 )
 def test_peft_loads_the_folder_and_computes_the_same_logits(tmp_path, make, settings):
     model, _ = adapted(make, **settings)
@@ -101,8 +114,47 @@ def test_peft_loads_the_folder_and_computes_the_same_logits(tmp_path, make, sett
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-6)
     assert (logits(make()) - logits(model)).abs().max() > 0.001
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (4, 6.0)
+    # With twice the rank where what the additions started with is subtracted.
+    factor = 2 if settings.get("init") in CHANGES_BASE else 1
+    assert config["r"] == 4 * factor
+    assert config["lora_alpha"] == 6 * (factor**0.5 if settings.get("use_rslora") else factor)
     assert config["base_model_name_or_path"] == "models/tiny"
+    for key in ("use_dora", "use_rslora"):
+        assert config[key] is settings.get(key, False)
+
+
+@pytest.mark.parametrize(
+    ("init", "of_peft"), [("default", True), ("gaussian", "gaussian"), ("pissa", True)]
+)
+def test_the_folder_says_how_the_additions_started(tmp_path, init, of_peft):
+    model, _ = adapted(normed, init=init, modules=["layer"])
+    write_adapter(model, model.state_dict(), tmp_path, {}, init)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["init_lora_weights"] == of_peft
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        assert file.metadata()["adapter.init"] == init
+
+
+def test_a_folder_from_a_start_in_the_base_has_the_weights_that_peft_converts_to(tmp_path):
+    """By peft's own way: the untrained adapter is saved, and subtracted from the trained one."""
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["c_attn"], init_lora_weights="pissa")
+    theirs = get_peft_model(gpt2(), config)
+    theirs.peft_config["default"].init_lora_weights = True
+    theirs.save_pretrained(tmp_path / "start")
+    model, _ = adapted(gpt2, init="pissa", modules=["*.c_attn"])
+    trained = {f"base_model.model.{name}": value for name, value in model.state_dict().items()}
+    own = {name: value for name, value in trained.items() if ".start_" not in name}
+    theirs.load_state_dict(own, strict=True)
+    theirs.save_pretrained(
+        tmp_path / "theirs", path_initial_model_for_weight_conversion=str(tmp_path / "start")
+    )
+    write_adapter(model, model.state_dict(), tmp_path / "ours", {}, "pissa")
+    found, wanted = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")
+    )
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value.abs(), wanted[name].abs(), rtol=1e-4, atol=1e-5)
 
 
 def unpacked(model, packed):
@@ -112,6 +164,17 @@ def unpacked(model, packed):
             plain = model.get_submodule(name.removesuffix(".base_layer"))
             plain.weight = nn.Parameter(module.unpacked_weight())
     return model
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("precision", ["bnb-nf4", "bnb-int8"])
+def test_dora_of_packed_weights_fits_the_unpacked_base(tmp_path, precision, make):
+    model, _ = adapted(make, precision, use_dora=True)
+    write_adapter(model, model.state_dict(), tmp_path, {})
+    plain = PeftModel.from_pretrained(unpacked(make(), model), tmp_path).eval()
+    # The packed layers compute in bfloat16, the plain ones in float32.
+    error = (logits(plain) - logits(model)).norm() / logits(model).norm()
+    assert error < 0.03
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])

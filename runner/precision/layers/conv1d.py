@@ -34,3 +34,16 @@ def layer_widths(module: Any) -> tuple[int, int]:
 def weight_matrix(module: Any) -> Tensor:
     """Return the weight of a linear layer as [out, in]; a Conv1D's is a view, not contiguous."""
     return module.weight.t() if is_transposed(module) else module.weight
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Return whether a layer's weight is codes; each class with such a weight has the method."""
+    return hasattr(module, "unpacked_weight")
+
+
+def unpacked_matrix(module: Any) -> Tensor:
+    """Return the weight of a linear layer as [out, in], where it is packed what its codes mean."""
+    if not is_packed(module):
+        return weight_matrix(module).detach()
+    weight = module.unpacked_weight()
+    return weight.t() if is_transposed(module) else weight

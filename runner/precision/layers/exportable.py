@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.precision.layers.conv1d import weight_matrix
+from runner.precision.layers.conv1d import unpacked_matrix, weight_matrix
 
 CPU_DEVICE = torch.device("cpu")
 _INT8_PRODUCT_STEP = 6.200124e-05  # 1 / 127², as bitsandbytes rounds it
@@ -41,6 +41,10 @@ def exportable_copy(model: nn.Module) -> nn.Module:
     # a library's own classes are copied by their own __deepcopy__.
     memo: dict[int, Any] = {id(t): _cpu_copy(t) for t in tensors if type(t) in _TORCH_TENSORS}
     copied = copy.deepcopy(model, memo)
+    # First, because it reads the weights of layers that are replaced.
+    for module in list(copied.modules()):
+        if hasattr(module, "lora_magnitude_vector"):
+            _replace_dora(module)
     for module in list(copied.modules()):
         plain_class = _plain_class(module)
         if plain_class:
@@ -86,6 +90,43 @@ def _become(module: Any, kind: type[nn.Module], **buffers: Tensor) -> None:
     module.__class__ = kind
     for name, tensor in buffers.items():
         module.register_buffer(name, tensor.detach().to(CPU_DEVICE))
+
+
+class PlainDora(nn.Module):
+    """peft's DoRA part of a layer in evaluation, where the norms of the weight's rows are constant.
+
+    It holds the factor [out] of each row: the trained norm over the norm of weight and addition.
+    """
+
+    factor: Tensor
+
+    def __init__(self, factor: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("factor", factor)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lora_A: nn.Module,  # noqa: N803 - the names are peft's
+        lora_B: nn.Module,  # noqa: N803
+        scaling: float,
+        base_layer: Any,
+        base_result: Tensor,
+        **rest: Any,
+    ) -> Tensor:
+        """Return what is added to base_result: float [..., in] to float [..., out]."""
+        product = base_result if base_layer.bias is None else base_result - base_layer.bias
+        return (self.factor - 1) * product + self.factor * lora_B(lora_A(x)) * scaling
+
+
+@torch.no_grad()
+def _replace_dora(layer: Any) -> None:
+    """Put a PlainDora in the place of each DoRA part of a layer of peft."""
+    for name, dora in list(layer.lora_magnitude_vector.items()):
+        up, down = layer.lora_B[name].weight, layer.lora_A[name].weight
+        total = unpacked_matrix(layer.get_base_layer()).to(up) + layer.scaling[name] * up @ down
+        layer.lora_magnitude_vector[name] = PlainDora(dora.weight / total.norm(dim=1))
 
 
 class Plain4bit(nn.Module):

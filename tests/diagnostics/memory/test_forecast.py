@@ -98,6 +98,22 @@ def test_frozen_parameters_have_neither_gradients_nor_state(of):
     assert few.weights > whole.weights
 
 
+def test_magnitudes_and_kept_starts_of_an_adapter_are_counted(of):
+    """In float32: DoRA's magnitudes train, and what PiSSA started with is kept frozen."""
+    words = ("adapter=lora", "adapter.modules=[head]", "model.tie_weights=false")
+    lora, dora, pissa = (
+        forecast(of, *TEXT, *words, *more, size=1)
+        for more in ((), ("adapter.use_dora=true",), ("adapter.init=pissa",))
+    )
+    model = of(*TEXT)[0].model
+    magnitudes = 4 * model["vocab_size"]
+    additions = 4 * 8 * (model["width"] + model["vocab_size"])
+    assert dora.weights - lora.weights == magnitudes
+    assert dora.optimizer - lora.optimizer == pytest.approx(2 * magnitudes, abs=16)
+    assert pissa.weights - lora.weights == additions
+    assert pissa.optimizer == lora.optimizer
+
+
 @pytest.mark.parametrize(("momentum", "states"), [(0.0, 0), (0.9, 1)])
 def test_the_state_is_the_optimizers_own(of, momentum, states):
     peak = forecast(of, "model=mlp", "optimizer=sgd", f"optimizer.momentum={momentum}", size=64)
