@@ -95,6 +95,23 @@ def test_a_model_that_fp8_harms_trains_without_its_head_and_its_speed_is_unknown
     assert "unknown" in printed
 
 
+def test_a_model_whose_updates_bf16_weights_swallow_trains_with_a_rule_that_keeps_them(planted):
+    advice, printed = planted(
+        "harmed_in_the_head", 100, "precision=bf16-true", "advise.objective=memory"
+    )
+    harmed = verdict_of(advice, "bf16-true")
+    assert harmed.rating == "worse"
+    assert "of updates are swallowed" in harmed.float32_finding
+    assert advice.recommendation is not None
+    assert advice.recommendation.name == "bf16-true precision.update=stochastic_rounding"
+    assert advice.recommendation.test is not None
+    assert advice.recommendation.test.n == 3  # not the seed that chose the rule
+    # The rule of the fewest bytes helps: no other one, and no set of modules, is tried.
+    assert "precision.update=kahan" not in printed
+    assert "keep_fp32" not in printed
+    assert "Use bf16-true precision.update=stochastic_rounding: 0.50 × its weights" in printed
+
+
 def test_a_model_that_no_precision_harms_gets_the_same_ranking_twice(planted):
     words = ("harmed_by_nothing", 30, "precision=bf16-mixed,bf16-true", "advise.objective=memory")
     first, second = planted(*words)[0], planted(*words)[0]
