@@ -23,7 +23,7 @@ from runner.config.overrides import (
     shadowed_configs,
 )
 from runner.config.resolve import register_schema, resolve_spec
-from runner.config.schema import RunSpec
+from runner.config.schema import ADVISE_MODES, RunSpec
 from runner.distributed import torchrun
 from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact_override
@@ -143,9 +143,9 @@ def check_words(overrides: Sequence[str]) -> list[str]:
     words = check_texts(overrides)
     for word in words:
         key, _, value = word.partition("=")
-        advises = key == "mode" and value == "advise"
+        advises = key == "mode" and value in ADVISE_MODES
         if advises or key == "hydra.mode" or key.partition(".")[0] == "sweep":
-            function = "advise" if advises else "sweep"
+            function = "advise" if value == "advise" else "sweep"
             raise ConfigError(f"{word} describes several runs. Call runner.{function}([...]).")
     return words
 

@@ -33,6 +33,8 @@ GAIN_WORDS = {"time": "faster", "memory": "smaller", "quality": "better"}
 
 def advice_sentence(advice: Advice) -> str:
     """Return which precision to use, and why, in one sentence."""
+    if advice.settings.mode == "gate":
+        return "Undecided: it was stopped before a trial of the precision had ended."
     pick = advice.recommendation
     baseline = advice.settings.baseline
     if pick is None:
