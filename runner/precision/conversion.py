@@ -55,6 +55,7 @@ class ConversionRules:
         new_weights: the weight becomes another object, so that no other module may share it and
             no hook may be registered on it.
         bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
+        skips_shared: skip layers that share a parameter, although no weight is replaced.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ConversionRules:
     find_obstacle: Callable[[nn.Module], str] = lambda module: ""
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
+    skips_shared: bool = False
 
 
 def convert_modules(
@@ -176,7 +178,7 @@ def _obstacle(
     if reason:
         return reason
     # A module that shares the weight would still hold the plain one.
-    if rules.new_weights:
+    if rules.new_weights or rules.skips_shared:
         reason = _reason_of_sharing(path, module, holders)
     # Last, because it reads the weight and the widths, which a lazy layer, for example, lacks.
     return reason or rules.find_obstacle(module)

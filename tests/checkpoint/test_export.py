@@ -45,6 +45,11 @@ CASES = {
     "float8-rowwise": ("precision=float8-rowwise", "precision.emulate=true", *GPT),
     "float8-tensorwise": ("precision=float8-tensorwise", "precision.emulate=true", *MLP),
     "transformer-engine": ("precision=transformer-engine", "precision.emulate=true", *MLP),
+    "int4": ("precision=int4", "precision.group_size=16", *MLP),
+    "int8-products": ("precision=int8", *MLP),
+    "nvfp4": ("precision=nvfp4", *GPT),
+    "qat-int4": ("precision=qat-int4", *GPT),
+    "qat-int8": ("precision=qat-int8", "precision.compute_dtype=bfloat16", *MLP),
     "tf32": ("precision=tf32", "precision.emulate=true", *GPT),
 }
 
