@@ -27,6 +27,7 @@ class FakeQuantizedLinear(nn.Linear):
     @classmethod
     def convert_in_place(cls, module: Any, fmt: WeightFormat) -> None:
         """Turn a linear layer (nn.Linear or Conv1D) into a FakeQuantizedLinear, in place."""
+        fmt.load_library()
         module.in_features, module.out_features = layer_widths(module)
         module.__class__ = low_precision_class(cls, type(module))
         module.format = fmt

@@ -8,7 +8,6 @@ torchao's NVFP4 layers need Blackwell's products.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -45,6 +44,9 @@ class WeightFormat(ABC):
     label: str
     multiple: int = 1
     group: str = ""
+
+    def load_library(self) -> None:
+        """Import the library that rounds; called when a layer is converted, before any forward."""
 
     @abstractmethod
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
@@ -109,6 +111,11 @@ class Int4Format(WeightFormat):
         self.label = f"int4-{group_size}"
         self.multiple = group_size
         self.group = f"precision.group_size={group_size}"
+        self._rounding: Any = None
+
+    def load_library(self) -> None:
+        if self._rounding is None:
+            self._rounding = _weight_rounding(torch.int4, self.multiple)
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         with suppress_import_warnings():
@@ -125,7 +132,8 @@ class Int4Format(WeightFormat):
         return (groups * packed["weight_scale"][..., None]).flatten(1)
 
     def round_weight(self, weight: Tensor) -> Tensor:
-        return _weight_rounding(torch.int4, self.multiple)(weight)
+        self.load_library()
+        return self._rounding(weight)
 
 
 @final
@@ -139,30 +147,49 @@ class Int8Format(WeightFormat):
 
     label = "int8"
 
+    def __init__(self) -> None:
+        self._weight_rounding: Any = None
+        self._input_rounding: Any = None
+
+    def load_library(self) -> None:
+        if self._weight_rounding is None:
+            self._weight_rounding = _weight_rounding(torch.int8, None)
+            self._input_rounding = _input_rounding()
+
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         with suppress_import_warnings():
-            quantized = _quantize(weight, _int8_config())
+            from torchao.quantization import Int8DynamicActivationInt8WeightConfig, MappingType
+
+            # Inductor's settings are the process's, not this model's.
+            config = Int8DynamicActivationInt8WeightConfig(
+                act_mapping_type=MappingType.ASYMMETRIC, set_inductor_config=False
+            )
+            quantized = _quantize(weight, config)
         return {"weight": quantized.qdata, "weight_scale": quantized.scale}
 
     def unpack(self, packed: PackedTensors) -> Tensor:
         return packed["weight"].float() * packed["weight_scale"]
 
     def round_weight(self, weight: Tensor) -> Tensor:
-        return _weight_rounding(torch.int8, None)(weight)
+        self.load_library()
+        return self._weight_rounding(weight)
 
     def round_input(self, rows: Tensor) -> Tensor:
         # The library fails on no rows at all.
-        return _input_rounding()(rows) if rows.numel() else rows
+        if not rows.numel():
+            return rows
+        self.load_library()
+        return self._input_rounding(rows)
 
     def product(self, rows: Tensor, packed: PackedTensors) -> Tensor:
         codes = packed["weight"]
         if not rows.numel():
             return rows.new_zeros(*rows.shape[:-1], codes.shape[0])
         with suppress_import_warnings():
-            from torchao.quantization import Int8Tensor, PerRow
+            from torchao.quantization import Int8Tensor, MappingType, PerRow
             from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
 
-        inputs = QuantizeTensorToInt8Kwargs(PerRow(), _int8_config().act_mapping_type)
+        inputs = QuantizeTensorToInt8Kwargs(PerRow(), MappingType.ASYMMETRIC)
         weight = Int8Tensor(
             codes, packed["weight_scale"], [1, codes.shape[1]], rows.dtype, act_quant_kwargs=inputs
         )
@@ -255,18 +282,6 @@ def _quantize(weight: Tensor, config: "AOBaseConfig") -> Any:
     return layer.weight
 
 
-@cache
-def _int8_config() -> Any:
-    """Return torchao's configuration of int8 weights and inputs."""
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, MappingType
-
-    # Inductor's settings are the process's, not this model's.
-    return Int8DynamicActivationInt8WeightConfig(
-        act_mapping_type=MappingType.ASYMMETRIC, set_inductor_config=False
-    )
-
-
-@cache
 def _weight_rounding(dtype: torch.dtype, group_size: int | None) -> Any:
     """Return torchao's fake quantiser of weights, with a scale per group, or per output for None.
 
@@ -283,7 +298,6 @@ def _weight_rounding(dtype: torch.dtype, group_size: int | None) -> Any:
     return IntxFakeQuantizer(config)
 
 
-@cache
 def _input_rounding() -> Any:
     """Return torchao's fake quantiser of inputs to int8, scaled per row, asymmetric."""
     with suppress_import_warnings():
