@@ -107,8 +107,7 @@ class QatPrecision(Precision):
     def compute_format(self) -> str:
         rounded = "weights" if self.trains_for == "int4" else "weights and inputs"
         base = super().compute_format
-        in_layers = f"{base} on {rounded} rounded to {self.trains_for} in linear layers"
-        return f"{in_layers}, {base} elsewhere"
+        return f"{base}, in linear layers on {rounded} rounded to {self.trains_for}"
 
     @property
     def sort_key(self) -> tuple[float, ...]:

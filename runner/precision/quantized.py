@@ -115,8 +115,8 @@ class QuantizedPrecision(Precision):
         base = super().compute_format
         if self.format_name == "int8":
             return f"int8 in linear layers, {base} elsewhere"
-        unpacked = "weights" if self.format_name == "int4" else "weights and inputs"
-        return f"{base} on {self.format_name} {unpacked} in linear layers, {base} elsewhere"
+        rounded = "weights" if self.format_name == "int4" else "weights and inputs"
+        return f"{base}, in linear layers on {self.format_name} {rounded}"
 
     @property
     def sort_key(self) -> tuple[float, ...]:

@@ -40,7 +40,7 @@ UNPACKED = tuple(kind for kind in KINDS if kind not in PACKED)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 packed_kinds = pytest.mark.parametrize("kind", PACKED)
 unpacked_kinds = pytest.mark.parametrize("kind", UNPACKED)
-kinds_that_skip_tied_weights = pytest.mark.parametrize("kind", (*PACKED, *ROUNDED))
+kinds_that_skip_tied_weights = pytest.mark.parametrize("kind", [*PACKED, *ROUNDED])
 kinds_that_take_tied_weights = pytest.mark.parametrize("kind", sorted({*UNPACKED} - {*ROUNDED}))
 
 X = torch.linspace(-1, 1, 3 * 80).view(3, 80)

@@ -6,9 +6,9 @@ The bounds are the formats' own. UNIT is the largest relative rounding error of 
 unit in the last place (float16 11 bits, bfloat16 8, E4M3 4: IEEE 754; Micikevicius et al.,
 arXiv:2209.05433), and for the packed weights half the widest gap between two codes, relative to
 the largest of the block or row: NormalFloat4 0.138 between 0.723 and 1 (Dettmers et al.,
-arXiv:2305.14314, appendix E), FP4 0.167 between 2/3 and 1, int8 1/254, int4 1/15. A logit is a sum of many
-products whose errors are independent, so it stays well within one UNIT of the logits' size, and
-the mean loss of a batch within that again.
+arXiv:2305.14314, appendix E), FP4 0.167 between 2/3 and 1, int8 1/254, int4 1/15. A
+logit is a sum of many products whose errors are independent, so it stays well within one UNIT of
+the logits' size, and the mean loss of a batch within that again.
 """
 
 import pytest

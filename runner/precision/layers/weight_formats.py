@@ -60,8 +60,7 @@ class WeightFormat(ABC):
     def round_weight(self, weight: Tensor) -> Tensor:
         """Return unpack(pack(weight)) bit by bit, with a gradient: float32 [out, in] to the same.
 
-        The gradient passes straight through; int formats clip the largest weights of a group, and
-        pass none there.
+        The gradient passes straight through, also where a value is clipped.
         """
 
     def round_input(self, rows: Tensor) -> Tensor:
@@ -133,7 +132,7 @@ class Int4Format(WeightFormat):
 
     def round_weight(self, weight: Tensor) -> Tensor:
         self.load_library()
-        return self._rounding(weight)
+        return _StraightThrough.apply(weight, self._rounding)  # type: ignore[return-value]
 
 
 @final
@@ -172,14 +171,14 @@ class Int8Format(WeightFormat):
 
     def round_weight(self, weight: Tensor) -> Tensor:
         self.load_library()
-        return self._weight_rounding(weight)
+        return _StraightThrough.apply(weight, self._weight_rounding)  # type: ignore[return-value]
 
     def round_input(self, rows: Tensor) -> Tensor:
         # The library fails on no rows at all.
         if not rows.numel():
             return rows
         self.load_library()
-        return self._input_rounding(rows)
+        return _StraightThrough.apply(rows, self._input_rounding)  # type: ignore[return-value]
 
     def product(self, rows: Tensor, packed: PackedTensors) -> Tensor:
         codes = packed["weight"]
@@ -267,7 +266,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Return the codes of pack_nibbles, uint8 from 0 to 15: [rows, columns / 2] to [rows, columns]."""
+    """Return the codes of pack_nibbles: uint8 [rows, columns / 2] to uint8 [rows, columns]."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
 
 
@@ -308,7 +307,11 @@ def _input_rounding() -> Any:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """A rounding function whose gradient is that of the identity."""
+    """A rounding function whose gradient is that of the identity.
+
+    torchao's own gradient is that of torch.clamp, which in torch 2.15 is zero at the bounds too:
+    weights that are rounded to the least or the largest code, 1 in 25 of int4, would never train.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, rounding: Any) -> Tensor:
