@@ -1,6 +1,6 @@
 """How much of int4's loss does quantisation-aware training recover?
 
-    python -m bench.qat [--quick] [--seeds 4] [--steps 600] [--tune 200] [--group 128]
+    python -m bench.qat [--quick] [--seeds 3] [--steps 900] [--tune 250] [--group 128]
 
 A small GPT learns the topics of Python's documentation, byte by byte, in float32. Then it is tuned
 twice from the same weights, on the same batches at the same learning rates: in 32-true and in
@@ -109,9 +109,9 @@ def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, no file")
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--tune", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--tune", type=int, default=250)
     parser.add_argument("--group", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)

@@ -7,7 +7,7 @@ torchao's NVFP4 layers need Blackwell's products.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -28,6 +28,7 @@ _NVFP4_BLOCK = 16  # weights that share a scale
 # The magnitudes of E2M1 by the lower three bits of their code; the fourth bit is the sign.
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
+Rounding = Callable[[Tensor], Tensor]
 PackedTensors = Mapping[str, Tensor]
 """A packed weight: its codes under `weight`, its scales under further names."""
 
@@ -132,7 +133,7 @@ class Int4Format(WeightFormat):
 
     def round_weight(self, weight: Tensor) -> Tensor:
         self.load_library()
-        return _StraightThrough.apply(weight, self._rounding)  # type: ignore[return-value]
+        return _straight_through(weight, self._rounding)
 
 
 @final
@@ -171,14 +172,14 @@ class Int8Format(WeightFormat):
 
     def round_weight(self, weight: Tensor) -> Tensor:
         self.load_library()
-        return _StraightThrough.apply(weight, self._weight_rounding)  # type: ignore[return-value]
+        return _straight_through(weight, self._weight_rounding)
 
     def round_input(self, rows: Tensor) -> Tensor:
         # The library fails on no rows at all.
         if not rows.numel():
             return rows
         self.load_library()
-        return _StraightThrough.apply(rows, self._input_rounding)  # type: ignore[return-value]
+        return _straight_through(rows, self._input_rounding)
 
     def product(self, rows: Tensor, packed: PackedTensors) -> Tensor:
         codes = packed["weight"]
@@ -237,10 +238,10 @@ class Nvfp4Format(WeightFormat):
         return (values.unflatten(1, (-1, _NVFP4_BLOCK)) * scale[..., None]).flatten(1)
 
     def round_weight(self, weight: Tensor) -> Tensor:
-        return _StraightThrough.apply(weight, self._quantizer)  # type: ignore[return-value]
+        return _straight_through(weight, self._quantizer)
 
     def round_input(self, rows: Tensor) -> Tensor:
-        return _StraightThrough.apply(rows, self.plain_input)  # type: ignore[return-value]
+        return _straight_through(rows, self.plain_input)
 
     def plain_input(self, rows: Tensor) -> Tensor:
         if not rows.numel():
@@ -306,16 +307,22 @@ def _input_rounding() -> Any:
     return IntxFakeQuantizer(config)
 
 
-class _StraightThrough(torch.autograd.Function):
-    """A rounding function whose gradient is that of the identity.
+def _straight_through(values: Tensor, rounding: Rounding) -> Tensor:
+    """Return rounded values whose gradient is that of the identity.
 
     torchao's own gradient is that of torch.clamp, which in torch 2.15 is zero at the bounds too:
     weights that are rounded to the least or the largest code, 1 in 25 of int4, would never train.
     """
+    # Rounded outside of the function below: torch.compile allows no side effects in it.
+    return _StraightThrough.apply(values, rounding(values.detach()))  # type: ignore[return-value]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The second argument, with the first one's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, rounding: Any) -> Tensor:
-        return rounding(values)
+    def forward(ctx: Any, values: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.view_as(rounded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -86,8 +86,8 @@ def test_int8_products_are_those_of_torchaos_quantised_layer():
 
 @pytest.mark.parametrize("kind", ["normal", "zero"])
 def test_nvfp4_is_torchaos_format(kind):
-    """Not so for blocks 2**14 below the largest: torchao's scales stop at E4M3's least normal value,
-    and TransformerEngine's, which these are, at its least subnormal one."""
+    """Not so for blocks 2**14 below the largest: torchao's scales stop at E4M3's least normal
+    value, and TransformerEngine's, which these are, at its least subnormal one."""
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
     fmt, weight = weight_format("nvfp4", 0), WEIGHTS[kind]
