@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FORMAT_NAMES = ("int4", "int8", "nvfp4")
 # torchao's least scale of int8 tensors; its fake quantisers have another by default, that of int4.
 _LEAST_SCALE = torch.finfo(torch.float32).eps
+_INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 _NVFP4_BLOCK = 16  # weights that share a scale
 # The magnitudes of E2M1 by the lower three bits of their code; the fourth bit is the sign.
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -115,13 +116,13 @@ class Int4Format(WeightFormat):
 
     def load_library(self) -> None:
         if self._rounding is None:
-            self._rounding = _weight_rounding(torch.int4, self.multiple)
+            self._rounding = _weight_rounding(_INT4, self.multiple)
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         with suppress_import_warnings():
             from torchao.quantization import IntxWeightOnlyConfig, PerGroup
 
-            config = IntxWeightOnlyConfig(torch.int4, PerGroup(self.multiple))
+            config = IntxWeightOnlyConfig(_INT4, PerGroup(self.multiple))
             quantized = _quantize(weight, config)
         return {"weight": pack_nibbles(quantized.qdata), "weight_scale": quantized.scale}
 
