@@ -1,4 +1,4 @@
-"""Quantisation-aware training, and evaluation in packed precisions, as the command line runs them."""
+"""Quantisation-aware training and packed precisions, as the command line runs them."""
 
 import json
 from pathlib import Path
@@ -124,8 +124,9 @@ def test_a_tuned_model_is_evaluated_as_trained_and_merged(trained, evaluate, nam
 def test_a_packed_checkpoint_is_refused_by_another_packing(trained, main):
     base = trained("precision=qat-int4")
     folder = trained("precision=int4", "adapter=lora", f"init.weights={base}")
-    for word in ("precision=int8", "precision.group_size=16"):
-        done = main("mode=evaluate", f"checkpoint={folder}", "accelerator=cpu", word)
+    for words in (["precision=int8"], ["precision=int4", "precision.group_size=16"]):
+        evaluation = ("mode=evaluate", f"checkpoint={folder}", "accelerator=cpu", "tracking=none")
+        done = main(*evaluation, *words)
         assert done.rc == 2
         assert "packed as int4-32" in done.stderr
         assert "Traceback" not in done.stderr
