@@ -12,7 +12,7 @@ PACKED = {"int4", "int8", "nvfp4"}
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_packed_precisions_are_tried_with_an_adapter_and_training_for_them_never(compose, adapter):
-    spec = compose("mode=advise", f"adapter={adapter}")
+    spec = compose(f"adapter={adapter}")
     tried = {*_trainable_here(spec, (), supported_precisions(CPU), None)}
     assert {"32-true", "bf16-mixed"} <= tried
     assert tried & PACKED == (PACKED if adapter == "lora" else set())
