@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from runner.checkpoint.checkpoint_file import FORMAT
+from runner.precision.layers.quantized_linear import packed_label
 from runner.utils.errors import ConfigError
 from runner.utils.files import os_error_reason, read_json
 
@@ -240,11 +241,14 @@ def _checked(path: Path, weights: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def packed_layout(weights: Mapping[str, Any]) -> str:
-    """Return how bitsandbytes packed weights, as `Precision.layout`; empty for plain ones.
+    """Return how weights are packed, as `Precision.layout`; empty for plain ones.
 
     Raises:
         ValueError: a packed weight lacks its scales.
     """
+    label = packed_label(weights)
+    if label:
+        return label
     for name, value in weights.items():
         if not name.endswith("weight") or not isinstance(value, Tensor):
             continue

@@ -147,9 +147,10 @@ def _dtypes(model: nn.Module) -> str:
     """Return the formats of a model's parameters, each with its number of elements."""
     counts: dict[str, int] = {}
     for p in model.parameters():
-        # bitsandbytes packs 4-bit weights into uint8; quant_state names their format.
+        # Packed 4-bit weights are uint8; quant_state names the format of bitsandbytes' ones.
         packed = getattr(p, "quant_state", None)
-        name = packed.quant_type if packed else dtype_name(p.dtype)
+        plain_name = "4-bit codes" if p.dtype is torch.uint8 else dtype_name(p.dtype)
+        name = packed.quant_type if packed else plain_name
         counts[name] = counts.get(name, 0) + count_elements(p)
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(counts.items()))
 

@@ -175,6 +175,7 @@ def _build_context(
     # What this machine or the strategy lacks is refused before data and model take time.
     precision.require(accelerator.device)
     precision.require_strategy(strategy)
+    _check_trains(spec, precision)
     check_numerics(spec, strategy)
     task: Task = build_task(spec.task)
     check_arguments(spec)
@@ -185,6 +186,18 @@ def _build_context(
         tracker = ProcessJournal()
     return RunContext(
         spec, origin, out, console, accelerator, precision, task, tracker, signals, strategy
+    )
+
+
+def _check_trains(spec: RunSpec, precision: Precision) -> None:
+    """Raise ConfigError for a training of weights that a precision packs, without an adapter."""
+    if spec.mode != "train" or not precision.trained_in or spec.adapter.get("_target_"):
+        return
+    raise ConfigError(
+        f"mode=train with precision={precision.name}: its weights are packed and do not train. "
+        f"Type precision={precision.trained_in} to train weights for it, mode=evaluate "
+        "checkpoint=<run> to evaluate trained ones, or adapter=lora init.weights=<run> to tune an "
+        "adapter."
     )
 
 

@@ -194,6 +194,8 @@ class Precision(ABC):
         layout: name of the format of a converted model's state dict; empty where the state dict
             can be loaded into a model that was never converted.
         freezes: converted weights do not train.
+        trains_for: name of the precision that its weights are trained for, or empty.
+        trained_in: where this precision trains adapters only, the one that trains its weights.
         update: how a step is added to weights of 16 bits, see runner.precision.weight_updates.
         unshardable_reason: reason why its weights cannot be sharded among processes; empty where
             they can.
@@ -211,6 +213,8 @@ class Precision(ABC):
     autocast_loss: bool = False
     layout: str = ""
     freezes: bool = False
+    trains_for: str = ""
+    trained_in: str = ""
     update: UpdateRule = "nearest"
     emulated: bool = False
     unshardable_reason: str = ""
@@ -254,10 +258,8 @@ class Precision(ABC):
     ) -> tuple[nn.Module, ConversionReport]:
         """Return the model in this precision and a row per module that a conversion looked at.
 
-        Called once, before the optimizer exists.
-
         Args:
-            model: changed in place; still on the device where it was built.
+            model: changed in place, before its optimizer exists; on the device where it was built.
             device: where it will run; converted layers are made there.
 
         Raises:
@@ -340,7 +342,6 @@ class Precision(ABC):
     @property
     def update_remedy(self) -> str:
         """Return what to type for updates that are rounded away; empty where the key is unknown."""
-        # A class without the key has the default of this one.
         return "precision.update=kahan, which keeps them, " if "update" in vars(self) else ""
 
     @property
@@ -377,8 +378,7 @@ class Precision(ABC):
 
     @property
     def narrower_precision(self) -> str:
-        """Return the precision to type when memory is short; empty where none is known to need
-        less."""
+        """Return the precision to type when memory is short; empty where none needs less."""
         if self.converts_layers:
             return ""
         return {torch.float64: "32-true", torch.float32: "bf16-true"}.get(self.storage, "")

@@ -57,6 +57,7 @@ class ConversionRules:
             no hook may be registered on it.
         bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
         keep_blocks: the value of `precision.keep_blocks`.
+        skips_shared: skip layers that share a parameter, although no weight is replaced.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ConversionRules:
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
     keep_blocks: Any = None
+    skips_shared: bool = False
 
 
 def convert_modules(
@@ -183,7 +185,7 @@ def _obstacle(
     if reason:
         return reason
     # A module that shares the weight would still hold the plain one.
-    if rules.new_weights:
+    if rules.new_weights or rules.skips_shared:
         reason = _reason_of_sharing(path, module, holders)
     # Last, because it reads the weight and the widths, which a lazy layer, for example, lacks.
     return reason or rules.find_obstacle(module)

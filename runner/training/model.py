@@ -19,6 +19,7 @@ from runner.precision.casting import cast_floats, default_dtype
 from runner.precision.contract import ConversionReport, Precision
 from runner.precision.conversion import is_converted
 from runner.precision.layers.conv1d import is_transposed
+from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
 from runner.training import adapters
 from runner.training.freezing import freeze_parameters
 from runner.training.initial_weights import InitialWeights, load_selected
@@ -261,9 +262,11 @@ def _unpacked_weights(model: nn.Module, saved: LoadedCheckpoint) -> Mapping[str,
     weights = saved.content["model"]
     if not saved.content.get("layout") or any(map(is_converted, model.modules())):
         return weights
+    transposed = [name for name, m in model.named_modules() if is_transposed(m)]
+    if packed_label(weights):
+        return unpacked_entries(weights, transposed)
     from runner.precision.layers.linear_4bit import unpack_state_dict
 
-    transposed = [name for name, m in model.named_modules() if is_transposed(m)]
     return unpack_state_dict(weights, transposed)
 
 

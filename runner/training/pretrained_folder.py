@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.layers.conv1d import is_transposed
+from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
 from runner.training.peft_folder import lora_layers, merged
 from runner.utils.tensors import dtype_name
 
@@ -90,10 +91,12 @@ def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
         weights: its state dict.
     """
     plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    if any(value.dtype in (torch.uint8, torch.int8) for value in plain.values()):
+    transposed = [name for name, module in model.named_modules() if is_transposed(module)]
+    if packed_label(plain):
+        plain = unpacked_entries(plain, transposed)
+    elif any(value.dtype in (torch.uint8, torch.int8) for value in plain.values()):
         from runner.precision.layers.linear_4bit import unpack_state_dict
 
-        transposed = [name for name, module in model.named_modules() if is_transposed(module)]
         plain = unpack_state_dict(plain, transposed)
     for name, layer in lora_layers(model).items():
         parts = merged(name, plain, layer)

@@ -55,6 +55,9 @@ def count_elements(parameter: Tensor) -> int:
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return math.prod(state.shape)
+    # Bytes cannot train: a parameter of bytes holds the codes of runner.precision.layers.
+    if isinstance(parameter, nn.Parameter) and parameter.dtype is torch.uint8:
+        return 2 * parameter.numel()
     return 0 if is_lazy(parameter) else parameter.numel()
 
 

@@ -50,6 +50,11 @@ CASES = {
     "float8-rowwise": ("precision=float8-rowwise", "precision.emulate=true", *GPT),
     "float8-tensorwise": ("precision=float8-tensorwise", "precision.emulate=true", *MLP),
     "transformer-engine": ("precision=transformer-engine", "precision.emulate=true", *MLP),
+    "int4": ("precision=int4", "precision.group_size=16", *MLP),
+    "int8-products": ("precision=int8", *MLP),
+    "nvfp4": ("precision=nvfp4", *GPT),
+    "qat-int4": ("precision=qat-int4", *GPT),
+    "qat-int8": ("precision=qat-int8", "precision.compute_dtype=bfloat16", *MLP),
     "tf32": ("precision=tf32", "precision.emulate=true", *GPT),
 }
 
@@ -108,11 +113,11 @@ def test_the_program_computes_what_the_evaluation_computes(exported, case):
         with torch.no_grad():
             found = program(inputs[:rows])
         assert found.dtype is wanted.dtype
-        if "tensorwise" in case:  # one scale for the whole batch
+        if "tensorwise" in case or case == "nvfp4":  # one scale for the whole batch
             with precision.session(model, CPU):
                 wanted = evaluated(model, precision, inputs[:rows])
         # A last bit that differs may move a value to the next of the few that FP8 has.
-        low = case.startswith(("float8", "int8", "transformer"))
+        low = case.startswith(("float8", "int8", "nvfp4", "transformer"))
         eps = 0.125 if low else torch.finfo(precision.compute).eps
         wanted_rows = wanted[:rows]
         assert (found - wanted_rows).norm() / wanted_rows.norm() < eps**0.5

@@ -21,7 +21,8 @@ SCALED = (
 TINY = ("model=mlp", "model.hidden=[16]", "train.log_every=5", "train.eval_every=6")
 STEPS = 12
 CPU = torch.device("cpu")
-RUNS_HERE = [row.name for row in registry.supported_precisions(CPU) if row.runs]
+SUPPORTED = [row.name for row in registry.supported_precisions(CPU) if row.runs]
+RUNS_HERE = [name for name in SUPPORTED if not registry.load_precision(name).trained_in]
 NOT_HERE = [row.name for row in registry.supported_precisions(CPU) if not row.runs]
 EXTRA = {"16-true": ["optimizer.eps=1e-4"]}
 

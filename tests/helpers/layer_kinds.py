@@ -19,12 +19,29 @@ KINDS = {
     "current scaling": ("transformer-engine-current", {}),
     "norm fused with linear": ("transformer-engine-current", {"fuse": True}),
     "imitated library": ("transformer-engine-block", {"emulate": False}),
+    "packed int4": ("int4", {"group_size": 16}),
+    "int8 products": ("int8", {}),
+    "packed NVFP4": ("nvfp4", {}),
+    "rounded to int4": ("qat-int4", {"group_size": 16}),
+    "rounded to int8": ("qat-int8", {"compute_dtype": "bfloat16"}),
+    "rounded to NVFP4": ("qat-nvfp4", {}),
 }
-PACKED = ("4-bit", "4-bit with nested scales", "int8")
+PACKED = (
+    "4-bit",
+    "4-bit with nested scales",
+    "int8",
+    "packed int4",
+    "int8 products",
+    "packed NVFP4",
+)
+# Layers that round a weight as packing does leave a shared weight alone, as packing does.
+ROUNDED = tuple(kind for kind in KINDS if kind.startswith("rounded to "))
 UNPACKED = tuple(kind for kind in KINDS if kind not in PACKED)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 packed_kinds = pytest.mark.parametrize("kind", PACKED)
 unpacked_kinds = pytest.mark.parametrize("kind", UNPACKED)
+kinds_that_skip_tied_weights = pytest.mark.parametrize("kind", [*PACKED, *ROUNDED])
+kinds_that_take_tied_weights = pytest.mark.parametrize("kind", sorted({*UNPACKED} - {*ROUNDED}))
 
 X = torch.linspace(-1, 1, 3 * 80).view(3, 80)
 

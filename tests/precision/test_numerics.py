@@ -6,9 +6,9 @@ The bounds are the formats' own. UNIT is the largest relative rounding error of 
 unit in the last place (float16 11 bits, bfloat16 8, E4M3 4: IEEE 754; Micikevicius et al.,
 arXiv:2209.05433), and for the packed weights half the widest gap between two codes, relative to
 the largest of the block or row: NormalFloat4 0.138 between 0.723 and 1 (Dettmers et al.,
-arXiv:2305.14314, appendix E), FP4 0.167 between 2/3 and 1, int8 1/254. A logit is a sum of many
-products whose errors are independent, so it stays well within one UNIT of the logits' size, and
-the mean loss of a batch within that again.
+arXiv:2305.14314, appendix E), FP4 0.167 between 2/3 and 1, int8 1/254, int4 1/15. A
+logit is a sum of many products whose errors are independent, so it stays well within one UNIT of
+the logits' size, and the mean loss of a batch within that again.
 """
 
 import pytest
@@ -46,6 +46,12 @@ UNIT = {
     "transformer-engine-mxfp8": 2**-4,
     "transformer-engine-float16": 2**-4,
     "transformer-engine-nvfp4": 2**-2,
+    "int4": 1 / 15,
+    "qat-int4": 1 / 15,
+    "int8": 1 / 254,
+    "qat-int8": 1 / 254,
+    "nvfp4": 2**-2,
+    "qat-nvfp4": 2**-2,
 }
 # What the products take, as the probe sees it on a CPU.
 COMPUTES = {
@@ -56,8 +62,17 @@ COMPUTES = {
     "bf16-true": {"bfloat16"},
     "16-mixed": {"float16"},
     "16-true": {"float16"},
+    "int4": {"float32"},
+    "int8": set(),  # its products are integers
+    "nvfp4": {"float32"},
+    "qat-int4": {"float32"},
+    "qat-int8": {"float32"},
+    "qat-nvfp4": {"float32"},
 }
 STORES = {
+    "int4": "uint8",
+    "int8": "int8",
+    "nvfp4": "uint8",
     "bnb-nf4": "uint8",
     "bnb-nf4-dq": "uint8",
     "bnb-fp4": "uint8",
@@ -117,7 +132,8 @@ def test_the_first_loss_is_float32s_and_training_lowers_it(name, exact):
     if name not in ("32-true", "64-true"):
         assert losses[0] != reference[0]
     # A loss scale skips the first steps; packed weights leave biases, norms and embeddings.
-    assert losses[-1] < (0.97 if name.startswith("bnb") else 0.8) * losses[0]
+    is_packed = name.startswith("bnb") or name in ("int4", "int8", "nvfp4")
+    assert losses[-1] < (0.97 if is_packed else 0.8) * losses[0]
     row = rows[watched]
     usual = "bfloat16" if name.startswith("transformer-engine") else "float32"
     assert STORES.get(name, usual) in row["stores"].split()

@@ -36,10 +36,10 @@ EMULATED = (
     "float8-rowwise",
     "float8-rowwise-hp",
 )
-TRAINED = (*NATIVE, *EMULATED, "bnb-int8-training")
+TRAINED = (*NATIVE, *EMULATED, "bnb-int8-training", "qat-int4", "qat-int8", "qat-nvfp4")
 FROZEN = ("bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-fp4-dq", "bnb-int8")
 """Packed weights do not train; norms, biases and embeddings do."""
-CONVERTS = ("transformer-engine", "float8-", "bnb-")
+CONVERTS = ("transformer-engine", "float8-", "bnb-", "qat-")
 
 
 class Memory(NoTracker):

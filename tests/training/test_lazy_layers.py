@@ -92,7 +92,9 @@ def make(name, spec=None):
 
 
 NAMES = [
-    n for n in registry.precision_names() if "bnb" not in n or n in ("bnb-nf4", "bnb-int8-training")
+    name
+    for name in registry.precision_names()
+    if name == "bnb-nf4" or not registry.load_precision(name).freezes
 ]
 
 

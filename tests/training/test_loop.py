@@ -308,9 +308,17 @@ def test_a_partial_batch_weighs_what_it_should(size):
     assert metrics["val/accuracy"] == (output.argmax(1) == target).double().mean().item()
 
 
-@pytest.mark.parametrize("name", [r.name for r in registry.supported_precisions(CPU) if r.runs])
+# Blocks of NVFP4 have 16 weights, more than this model's layers have inputs.
+EVALUATED = [
+    row.name
+    for row in registry.supported_precisions(CPU)
+    if row.runs and not row.name.endswith("nvfp4")
+]
+
+
+@pytest.mark.parametrize("name", EVALUATED)
 def test_an_evaluation_changes_nothing(name):
-    state = small_state(name)
+    state = small_state(name, **({"group_size": 4} if name.endswith("int4") else {}))
     state.model.train()
     before = {k: v.clone() for k, v in state.model.state_dict().items()}
     stream = torch.get_rng_state()

@@ -122,21 +122,41 @@ class Nvfp4Quantizer:
             # Contiguous, so that this is one product and not one for each row.
             x = (x.contiguous().unflatten(1, (-1, 16)) @ hadamard_rotation(x.device)).flatten(1)
         blocks = to_tiles(x, self.shape)
-        amax = x.abs().amax()
+        rounded, stored, tensor_scale = self._rounded_blocks(blocks, x.abs().amax())
+        return from_tiles(rounded.mul_(stored * tensor_scale), x.shape)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what NVFP4 stores of a tensor, whose product is the quantized values bit by bit.
+
+        Args:
+            x: float32 [rows, contracted], a multiple of the block's shape.
+
+        Returns:
+            E2M1 values, float32 of x's shape; the blocks' E4M3 scales, float32 [rows, blocks]; the
+            scale of the whole, a float32 scalar.
+        """
+        assert not self.rotates
+        blocks = to_tiles(x, self.shape)
+        rounded, stored, tensor_scale = self._rounded_blocks(blocks, x.abs().amax())
+        return from_tiles(rounded, x.shape), stored[:, 0, :, 0], tensor_scale
+
+    def _rounded_blocks(self, blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the E2M1 values of tiles, the tiles' E4M3 scales and the scale of the whole, all
+        float32; amax is the largest magnitude of the whole."""
         # The scale of the whole operand brings the blocks' scales into E4M3's range.
         operand_scale = torch.full_like(amax, E2M1.largest * E4M3.largest) / amax
         is_usable = operand_scale.isfinite() & (operand_scale > 0)
         operand_scale = torch.where(is_usable, operand_scale, 1.0)
         stored = round_within_range(_block_amax(blocks) * (operand_scale * _ONE_SIXTH), E4M3)
-        scale = stored * operand_scale.reciprocal()
+        tensor_scale = operand_scale.reciprocal()
         # A block of zeros has a scale of 0, whose inverse would be infinite and give NaN.
-        inverse = scale.reciprocal().clamp(max=_FLOAT32_MAX)
+        inverse = (stored * tensor_scale).reciprocal().clamp(max=_FLOAT32_MAX)
         values = blocks * inverse
         if self.stochastic:
             rounded = _round_stochastically(values.clamp_(-E2M1.largest, E2M1.largest))
         else:
             rounded = round_within_range(values, E2M1)
-        return from_tiles(rounded.mul_(scale), x.shape)
+        return rounded, stored, tensor_scale
 
 
 def to_tiles(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -2,7 +2,8 @@
 
 The exported model loads without the library that trained it. Weights stay packed, so it is as
 small; the outputs are those of an evaluation. The arithmetic follows bitsandbytes' kernels for
-4-bit and int8 layers, and torchao's float8 emulation for FP8 layers.
+4-bit and int8 layers, torchao's float8 emulation for FP8 layers, and weight_formats for the layers
+of int4, int8, nvfp4 and qat-*, whose weights are packed here.
 """
 
 import copy
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.precision.layers.conv1d import unpacked_matrix, weight_matrix
+from runner.precision.layers.weight_formats import WeightFormat
 
 CPU_DEVICE = torch.device("cpu")
 _INT8_PRODUCT_STEP = 6.200124e-05  # 1 / 127², as bitsandbytes rounds it
@@ -71,6 +73,8 @@ def _plain_class(module: nn.Module) -> Any:
         ("runner.precision.layers.linear_8bit", "Linear8bit"): Plain8bit,
         ("runner.precision.layers.linear_8bit", "Linear8bitTrained"): Plain8bit,
         ("torchao.float8.float8_linear", "Float8Linear"): PlainFloat8,
+        ("runner.precision.layers.quantized_linear", "QuantizedLinear"): PlainQuantized,
+        ("runner.precision.layers.quantized_linear", "FakeQuantizedLinear"): PlainQuantized,
     }
     for (module_name, class_name), plain_class in replacements.items():
         kind = getattr(sys.modules.get(module_name), class_name, None)
@@ -84,7 +88,7 @@ def _become(module: Any, kind: type[nn.Module], **buffers: Tensor) -> None:
 
     Its bias, hooks and mode stay.
     """
-    for name in ("weight", "SCB"):
+    for name in ("weight", "SCB", *getattr(module, "scale_names", ())):
         module._parameters.pop(name, None)
         module._buffers.pop(name, None)
     module.__class__ = kind
@@ -295,3 +299,35 @@ def _to_float8(values: Tensor, cast: Any, config: Any) -> tuple[Tensor, Tensor]:
         scale = torch.ldexp(torch.ones_like(mantissa), exponent - 1)
     codes = (values.float() * scale).clamp(-limit, limit).to(cast.target_dtype)
     return codes, scale
+
+
+class PlainQuantized(nn.Module):
+    """A QuantizedLinear or a FakeQuantizedLinear in plain operations: float [..., in] to the same
+    dtype, or autocast's, [..., out].
+
+    It holds the packed weight. Products are those of the rounded values in float.
+    """
+
+    bias: Tensor | None
+    format: WeightFormat
+
+    @classmethod
+    def convert_in_place(cls, module: Any) -> None:
+        """Turn the layer into a PlainQuantized, in place."""
+        _become(module, cls, **{f"packed_{key}": part for key, part in module.packed().items()})
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs: float [..., in] to the same dtype, or autocast's, [..., out]."""
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))
+        with torch.autocast(device_type, enabled=False):
+            packed = {
+                name.removeprefix("packed_"): part
+                for name, part in self._buffers.items()
+                if name.startswith("packed_")
+            }
+            weight = self.format.unpack(packed)  # type: ignore[arg-type]
+            rows = self.format.plain_input(input)
+            output = F.linear(rows, weight.to(rows.dtype))
+            return output if self.bias is None else output + self.bias.to(output.dtype)

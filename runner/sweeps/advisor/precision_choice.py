@@ -165,6 +165,8 @@ def trainable_here(
         # float64 costs time and memory, and can only win on quality.
         is_float64 = precision.storage is torch.float64
         cannot_win = is_float64 and spec.advise.objective != "quality"
+        # Weights for a later packing cost time and quality now.
+        cannot_win = cannot_win or bool(precision.trains_for)
         if not (trains_nothing or cannot_win):
             yield row.name
 

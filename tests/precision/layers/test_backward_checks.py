@@ -23,7 +23,14 @@ FIRST_ORDER = [
     for name in HERE
     if name.startswith(("transformer-engine", "float8")) or name == "bnb-int8-training"
 ]
-TWICE = [name for name in HERE if name not in FIRST_ORDER and not load_precision(name).freezes]
+# Of qat-*, whose rounding is far above float64's, in test_qat.py.
+TWICE = [
+    name
+    for name in HERE
+    if name not in FIRST_ORDER
+    and not load_precision(name).freezes
+    and not load_precision(name).trains_for
+]
 
 
 class Block(nn.Module):

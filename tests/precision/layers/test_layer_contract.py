@@ -14,6 +14,8 @@ from layer_kinds import (
     assert_same_outputs,
     convert,
     every_kind,
+    kinds_that_skip_tied_weights,
+    kinds_that_take_tied_weights,
     load,
     outputs,
     packed_kinds,
@@ -45,6 +47,11 @@ COMPILERS = {
     "int8": "eager",
     "float8 by tensor": "aot_eager",
     "float8 by row": "aot_eager",
+    "packed int4": "eager",
+    "packed NVFP4": "eager",
+    "rounded to int4": "aot_eager",
+    "rounded to int8": "aot_eager",
+    "rounded to NVFP4": "aot_eager",
 }
 
 
@@ -128,7 +135,7 @@ def test_a_hook_on_a_weight_that_is_packed_is_refused(kind):
     assert is_converted(convert(kind, model)[1].head)
 
 
-@unpacked_kinds
+@kinds_that_take_tied_weights
 def test_a_tied_weight_stays_tied_and_both_layers_train_it(kind):
     model = tied_model()
     weight = model.head.weight
@@ -146,7 +153,7 @@ def test_a_tied_weight_stays_tied_and_both_layers_train_it(kind):
     assert untied.twin.weight.grad.any()
 
 
-@packed_kinds
+@kinds_that_skip_tied_weights
 def test_a_tied_weight_is_not_packed(kind):
     model = tied_model()
     weight = model.head.weight

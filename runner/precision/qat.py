@@ -1,0 +1,129 @@
+"""qat-*: quantisation-aware training, for the weights that int4, int8 and nvfp4 pack.
+
+Linear layers round their weights (and, but for int4, their inputs) in every forward to the values
+that the packed layers compute with. Weights are stored and trained in float32.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from runner.precision.casting import autocast, cast_floats, cast_nest, float64_to_float32
+from runner.precision.contract import CPU_DEVICE, ConversionReport, Precision
+from runner.precision.conversion import ConversionRules, convert_modules
+from runner.precision.keep_fp32 import find_islands, make_islands
+from runner.precision.layers.conv1d import linear_classes
+from runner.precision.layers.quantized_linear import FakeQuantizedLinear
+from runner.precision.layers.weight_formats import weight_format
+from runner.precision.options import DTYPES, PrecisionOptions
+from runner.precision.quantized import (
+    check_format_values,
+    format_sort_key,
+    require_format,
+    width_obstacle,
+)
+
+
+@final
+class QatPrecision(Precision):
+    """Fake quantisation in every nn.Linear and Conv1D that `quantized` would pack.
+
+    Args:
+        name: label of the run.
+        format: int4 (weights only), int8 or nvfp4 (weights and inputs); the precision of the same
+            name packs them.
+        group_size: int4's weights that share a scale.
+        compute_dtype: float32, or bfloat16 by autocast; of the products of the rounded values, and
+            of the rest of the model.
+        ignore_modules: patterns of modules that are not converted.
+        keep_fp32: patterns of modules that compute in float32 (and are not converted).
+        autocast_loss: compute the loss under autocast, too.
+        float32_matmul: precision of float32 products.
+        reduced_precision_reduction: products on CUDA may add their parts in half precision.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+
+    Source: Jacob et al., arXiv:1712.05877; torchao.quantization.qat.
+    """
+
+    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
+        self,
+        name: str,
+        format: str,
+        group_size: int = 32,
+        compute_dtype: str = "float32",
+        ignore_modules: Sequence[str] = (),
+        keep_fp32: Sequence[str] = (),
+        autocast_loss: bool = False,
+        float32_matmul: str = "highest",
+        reduced_precision_reduction: bool = False,
+    ) -> None:
+        check_format_values("qat-", name, format, group_size, compute_dtype)
+        self.options = PrecisionOptions(
+            float32_matmul, reduced_precision_reduction=reduced_precision_reduction
+        )
+        self.name = name
+        self.trains_for = format
+        self.format = weight_format(format, group_size)
+        self.compute = DTYPES[compute_dtype]
+        self.emulated = format == "nvfp4"
+        self.ignore_modules = ignore_modules
+        self.keep_fp32 = keep_fp32
+        self.autocast_loss = autocast_loss
+
+    def require(self, device: torch.device) -> None:
+        require_format(self.name, self.trains_for, device, self.compute)
+
+    @contextmanager
+    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        with self.options.session(self.compute, model, device):
+            yield
+
+    def convert(
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
+    ) -> tuple[nn.Module, ConversionReport]:
+        islands = find_islands(model, self.keep_fp32, self.storage)
+        rules = ConversionRules(
+            self.name,
+            self.ignore_modules,
+            islands,
+            partial(width_obstacle, fmt=self.format),
+            bypassed=self.bypassed,
+            # Packed layers cannot share a weight, so what would not be packed is not rounded.
+            skips_shared=True,
+        )
+        convert_layer = partial(FakeQuantizedLinear.convert_in_place, fmt=self.format)
+        report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
+        make_islands(model, self.keep_fp32, self.storage)
+        cast_floats(model, self.storage, islands)
+        return model, report
+
+    @property
+    def compute_format(self) -> str:
+        rounded = "weights" if self.trains_for == "int4" else "weights and inputs"
+        base = super().compute_format
+        return f"{base}, in linear layers on {rounded} rounded to {self.trains_for}"
+
+    @property
+    def sort_key(self) -> tuple[float, ...]:
+        return format_sort_key(self.trains_for)
+
+    @property
+    def wider_precision(self) -> str:
+        return "32-true"
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        if self.compute is torch.float32:
+            return nullcontext()
+        return autocast(device.type, self.compute)
+
+    def cast(self, inputs: Any) -> Any:
+        # Under autocast islands get the original values; float64 is what autocast does not cast.
+        if self.compute is torch.float32:
+            return cast_nest(inputs, self.compute)
+        return float64_to_float32(inputs)
