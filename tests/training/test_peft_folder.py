@@ -103,7 +103,7 @@ def logits(model):
         (llama, {"init": "pissa", "train": ["model.layers.0.mlp.up_proj"]}),
         (llama, {"init": "olora", "modules": ["*.q_proj"]}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_peft_loads_the_folder_and_computes_the_same_logits(tmp_path, make, settings):
     model, _ = adapted(make, **settings)
