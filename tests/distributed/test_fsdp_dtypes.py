@@ -146,6 +146,15 @@ def test_half_the_bytes_of_cast_weights_are_gathered(runs, name, most):
         assert 0.5 <= computed["gathered"] / as_stored["gathered"] <= most
 
 
+def test_four_processes_compute_the_same(run_in_processes, folder):
+    jobs = {
+        "four-null": [*CASES["bf16-mixed"], "strategy=fsdp"],
+        "four-compute": [*CASES["bf16-mixed"], "strategy=fsdp", COMPUTE],
+    }
+    found = run_in_processes(4, jobs, folder)
+    check_same(found["four-compute"], found["four-null"])
+
+
 def test_the_averages_are_the_same(runs):
     as_stored, computed = (runs[f"accumulated-{key}"].averages() for key in ("null", "compute"))
     for key, average in as_stored.items():
