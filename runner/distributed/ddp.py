@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.process_group import ProcessGroupStrategy
+from runner.distributed.strategy import NarrowWeights
 
 _NOTHING = nullcontext()
 
@@ -42,7 +43,9 @@ class DDP(ProcessGroupStrategy):
         self.static_graph = static_graph
         self._model: DistributedDataParallel | None = None
 
-    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, device: torch.device, narrow: NarrowWeights | None = None
+    ) -> nn.Module:
         self._model = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,

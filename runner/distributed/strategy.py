@@ -7,7 +7,7 @@ methods are collective: all processes call them in the same order, or none does.
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,20 @@ def is_sharded(value: object) -> TypeGuard["DTensor"]:
     return isinstance(value, Tensor) and hasattr(value, "to_local")
 
 
+class NarrowWeights(NamedTuple):
+    """Weights that are sent in another dtype than they are stored in.
+
+    Attributes:
+        dtype: in which they are sent.
+        ids: of the parameters, by `id`: the parameters themselves would be kept in memory.
+        elements: their number.
+    """
+
+    dtype: torch.dtype
+    ids: frozenset[int]
+    elements: int
+
+
 class Strategy(ABC):
     """Contract: how several processes train one model.
 
@@ -34,10 +48,16 @@ class Strategy(ABC):
         name: the name of its yaml.
         place: the rank of this process.
         shards: whether each process holds a shard of the weights only.
+        param_dtype: "compute" if weights are sent in the dtype in which the forward computes;
+            None: as they are stored.
+        reduce_dtype: name of the dtype in which gradients are added; None: float32, or their own
+            dtype where it is wider.
     """
 
     name: ClassVar[str]
     shards: ClassVar[bool] = False
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
 
     def __init__(self) -> None:
         self.place: ProcessRank = process_rank()
@@ -54,12 +74,24 @@ class Strategy(ABC):
         """Return the device of this process, where each process has its own."""
         return device
 
-    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, device: torch.device, narrow: NarrowWeights | None = None
+    ) -> nn.Module:
         """Return the model as the loop calls it.
 
         Called once, after conversion and before the optimizer exists; it may replace parameters.
+
+        Args:
+            model: converted and on its device.
+            device: of this process.
+            narrow: the weights to send in a narrower dtype; only with `param_dtype`.
         """
         return model
+
+    def describe(self) -> str:
+        """Return one line about the dtypes in which it sends weights and gradients, if settings
+        chose them; else an empty string."""
+        return ""
 
     def accumulating(self, last: bool) -> AbstractContextManager[object]:
         """Return the context around a micro-batch's forward and backward.

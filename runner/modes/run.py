@@ -34,6 +34,7 @@ from runner.modes.rewind import with_run_config
 from runner.modes.tables import print_result
 from runner.modes.train import train
 from runner.precision.contract import Precision
+from runner.precision.gathered_weights import check_strategy_dtypes
 from runner.tracking import journal
 from runner.tracking.rank_journal import ProcessJournal
 from runner.tracking.tracker import RunInfo, Status, Tracker
@@ -176,6 +177,7 @@ def _build_context(
     precision.require(accelerator.device)
     precision.require_strategy(strategy)
     _check_trains(spec, precision)
+    check_strategy_dtypes(strategy, precision, accelerator.device)
     check_numerics(spec, strategy)
     task: Task = build_task(spec.task)
     check_arguments(spec)

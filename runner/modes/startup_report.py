@@ -189,7 +189,7 @@ def _warn_of_frozen_fresh(run: RunContext, model: nn.Module, initial: InitialWei
 
 
 def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
-    """Print the groups of parameters that settings made, their schedules and the state's dtypes.
+    """Print groups of parameters, schedules and dtypes of state and strategy that settings chose.
 
     Args:
         run: the run.
@@ -204,6 +204,7 @@ def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
         describe_schedule(schedule, steps, task.quality, task.direction),
         state.average.describe() if state.average is not None else "",
         *describe_state_dtypes(run.spec.optimizer, state.optimizers),
+        state.strategy.describe(),
     ]
     for line in lines:
         if line:

@@ -16,6 +16,7 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
+from runner.precision.gathered_weights import find_narrow_weights
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import BuiltModel, build_model
 from runner.training.optimizers import build_scheduled_optimizers
@@ -84,7 +85,8 @@ def build_state(
             optimizers, for a model that is only evaluated.
 
     Raises:
-        ConfigError: nothing is trainable, or an optimizer does not fit the model or the precision.
+        ConfigError: nothing is trainable, or an optimizer or the strategy does not fit the model or
+            the precision.
     """
     spec = setup.spec
     precision = setup.precision
@@ -92,7 +94,7 @@ def build_state(
     optimizers: list[ScheduledOptimizer] = []
     if total_steps is not None:
         # A strategy may replace parameters, so optimizers are built from the model after it.
-        wrapped = setup.strategy.wrap(model, setup.device)
+        wrapped = _wrap(setup, model)
         optimizers = build_scheduled_optimizers(
             spec, model, precision, total_steps, setup.task.direction
         )
@@ -111,3 +113,11 @@ def build_state(
         clip_value=spec.train.clip_value,
         average=average,
     )
+
+
+def _wrap(setup: TrainingSetup, model: nn.Module) -> nn.Module:
+    """Return the model inside the strategy's wrappers."""
+    if setup.strategy.param_dtype is None:
+        return setup.strategy.wrap(model, setup.device)
+    narrow = find_narrow_weights(model, setup.precision, setup.device)
+    return setup.strategy.wrap(model, setup.device, narrow)

@@ -3,13 +3,14 @@
 It is started once: its processes are forked from it, and need not import torch again.
 """
 
-import itertools
+import inspect
 import json
 import os
 import signal
 import socket
 import sys
 import traceback
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -31,17 +32,43 @@ MODEL_LIBRARIES = {"model=hf": "transformers.modeling_utils", "model=timm": "tim
 RANK_JOURNAL = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
 
 
-def count_reductions(folder, rank):
-    """Write down how often FSDP reduces gradients."""
-    name = "reduce_scatter_single"  # since torch 2.15
-    name = name if hasattr(dist, name) else "reduce_scatter_tensor"
-    count, reduce = itertools.count(1), getattr(dist, name)
+@contextmanager
+def count_collectives(folder, rank):
+    """Write down how often FSDP reduces gradients, and the bytes of what it gathers and reduces.
 
-    def counted(*args, **how):
-        (folder / f"reductions-{rank}.txt").write_text(str(next(count)))
-        return reduce(*args, **how)
+    A gather counts the gathered tensor, a reduction the tensor before it is scattered.
+    """
+    found = {"reductions": 0, "gathered": 0, "reduced": 0}
 
-    return mock.patch.object(dist, name, counted)
+    def note(kind, tensor):
+        found[kind] += tensor.numel() * tensor.element_size()
+        found["reductions"] += kind == "reduced"
+        (folder / f"reductions-{rank}.txt").write_text(str(found["reductions"]))
+        (folder / f"bytes-{rank}.json").write_text(json.dumps(found))
+
+    with ExitStack() as patches:
+        for kind, names, which in (
+            # The first names are those since torch 2.15.
+            ("gathered", ("all_gather_single", "all_gather_into_tensor"), "output"),
+            ("reduced", ("reduce_scatter_single", "reduce_scatter_tensor"), "input"),
+        ):
+            name = next(name for name in names if hasattr(dist, name))
+            patches.enter_context(
+                mock.patch.object(dist, name, noted(getattr(dist, name), kind, which, note))
+            )
+        yield
+
+
+def noted(collective, kind, which, note):
+    """Return a collective that notes its tensor named `output...` or `input...` first."""
+    parameters = inspect.signature(collective)
+
+    def call(*args, **how):
+        bound = parameters.bind(*args, **how).arguments
+        note(kind, next(value for key, value in bound.items() if key.startswith(which)))
+        return collective(*args, **how)
+
+    return call
 
 
 def compose_spec(overrides):
@@ -55,7 +82,7 @@ def run_job(folder, spec, overrides):
     folder.mkdir(parents=True, exist_ok=True)
     rank = torchrun.process_rank().rank
     try:
-        with count_reductions(folder, rank):
+        with count_collectives(folder, rank):
             run(spec, folder, Invocation(overrides=tuple(overrides)))
     except RunnerError as error:
         (folder / f"refused-{rank}.txt").write_text(str(error))
