@@ -37,8 +37,10 @@ def test_jobs_that_run_beside_the_failed_one_end_with_a_checkpoint(quick, main, 
     assert (stopped["status"], failed["status"]) == ("stopped", "failed")
     # On a busy machine it may be stopped before its first step.
     (folder,) = tmp_path.glob("outputs/sweeps/*/0")
-    has_stepped = (folder / "metrics.jsonl").is_file()
-    assert any(folder.glob("checkpoints/*.pt")) == has_stepped
+    metrics = folder / "metrics.jsonl"
+    has_stepped = metrics.is_file() and "train/loss" in metrics.read_text()
+    if has_stepped:
+        assert any(folder.glob("checkpoints/*.pt"))
     manifest = json.loads(next(tmp_path.glob("outputs/sweeps/*/sweep.json")).read_text())
     assert (manifest["jobs"], manifest["finished"]) == (3, False)
     assert "sweep.fail_fast=true" in manifest["command"]

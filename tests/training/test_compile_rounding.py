@@ -97,15 +97,15 @@ def test_fused_asks_for_nothing(options):
     assert options == [{"mode": "max-autotune", "options": None, "dynamic": False}]
 
 
-def test_what_held_is_named(monkeypatch):
+def test_what_held_is_named():
     from torch._inductor import config
 
     assert fused_rounding(TrainSpec()) == ""
     assert fused_rounding(TrainSpec(compile=True)) == "fused"
     assert fused_rounding(TrainSpec(compile=True, compile_rounding="eager")) == "eager"
     # As TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1 sets it.
-    monkeypatch.setattr(config, EAGER_ROUNDING, True)
-    assert fused_rounding(TrainSpec(compile=True)) == "eager"
+    with config.patch({EAGER_ROUNDING: True}):
+        assert fused_rounding(TrainSpec(compile=True)) == "eager"
 
 
 def test_the_modules_that_are_compiled():
