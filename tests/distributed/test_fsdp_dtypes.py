@@ -39,23 +39,25 @@ FLOAT8 = ("precision=float8-tensorwise", "precision.emulate=true")
 HF = ("train.max_steps=3", "train.batch_size=6", "train.log_every=1", "precision=bf16-mixed")
 CASES = {
     "bf16-mixed": (*BF16, "train.clip_norm=0.5"),
-    "untied": (*BF16, "model.tie_weights=false", "model.dropout=0.1"),
+    "untied": (
+        *BF16,
+        "model.tie_weights=false",
+        "model.dropout=0.1",
+        "strategy.reshard_after_forward=false",
+        "train.activation_checkpointing=true",
+    ),
     "16-mixed": (*GPT, "precision=16-mixed", "train.clip_norm=0.5"),
     "accumulated": (*BF16, "train.accumulate=3", "train.ema=0.5"),
     "islands": (*BF16, "precision.keep_fp32=[blocks.0,*.contract]"),
-    "recomputed": (*BF16, "train.activation_checkpointing=true"),
-    "compiled": (*BF16, "train.compile=regional"),
-    "kept": (*BF16, "strategy.reshard_after_forward=false"),
     "float8": (*GPT, *FLOAT8, "precision.ignore_modules=[blocks.0]"),
     "convolutions": RESNET,
     "used-twice": USED_TWICE,
 }
 OF_LIBRARIES = {
     "gpt2": (),
-    "timm-vit": (),
     "gpt2-lora": ("adapter=lora", "adapter.dropout=0.2"),
 }
-"""Models of transformers and timm, and a frozen one with an adapter."""
+"""A model of transformers, and a frozen one with an adapter."""
 COMPUTE = "strategy.param_dtype=compute"
 BFLOAT16 = "strategy.reduce_dtype=bfloat16"
 REFUSED = {
