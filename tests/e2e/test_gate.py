@@ -69,6 +69,7 @@ def test_a_difference_of_zero_cannot_be_shown(recorded, inside, tmp_path):
         done = main("mode=gate", *TRAINED, "precision=bf16-mixed", "advise.budget=1h", *words)
     assert done.rc == 3, done.stderr
     assert "bf16-mixed is undecided: its loss differs by" in done.stdout
+    assert "More seeds may decide: type advise.seeds=6." in done.stdout
 
 
 def test_an_accepted_precision_leaves_its_verdict_and_the_events(main, tmp_path):

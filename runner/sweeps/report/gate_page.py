@@ -16,7 +16,17 @@ _TONES: dict[str, Tone] = {"accepted": "good", "rejected": "bad", "undecided": "
 def gate_sentence(gate: GateVerdict) -> str:
     """Return the answer, with what the precision costs if that differs from the baseline."""
     answer = f"{gate.name} is {gate.decision}: {gate.reason}."
-    return " ".join(filter(None, [answer, *_cost_sentences(gate)]))
+    return " ".join(filter(None, [answer, *_cost_sentences(gate), _remedy(gate)]))
+
+
+def _remedy(gate: GateVerdict) -> str:
+    """Return what to type for a decision; empty where there is one, or more seeds cannot help."""
+    if gate.decision != "undecided" or not gate.looks:
+        return ""
+    seeds = gate.advice.settings.seeds
+    if gate.looks[-1].seeds < seeds:
+        return "The budget ended first: a larger advise.budget may decide."
+    return f"More seeds may decide: type advise.seeds={2 * seeds}."
 
 
 def _cost_sentences(gate: GateVerdict) -> Iterator[str]:
