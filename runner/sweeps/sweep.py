@@ -168,7 +168,10 @@ class Sweep:
         self.manifest = replace(self.manifest, finished=not data.is_unfinished)
         results = [job.result for job in data.jobs]
         failed, is_unavailable = _count_failed(data, results)
-        if status == 2 and failed:
+        gate = gate_verdict(data.advice) if data.advice else None
+        # Of a gate 1 means rejected, and nothing else.
+        failure_status = 1 if gate is None else 2
+        if status == 2 and failed and gate is None:
             # A search gives up with 2 where no job gave it a number.
             status = 1
         console = plain_console()
@@ -189,8 +192,7 @@ class Sweep:
         if status:
             return status
         if failed or self._is_rejected():
-            return 1
-        gate = gate_verdict(data.advice) if data.advice else None
+            return failure_status
         if gate is not None:
             return gate.exit_status
         return 2 if is_unavailable else 0

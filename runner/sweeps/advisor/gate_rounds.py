@@ -12,6 +12,9 @@ from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError
 from runner.utils.layout import EVENT_LOG
 
+_TRAINED = (Verdict.BASELINE, Verdict.RECOMMENDED)
+"""Ratings of a baseline that trained in every trial."""
+
 
 class GateRounds:
     """The trials of one command with mode=gate.
@@ -74,7 +77,16 @@ class GateRounds:
         Raises:
             ConfigError: the precision or the baseline does not train.
         """
-        verdict = gate_verdict(rank_precisions(self.trials.results(), self.settings))
+        advice = rank_precisions(self.trials.results(), self.settings)
+        # Where the baseline does not train, a precision that does not either is no worse.
+        for line in advice.verdicts:
+            if line.name == self.settings.baseline and line.rating not in _TRAINED:
+                raise ConfigError(
+                    f"mode=gate has no answer: the baseline {line.name} itself does not train "
+                    f"({line.rating}). Type another advise.baseline, or settings that it trains "
+                    "with."
+                )
+        verdict = gate_verdict(advice)
         if verdict is None or verdict.precision.rating in NOT_TRAINED:
             reason = verdict.reason if verdict else "no trial wrote a result"
             raise ConfigError(

@@ -1,0 +1,66 @@
+"""mode=gate gives no answer where its baseline does not train."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from runner.modes.result import RunResult
+from runner.sweeps.advisor.gate_rounds import GateRounds
+from runner.sweeps.advisor.settings import AdviseSettings
+from runner.utils.errors import ConfigError
+
+SETTINGS = AdviseSettings("time", 1.0, 10, 100, 3, "5m", ["python"], mode="gate", max_gap=0.1)
+
+
+def trial(precision: str, seed: int, loss: float, diverged: bool) -> RunResult:
+    return RunResult(
+        precision,
+        f"{precision} seed={seed}",
+        f"/{precision}-{seed}",
+        "failed" if diverged else "finished",
+        group=precision,
+        seed=seed,
+        metrics={} if diverged else {"val/loss": loss},
+        steps=10,
+        diverged=diverged,
+    )
+
+
+@pytest.fixture
+def rounds(tmp_path):
+    """Rounds of trials whose divergence is given by precision."""
+
+    def run(**diverged: bool) -> GateRounds:
+        done = []
+
+        def launch(words):
+            precision, seed = words
+            name = precision.replace("-", "_")
+            done.append(trial(precision, seed, 1.0 + seed, diverged[name]))
+            return done[-1]
+
+        request = SimpleNamespace(
+            precisions=["32-true", "bf16-true"],
+            recorded=None,
+            recorded_result=lambda precision, seed: None,
+            trial_seeds=range,
+            trial_overrides=lambda precision, seed, *_: (precision, seed),
+        )
+        trials = SimpleNamespace(
+            folder=tmp_path, launch=launch, results=lambda: done, remaining_seconds=100.0
+        )
+        return GateRounds(request, trials, SETTINGS)  # type: ignore[arg-type]
+
+    return run
+
+
+def test_a_baseline_that_diverges_rejects_nothing(rounds):
+    with pytest.raises(ConfigError, match=r"the baseline 32-true itself does not train \(diverged"):
+        rounds(**{"32_true": True, "bf16_true": True}).run()
+
+
+def test_a_precision_that_diverges_alone_ends_the_rounds(rounds, tmp_path):
+    rounds(**{"32_true": False, "bf16_true": True}).run()
+    log = (tmp_path / "events.mllog").read_text().splitlines()
+    assert '"value": "rejected"' in log[-1]
+    assert sum('"val/loss"' in line for line in log) == 3  # two trials, and the metric's name
