@@ -38,6 +38,8 @@ class FSDP(ProcessGroupStrategy):
         timeout: seconds after which a process that waits for another one gives up.
         param_dtype: compute gathers float32 weights in the dtype to which autocast casts them
             anyway, see runner.precision.gathered_weights; None: as they are stored.
+        cpu_ram_efficient_loading: only the main process makes the weights, and the others receive
+            their shards; false: each process makes all weights in its host's memory.
         reduce_dtype: dtype in which gradients are added, float32 or bfloat16, over micro-batches
             and over processes; None: float32, or the dtype of wider gradients.
 
@@ -55,6 +57,7 @@ class FSDP(ProcessGroupStrategy):
         timeout: float = 1800.0,
         param_dtype: str | None = None,
         reduce_dtype: str | None = None,
+        cpu_ram_efficient_loading: bool = True,
     ) -> None:
         super().__init__(timeout)
         _check_value("param_dtype", param_dtype, PARAM_DTYPES)
@@ -63,6 +66,7 @@ class FSDP(ProcessGroupStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype
+        self.cpu_ram_efficient_loading = cpu_ram_efficient_loading
         self._model: FSDPModule | None = None
         self._description = ""
 

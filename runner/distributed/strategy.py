@@ -52,12 +52,16 @@ class Strategy(ABC):
             None: as they are stored.
         reduce_dtype: name of the dtype in which gradients are added; None: float32, or their own
             dtype where it is wider.
+        cpu_ram_efficient_loading: whether only the main process makes the weights of a sharded
+            model, and the others receive their shards; else each makes all weights in its host's
+            memory.
     """
 
     name: ClassVar[str]
     shards: ClassVar[bool] = False
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    cpu_ram_efficient_loading: bool = True
 
     def __init__(self) -> None:
         self.place: ProcessRank = process_rank()
@@ -80,10 +84,12 @@ class Strategy(ABC):
         """Return the model as the loop calls it.
 
         Called once, after conversion and before the optimizer exists; it may replace parameters.
+        A strategy that shards is called before the trial forward, and the weights may be on the
+        host or on the meta device.
 
         Args:
-            model: converted and on its device.
-            device: of this process.
+            model: converted.
+            device: of this process, where the model computes.
             narrow: the weights to send in a narrower dtype; only with `param_dtype`.
         """
         return model

@@ -32,9 +32,10 @@ from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_test, evaluate_validation
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.evaluation_mode import evaluation_mode
-from runner.training.model import restore_model
+from runner.training.model import BuiltModel, restore_model, restore_precision_state
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
+from runner.training.sharded_model import build_for_strategy
 from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError
@@ -112,8 +113,7 @@ def _evaluate_checkpoint(
     saved = _with_evaluated_weights(run, saved)
     # Again, after the data: the model follows from the seed, whatever numbers a data set draws.
     seed_all(spec.seed)
-    make = partial(restore_model, spec, run.precision, run.device, saved)
-    built = prove_conversion(run, make, validation)
+    built = prove_conversion(run, partial(_restored_model, run, saved), validation)
     check_compile_options(spec, run.precision, run.device, built.model)
     with run.precision.session(built.model, run.device):
         sizes = describe_model(run, built)
@@ -147,6 +147,16 @@ def _evaluate_checkpoint(
     }
     result = build_result(run, sizes | summary, perf_counter() - start)
     return RunOutcome(result, built.report)
+
+
+def _restored_model(run: RunContext, saved: LoadedCheckpoint) -> BuiltModel:
+    """Build the model with a checkpoint's weights and precision state; sharded with a strategy that
+    shards."""
+    build = partial(restore_model, run.spec, run.precision, saved)
+    built = build_for_strategy(build, run.precision, run.strategy, run.device)
+    # Once shards have their values: on the meta device nothing could be restored.
+    restore_precision_state(built.model, run.precision, saved)
+    return built
 
 
 def _with_evaluated_weights(run: RunContext, saved: LoadedCheckpoint) -> LoadedCheckpoint:

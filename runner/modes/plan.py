@@ -1,6 +1,7 @@
 """mode=plan: print what a run would hold and convert, without data and without training."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import nn
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
-from runner.diagnostics.memory.rehearsal import build_fake_model
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision
@@ -19,7 +19,8 @@ from runner.precision.weight_updates import UpdateRule
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.initial_weights import read_initial_weights
-from runner.training.model import BuiltModel
+from runner.training.meta_model import build_on_meta
+from runner.training.model import BuiltModel, build_model
 from runner.training.optimizers import (
     attach_rules,
     build_optimizer,
@@ -42,7 +43,8 @@ def plan(run: RunContext) -> RunResult:
     precision = run.precision
     device = run.accelerator.device
     seed_all(spec.seed)
-    built = build_fake_model(spec, precision, read_initial_weights(spec))
+    start = read_initial_weights(spec)
+    built = build_on_meta(partial(build_model, spec, precision, start=start))
     model = built.model
     report = built.report
     build_scheduled_optimizers(spec, model, precision, steps=1)  # refuses what a run would refuse

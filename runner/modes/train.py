@@ -108,7 +108,7 @@ def train(
     # Until the loop runs there is nothing to save, so a signal ends the set-up at once.
     with run.signals.interruptible():
         loaders = _loaders(run)
-        make = model_builder(spec, run.precision, run.device, resumed)
+        make = model_builder(spec, run.precision, run.device, resumed, run.strategy)
         built = prove_conversion(run, make, loaders.val)
         check_compile_options(spec, run.precision, run.device, built.model)
         check_model_folders(run, built.model)

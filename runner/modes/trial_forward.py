@@ -197,6 +197,8 @@ class _Trial:
                 raise
             except Exception:  # try_batch reports it, where the packing is not the cause
                 pass
+        # What the optimizer is built on, and what is counted, are the shards.
+        self.strategy.drop_gathered_weights()
         if not ended and watch.queried_dtypes and not strict:
             # What the model asked of a packed weight may be why the forward failed.
             return self._run_here(built, strict=True)

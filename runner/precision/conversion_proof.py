@@ -93,8 +93,8 @@ class ForwardWatch(TorchFunctionMode):
         self._layer_depth = 0
         # Nesting depth of the model's forward. Outside it an optimizer reads weights, too.
         self._model_depth = 0
-        # Ids of the weights that the running forwards of other modules hold as their own.
-        self._held_weights: list[set[int]] = []
+        # Names of the layers whose weights the running forwards of other modules hold as theirs.
+        self._held_weights: list[set[str]] = []
         # Each module whose forward is replaced, and the instance attribute that it had before.
         self._forwards: list[tuple[nn.Module, Any]] = []
 
@@ -115,7 +115,7 @@ class ForwardWatch(TorchFunctionMode):
             if hasattr(module, "get_base_layer"):
                 # DoRA reads the weight of the layer that it adds to, beside that layer's forward.
                 held.append(module.get_base_layer()._parameters.get("weight"))  # type: ignore[union-attr,operator]
-            weights = {id(p) for p in held} & self._names.keys()
+            weights = {self._names[id(p)] for p in held if id(p) in self._names}
             if id(module) in names:
                 name = names[id(module)]
                 self._replace_forward(module, self._watched_layer_forward(module, name))
@@ -166,7 +166,7 @@ class ForwardWatch(TorchFunctionMode):
 
         return run
 
-    def _watched_holder_forward(self, module: nn.Module, weights: set[int]) -> Any:
+    def _watched_holder_forward(self, module: nn.Module, weights: set[str]) -> Any:
         """Return the forward of a module that shares a converted layer's weight, as an embedding
         may, wrapped so that its reads of that weight do not count."""
         forward = module.forward
@@ -207,11 +207,18 @@ class ForwardWatch(TorchFunctionMode):
         """Yield the names of the layers whose weight is among a function's arguments, and which no
         running module holds as its own."""
         for leaf in tree_leaves(arguments):
-            if not isinstance(leaf, Tensor) or id(leaf) not in self._names:
-                continue
-            is_held = any(id(leaf) in held for held in self._held_weights)
-            if not is_held:
-                yield self._names[id(leaf)]
+            name = self._layer_of(leaf)
+            if name is not None and not any(name in held for held in self._held_weights):
+                yield name
+
+    def _layer_of(self, leaf: Any) -> str | None:
+        """Return the name of the layer whose weight a value is; None where it is no such weight."""
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in self._names:
+            # While a unit of FSDP computes, gathered weights are in the places of the shards.
+            self._names |= {
+                id(layer._parameters.get("weight")): n for n, layer in self.layers.items()
+            }
+        return self._names.get(id(leaf)) if isinstance(leaf, Tensor) else None
 
     def _call_on_unpacked(
         self, func: Any, arguments: Any, names: set[str], packed: Mapping[str, nn.Module]

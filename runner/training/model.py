@@ -129,7 +129,11 @@ def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) 
 
 
 def restore_model(
-    spec: RunSpec, precision: Precision, device: torch.device, saved: LoadedCheckpoint
+    spec: RunSpec,
+    precision: Precision,
+    saved: LoadedCheckpoint,
+    device: torch.device,
+    made_on: torch.device | None = None,
 ) -> BuiltModel:
     """Build the model with a checkpoint's weights, whatever precision they were trained in.
 
@@ -144,10 +148,15 @@ def restore_model(
     if not _fits_as_saved(spec, precision, saved):
         spec = replace(spec, adapter={})
     exact = keeps_adapter(spec, precision, saved)
-    built = build_model(spec, precision, device, start=saved, restore_exactly=exact)
+    return build_model(spec, precision, device, made_on, start=saved, restore_exactly=exact)
+
+
+def restore_precision_state(
+    model: nn.Module, precision: Precision, saved: LoadedCheckpoint
+) -> None:
+    """Give a precision the state that a checkpoint holds of it, such as histories of amax."""
     if saved.content["precision"] == precision.name:
-        precision.load_state_dict(built.model, saved.content.get("precision_state", {}))
-    return built
+        precision.load_state_dict(model, saved.content.get("precision_state", {}))
 
 
 def _load_plain_weights(

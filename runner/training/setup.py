@@ -16,10 +16,10 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
-from runner.precision.gathered_weights import find_narrow_weights
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import BuiltModel, build_model
 from runner.training.optimizers import build_scheduled_optimizers
+from runner.training.sharded_model import build_for_strategy, wrap_model
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
@@ -49,6 +49,7 @@ def model_builder(
     precision: Precision,
     device: torch.device,
     resumed: LoadedCheckpoint | None = None,
+    strategy: Strategy | None = None,
 ) -> Callable[[], BuiltModel]:
     """Return a function that builds the model that training starts from.
 
@@ -58,6 +59,7 @@ def model_builder(
         device: where the model ends up.
         resumed: a checkpoint whose weights, packing and adapter are restored exactly as they were;
             None starts from init.weights, or from seeded weights.
+        strategy: shards the model, where it is one that shards; None for one process.
 
     Raises:
         ConfigError: init.weights names no checkpoint.
@@ -65,9 +67,8 @@ def model_builder(
     # A function, because a conversion is proven by a forward, after which the model may have to be
     # built a second time. The checkpoint is read once, here.
     start = resumed or read_initial_weights(spec)
-    return partial(
-        build_model, spec, precision, device, start=start, restore_exactly=resumed is not None
-    )
+    build = partial(build_model, spec, precision, start=start, restore_exactly=resumed is not None)
+    return partial(build_for_strategy, build, precision, strategy or Single(), device)
 
 
 def build_state(
@@ -80,7 +81,8 @@ def build_state(
 
     Args:
         setup: the parts of the run.
-        model: converted and on its device. It is wrapped by the strategy if it is to be trained.
+        model: converted and on its device; sharded, where the strategy shards. Another strategy
+            wraps it if it is to be trained.
         total_steps: optimizer steps of the whole run, which schedules need; None builds no
             optimizers, for a model that is only evaluated.
 
@@ -93,8 +95,8 @@ def build_state(
     wrapped = model
     optimizers: list[ScheduledOptimizer] = []
     if total_steps is not None:
-        # A strategy may replace parameters, so optimizers are built from the model after it.
-        wrapped = _wrap(setup, model)
+        if not setup.strategy.shards:
+            wrapped = wrap_model(model, precision, setup.strategy, setup.device)
         optimizers = build_scheduled_optimizers(
             spec, model, precision, total_steps, setup.task.direction
         )
@@ -113,11 +115,3 @@ def build_state(
         clip_value=spec.train.clip_value,
         average=average,
     )
-
-
-def _wrap(setup: TrainingSetup, model: nn.Module) -> nn.Module:
-    """Return the model inside the strategy's wrappers."""
-    if setup.strategy.param_dtype is None:
-        return setup.strategy.wrap(model, setup.device)
-    narrow = find_narrow_weights(model, setup.precision, setup.device)
-    return setup.strategy.wrap(model, setup.device, narrow)

@@ -150,16 +150,22 @@ def test_an_overflow_in_one_process_skips_the_step_in_all(alone, two, strategy):
     close(one.weights(), many.weights(), rtol=2e-3, atol=1e-3)
 
 
-def test_processes_agree_on_what_was_converted(run_in_processes, tmp_path):
+@pytest.fixture(scope="module")
+def parts(run_in_processes, tmp_path_factory):
     typed = [
         *NET[2:],
         "~model",
         "+model._target_=nets.Parts",
-        "strategy=ddp",
         "precision=float8-tensorwise",
         "precision.emulate=true",
     ]
-    found = run_in_processes(2, {"parts": typed}, tmp_path)["parts"]
+    wanted = {strategy: [*typed, f"strategy={strategy}"] for strategy in STRATEGIES}
+    return run_in_processes(2, wanted, tmp_path_factory.mktemp("parts"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_processes_agree_on_what_was_converted(parts, strategy):
+    found = parts[strategy]
     assert found.values("val/loss") == found.values("val/loss", rank=1)
     fates = [
         {row["module"]: row["done"] for row in json.loads(found.text(f"{own}conversion.json"))}

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -74,3 +75,27 @@ class UsedTwice(nn.Module):
     def forward(self, tokens):
         hidden = self.layer(self.embedding(tokens))
         return self.head(self.layer(hidden.tanh()))
+
+
+class MadeOn(nn.Module):
+    """A network that writes down on which devices it is made, with all kinds of values to fill."""
+
+    def __init__(self, log, stray=False):
+        super().__init__()
+        self.body = nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(64)
+        self.head = nn.Linear(64, 16, bias=False)
+        self.tied = nn.Linear(64, 16, bias=False)
+        self.tied.weight = self.head.weight
+        self.register_buffer("scale", torch.arange(64.0) / 64, persistent=False)
+        if stray:
+            self.shift = torch.ones(64)
+        with Path(f"{log}-{os.environ['RANK']}.txt").open("a") as file:
+            file.write(f"{self.scale.device} ")
+
+    def forward(self, x):
+        h = x.flatten(1) * self.scale + getattr(self, "shift", 0)
+        for layer in self.body:
+            h = layer(h).relu()
+        h = self.norm(h)
+        return self.head(h) + self.tied(h)

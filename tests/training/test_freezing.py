@@ -79,7 +79,7 @@ def test_an_evaluation_of_a_frozen_models_checkpoint_needs_no_pattern(compose):
     spec = compose(*MLP, "train.freeze=[layers]")
     state = train(begin(spec))
     plain = compose(*MLP)
-    found = restore_model(plain, state.precision, CPU, save(state, spec)).model
+    found = restore_model(plain, state.precision, save(state, spec), CPU).model
     assert torch.equal(found.head.weight, state.model.head.weight)
 
 

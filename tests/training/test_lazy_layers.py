@@ -1,5 +1,7 @@
 """Lazy layers: every precision starts from the same numbers, and no place meets an empty layer."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,8 @@ from torch.utils.data import TensorDataset
 
 from runner.config.schema import InitSpec, RunSpec
 from runner.diagnostics.memory.forecast import peak_forecast
-from runner.diagnostics.memory.rehearsal import build_fake_model
 from runner.precision import registry
+from runner.training.meta_model import build_on_meta
 from runner.training.model import build_model
 from runner.utils.errors import ConfigError
 
@@ -133,7 +135,7 @@ def test_inputs_of_any_shape_come_from_the_data():
 @pytest.mark.parametrize("name", ["32-true", "bf16-true", "bnb-nf4"])
 def test_a_plan_knows_the_shapes_and_the_peak(name):
     spec, precision = make_spec(mode="plan"), registry.load_precision(name)
-    built = build_fake_model(spec, precision)
+    built = build_on_meta(partial(build_model, spec, precision))
     assert built.plain_bytes == make("32-true").plain_bytes
     assert peak_forecast(spec, precision, CPU)(4).total > built.plain_bytes / 8
 
@@ -168,4 +170,6 @@ def test_what_cannot_be_materialized_is_one_message(case):
     assert error.value.exit_status == 2
     if changes.get("mode") == "plan":
         with pytest.raises(ConfigError, match=message):
-            build_fake_model(make_spec(**changes), registry.load_precision("32-true"))
+            build_on_meta(
+                partial(build_model, make_spec(**changes), registry.load_precision("32-true"))
+            )

@@ -13,7 +13,7 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.precision import registry
 from runner.training.adapters import Lora
-from runner.training.model import build_model, restore_model
+from runner.training.model import build_model, restore_model, restore_precision_state
 from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
@@ -84,7 +84,7 @@ def edit_weights(saved, edit):
 def restore(name, spec, saved, **changes):
     torch.manual_seed(99)  # the weights must come from the checkpoint
     precision = registry.load_precision(name, **changes)
-    built = restore_model(spec, precision, CPU, saved)
+    built = restore_model(spec, precision, saved, CPU)
     built.model.eval()
     return built, precision
 
@@ -212,7 +212,8 @@ def test_a_precision_takes_back_its_own_state_only(tmp_path, monkeypatch, name, 
     monkeypatch.setattr(
         precision, "load_state_dict", lambda model, state: taken.append(state), raising=True
     )
-    restore_model(make_spec(), precision, CPU, saved)
+    built = restore_model(make_spec(), precision, saved, CPU)
+    restore_precision_state(built.model, precision, saved)
     assert taken == ([{"seen": 7}] if takes else [])
 
 
@@ -318,7 +319,7 @@ def test_weights_are_loaded_and_merged_before_the_conversion(tmp_path, monkeypat
         return convert(model, device)
 
     monkeypatch.setattr(precision, "convert", note)
-    restore_model(make_spec(node), precision, CPU, saved)
+    restore_model(make_spec(node), precision, saved, CPU)
     assert_same(seen, model.state_dict())
 
 

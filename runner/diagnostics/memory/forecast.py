@@ -36,7 +36,6 @@ from runner.data.loader import Batch
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
 from runner.diagnostics.memory.rehearsal import (
-    META_DEVICE,
     Rehearsal,
     build_rehearsal,
     make_optimizer_state,
@@ -44,6 +43,7 @@ from runner.diagnostics.memory.rehearsal import (
 from runner.precision.contract import Precision
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.lazy_layers import materialize_lazy_layers
+from runner.training.meta_model import META_DEVICE
 from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
 from runner.utils.tensors import GIB, float32_bytes

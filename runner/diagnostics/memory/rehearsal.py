@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
@@ -27,14 +26,13 @@ from runner.precision.contract import Precision
 from runner.training.compile import prepare_model
 from runner.training.evaluation import Stagnation
 from runner.training.evaluation_mode import evaluation_mode
-from runner.training.model import BuiltModel, build_model
+from runner.training.meta_model import build_on_meta
+from runner.training.model import build_model
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.training.step import train_step
-from runner.utils.errors import RunnerError
 
-META_DEVICE = torch.device("meta")
 _REAL = nullcontext()
 
 
@@ -119,7 +117,7 @@ def build_rehearsal(
     making = MemoryTracker(kind=WEIGHTS)
     with making if device.type == "cpu" else nullcontext():
         if fake:
-            built = build_fake_model(spec, precision)
+            built = build_on_meta(partial(build_model, spec, precision))
         else:
             built = build_model(spec, precision, device)
     model = built.model
@@ -148,29 +146,6 @@ def make_optimizer_state(state: TrainState) -> None:
         scheduled.optimizer.step()
     for p in state.trainable_parameters:
         p.grad = None
-
-
-def build_fake_model(
-    spec: RunSpec, precision: Precision, start: LoadedCheckpoint | None = None
-) -> BuiltModel:
-    """Build and convert the model on the meta device, which takes no memory.
-
-    Where the model's code reads values, it is built on the CPU.
-
-    Args:
-        spec: of the run.
-        precision: converts the model.
-        start: weights whose names and shapes are compared with the model's; None compares none.
-
-    Raises:
-        ConfigError: they do not fit.
-    """
-    try:
-        return build_model(spec, precision, META_DEVICE, made_on=META_DEVICE, start=start)
-    except RunnerError:
-        raise
-    except (NotImplementedError, RuntimeError):
-        return build_model(spec, precision, torch.device("cpu"), start=start)
 
 
 def _replace_by_fakes(model: nn.Module, device: torch.device) -> None:

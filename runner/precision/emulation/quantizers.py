@@ -72,6 +72,22 @@ def exponent_scale(amax: Tensor, fmt: Format) -> Tensor:
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
+def join_scale(codes: Tensor, inverse: Tensor, keeps_scales: bool) -> Tensor:
+    """Return quantized values that are scaled back or, to sum them first, with their scales.
+
+    Args:
+        codes: values of the format, float32, any shape; may be changed.
+        inverse: of the scales, float32, broadcastable to codes.
+        keeps_scales: whether values and inverse scales are returned apart.
+
+    Returns:
+        codes * inverse or, apart, both in the codes' shape: float32 [2, *shape].
+    """
+    if keeps_scales:
+        return torch.stack((codes, inverse.expand_as(codes)))
+    return codes.mul_(inverse)
+
+
 @dataclass(frozen=True)
 class BlockQuantizer:
     """A quantizer that scales each block of an operand by the block's largest magnitude.
@@ -80,18 +96,24 @@ class BlockQuantizer:
         fmt: of the quantized values.
         rule: returns a block's scale.
         shape: of a block, rows by contracted columns; None for the whole operand.
+        keeps_scales: whether values and inverse scales are returned apart.
     """
 
     fmt: Format
     rule: ScaleRule
     shape: tuple[int, int] | None = None
+    keeps_scales: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the quantized values: float32 [rows, contracted] to the same shape."""
+        """Return the quantized values: float32 [rows, contracted] to the same shape, or to
+        [2, rows, contracted] as join_scale returns it."""
         blocks = to_tiles(x, self.shape or (*x.shape,))
         scale = self.rule(_block_amax(blocks), self.fmt)
-        values = round_within_range(blocks * scale, self.fmt).mul_(scale.reciprocal())
-        return from_tiles(values, x.shape)
+        codes = round_within_range(blocks * scale, self.fmt)
+        joined = join_scale(codes, scale.reciprocal(), self.keeps_scales)
+        if self.keeps_scales:
+            return torch.stack([from_tiles(each, x.shape) for each in joined])
+        return from_tiles(joined, x.shape)
 
 
 @dataclass(frozen=True)

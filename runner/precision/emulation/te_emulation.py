@@ -10,142 +10,21 @@ Source: TransformerEngine 2.20; see quantizers for the scaling rules.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.precision.emulation.formats import E4M3, E5M2, Format, round_within_range
-from runner.precision.emulation.quantizers import (
-    BlockQuantizer,
-    Nvfp4Quantizer,
-    Quantizer,
-    ScaleRule,
-    amax_scale,
-    exponent_scale,
-    power_of_two_scale,
+from runner.precision.emulation.formats import E4M3, Format, round_within_range
+from runner.precision.emulation.quantizers import amax_scale, join_scale
+from runner.precision.emulation.te_operands import (
+    Accumulation,
+    Operand,
+    Operands,
+    grad_format,
+    quantizers_of_recipe,
 )
-from runner.precision.te_recipes import complete_recipe
-
-
-@dataclass(frozen=True)
-class Operand:
-    """The quantizers of a tensor [rows, columns] for its two products.
-
-    Attributes:
-        along_columns: for the product that contracts the columns.
-        along_rows: for the product that contracts the rows, applied to the transposed tensor; None
-            where that product takes the same quantized values.
-    """
-
-    along_columns: Quantizer
-    along_rows: Quantizer | None = None
-
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values for each product, both float32 [rows, columns]."""
-        for_columns = self.along_columns(x)
-        if self.along_rows is None:
-            return for_columns, for_columns
-        return for_columns, self.along_rows(x.t()).t()
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The quantizers of a layer's products.
-
-    Attributes:
-        input: of [rows, in].
-        weight: of [out, in].
-        grad: of the output's gradient, [rows, out].
-        backward: the recipe's key backward_override: None quantizes the backward's operands,
-            "high_precision" takes the unquantized ones, "dequantized" those of the forward.
-    """
-
-    input: Operand
-    weight: Operand
-    grad: Operand
-    backward: str | None = None
-
-
-def quantizers_of_recipe(recipe: Mapping[str, Any]) -> Operands:
-    """Return the quantizers of a recipe whose scales depend on the current tensors alone.
-
-    Args:
-        recipe: its kind (any but delayed) and its keys; omitted keys have their defaults.
-    """
-    keys = complete_recipe(recipe)
-    kind = keys["kind"]
-    if kind == "nvfp4":
-        quantizers = _nvfp4_operands(keys)
-    elif kind == "current":
-        quantizers = _tensor_operands(keys)
-    elif kind == "mxfp8":
-        quantizers = _mxfp8_operands(keys)
-    else:
-        quantizers = _block_operands(keys)
-    return replace(quantizers, backward=keys["backward_override"])
-
-
-def _grad_format(keys: Mapping[str, Any]) -> Format:
-    """Return the format of gradients: E5M2 has the range that they need, E4M3 the precision."""
-    return E5M2 if keys.get("format") == "HYBRID" else E4M3
-
-
-def _tensor_operands(keys: Mapping[str, Any]) -> Operands:
-    """Return current scaling: one scale for each tensor."""
-    rule = power_of_two_scale if keys["use_power_2_scales"] else amax_scale
-    forward = Operand(BlockQuantizer(E4M3, rule))
-    return Operands(forward, forward, Operand(BlockQuantizer(_grad_format(keys), rule)))
-
-
-def _mxfp8_operands(keys: Mapping[str, Any]) -> Operands:
-    """Return MXFP8: blocks of 32 values, or weights in blocks of 32 x 32."""
-    weight_dimensions = 2 if keys["enable_2d_quantization"] else 1
-    return Operands(
-        _block_operand(E4M3, exponent_scale, 1, 32),
-        _block_operand(E4M3, exponent_scale, weight_dimensions, 32),
-        _block_operand(_grad_format(keys), exponent_scale, 1, 32),
-    )
-
-
-def _block_operands(keys: Mapping[str, Any]) -> Operands:
-    """Return block scaling: blocks of 128 values or of 128 x 128."""
-    rule = amax_scale if keys["use_f32_scales"] else power_of_two_scale
-    return Operands(
-        _block_operand(E4M3, rule, keys["x_block_scaling_dim"], 128),
-        _block_operand(E4M3, rule, keys["w_block_scaling_dim"], 128),
-        _block_operand(_grad_format(keys), rule, keys["grad_block_scaling_dim"], 128),
-    )
-
-
-def _block_operand(fmt: Format, rule: ScaleRule, dimensions: int, edge: int) -> Operand:
-    """Return the quantizers of a tensor in square blocks or in lines along what is contracted."""
-    if dimensions == 2:
-        return Operand(BlockQuantizer(fmt, rule, (edge, edge)))
-    line = BlockQuantizer(fmt, rule, (1, edge))
-    return Operand(line, line)
-
-
-def _nvfp4_operands(keys: Mapping[str, Any]) -> Operands:
-    """Return NVFP4: lines of 16 values, or weights in blocks of 16 x 16.
-
-    The Hadamard transform is for the weight's gradient, whose product contracts the rows of the
-    input and of the output's gradient; only gradients are rounded stochastically.
-    """
-    rotates = not keys["disable_rht"]
-    line = Nvfp4Quantizer()
-    if keys["disable_2d_quantization"]:
-        weight = Operand(line, line)
-    else:
-        weight = Operand(Nvfp4Quantizer((16, 16)))
-    grad = Nvfp4Quantizer(stochastic=not keys["disable_stochastic_rounding"])
-    return Operands(
-        Operand(line, replace(line, rotates=rotates)),
-        weight,
-        Operand(grad, replace(grad, rotates=rotates)),
-    )
 
 
 class Autocast:
@@ -154,9 +33,12 @@ class Autocast:
     # The open contexts, the innermost last.
     active: ClassVar[list["Autocast"]] = []
 
-    def __init__(self, recipe: Mapping[str, Any]) -> None:
+    def __init__(self, recipe: Mapping[str, Any], accumulate: Accumulation) -> None:
         self.recipe = recipe
-        self.operands = None if recipe["kind"] == "delayed" else quantizers_of_recipe(recipe)
+        self.narrow = accumulate == "hopper"
+        self.operands: Operands | None = None
+        if recipe["kind"] != "delayed":
+            self.operands = quantizers_of_recipe(recipe, accumulate)
 
     def __enter__(self) -> None:
         self.active.append(self)
@@ -165,15 +47,18 @@ class Autocast:
         self.active.pop()
 
 
-def autocast(enabled: bool, recipe: Mapping[str, Any]) -> AbstractContextManager[Any]:
+def autocast(
+    enabled: bool, recipe: Mapping[str, Any], accumulate: Accumulation = "float32"
+) -> AbstractContextManager[Any]:
     """Return a context as te.autocast does, of a recipe as the config gives it.
 
     Args:
         enabled: must be true; the parameter is the library's.
         recipe: its kind and all of its keys.
+        accumulate: how products are summed; the library has no such parameter.
     """
     assert enabled
-    return Autocast(recipe)
+    return Autocast(recipe, accumulate)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -193,21 +78,25 @@ class DelayedScalingState:
         self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(steps, tensors, dtype=torch.float32, device=device)
 
-    def quantize(self, x: Tensor, tensor: int, fmt: Format) -> Tensor:
+    def quantize(
+        self, x: Tensor, tensor: int, fmt: Format, keeps_scales: bool = False
+    ) -> Tensor:
         """Return a tensor quantized with the scale of past steps, and record its amax.
 
         Args:
             x: float32, any shape.
             tensor: index of the tensor's scale.
             fmt: of the quantized values.
+            keeps_scales: whether values and inverse scales are returned apart.
 
         Returns:
-            float32 of x's shape.
+            float32 of x's shape, or [2, *x's shape].
         """
         current_amax = self.amax_history[0, tensor]  # a view
         current_amax.copy_(torch.maximum(current_amax, x.abs().amax()))
         scale = self.scale[tensor]
-        return round_within_range(x * scale, fmt).mul_(scale.reciprocal())
+        codes = round_within_range(x * scale, fmt)
+        return join_scale(codes, scale.reciprocal(), keeps_scales)
 
     def advance(self, fmt: Format, recipe: Mapping[str, Any]) -> None:
         """Compute the next scales from the history and start its next row; call it after a step."""
@@ -252,7 +141,7 @@ class Linear(nn.Module):
         if not Autocast.active:
             return F.linear(input, weight, self.bias)
         context = Autocast.active[-1]
-        quantizers = context.operands or self._delayed_operands(context.recipe)
+        quantizers = context.operands or self._delayed_operands(context)
         rows = input.reshape(-1, self.in_features)
         output: Tensor = _LinearProducts.apply(rows, weight, self.bias, quantizers)  # type: ignore[assignment]
         # An evaluation does not change the scales.
@@ -297,26 +186,28 @@ class Linear(nn.Module):
             state.scale = scale.to(self.weight.device)
             state.amax_history = history.to(self.weight.device)
 
-    def _delayed_operands(self, recipe: Mapping[str, Any]) -> Operands:
+    def _delayed_operands(self, context: Autocast) -> Operands:
         """Return quantizers that scale by past steps and record this one."""
+        recipe = context.recipe
         if not self.fp8_meta:
             self.init_fp8_meta_tensors(recipe)
         forward = self.fp8_meta["scaling_fwd"]
         backward = self.fp8_meta["scaling_bwd"]
-        grad_format = _grad_format(recipe)
+        backward_format = grad_format(recipe)
 
         def quantize_input(x: Tensor) -> Tensor:
-            return forward.quantize(x, 0, E4M3)
+            return forward.quantize(x, 0, E4M3, context.narrow)
 
         def quantize_weight(x: Tensor) -> Tensor:
-            return forward.quantize(x, 1, E4M3)
+            return forward.quantize(x, 1, E4M3, context.narrow)
 
         def quantize_grad(x: Tensor) -> Tensor:
-            quantized = backward.quantize(x, 0, grad_format)
-            backward.advance(grad_format, recipe)
+            quantized = backward.quantize(x, 0, backward_format, context.narrow)
+            backward.advance(backward_format, recipe)
             return quantized
 
-        return Operands(Operand(quantize_input), Operand(quantize_weight), Operand(quantize_grad))
+        operands = (Operand(each) for each in (quantize_input, quantize_weight, quantize_grad))
+        return Operands(*operands, narrow=context.narrow)
 
 
 class LayerNormLinear(Linear):
@@ -351,13 +242,16 @@ class _LinearProducts(torch.autograd.Function):
     ) -> Tensor:
         inputs, inputs_for_grad = quantizers.input.quantize(rows.float())
         weights, weights_for_grad = quantizers.weight.quantize(weight.float())
-        output = inputs @ weights.t()
+        output = quantizers.forward_product(inputs, weights)
         if bias is not None:
             output += bias.float()
         if quantizers.backward == "high_precision":
             saved = rows, weight
         elif quantizers.backward == "dequantized":
-            saved = inputs.to(rows.dtype), weights.to(weight.dtype)
+            saved = (
+                quantizers.values(inputs).to(rows.dtype),
+                quantizers.values(weights).to(weight.dtype),
+            )
         else:
             saved = inputs_for_grad, weights_for_grad
         ctx.save_for_backward(*saved)
@@ -377,11 +271,12 @@ class _LinearProducts(torch.autograd.Function):
         else:
             grad_for_input, grad_for_weight = ctx.quantizers.grad.quantize(wide)
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        multiply = ctx.quantizers.backward_product
         input_grad = weight_grad = bias_grad = None
         if wants_input:
-            input_grad = (grad_for_input @ weights).to(ctx.input_dtype)
+            input_grad = multiply(grad_for_input, weights.mT).to(ctx.input_dtype)
         if wants_weight:
-            weight_grad = (grad_for_weight.t() @ inputs).to(ctx.weight_dtype)
+            weight_grad = multiply(grad_for_weight.mT, inputs.mT).to(ctx.weight_dtype)
         if ctx.has_bias and wants_bias:
             bias_grad = wide.sum(0).to(ctx.weight_dtype)
         return input_grad, weight_grad, bias_grad, None

@@ -17,6 +17,7 @@ from runner.precision import registry
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, E5M2
 from runner.precision.emulation.quantizers import BlockQuantizer, amax_scale, power_of_two_scale
+from runner.precision.emulation.te_operands import quantizers_of_recipe
 
 TE = [name for name in registry.precision_names() if name.startswith("transformer-engine")]
 
@@ -67,8 +68,8 @@ def test_a_high_precision_backward(name):
 
 
 def test_gradients_are_in_e5m2_only_where_the_recipe_says():
-    hybrid = te_emulation.quantizers_of_recipe({"kind": "current"})
-    plain = te_emulation.quantizers_of_recipe({"kind": "current", "format": "E4M3"})
+    hybrid = quantizers_of_recipe({"kind": "current"})
+    plain = quantizers_of_recipe({"kind": "current", "format": "E4M3"})
     x = values_of_many_magnitudes(16, 16)
     assert torch.equal(hybrid.grad.along_columns(x), BlockQuantizer(E5M2, amax_scale)(x))
     assert torch.equal(plain.grad.along_columns(x), BlockQuantizer(E4M3, amax_scale)(x))
@@ -77,7 +78,7 @@ def test_gradients_are_in_e5m2_only_where_the_recipe_says():
 
 def test_blocks_run_along_what_a_product_contracts():
     x = values_of_many_magnitudes(256, 256)
-    how = te_emulation.quantizers_of_recipe({"kind": "block"})
+    how = quantizers_of_recipe({"kind": "block"})
     line = BlockQuantizer(E4M3, power_of_two_scale, (1, 128))
     along, across = how.input.quantize(x)
     assert torch.equal(along, line(x))

@@ -275,7 +275,7 @@ def test_a_trained_gpt2_resumes_bit_by_bit_and_evaluates_in_other_precisions(nam
     for precision in map(load_precision, ("32-true", "float8-rowwise", "bnb-nf4")):
         if precision.layout and name in PACKED and precision.name != name:
             continue  # packed weights are not packed a second time
-        model = restore_model(spec, precision, CPU, saved).model
+        model = restore_model(spec, precision, saved, CPU).model
         assert evaluated_loss(model, precision) == pytest.approx(own, rel=0.02)
 
 
@@ -298,7 +298,7 @@ def test_lora_of_gpt2_trains_its_additions_and_evaluates_with_them(name, tie, tm
     assert all("lora_" in key for key in trainable)
     assert loss_of(state, *batch(0)).item() < losses[0]
     for precision in map(load_precision, ("32-true", "bf16-mixed")):
-        model = restore_model(spec, precision, CPU, saved).model
+        model = restore_model(spec, precision, saved, CPU).model
         additions = [key for key in model.state_dict() if "lora_" in key]
         # Beside weights that were packed they are merged.
         assert len(additions) == (0 if name.startswith("bnb-") else 2 * layers)

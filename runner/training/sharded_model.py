@@ -1,0 +1,85 @@
+"""Build a model of which every process holds its shards only.
+
+Only the main process makes the weights, in the memory of its host, so that they are those of a run
+of one process. The others build the model on the meta device, shard it, and receive their shards.
+No device ever holds more than the shards and one unit, and each host holds one whole model at most.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from runner.distributed.strategy import Strategy
+from runner.precision.contract import Precision
+from runner.precision.gathered_weights import find_narrow_weights
+from runner.training.meta_model import ModelBuilder, build_on_meta, holds_other_meta_tensors
+from runner.training.model import BuiltModel
+
+_CPU = torch.device("cpu")
+
+
+def build_for_strategy(
+    build: ModelBuilder, precision: Precision, strategy: Strategy, device: torch.device
+) -> BuiltModel:
+    """Build a model on its device, sharded where the strategy shards; see build_sharded_model."""
+    if strategy.shards:
+        return build_sharded_model(build, precision, strategy, device)
+    return build(device, None)
+
+
+def build_sharded_model(
+    build: ModelBuilder, precision: Precision, strategy: Strategy, device: torch.device
+) -> BuiltModel:
+    """Build a model, shard it, and give every process the main process's values. Collective.
+
+    Args:
+        build: builds and converts the whole model.
+        precision: of the run.
+        strategy: shards the model.
+        device: of this process, where its shards are.
+
+    Raises:
+        ConfigError: the model cannot be built, or does not fit the weights that it starts from.
+    """
+    from runner.distributed.scatter import named_values, scatter_values
+
+    built = _build_whole(build, strategy)
+    sends = strategy.cpu_ram_efficient_loading and strategy.place.world_size > 1
+    values: dict[str, Tensor] = {}
+    if sends and strategy.place.is_main:
+        values = {name: tensor.detach() for name, tensor in named_values(built.model)}
+    model = wrap_model(built.model, precision, strategy, device)
+    if any(tensor.is_meta for _, tensor in named_values(model)):
+        model.to_empty(device=device)
+    model = model.to(device)
+    if sends:
+        scatter_values(model, values, device)
+    return built._replace(model=model)
+
+
+def _build_whole(build: ModelBuilder, strategy: Strategy) -> BuiltModel:
+    """Return the whole model: on the main process's host with its values, else without values."""
+    if strategy.place.is_main or not strategy.cpu_ram_efficient_loading:
+        return build(_CPU, None)
+    built = build_on_meta(build)
+    if holds_other_meta_tensors(built.model):
+        return build(_CPU, None)
+    return built
+
+
+def wrap_model(
+    model: nn.Module, precision: Precision, strategy: Strategy, device: torch.device
+) -> nn.Module:
+    """Return a model inside the strategy's wrappers.
+
+    Args:
+        model: converted; with values, or on the meta device.
+        precision: of the run.
+        strategy: of the run.
+        device: of this process.
+
+    Raises:
+        ConfigError: strategy.param_dtype finds no weight that it could send in a narrower dtype.
+    """
+    if strategy.param_dtype is None:
+        return strategy.wrap(model, device)
+    return strategy.wrap(model, device, find_narrow_weights(model, precision, device))
