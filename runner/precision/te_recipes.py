@@ -7,7 +7,7 @@ and cannot be imported without its compiled part. So the schema is here, and eve
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -20,6 +20,10 @@ NEAREST_REMEDY = (
     "nearest that runs here."
 )
 INSTALL_REMEDY = 'Type pip install "precision-runner[transformer-engine]".'
+
+Accumulation = Literal["float32", "hopper"]
+"""How emulated products are summed: in float32, or in the 14 bits of Hopper's tensor cores."""
+HOPPER_KINDS = ("delayed", "current", "block")
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,33 @@ def recipe_problems(recipe: object, weights: str) -> list[str]:
             "Type precision.weights=bfloat16."
         )
     return problems
+
+
+def accumulate_problems(accumulate: object, kind: object, emulate: object) -> list[str]:
+    """Return the problem of precision.accumulate for a recipe's kind; an empty list for none.
+
+    Args:
+        accumulate: the key's value.
+        kind: of the recipe.
+        emulate: precision.emulate; the hardware sums as it does, whatever is asked for.
+    """
+    key = f"precision.accumulate={accumulate}"
+    allowed = get_args(Accumulation)
+    if accumulate not in allowed:
+        return [f"{key} is not known. Allowed: {', '.join(allowed)}."]
+    if accumulate == "float32":
+        return []
+    if emulate is not True:
+        return [
+            f"{key} is for emulated products: hardware sums in its own way. Allowed without "
+            "precision.emulate=true: float32. Type precision.emulate=true, too."
+        ]
+    if kind not in HOPPER_KINDS:
+        return [
+            f"{key}: Hopper has no products of the recipe {kind}. Allowed: recipes "
+            f"{', '.join(HOPPER_KINDS)}. Type precision=transformer-engine-block."
+        ]
+    return []
 
 
 def _key_problems(name: str, kind: RecipeKind, given: Mapping[str, Any]) -> list[str]:

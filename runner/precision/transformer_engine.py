@@ -59,6 +59,7 @@ class TransformerEnginePrecision(Precision):
             te_recipes.KINDS.
         emulate: round as the recipe does and multiply in float32, on any device. Its speed means
             nothing.
+        accumulate: how emulated products are summed; see emulation.hopper.
         fuse: one layer for a norm and the linear layer that alone takes its output.
         keep_fp32: patterns of modules that store and compute in float32.
         ignore_modules: patterns of modules that are not converted.
@@ -87,6 +88,7 @@ class TransformerEnginePrecision(Precision):
         reduced_precision_reduction: bool = False,
         update: UpdateRule = "nearest",
         keep_blocks: Any = None,
+        accumulate: te_recipes.Accumulation = "float32",
     ) -> None:
         problems = te_recipes.name_problems(name, recipe)
         if not problems:
@@ -101,6 +103,8 @@ class TransformerEnginePrecision(Precision):
             reduced_precision_reduction=reduced_precision_reduction,
         )
         problems += keep_blocks_problems(keep_blocks)
+        if not problems:
+            problems = te_recipes.accumulate_problems(accumulate, recipe["kind"], emulate)
         if problems:
             raise ConfigError(*problems)
         self.name = name
@@ -116,6 +120,7 @@ class TransformerEnginePrecision(Precision):
         self.keep_blocks = keep_blocks
         self.update_in_eval = update_in_eval
         self.emulated = emulate
+        self.accumulate = accumulate
         self.reduced_precision_reduction = reduced_precision_reduction
         if self._is_delayed:
             self.no_recompute_reason = _NO_RECOMPUTE_REASON
@@ -303,7 +308,9 @@ class TransformerEnginePrecision(Precision):
         return self._built_recipe
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return self._library.autocast(enabled=True, recipe=self._recipe)
+        # The library has no such parameter.
+        options = {"accumulate": self.accumulate} if self.emulated else {}
+        return self._library.autocast(enabled=True, recipe=self._recipe, **options)
 
 
 class _ScaledForward:

@@ -146,6 +146,27 @@ OWN_KEYS = [
             "precision.fuse=yes is not known. Allowed: true, false.",
         ),
     ),
+    (
+        "transformer-engine",
+        {"accumulate": "ada"},
+        ("precision.accumulate=ada is not known. Allowed: float32, hopper.",),
+    ),
+    (
+        "transformer-engine-block",
+        {"accumulate": "hopper"},
+        (
+            "precision.accumulate=hopper is for emulated products: hardware sums in its own way. "
+            "Allowed without precision.emulate=true: float32. Type precision.emulate=true, too.",
+        ),
+    ),
+    (
+        "transformer-engine-mxfp8",
+        {"accumulate": "hopper", "emulate": True},
+        (
+            "precision.accumulate=hopper: Hopper has no products of the recipe mxfp8. Allowed: "
+            "recipes delayed, current, block. Type precision=transformer-engine-block.",
+        ),
+    ),
 ]
 
 

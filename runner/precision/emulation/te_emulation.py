@@ -2,10 +2,11 @@
 
 The module has the part of transformer_engine.pytorch that the runner uses, under the same names, so
 that it can take the library's place. What the library's layers compute in FP8 or FP4 is rounded to
-that format, and products accumulate in float32. On the hardware the forward's FP8 products
-accumulate in fewer bits, and the order of summation differs.
+that format. Products accumulate in float32 or, with accumulate="hopper", in the 14 bits of Hopper's
+tensor cores: the backward's with promotion every 128 elements, the forward's without, as the
+library asks for (use_split_accumulator), but for block scaling, which promotes every block.
 
-Source: TransformerEngine 2.20; see quantizers for the scaling rules.
+Source: TransformerEngine 2.20; see te_operands for the quantizers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,12 @@ from torch.nn import functional as F
 from runner.precision.emulation.formats import E4M3, Format, round_within_range
 from runner.precision.emulation.quantizers import amax_scale, join_scale
 from runner.precision.emulation.te_operands import (
-    Accumulation,
     Operand,
     Operands,
     grad_format,
     quantizers_of_recipe,
 )
+from runner.precision.te_recipes import Accumulation
 
 
 class Autocast:
@@ -78,9 +79,7 @@ class DelayedScalingState:
         self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(steps, tensors, dtype=torch.float32, device=device)
 
-    def quantize(
-        self, x: Tensor, tensor: int, fmt: Format, keeps_scales: bool = False
-    ) -> Tensor:
+    def quantize(self, x: Tensor, tensor: int, fmt: Format, keeps_scales: bool = False) -> Tensor:
         """Return a tensor quantized with the scale of past steps, and record its amax.
 
         Args:
@@ -206,8 +205,12 @@ class Linear(nn.Module):
             backward.advance(backward_format, recipe)
             return quantized
 
-        operands = (Operand(each) for each in (quantize_input, quantize_weight, quantize_grad))
-        return Operands(*operands, narrow=context.narrow)
+        return Operands(
+            Operand(quantize_input),
+            Operand(quantize_weight),
+            Operand(quantize_grad),
+            narrow=context.narrow,
+        )
 
 
 class LayerNormLinear(Linear):

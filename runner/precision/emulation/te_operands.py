@@ -5,7 +5,7 @@ Source: TransformerEngine 2.20; see quantizers for the scaling rules, hopper for
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -15,15 +15,11 @@ from runner.precision.emulation.quantizers import (
     BlockQuantizer,
     Nvfp4Quantizer,
     Quantizer,
-    ScaleRule,
     amax_scale,
     exponent_scale,
     power_of_two_scale,
 )
-from runner.precision.te_recipes import complete_recipe
-
-Accumulation = Literal["float32", "hopper"]
-"""How products are summed: precision.accumulate."""
+from runner.precision.te_recipes import Accumulation, complete_recipe
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,8 @@ def quantizers_of_recipe(
 
 
 def grad_format(keys: Mapping[str, Any]) -> Format:
-    """Return the format of gradients under a recipe's keys: E5M2 has the range that they need, E4M3 the precision."""
+    """Return a recipe's format of gradients: E5M2 has the range that they need, E4M3 the
+    precision."""
     return E5M2 if keys.get("format") == "HYBRID" else E4M3
 
 

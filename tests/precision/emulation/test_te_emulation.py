@@ -14,7 +14,6 @@ from precision_models import (
 from torch import nn
 
 from runner.precision import registry
-from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, E5M2
 from runner.precision.emulation.quantizers import BlockQuantizer, amax_scale, power_of_two_scale
 from runner.precision.emulation.te_operands import quantizers_of_recipe
