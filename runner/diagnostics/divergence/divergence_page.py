@@ -215,7 +215,7 @@ _EXPLANATIONS = (
     ),
     (
         "times",
-        "added divided by explained; a layer parts above 3, other code, which may round several "
+        "added divided by explained; a layer parts above 2, other code, which may round several "
         "times, above 8",
     ),
 )

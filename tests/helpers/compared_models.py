@@ -1,0 +1,152 @@
+"""Small models of three kinds with a batch each, and bugs to plant into one of their modules."""
+
+import copy
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from states import CPU
+
+from models import resnet as resnets
+from models.gpt import GPT
+from runner.config.schema import RunSpec
+from runner.data.batch_layout import KeywordInputs
+from runner.diagnostics.divergence.compare import compare_batch
+from runner.diagnostics.divergence.roundoffs import Execution
+from runner.precision.registry import load_precision
+from runner.training.setup import TrainingSetup, build_state
+from runner.training.tasks.classification import Classification
+from runner.training.tasks.language import Language, MaskedLM
+
+VOCABULARY = 64
+
+
+def gpt():
+    model = GPT(VOCABULARY, 32, 2, 2, 64, dropout=0.1)
+    tokens = torch.randint(VOCABULARY, (4, 33))
+    return model, (tokens[:, :-1], tokens[:, 1:]), Language()
+
+
+def resnet():
+    images, labels = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
+    return resnets.resnet(18, 10, [3, 16, 16]), (images, labels), Classification()
+
+
+def bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=32,
+    )
+    tokens = torch.randint(VOCABULARY, (4, 32))
+    labels = torch.where(torch.rand(4, 32) < 0.3, tokens, -100)
+    inputs = KeywordInputs(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    return BertForMaskedLM(config), (inputs, labels), MaskedLM()
+
+
+MODELS = {"gpt": gpt, "resnet": resnet, "bert": bert}
+LAYERS = {
+    "gpt": ("blocks.1.expand", "blocks.1.norm2", "blocks.0.drop"),
+    "resnet": ("fc", "layer2.0.bn1", None),
+    "bert": (
+        "bert.encoder.layer.1.intermediate.dense",
+        "bert.encoder.layer.1.attention.output.LayerNorm",
+        "bert.encoder.layer.0.output.dropout",
+    ),
+}
+"""A linear layer, a norm and a dropout of each model."""
+
+
+@cache
+def parts(kind):
+    torch.manual_seed(0)
+    return MODELS[kind]()
+
+
+def half_inside(layer):
+    plain = layer.forward
+    layer.forward = lambda x: plain(x.half().float())
+
+
+def half_sums(layer):
+    """A product whose partial sums are rounded to bfloat16."""
+
+    def forward(x):
+        total = torch.zeros((), dtype=torch.bfloat16)
+        columns = layer.weight.bfloat16().unbind(1)
+        for part, column in zip(x.bfloat16().unbind(-1), columns, strict=True):
+            total = total + part[..., None] * column
+        return (total + layer.bias.bfloat16()).to(x.dtype)
+
+    layer.forward = forward
+
+
+def scale_off(layer):
+    plain = layer.forward
+    layer.forward = lambda x: 2 * plain(x)
+
+
+def permuted(layer):
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.flip(0))
+
+
+def other_dropout(layer):
+    layer.forward = lambda x: F.dropout(x, 0.2)
+
+
+def wrong_gradient(layer):
+    plain = layer.forward
+    layer.forward = lambda x: _Scaled.apply(plain(x))
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, with a gradient that is off by 5 %."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 1.05 * gradient
+
+
+BUGS = {
+    half_inside: 1,
+    half_sums: 0,
+    scale_off: 0,
+    permuted: 0,
+    other_dropout: 2,
+    wrong_gradient: 0,
+}
+"""Bugs, with the kind of layer that they are planted into."""
+
+
+def execution(kind, precision, bug=None, **changes):
+    """Return an execution of a model in a precision, with a bug, and the name of its module."""
+    model, _, task = parts(kind)
+    model = copy.deepcopy(model)
+    policy = load_precision(precision, **changes)
+    model, _ = policy.convert(model)
+    name = None
+    if bug is not None:
+        name = LAYERS[kind][BUGS[bug]]
+        bug(model.get_submodule(name))
+    state = build_state(TrainingSetup(RunSpec(), policy, task, CPU), model)
+    value = policy.scale(CPU).value
+    return Execution(precision, state, 1.0 if value is None else value.item()), name
+
+
+def compare(kind, precision, bug=None, against="32-true", **changes):
+    """Return what the comparison finds, and the name of the module with the bug."""
+    _, batch, _ = parts(kind)
+    reference, _ = execution(kind, against)
+    other, name = execution(kind, precision, bug, **changes)
+    torch.manual_seed(1)
+    return compare_batch(reference, other, (batch, batch), [torch.get_rng_state()]), name
