@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from runner.distributed.float8_gather import attach_float8_gather
 from runner.distributed.process_group import ProcessGroupStrategy
 from runner.distributed.strategy import NarrowWeights, is_sharded
 from runner.utils.modules import repeated_blocks, select_modules
@@ -36,8 +37,8 @@ class FSDP(ProcessGroupStrategy):
         reshard_after_forward: drop gathered weights after the forward and gather them again for
             the backward.
         timeout: seconds after which a process that waits for another one gives up.
-        param_dtype: compute gathers float32 weights in the dtype to which autocast casts them
-            anyway, see runner.precision.gathered_weights; None: as they are stored.
+        param_dtype: compute gathers weights in the dtype to which autocast or an FP8 layer casts
+            them anyway, see runner.precision.gathered_weights; None: as they are stored.
         cpu_ram_efficient_loading: only the main process makes the weights, and the others receive
             their shards; false: each process makes all weights in its host's memory.
         reduce_dtype: dtype in which gradients are added, float32 or bfloat16, over micro-batches
@@ -76,6 +77,7 @@ class FSDP(ProcessGroupStrategy):
         mesh = init_device_mesh(device.type, (self.place.world_size,))
         policy = self._policy(model, narrow)
         self._description = _describe(model, policy, narrow)
+        float8_layers = set(narrow.float8_layers) if narrow else set()
         # fully_shard takes inner modules before those that hold them.
         for unit in [*self._units(model), model]:
             reshard: bool | None = self.reshard_after_forward
@@ -83,6 +85,10 @@ class FSDP(ProcessGroupStrategy):
                 # None keeps the root's weights gathered: the backward needs them first.
                 reshard = None
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            # Inner units have theirs already.
+            together = [module for module in unit.modules() if module in float8_layers]
+            float8_layers.difference_update(together)
+            attach_float8_gather(together)
         assert isinstance(model, FSDPModule)
         self._model = model
         return model
@@ -167,7 +173,12 @@ def _describe(model: nn.Module, policy: MixedPrecisionPolicy, narrow: NarrowWeig
     gathered = "as they are stored"
     if narrow is not None:
         total = sum(parameter.numel() for parameter in model.parameters())
-        gathered = f"{narrow.elements:,} of {total:,} in {dtype_name(narrow.dtype)}"
+        parts = []
+        if narrow.float8_layers:
+            parts.append(f"{narrow.float8_elements:,} of {total:,} in FP8")
+        if narrow.ids:
+            parts.append(f"{narrow.elements:,} of {total:,} in {dtype_name(narrow.dtype)}")
+        gathered = " and ".join(parts)
     reduced = "in their own dtype"
     if policy.reduce_dtype is not None:
         reduced = f"in {dtype_name(policy.reduce_dtype)}"
