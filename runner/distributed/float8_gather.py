@@ -106,6 +106,9 @@ def _gathered_weight(
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
     scale, dtype, products = metadata
+    if scale.is_cuda:
+        # It was made on FSDP's stream of gathers, and products read it on this one.
+        scale.record_stream(torch.cuda.current_stream(scale.device))
     if out is not None:
         out._scale = scale
         return None
