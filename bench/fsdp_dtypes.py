@@ -67,7 +67,7 @@ class Keys(NamedTuple):
 
 KEYS = (Keys(), Keys("compute"), Keys(None, "bfloat16"), Keys("compute", "bfloat16"))
 KEYS_OF = {"bf16-mixed": KEYS, "16-mixed": KEYS, "float8-tensorwise": KEYS[:2]}
-OPTIONS = {"float8-tensorwise": {"emulate": True}}
+OPTIONS: dict[str, dict[str, Any]] = {"float8-tensorwise": {"emulate": True}}
 """Keys of a precision that are not its defaults."""
 
 
