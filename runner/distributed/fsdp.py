@@ -75,6 +75,10 @@ class FSDP(ProcessGroupStrategy):
         self, model: nn.Module, device: torch.device, narrow: NarrowWeights | None = None
     ) -> nn.Module:
         mesh = init_device_mesh(device.type, (self.place.world_size,))
+        for module in model.modules():
+            # Layers have the method whose packed weight holds its scales.
+            if hasattr(module, "separate_scales"):
+                module.separate_scales()  # type: ignore[operator]
         policy = self._policy(model, narrow)
         self._description = _describe(model, policy, narrow)
         float8_layers = set(narrow.float8_layers) if narrow else set()
@@ -149,8 +153,16 @@ class FSDP(ProcessGroupStrategy):
         return flag
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        # First, because FSDP then drops gathered weights.
+        state = model.state_dict(keep_vars=True)
+        tensors = super().full_state_dict(model)
+        known = {id(value) for value in tensors.values()}
+        for name, value in state.items():
+            # The scales of 4-bit weights are neither parameters nor buffers.
+            if id(value) not in known and not name.endswith("_extra_state"):
+                tensors[name] = value
         full_tensors = {}
-        for name, value in super().full_state_dict(model).items():
+        for name, value in tensors.items():
             # Collective: every process gathers every tensor, and only the main one stores it.
             full = value.full_tensor() if is_sharded(value) else value
             if self.place.is_main:
@@ -193,11 +205,12 @@ def _reduce_dtype(model: nn.Module) -> torch.dtype | None:
 
 def _modules_of_other_dtype(model: nn.Module) -> list[nn.Module]:
     """Return the modules with weights of another dtype than most weights of the model."""
-    # fully_shard wants weights of one dtype in a unit.
-    dtype_counts = Counter(p.dtype for p in model.parameters())
+    # fully_shard wants weights of one dtype in a unit, except for frozen codes.
+    dtype_counts = Counter(p.dtype for p in model.parameters() if p.is_floating_point())
     usual = dtype_counts.most_common(1)[0][0]
     found = []
     for module in model.modules():
-        if any(p.dtype != usual for p in module.parameters(recurse=False)):
+        dtypes = {p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()}
+        if dtypes - {usual}:
             found.append(module)
     return found

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from runner.distributed.strategy import is_sharded
 from runner.precision.contract import ConversionReport
 from runner.precision.conversion import ROOT_NAME
 
@@ -88,7 +89,9 @@ class ForwardWatch(TorchFunctionMode):
         self.read_elsewhere: set[str] = set()
         # By dtype, the last layer whose packed weight was asked for its dtype.
         self.queried_dtypes: dict[torch.dtype, str] = {}
-        self._names = {id(layer._parameters.get("weight")): n for n, layer in layers.items()}
+        weights = {n: layer._parameters.get("weight") for n, layer in layers.items()}
+        # A sharded weight is read by FSDP, which the model's forward calls, and by nobody else.
+        self._names = {id(w): n for n, w in weights.items() if not is_sharded(w)}
         # Nesting depth of converted layers' forwards, in which reads are the layer's own.
         self._layer_depth = 0
         # Nesting depth of the model's forward. Outside it an optimizer reads weights, too.
