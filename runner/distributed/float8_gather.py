@@ -15,36 +15,48 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 
-def attach_float8_gather(layers: Sequence[Any]) -> None:
+def gather_in_float8(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:
     """Have FSDP gather the weights of FP8 layers in FP8.
 
     Args:
-        layers: torchao's Float8Linear layers with one scale per weight, which FSDP has sharded and
-            gathers together; in the same order in all processes.
+        model: sharded by FSDP.
+        units: torchao's Float8Linear layers with one scale per weight, those together whose weights
+            FSDP gathers together; in the same order in all processes.
     """
-    # FSDP looks at the shard itself, and to_local returns another object.
-    shards = [layer.weight._local_tensor for layer in layers]
-    unit = _Float8Unit(shards)
-    for i, shard in enumerate(shards):
-        shard.fsdp_pre_all_gather = partial(unit.cast_shard, i)
-        shard.fsdp_post_all_gather = _gathered_weight
+    parts = [_Float8Unit(layers) for layers in units if layers]
+
+    def attach(*_: object) -> None:
+        for part in parts:
+            part.attach()
+
+    # In every forward, before FSDP looks: a move of the model replaces the shards.
+    model.register_forward_pre_hook(attach, prepend=True)
 
 
 class _Float8Unit:
-    """Shards of the FP8 weights that are gathered together.
+    """FP8 layers whose weights are gathered together.
 
     FSDP asks for each cast shard at every gather. The first call of a gather all-reduces the
     largest magnitudes of all weights at once, and the other calls take their scales from it.
     """
 
-    def __init__(self, shards: Sequence[Tensor]) -> None:
-        self._shards = shards
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
         self._scales: dict[int, Tensor] = {}
+
+    def attach(self) -> None:
+        """Attach the hooks to the shards, except for weights that are gathered at the moment."""
+        for i, layer in enumerate(self._layers):
+            # Not to_local, which returns another object than FSDP looks at.
+            shard = getattr(layer.weight, "_local_tensor", None)
+            if shard is not None:
+                shard.fsdp_pre_all_gather = partial(self.cast_shard, i)
+                shard.fsdp_post_all_gather = _gathered_weight
 
     def cast_shard(
         self,
@@ -65,7 +77,7 @@ class _Float8Unit:
         if index not in self._scales:
             self._scales = self._whole_scales(mesh, dtype)
         scale = self._scales.pop(index)
-        shard = self._shards[index]
+        shard = layer.weight._local_tensor
         codes = hp_tensor_and_scale_to_float8(shard, scale, dtype)._data.view(torch.uint8)
         # All processes must send as many rows, and the last shards may be short or empty.
         rows = -(-size[0] // mesh.size())
@@ -76,7 +88,7 @@ class _Float8Unit:
         """Return the scale of each whole weight by its index: float32 scalars."""
         from torchao.float8.float8_utils import amax_to_scale
 
-        amaxes = torch.stack([_amax(shard) for shard in self._shards])
+        amaxes = torch.stack([_amax(layer.weight._local_tensor) for layer in self._layers])
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group())
         return dict(enumerate(amax_to_scale(amaxes, dtype).unbind()))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from runner.distributed.float8_gather import attach_float8_gather
+from runner.distributed.float8_gather import gather_in_float8
 from runner.distributed.process_group import ProcessGroupStrategy
 from runner.distributed.strategy import NarrowWeights, is_sharded
 from runner.utils.modules import repeated_blocks, select_modules
@@ -78,10 +78,11 @@ class FSDP(ProcessGroupStrategy):
         for module in model.modules():
             # Layers have the method whose packed weight holds its scales.
             if hasattr(module, "separate_scales"):
-                module.separate_scales()  # type: ignore[operator]
+                module.separate_scales(device)  # type: ignore[operator]
         policy = self._policy(model, narrow)
         self._description = _describe(model, policy, narrow)
         float8_layers = set(narrow.float8_layers) if narrow else set()
+        float8_units: list[list[nn.Module]] = []
         # fully_shard takes inner modules before those that hold them.
         for unit in [*self._units(model), model]:
             reshard: bool | None = self.reshard_after_forward
@@ -89,10 +90,11 @@ class FSDP(ProcessGroupStrategy):
                 # None keeps the root's weights gathered: the backward needs them first.
                 reshard = None
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-            # Inner units have theirs already.
-            together = [module for module in unit.modules() if module in float8_layers]
-            float8_layers.difference_update(together)
-            attach_float8_gather(together)
+            # Without the layers of inner units.
+            float8_units.append([module for module in unit.modules() if module in float8_layers])
+            float8_layers.difference_update(float8_units[-1])
+        if narrow is not None:
+            gather_in_float8(model, float8_units)
         assert isinstance(model, FSDPModule)
         self._model = model
         return model

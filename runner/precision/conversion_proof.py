@@ -89,9 +89,7 @@ class ForwardWatch(TorchFunctionMode):
         self.read_elsewhere: set[str] = set()
         # By dtype, the last layer whose packed weight was asked for its dtype.
         self.queried_dtypes: dict[torch.dtype, str] = {}
-        weights = {n: layer._parameters.get("weight") for n, layer in layers.items()}
-        # A sharded weight is read by FSDP, which the model's forward calls, and by nobody else.
-        self._names = {id(w): n for n, w in weights.items() if not is_sharded(w)}
+        self._names = {id(layer._parameters.get("weight")): n for n, layer in layers.items()}
         # Nesting depth of converted layers' forwards, in which reads are the layer's own.
         self._layer_depth = 0
         # Nesting depth of the model's forward. Outside it an optimizer reads weights, too.
@@ -221,7 +219,11 @@ class ForwardWatch(TorchFunctionMode):
             self._names |= {
                 id(layer._parameters.get("weight")): n for n, layer in self.layers.items()
             }
-        return self._names.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        name = self._names.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        # FSDP itself reads shards, and gathered weights that are not yet in their places.
+        if name is None or is_sharded(leaf):
+            return None
+        return name if self.layers[name]._parameters.get("weight") is leaf else None
 
     def _call_on_unpacked(
         self, func: Any, arguments: Any, names: set[str], packed: Mapping[str, nn.Module]

@@ -175,12 +175,13 @@ class Linear4bit(bnb.nn.Linear4bit):
         held_by_weight = getattr(self.weight, "quant_state", None)
         return self.quant_state if held_by_weight is None else held_by_weight
 
-    def separate_scales(self) -> None:
+    def separate_scales(self, device: torch.device) -> None:
         """Hold the scales beside the weight, which becomes a plain parameter that can be sharded.
 
-        The parameter is uint8 [elements / 2, 1] and frozen.
+        The parameter is uint8 [elements / 2, 1] and frozen; only the scales move to the device.
         """
         self.quant_state = self.scales
+        self.quant_state.to(device)
         self.weight = nn.Parameter(self.weight.data, requires_grad=False)
 
     def _save_to_state_dict(

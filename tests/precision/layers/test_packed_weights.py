@@ -80,7 +80,7 @@ def test_scales_beside_the_weight_change_neither_outputs_nor_the_state_dict(mode
     model = convert(mode)
     outputs, state = model(X), reloaded(model.state_dict())
     for layer in (model.body, model.head):
-        layer.separate_scales()
+        layer.separate_scales(torch.device("cpu"))
         assert type(layer.weight) is nn.Parameter
     assert torch.equal(model(X), outputs)
     assert_same_tensors(reloaded(model.state_dict()), state)
