@@ -192,11 +192,11 @@ def _describe(model: nn.Module, policy: MixedPrecisionPolicy, narrow: NarrowWeig
             parts.append(f"{narrow.float8_elements:,} of {total:,} in FP8")
         if narrow.ids:
             parts.append(f"{narrow.elements:,} of {total:,} in {dtype_name(narrow.dtype)}")
-        gathered = " and ".join(parts)
+        gathered = f"{' and '.join(parts)}, the others as they are stored"
     reduced = "in their own dtype"
     if policy.reduce_dtype is not None:
         reduced = f"in {dtype_name(policy.reduce_dtype)}"
-    return f"fsdp gathers weights {gathered}, and adds gradients {reduced}"
+    return f"fsdp gathers weights {gathered}; it adds gradients {reduced}"
 
 
 def _reduce_dtype(model: nn.Module) -> torch.dtype | None:
