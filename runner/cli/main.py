@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(argv: Sequence[str]) -> int:
-    """Run `doctor`, `report`, `sync` or `ui`, or train through Hydra; return the exit status."""
+    """Run a command of COMMANDS, or train through Hydra; return the exit status."""
     invalid = next((text for text in argv if not is_text(text)), None)
     if invalid is not None:
         print_error(f"{invalid} is not valid UTF-8.")
@@ -364,35 +365,20 @@ def rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
-def _doctor(argv: Sequence[str]) -> int:
-    from runner.cli.doctor import doctor
+def _imported(module: str, function: str) -> Callable[[Sequence[str]], int]:
+    """Return a command that imports its module when it is called, so that none pays for others."""
 
-    return doctor(argv)
+    def run(argv: Sequence[str]) -> int:
+        return getattr(import_module(module), function)(argv)
 
-
-def _ui(argv: Sequence[str]) -> int:
-    from runner.cli.ui import ui
-
-    return ui(argv)
-
-
-def _report(argv: Sequence[str]) -> int:
-    from runner.sweeps.report.rebuild import rebuild_report
-
-    return rebuild_report(argv)
-
-
-def _sync(argv: Sequence[str]) -> int:
-    from runner.cli.sync import sync
-
-    return sync(argv)
+    return run
 
 
 # The first word of a command, if it is one of these, and the function that takes the other words.
-# Each imports its module when it is called, so that no command pays for the others.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "doctor": _doctor,
-    "report": _report,
-    "sync": _sync,
-    "ui": _ui,
+    "doctor": _imported("runner.cli.doctor", "doctor"),
+    "prove": _imported("runner.cli.prove", "prove"),
+    "report": _imported("runner.sweeps.report.rebuild", "rebuild_report"),
+    "sync": _imported("runner.cli.sync", "sync"),
+    "ui": _imported("runner.cli.ui", "ui"),
 }

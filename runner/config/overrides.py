@@ -137,6 +137,7 @@ _PATH_KEYS = {
     "checkpoint.resume": "checkpoint.resume",
     "init.weights": "init.weights",
     "batch": "batch",
+    "against": "against",
 }
 
 
@@ -146,7 +147,8 @@ def _rewrite_path(text: str) -> str:
     if key not in _PATH_KEYS or not value:
         return text
     # Names of files may hold characters that Hydra's grammar refuses without quotes.
-    if path_exists(value):
+    is_override = key == "against" and "=" in value and value[0] not in "\"'"
+    if path_exists(value) or is_override:
         value = quote_value(value)
     return f"{_PATH_KEYS[key]}={value}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.config.weight_specs import CheckpointSpec, InitSpec
 
-RUN_MODES = ("train", "evaluate", "plan", "replay", "advise", "gate")
+RUN_MODES = ("train", "evaluate", "plan", "replay", "diff", "advise", "gate")
 ADVISE_MODES = ("advise", "gate")
 """Modes that choose their own jobs."""
 GUARD_ACTIONS = ("stop", "warn", "ignore")
@@ -279,6 +279,27 @@ class AdviseSpec:
             yield f"advise.seeds={self.seeds} is too few for a verdict. Allowed: 3 and up."
 
 
+@dataclass(frozen=True)
+class DiffSpec:
+    """What mode=diff compares, and writes.
+
+    Attributes:
+        steps: optimizer steps whose forward and backward are compared; up to each of them the
+            reference is trained.
+        dump: write what the reference computes to diff-<step>.safetensors in the run's folder, with
+            which another machine, commit or version of torch can be compared (against=<file>).
+    """
+
+    steps: list[int] = field(default_factory=lambda: [1])
+    dump: bool = False
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each value that is not allowed."""
+        if not self.steps or min(self.steps) < 1:
+            text = str(self.steps).replace(" ", "")
+            yield f"diff.steps={text} names no steps. Allowed: numbers from 1, as in [1,100]."
+
+
 _AT_LEAST_ONE = (
     ("train", ("epochs", "max_steps", "batch_size", "accumulate")),
     ("train", ("eval_every", "log_every", "early_stop")),
@@ -296,10 +317,12 @@ class RunSpec:
     """All settings of one run. A group (precision, model, ...) holds a `_target_` and its keywords.
 
     Attributes:
-        mode: what the command does: train, evaluate, plan, replay, advise or gate.
+        mode: what the command does: train, evaluate, plan, replay, diff, advise or gate.
         seed: seed of Python's, NumPy's and torch's generators and of the order of training data.
         deterministic: stop at operations whose result can differ between runs.
         batch: saved batch (a .json file in the guard folder of a run) that debug=replay runs.
+        against: what mode=diff compares this command's precision with: a precision, other values of
+            keys (train.compile=false), cpu or cuda, weights or a checkpoint (a path), or a dump.
         vars: values of your own, as in vars.size=3, which any yaml reads as ${vars.size}; the
             runner itself does not use them.
     """
@@ -316,7 +339,9 @@ class RunSpec:
     guard: GuardSpec = field(default_factory=GuardSpec)
     numerics: NumericsSpec = field(default_factory=NumericsSpec)
     advise: AdviseSpec = field(default_factory=AdviseSpec)
+    diff: DiffSpec = field(default_factory=DiffSpec)
     batch: str | None = None
+    against: str | None = None
     vars: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -331,6 +356,7 @@ class RunSpec:
     def problems(self) -> Iterator[str]:
         """Yield a message for each value, or pair of values, that cannot run."""
         yield from self._mode_problems()
+        yield from self._diff_problems()
         if self.seed < 0:
             yield f"seed={self.seed} is negative. Allowed: 0 and up."
         shuffle = self.data.get("shuffle", True)
@@ -344,6 +370,7 @@ class RunSpec:
             )
         yield from self.guard.problems()
         yield from self.advise.problems()
+        yield from self.diff.problems()
         yield from self.train.problems()
         yield from self.init.problems()
         yield from self._number_problems()
@@ -368,6 +395,26 @@ class RunSpec:
             yield (
                 "debug=replay needs batch=<a saved batch>, and batch= needs debug=replay. Type "
                 "debug=replay batch=outputs/runs/<time>/guard/batch-<step>.json."
+            )
+
+    def _diff_problems(self) -> Iterator[str]:
+        """Yield a message for each key that contradicts mode=diff."""
+        if self.mode != "diff":
+            if self.against is not None:
+                yield (
+                    f"against={self.against} needs mode=diff. Type mode=diff, or leave against= "
+                    "out."
+                )
+            return
+        if self.against is None and not self.diff.dump:
+            yield (
+                "mode=diff needs what to compare with: against=32-true, against=train.compile="
+                "false, against=<checkpoint or dump>. Type one, or diff.dump=true to write a dump."
+            )
+        if self.train.compile and self.train.compile != "regional":
+            yield (
+                f"mode=diff sees no modules inside train.compile={str(self.train.compile).lower()}."
+                " Type train.compile=regional, which compiles each repeated block for itself."
             )
 
     def _number_problems(self) -> Iterator[str]:

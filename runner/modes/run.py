@@ -25,6 +25,7 @@ from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
 from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
+from runner.modes.diff import diff
 from runner.modes.evaluate import evaluate_checkpoint, plan_evaluation
 from runner.modes.plan import plan
 from runner.modes.replay import replay
@@ -220,7 +221,7 @@ def _run_untracked(context: RunContext) -> RunResult:
 def _run_tracked(
     context: RunContext, resumed: LoadedCheckpoint | None, evaluated: LoadedCheckpoint | None
 ) -> RunResult:
-    """Run mode=train or mode=evaluate, recorded in the store.
+    """Run mode=train, mode=evaluate or mode=diff, recorded in the store.
 
     Args:
         context: the run's parts.
@@ -240,7 +241,9 @@ def _run_tracked(
     info = _run_info(context, resumed)
     resumed_note = notes.resumed_note(info.step, info.changes) if resumed else ""
     with _tracked(context, info, resumed_note), memory.explain():
-        if evaluated is None:
+        if context.spec.mode == "diff":
+            result, report = diff(context)
+        elif evaluated is None:
             result, report = train(context, resumed, memory, own_callbacks)
         else:
             result, report = evaluate_checkpoint(context, evaluated, memory)

@@ -201,12 +201,12 @@ def recipe_problems(recipe: object, weights: str) -> list[str]:
     return problems
 
 
-def accumulate_problems(accumulate: object, kind: object, emulate: object) -> list[str]:
-    """Return the problem of precision.accumulate for a recipe's kind; an empty list for none.
+def accumulate_problems(accumulate: object, recipe: object, emulate: object) -> list[str]:
+    """Return the problem of precision.accumulate for a recipe; an empty list for none.
 
     Args:
         accumulate: the key's value.
-        kind: of the recipe.
+        recipe: whose own problems recipe_problems returns.
         emulate: precision.emulate; the hardware sums as it does, whatever is asked for.
     """
     key = f"precision.accumulate={accumulate}"
@@ -220,7 +220,8 @@ def accumulate_problems(accumulate: object, kind: object, emulate: object) -> li
             f"{key} is for emulated products: hardware sums in its own way. Allowed without "
             "precision.emulate=true: float32. Type precision.emulate=true, too."
         ]
-    if kind not in HOPPER_KINDS:
+    kind = recipe.get("kind") if isinstance(recipe, Mapping) else None
+    if kind in [*KINDS] and kind not in HOPPER_KINDS:
         return [
             f"{key}: Hopper has no products of the recipe {kind}. Allowed: recipes "
             f"{', '.join(HOPPER_KINDS)}. Type precision=transformer-engine-block."

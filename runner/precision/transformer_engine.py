@@ -93,9 +93,7 @@ class TransformerEnginePrecision(Precision):
         problems = te_recipes.name_problems(name, recipe)
         if not problems:
             problems = te_recipes.recipe_problems(recipe, weights)
-        if weights not in WEIGHT_DTYPES:
-            allowed = ", ".join(WEIGHT_DTYPES)
-            problems.append(f"precision.weights={weights} is not known. Allowed: {allowed}.")
+        problems += _weights_problems(weights)
         problems += switch_problems(
             emulate=emulate,
             fuse=fuse,
@@ -103,8 +101,7 @@ class TransformerEnginePrecision(Precision):
             reduced_precision_reduction=reduced_precision_reduction,
         )
         problems += keep_blocks_problems(keep_blocks)
-        if not problems:
-            problems = te_recipes.accumulate_problems(accumulate, recipe["kind"], emulate)
+        problems += te_recipes.accumulate_problems(accumulate, recipe, emulate)
         if problems:
             raise ConfigError(*problems)
         self.name = name
@@ -330,6 +327,14 @@ class _ScaledForward:
         # In the reverse order of entering.
         self.default_dtype.__exit__(*error)
         self.autocast.__exit__(*error)
+
+
+def _weights_problems(weights: str) -> list[str]:
+    """Return the problem of a dtype of weights; an empty list for none."""
+    if weights in WEIGHT_DTYPES:
+        return []
+    allowed = ", ".join(WEIGHT_DTYPES)
+    return [f"precision.weights={weights} is not known. Allowed: {allowed}."]
 
 
 def _fp8_layers(model: nn.Module) -> dict[str, Any]:

@@ -18,6 +18,7 @@ ORDER = (
     "checkpoint",
     "training",
     "diagnostics",
+    "claims",
     "modes",
     "sweeps",
     "integrations",

@@ -1,4 +1,4 @@
-"""The arguments of doctor, report, sync and ui: what each takes, and what it says to others."""
+"""The arguments of the commands other than a run: what each takes, and what it says to others."""
 
 import pytest
 
@@ -13,6 +13,7 @@ from runner.utils.errors import ConfigError
         ("doctor --config-dir lab", [], {"--config-dir": "lab"}),
         ("doctor --config-dir=lab", [], {"--config-dir": "lab"}),
         ("doctor -cd lab", [], {"--config-dir": "lab"}),
+        ("prove --list a --out b c", ["a", "c"], {"--list": "", "--out": "b"}),
         ("report tracking.uri=a b", ["b"], {"tracking.uri": "a"}),
         ("report run=1", ["run=1"], {}),
         ("sync run=1 .", ["run=1", "."], {}),

@@ -23,7 +23,7 @@ PROMOTION = 128
 """Elements after which partial sums are added to a float32 number where they are promoted."""
 _FLOAT32_FRACTION_BITS = 23
 _INFINITY_BITS = 0x7F800000
-_MAX_PRODUCTS = 1 << 23  # that are held at once: 32 MiB
+_MAX_PRODUCTS = 1 << 23  # of one temporary tensor: 32 MiB
 
 
 def scaled_product(a: Tensor, b: Tensor, promotes: bool) -> Tensor:

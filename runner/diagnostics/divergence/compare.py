@@ -1,0 +1,293 @@
+"""Compare two executions of one model on one batch, module by module."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runner.data.batch_layout import Batch
+from runner.diagnostics.divergence.boundaries import (
+    LOSS,
+    ROOT,
+    Boundary,
+    comparable_modules,
+    visited_modules,
+)
+from runner.diagnostics.divergence.expected_error import Perturber, Roundoffs
+from runner.diagnostics.divergence.findings import (
+    MeasuredErrors,
+    ModuleErrors,
+    Network,
+    module_errors,
+)
+from runner.diagnostics.divergence.passes import Arrival, Substitution, parameter_errors
+from runner.diagnostics.divergence.reference import (
+    Overwritten,
+    Recorder,
+    Reference,
+    set_generator_states,
+    writes_in_place,
+)
+from runner.diagnostics.divergence.roundoffs import Execution, find_roundoffs
+from runner.diagnostics.divergence.tensor_error import TensorError
+from runner.precision.conversion import is_converted
+from runner.training.step import backpropagate, loss_of
+from runner.utils.tensors import dtype_name
+
+MAX_SCALE_TRIES = 32
+"""How often a loss scale is halved until no gradient overflows."""
+
+
+@dataclass(frozen=True)
+class BatchComparison:
+    """Two executions on one batch.
+
+    Attributes:
+        rows: a row for every module that computes something, in the order of the forward.
+        losses: of the reference, and of the other execution.
+        output_error: largest relative error of the model's outputs in a free execution.
+        gradient_error: relative error of all parameters' gradients together, in a free execution.
+        outputs: what the model returned in each; None where it is no floating tensor.
+        scale: loss scale of the other execution.
+    """
+
+    rows: list[ModuleErrors]
+    losses: tuple[float, float]
+    output_error: float
+    gradient_error: float
+    outputs: tuple[Tensor, Tensor] | None
+    scale: float
+
+
+class _Pass(NamedTuple):
+    """What every pass over a model begins with: the batch, the states of the random generators, and
+    the names of the modules whose boundaries are visited."""
+
+    batch: Batch
+    generators: list[Tensor]
+    names: Collection[str]
+
+
+def record_reference(
+    execution: Execution,
+    batch: Batch,
+    generators: list[Tensor],
+    names: Collection[str] | None = None,
+) -> Reference:
+    """Run the forward and backward of a batch, and record what crosses the modules' boundaries.
+
+    Args:
+        execution: whose model computes; its buffers and its gradients are left as they were.
+        batch: inputs and target on the device.
+        generators: states that the random generators begin with.
+        names: of the modules; None for all whose calls can be seen.
+    """
+    model = execution.state.plain_model
+    names = comparable_modules(model) if names is None else names
+    scale = execution.scale
+    for copies in (writes_in_place(model), True):
+        recorder = Recorder(execution.device, copies)
+        with _context(execution, generators):
+            with visited_modules(model, names, recorder) as calls:
+                loss = calls.cross_loss(loss_of(execution.state, *batch))
+            backpropagate(execution.state, loss * scale)
+            try:
+                return recorder.finish(model, loss, scale)
+            except Overwritten:
+                continue
+    raise AssertionError("copies are not overwritten")
+
+
+class FreeRun(NamedTuple):
+    """An execution without substitution.
+
+    Attributes:
+        execution: at a loss scale at which no gradient overflows.
+        arrival: errors of what crosses the boundaries.
+        loss: of the batch.
+        parameters: errors of the parameters' gradients.
+    """
+
+    execution: Execution
+    arrival: Arrival
+    loss: float
+    parameters: dict[str, TensorError]
+
+
+def compare_batch(
+    reference_execution: Execution,
+    execution: Execution,
+    batches: tuple[Batch, Batch],
+    generators: list[Tensor],
+    recorded: Reference | None = None,
+) -> BatchComparison:
+    """Compare an execution with a reference on one batch.
+
+    Args:
+        reference_execution: computes the reference, and what rounding explains.
+        execution: is compared.
+        batches: the same one, on the device of each.
+        generators: states that the random generators begin with.
+        recorded: a reference of elsewhere; None records it here.
+    """
+    names = comparable_modules(execution.state.plain_model)
+    names &= comparable_modules(reference_execution.state.plain_model)
+    first, second = (_Pass(batch, generators, names) for batch in batches)
+    reference = recorded or record_reference(reference_execution, batches[0], generators, names)
+    free = _run_freely(execution, reference, second)
+    execution = free.execution
+    roundoffs = find_roundoffs(reference_execution, execution, reference, free.arrival.dtypes)
+    added = Substitution(reference, execution.device, execution.scale)
+    parameters_added = _substitute(execution, added, reference, second)
+    perturber = Perturber(roundoffs, reference, reference_execution.device)
+    scale = reference_execution.scale
+    expected = Substitution(reference, reference_execution.device, scale, perturber)
+    with perturber.perturbed_parameters(reference_execution.state.plain_model):
+        parameters_expected = _substitute(reference_execution, expected, reference, first)
+    errors = MeasuredErrors(
+        arrived=free.arrival.forward,
+        gradient_arrived=free.arrival.backward,
+        added=added.forward,
+        gradient_added=added.backward,
+        parameters_added=parameters_added,
+        expected=expected.forward,
+        gradient_expected=expected.backward,
+        parameters_expected=parameters_expected,
+    )
+    outputs = free.arrival.outputs
+    output_errors = [errors.arrived[b].relative for b in outputs if b in errors.arrived]
+    return BatchComparison(
+        module_errors(_network(execution, reference, free.arrival, roundoffs), errors),
+        (reference.loss, free.loss),
+        max(output_errors, default=0.0),
+        _joined_error(free.parameters),
+        _logits(reference, outputs),
+        execution.scale,
+    )
+
+
+def _run_freely(execution: Execution, reference: Reference, settings: _Pass) -> FreeRun:
+    """Run a batch without substitution, at a loss scale at which no gradient overflows."""
+    model = execution.state.plain_model
+    for tries_left in reversed(range(MAX_SCALE_TRIES)):
+        arrival = Arrival(reference, execution.scale)
+        with _context(execution, settings.generators):
+            with visited_modules(model, settings.names, arrival) as calls:
+                loss = calls.cross_loss(loss_of(execution.state, *settings.batch))
+            backpropagate(execution.state, loss * execution.scale)
+            parameters = parameter_errors(model, reference, execution.scale)
+        overflows = any(error.nonfinite for error in parameters.values())
+        if execution.scale == 1.0 or not overflows or not tries_left:
+            return FreeRun(execution, arrival, loss.item(), parameters)
+        # As a run's loss scale does in its first steps.
+        execution = replace(execution, scale=execution.scale / 2)
+    raise AssertionError("the last try returns")
+
+
+def _substitute(
+    execution: Execution, visitor: Substitution, reference: Reference, settings: _Pass
+) -> dict[str, TensorError]:
+    """Run a batch with the reference's tensors at every boundary; return the parameters' errors."""
+    model = execution.state.plain_model
+    with _context(execution, settings.generators):
+        with visited_modules(model, settings.names, visitor) as calls:
+            calls.cross_loss(loss_of(execution.state, *settings.batch))
+        with execution.precision.backward(execution.device):
+            visitor.backward_through_modules()
+        return parameter_errors(model, reference, execution.scale)
+
+
+@contextmanager
+def _context(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
+    """Return the context of one forward and backward, which leaves the model as it was."""
+    model = execution.state.plain_model
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    set_generator_states(generators, execution.device)
+    model.train()
+    try:
+        with execution.precision.session(model, execution.device):
+            yield
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _network(
+    execution: Execution, reference: Reference, arrival: Arrival, roundoffs: Roundoffs
+) -> Network:
+    """Return the facts about the compared model that its errors are judged by."""
+    model = execution.state.plain_model
+    widths, rows = _sizes(reference)
+    return Network(
+        kinds=_kinds(model, reference),
+        owners=reference.owners,
+        users=reference.users,
+        dtypes={boundary: dtype_name(dtype) for boundary, dtype in arrival.dtypes.items()},
+        parameter_dtypes={name: dtype_name(p.dtype) for name, p in model.named_parameters()},
+        roundoffs=roundoffs,
+        widths=widths,
+        rows=rows,
+        layers=_layers(model),
+    )
+
+
+def _kinds(model: nn.Module, reference: Reference) -> dict[str, str]:
+    """Return the class of each called module, in the order of the first calls; the loss last."""
+    modules = dict(model.named_modules())
+    called = dict.fromkeys(name for name, _ in reference.generators)
+    kinds = {}
+    for name in called:
+        module = modules.get("" if name == ROOT else name)
+        kinds[name] = type(module).__name__ if module is not None else ""
+    return {**kinds, LOSS: "loss"}
+
+
+def _logits(
+    reference: Reference, outputs: Mapping[Boundary, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """Return the first output of more than one dimension in both executions: a model that returns
+    its loss returns that first."""
+    for boundary, output in outputs.items():
+        wanted = reference.values.get(boundary)
+        if wanted is not None and wanted.ndim > 1:
+            return wanted, output
+    return None
+
+
+def _sizes(reference: Reference) -> tuple[dict[str, int], dict[str, int]]:
+    """Return by module the most elements of an example, and the most rows, of its tensors."""
+    widths: dict[str, int] = {}
+    rows: dict[str, int] = {}
+    for boundary, value in reference.values.items():
+        width = value[0].numel() if value.ndim > 1 else 1
+        height = value.numel() // max(value.shape[-1], 1) if value.ndim else 1
+        for module in (reference.owners[boundary], reference.users[boundary]):
+            widths[module] = max(widths.get(module, 1), width)
+            rows[module] = max(rows.get(module, 1), height)
+    return widths, rows
+
+
+def _layers(model: nn.Module) -> frozenset[str]:
+    """Return the names of the layers of torch.nn without modules of their own, and of converted
+    layers."""
+    names = []
+    for name, module in model.named_modules():
+        is_plain = type(module).__module__.startswith("torch.nn.")
+        if is_converted(module) or (is_plain and next(module.children(), None) is None):
+            names.append(name or ROOT)
+    return frozenset(names)
+
+
+def _joined_error(errors: Mapping[str, TensorError]) -> float:
+    """Return the relative error of several tensors taken as one."""
+    error = sum(found.error**2 for found in errors.values()) ** 0.5
+    norm = sum(found.norm**2 for found in errors.values()) ** 0.5
+    return error / norm if norm else 0.0

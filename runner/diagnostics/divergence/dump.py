@@ -1,0 +1,154 @@
+"""Write a reference to a file, and read one of another machine, commit or version of torch."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from runner.data.batch_layout import Batch
+from runner.diagnostics.divergence.boundaries import Boundary
+from runner.diagnostics.divergence.reference import Reference
+from runner.utils.errors import ConfigError
+
+FORMAT = "runner-diff-1"
+_SUFFIX = ".safetensors"
+
+
+class Dump(NamedTuple):
+    """A reference of elsewhere.
+
+    Attributes:
+        reference: the tensors of the step.
+        label: of the execution that wrote it.
+        weights: digest of the weights that it was computed with.
+        batch: digest of the batch.
+    """
+
+    reference: Reference
+    label: str
+    weights: str
+    batch: str
+
+
+def dump_path(folder: Path, step: int) -> Path:
+    """Return the path of the dump of a step."""
+    return folder / f"diff-{step:08d}{_SUFFIX}"
+
+
+def is_dump(path: Path) -> bool:
+    """Return whether a file is a dump."""
+    if path.suffix != _SUFFIX or not path.is_file():
+        return False
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("format") == FORMAT
+    except (OSError, SafetensorError):
+        return False
+
+
+def write_dump(
+    path: Path, reference: Reference, model: nn.Module, batch: Batch, label: str
+) -> None:
+    """Write a reference to a file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    tensors = {f"value|{b.key}": t for b, t in reference.values.items()}
+    tensors |= {f"gradient|{b.key}": t for b, t in reference.gradients.items()}
+    tensors |= {f"parameter|{name}": t for name, t in reference.parameter_gradients.items()}
+    for (module, call), states in reference.generators.items():
+        tensors |= {f"generator|{module}|{call}|{n}": t for n, t in enumerate(states)}
+    facts = {
+        "owners": [[b.key, owner] for b, owner in reference.owners.items()],
+        "users": [[b.key, user] for b, user in reference.users.items()],
+        "calls": [[module, call] for module, call in reference.generators],
+        "loss": reference.loss,
+    }
+    save_file(
+        # Copies: tensors of one storage, as views are, cannot be written.
+        {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()},
+        path,
+        {
+            "format": FORMAT,
+            "label": label,
+            "weights": weights_digest(model),
+            "batch": batch_digest(batch),
+            "facts": json.dumps(facts),
+        },
+    )
+
+
+def read_dump(path: Path, device: torch.device) -> Dump:
+    """Read a dump onto a device.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        facts = json.loads(metadata["facts"])
+        reference = _reference(tensors, facts, device)
+        return Dump(reference, metadata["label"], metadata["weights"], metadata["batch"])
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"against={path} is damaged ({type(error).__name__}). Write it again: mode=diff "
+            "diff.dump=true."
+        ) from error
+
+
+def _reference(
+    tensors: Mapping[str, Tensor], facts: Mapping[str, Any], device: torch.device
+) -> Reference:
+    reference = Reference(loss=facts["loss"])
+    # In the order of the forward, which the file's own order of names is not.
+    for key, owner in facts["owners"]:
+        boundary = Boundary.from_key(key)
+        reference.owners[boundary] = owner
+        reference.values[boundary] = tensors[f"value|{key}"].to(device)
+        gradient = tensors.get(f"gradient|{key}")
+        if gradient is not None:
+            reference.gradients[boundary] = gradient.to(device)
+    reference.users |= {Boundary.from_key(key): user for key, user in facts["users"]}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition("|")
+        if kind == "parameter":
+            reference.parameter_gradients[rest] = tensor.to(device)
+    for module, call in facts["calls"]:
+        prefix = f"generator|{module}|{call}|"
+        states = [tensors[name] for name in sorted(tensors) if name.startswith(prefix)]
+        reference.generators[module, call] = states
+    return reference
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return a digest of a model's parameters in float32, the same in every precision that rounds
+    none of them."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(_bytes(parameter.detach().float()))
+    return digest.hexdigest()
+
+
+def batch_digest(batch: Batch) -> str:
+    """Return a digest of a batch's tensors."""
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(tuple(batch)):
+        if isinstance(leaf, Tensor):
+            digest.update(_bytes(leaf))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,118 @@
+"""What rounding explains: the error that operands rounded to a format cause in a module's result.
+
+A module's expected error is measured: the reference's own module gets the reference's inputs,
+weights and output gradients, each element off by a random share of the unit roundoff of the format
+in which the other execution holds it, and the result is compared with the reference's. To this the
+rounding of the result itself is added. So a module that amplifies errors is allowed more.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from runner.diagnostics.divergence.boundaries import Boundary
+from runner.diagnostics.divergence.reference import Reference
+from runner.precision.emulation.formats import E4M3, E5M2
+
+SEED = 2**40 + 1
+"""Of the generator that draws the perturbations."""
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Return the largest relative error of rounding to nearest: half the spacing at 1."""
+    return torch.finfo(dtype).eps / 2
+
+
+@dataclass
+class Roundoffs:
+    """The unit roundoffs with which an execution computes.
+
+    Attributes:
+        tensors: by boundary, of the tensor's dtype.
+        code: by module, of its own code: the widest of the dtypes that it takes and returns, or of
+            the narrow format that a converted layer multiplies in.
+        gradients: by module, of a converted layer's output gradients.
+        parameters: of the dtype in which autocast may use any parameter.
+    """
+
+    tensors: Mapping[Boundary, float] = field(default_factory=dict)
+    code: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    parameters: float = 0.0
+
+
+_FLOAT32_ROUNDOFF = 2.0**-24
+FP8_ROUNDOFFS = (2.0 ** -(E4M3.mantissa + 1), 2.0 ** -(E5M2.mantissa + 1))
+"""Unit roundoffs of the operands of FP8 layers: of weights and activations, and of gradients."""
+
+
+class Perturber:
+    """Changes tensors by a random share of a roundoff; the draws are the same for the same order.
+
+    Args:
+        roundoffs: of both executions.
+        reference: whose tensors are perturbed.
+        device: of the tensors.
+    """
+
+    def __init__(self, roundoffs: Roundoffs, reference: Reference, device: torch.device) -> None:
+        self._roundoffs = roundoffs
+        self._reference = reference
+        self._generator = torch.Generator(device).manual_seed(SEED)
+
+    def value(self, boundary: Boundary, tensor: Tensor) -> Tensor:
+        """Return a tensor as the module that takes it may round it."""
+        code = self._roundoffs.code.get(self._reference.users[boundary], 0.0)
+        return self.perturbed(tensor, max(code, self._roundoffs.tensors.get(boundary, 0.0)))
+
+    def gradient(self, boundary: Boundary, gradient: Tensor) -> Tensor:
+        """Return a tensor's gradient as the module that computed the tensor may round it."""
+        owner = self._reference.owners[boundary]
+        code = max(self._roundoffs.code.get(owner, 0.0), self._roundoffs.gradients.get(owner, 0.0))
+        return self.perturbed(gradient, max(code, self._roundoffs.tensors.get(boundary, 0.0)))
+
+    def perturbed(self, tensor: Tensor, roundoff: float) -> Tensor:
+        """Return tensor * (1 + r), r uniform in [-roundoff, roundoff]."""
+        if not roundoff:
+            return tensor
+        # In float32 at least: a narrow reference would round the change away.
+        wide = tensor if tensor.dtype is torch.float64 else tensor.float()
+        draws = torch.empty_like(wide).uniform_(-roundoff, roundoff, generator=self._generator)
+        return draws.add_(1).mul_(wide)
+
+    @contextmanager
+    def perturbed_parameters(self, model: nn.Module) -> Iterator[None]:
+        """Return a context in which the model's parameters are as rounding may have them."""
+        kept: list[tuple[nn.Parameter, Tensor]] = []
+        for name, module in model.named_modules():
+            roundoff = self._roundoffs.code.get(name or "(model)", 0.0)
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_floating_point() and roundoff:
+                    kept.append((parameter, parameter.detach().clone()))
+                    parameter.data.copy_(self.perturbed(parameter.detach(), roundoff))
+        try:
+            yield
+        finally:
+            for parameter, value in kept:
+                parameter.data.copy_(value)
+
+
+def with_rounding(relative: float, roundoff: float, terms: int = 1) -> float:
+    """Return an expected relative error, with those of adding up and of rounding the result.
+
+    A uniform error in [-u, u] has the standard deviation u / sqrt(3). Sums may be rounded after
+    each term, in float32 or wider: the partial sums of terms of random signs grow as the square
+    root of their number, and so does their error.
+
+    Args:
+        relative: what the operands' rounding causes.
+        roundoff: of the result.
+        terms: that are added to one element of the result.
+    """
+    rounding = roundoff / math.sqrt(3)
+    summation = min(roundoff, _FLOAT32_ROUNDOFF) * math.sqrt(terms / 3)
+    return math.hypot(relative, rounding, summation)

@@ -1,0 +1,93 @@
+"""Measure how far a tensor is from a reference."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TensorError(NamedTuple):
+    """How far a tensor is from its reference.
+
+    Attributes:
+        error: 2-norm of the difference, over the elements that are finite in both.
+        norm: 2-norm of the reference.
+        nonfinite: elements that are not finite, and are in the reference.
+        flushed: elements that are 0, and are not in the reference.
+        different: elements that differ from the reference; where the dtypes differ, all if any
+            does.
+        elements: of the tensor.
+    """
+
+    error: float
+    norm: float
+    nonfinite: int = 0
+    flushed: int = 0
+    different: int = 0
+    elements: int = 0
+
+    @property
+    def relative(self) -> float:
+        """Return the error relative to the reference's norm; infinite where that is 0 and the
+        error is not."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.norm if self.norm else math.inf
+
+    @property
+    def sqnr_db(self) -> float:
+        """Return the ratio of signal to error in decibels, infinite without an error."""
+        return math.inf if self.relative == 0 else -20 * math.log10(self.relative)
+
+    def share(self, count: int) -> float:
+        """Return a count of elements as a share, 0 to 1."""
+        return count / self.elements if self.elements else 0.0
+
+
+def measure_error(
+    tensor: Tensor, reference: Tensor, scale: float = 1.0, counts: bool = True
+) -> TensorError:
+    """Return the error of a tensor; the host waits for the device.
+
+    Args:
+        tensor: floating, any shape.
+        reference: of the same shape.
+        scale: what the tensor is divided by first, as a loss scale.
+        counts: whether elements are counted that differ or become zero.
+    """
+    wide = torch.float64 if torch.float64 in (tensor.dtype, reference.dtype) else torch.float32
+    found = tensor.detach().to(wide)
+    if scale != 1.0:
+        found = found / scale
+    wanted = reference.detach().to(wide)
+    difference = found - wanted
+    norms = torch.stack([torch.linalg.vector_norm(difference), torch.linalg.vector_norm(wanted)])
+    error, norm = norms.tolist()
+    if not (math.isfinite(error) and math.isfinite(norm)):
+        return _error_of_finite_part(found, wanted)
+    if not (counts and error):
+        return TensorError(error, norm, 0, 0, 0, tensor.numel())
+    flushed = 0
+    if torch.finfo(tensor.dtype).tiny > torch.finfo(reference.dtype).tiny:
+        flushed = int(((found == 0) & (wanted != 0)).sum())
+    different = tensor.numel()
+    if tensor.dtype is reference.dtype and scale == 1.0:
+        different = int(torch.count_nonzero(difference))
+    return TensorError(error, norm, 0, flushed, different, tensor.numel())
+
+
+def _error_of_finite_part(found: Tensor, wanted: Tensor) -> TensorError:
+    """Return the error of tensors that hold infinite, undefined or very large numbers."""
+    both = found.isfinite() & wanted.isfinite()
+    difference = torch.where(both, found.double() - wanted.double(), 0)
+    norm = torch.linalg.vector_norm(torch.where(both, wanted.double(), 0))
+    nonfinite = (~found.isfinite() & wanted.isfinite()).sum()
+    return TensorError(
+        torch.linalg.vector_norm(difference).item(),
+        norm.item(),
+        int(nonfinite),
+        0,
+        int((found != wanted).sum()),
+        found.numel(),
+    )

@@ -1,0 +1,256 @@
+"""mode=diff: hold a precision, or any other setting, against a reference, module by module.
+
+Both executions have the same weights and batches. Where `diff.steps` names later steps, the
+reference is trained up to each of them first.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.schema import RunSpec, TrainSpec
+from runner.config.targets import build_group
+from runner.data.batch_layout import Batch
+from runner.data.build import build_data, build_run_loaders
+from runner.data.stream_loader import BatchLoader
+from runner.diagnostics.divergence.compare import compare_batch, record_reference
+from runner.diagnostics.divergence.divergence_page import (
+    DivergenceReport,
+    StepComparison,
+    metrics,
+    unexplained,
+    write_json_report,
+    write_page,
+)
+from runner.diagnostics.divergence.dump import (
+    Dump,
+    batch_digest,
+    dump_path,
+    read_dump,
+    weights_digest,
+    write_dump,
+)
+from runner.diagnostics.divergence.log_probabilities import log_probability_error
+from runner.diagnostics.divergence.roundoffs import Execution
+from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
+from runner.modes.diff_reference import DiffReference, resolve_reference
+from runner.modes.trial_forward import build_proven_model
+from runner.precision.contract import ConversionReport, Precision
+from runner.training.compile import check_compile_options, prepare_model
+from runner.training.initial_weights import read_initial_weights
+from runner.training.loop import accumulation_batches, total_steps
+from runner.training.model import build_model
+from runner.training.setup import TrainingSetup, build_state
+from runner.training.state import TrainState
+from runner.training.state_dict import checkpoint_state_dict
+from runner.training.step import train_step
+from runner.utils.accelerator import choose_accelerator
+from runner.utils.errors import ConfigError
+from runner.utils.formatting import now_ms
+from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
+
+PAGE = "diff.html"
+NUMBERS = "diff.json"
+
+
+def diff(run: RunContext) -> RunOutcome:
+    """Compare two executions, and write and record what was found.
+
+    Raises:
+        ConfigError: `against` names nothing, or the executions cannot be compared.
+    """
+    start = perf_counter()
+    with run.signals.interruptible():
+        prepare_process(run)
+        reference = _reference(run)
+        loaders = build_run_loaders(run.spec, build_data(run.spec), run.device, task=run.task)
+        seed_all(run.spec.seed)
+        comparison = _Comparison(run, reference, loaders.train)
+        steps = []
+        for step in comparison.compared_steps():
+            steps.append(step)
+            run.tracker.log_metrics([(step.step, now_ms(), metrics(step))])
+    report = DivergenceReport(run.precision.name, reference.label, steps)
+    _report(run, report, comparison.dumps)
+    chosen = report.chosen
+    summary = {
+        "metrics": metrics(chosen),
+        "steps": chosen.step,
+        "peak_memory_mib": run.accelerator.peak_memory_mib(),
+    }
+    result = build_result(run, summary, perf_counter() - start)
+    return RunOutcome(result, comparison.conversion)
+
+
+def _reference(run: RunContext) -> DiffReference:
+    """Return what the run is compared with; nothing, where it only writes a dump.
+
+    Raises:
+        ConfigError: `against` names nothing that can be compared with.
+    """
+    spec = replace(run.spec, train=_comparable_train(run.spec))
+    if spec.against is None:
+        return DiffReference(run.precision.name, spec)
+    found = resolve_reference(spec)
+    return replace(found, spec=replace(found.spec, train=_comparable_train(found.spec)))
+
+
+def _comparable_train(spec: RunSpec) -> TrainSpec:
+    # A block whose forward is computed again in the backward would be seen twice.
+    return replace(spec.train, activation_checkpointing=False)
+
+
+def _report(run: RunContext, report: DivergenceReport, dumps: list[Path]) -> None:
+    """Print the sentence, and write the page, the numbers and where the dumps are."""
+    run.say(report.sentence)
+    run.tracker.tags({"diff": report.sentence, "against": report.against})
+    run.save_artifact(run.out / PAGE, lambda path: write_page(report, path))
+    run.save_artifact(run.out / NUMBERS, lambda path: write_json_report(report, path))
+    count = len(unexplained(report.chosen.batch.rows))
+    if count > 1:
+        run.say(f"{count} modules add more than rounding explains; all are in {run.out / PAGE}")
+    for path in dumps:
+        run.say(f"dump: {path}")
+
+
+class _Comparison:
+    """The comparison of one run.
+
+    Attributes:
+        conversion: what the run's precision converted.
+        dumps: files that were written.
+    """
+
+    def __init__(self, run: RunContext, reference: DiffReference, loader: BatchLoader) -> None:
+        self.conversion = ConversionReport()
+        self.dumps: list[Path] = []
+        self._run = run
+        self._reference = reference
+        self._loader = loader
+        self._last = max(run.spec.diff.steps)
+
+    def compared_steps(self) -> Iterator[StepComparison]:
+        """Train the reference up to each of the steps, and yield what is found there."""
+        spec = self._reference.spec
+        accelerator = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
+        state = self._build(spec, accelerator.device, trains=self._last > 1)
+        wanted = set(self._run.spec.diff.steps)
+        for micros, sizes in accumulation_batches(state, self._loader, spec.train.accumulate):
+            step = state.step + 1
+            if step in wanted:
+                drawn = rng_state(state.device)
+                yield self._compare(state, step, micros[0])
+                set_rng_state(drawn, state.device)
+            if step == self._last:
+                return
+            with state.precision.session(state.plain_model, state.device):
+                state.model.train()
+                train_step(state, micros, sizes)
+            if self._run.stop_requested():
+                self._run.signals.check()
+
+    def _compare(self, state: TrainState, step: int, batch: Batch) -> StepComparison:
+        """Compare the executions on a batch, with the reference's weights of this moment."""
+        run = self._run
+        generators = [torch.get_rng_state()]
+        ours = _execution(self._reference.label, state)
+        batches = (_on(batch, state.device), _on(batch, run.device))
+        if run.spec.diff.dump:
+            self._write_dump(ours, step, batches[0], generators)
+        recorded = None
+        if self._reference.dump is not None:
+            recorded = self._read_dump(self._reference.dump, state, batches[0]).reference
+        other_state = self._candidate(state, step)
+        other = _execution(run.precision.name, other_state)
+        found = compare_batch(ours, other, batches, generators, recorded)
+        log_probabilities = None
+        if found.outputs is not None:
+            log_probabilities = log_probability_error(run.task, found.outputs, batches[1][1])
+        return StepComparison(step, found, log_probabilities)
+
+    def _candidate(self, state: TrainState, step: int) -> TrainState:
+        """Return the run's own execution with the reference's weights of this step."""
+        run = self._run
+        seed_all(run.spec.seed)
+        start = None
+        if step > 1:
+            content = checkpoint_state_dict(state, self._reference.spec)
+            start = LoadedCheckpoint(Path(f"step {step}"), content)
+        spec = replace(run.spec, train=_comparable_train(run.spec))
+        return self._build(spec, run.device, trains=False, start=start, is_own=True)
+
+    def _build(
+        self,
+        spec: RunSpec,
+        device: torch.device,
+        trains: bool,
+        start: LoadedCheckpoint | None = None,
+        is_own: bool = False,
+    ) -> TrainState:
+        """Build an execution from a checkpoint, init.weights or seeded weights."""
+        run = self._run
+        # Built anew: a precision notes what it left unconverted in its model.
+        precision: Precision = build_group("precision", spec.precision)
+        precision.require(device)
+        weights = start or read_initial_weights(spec)
+        built = build_proven_model(
+            lambda: build_model(spec, precision, device, start=weights),
+            precision,
+            device,
+            spec.seed,
+            lambda: _on(next(self._loader.epoch(0)), device)[0],
+        )
+        check_compile_options(spec, precision, device, built.model)
+        steps = total_steps(spec.train, self._loader) if trains else None
+        state = build_state(TrainingSetup(spec, precision, run.task, device), built.model, steps)
+        prepare_model(spec, precision, device, built.model)
+        if is_own:
+            self.conversion = built.report
+        return state
+
+    def _write_dump(
+        self, execution: Execution, step: int, batch: Batch, generators: list[Tensor]
+    ) -> None:
+        run = self._run
+        recorded = record_reference(execution, batch, generators)
+        path = dump_path(run.out, step)
+        model = execution.state.plain_model
+        if run.write_file(
+            path, lambda path: write_dump(path, recorded, model, batch, execution.label)
+        ):
+            self.dumps.append(path)
+
+    def _read_dump(self, path: Path, state: TrainState, batch: Batch) -> Dump:
+        """Return a dump of the same weights and batch.
+
+        Raises:
+            ConfigError: it is of others.
+        """
+        found = read_dump(path, state.device)
+        different = []
+        if found.weights != weights_digest(state.plain_model):
+            different.append("weights")
+        if found.batch != batch_digest(batch):
+            different.append("batch")
+        if different:
+            raise ConfigError(
+                f"against={path} was written with other {' and '.join(different)} than this run "
+                "has. Type the model=, data=, seed=, init.weights= and diff.steps= that it was "
+                "written with."
+            )
+        return found
+
+
+def _execution(label: str, state: TrainState) -> Execution:
+    value = state.precision.scale(state.device).value
+    return Execution(label, state, 1.0 if value is None else value.item())
+
+
+def _on(batch: Batch, device: torch.device) -> Batch:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)

@@ -1,0 +1,115 @@
+"""What mode=diff compares with: the execution, the weights or the dump that `against` names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.config.overrides import PRECISION_ALIASES, path_exists
+from runner.config.resolve import resolve_spec, to_dict
+from runner.config.schema import RunSpec
+from runner.diagnostics.divergence.dump import is_dump
+from runner.precision import registry
+from runner.utils.errors import ConfigError
+
+ACCELERATORS = ("cpu", "cuda", "mps", "tpu")
+_FIXED_GROUPS = ("model", "data", "task", "tracking", "strategy", "optimizer", "scheduler")
+"""Groups whose option is the same in both executions; single keys of them may differ."""
+
+
+@dataclass(frozen=True)
+class DiffReference:
+    """What an execution is compared with.
+
+    Attributes:
+        label: for messages and pages.
+        spec: of the reference execution.
+        dump: file of a dump that takes its place; None computes the reference here.
+    """
+
+    label: str
+    spec: RunSpec
+    dump: Path | None = None
+
+
+def resolve_reference(spec: RunSpec) -> DiffReference:
+    """Return what spec.against names.
+
+    Raises:
+        ConfigError: it names nothing that can be compared with.
+    """
+    text = str(spec.against)
+    name = PRECISION_ALIASES.get(text, text)
+    if name in registry.precision_names():
+        return DiffReference(name, _with_precision(spec, name))
+    if text in ACCELERATORS:
+        return DiffReference(text, replace(spec, accelerator=replace(spec.accelerator, name=text)))
+    if path_exists(text):
+        path = Path(text)
+        if is_dump(path):
+            return DiffReference(text, spec, path)
+        return DiffReference(text, replace(spec, init=replace(spec.init, weights=text)))
+    if "=" in text:
+        return DiffReference(text, _with_overrides(spec, text.split(",")))
+    names = [*registry.precision_names(), *ACCELERATORS]
+    near = get_close_matches(text, names, n=3, cutoff=0.4)
+    hint = f" Nearest: {', '.join(near)}." if near else ""
+    raise ConfigError(
+        f"against={text} is no precision, accelerator, override or file.{hint} Allowed: a "
+        "precision (against=32-true), other values of keys (against=train.compile=false), "
+        f"{', '.join(ACCELERATORS)}, weights or a checkpoint (a path), a dump (diff-*.safetensors)."
+    )
+
+
+def _with_precision(spec: RunSpec, name: str) -> RunSpec:
+    # As composed without any precision.<key> of the command, which is the other execution's.
+    return replace(spec, precision={**registry.precision_config(name), "name": name})
+
+
+def _with_overrides(spec: RunSpec, words: list[str]) -> RunSpec:
+    """Return the spec with other values of its keys.
+
+    Raises:
+        ConfigError: a key is not known, is the same in both executions, or the value does not fit.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "precision":
+            spec = resolve_reference(replace(spec, against=value)).spec
+            continue
+        if key in _FIXED_GROUPS:
+            raise ConfigError(
+                f"against={word}: both executions have the same {key}. Allowed: precision=<name>, "
+                f"single keys such as {key}.<key>=<value>, train.compile=regional."
+            )
+        spec = _with_value(spec, word, key)
+    return spec
+
+
+def _with_value(spec: RunSpec, word: str, key: str) -> RunSpec:
+    config = OmegaConf.create(to_dict(spec))
+    missing = object()
+    if OmegaConf.select(config, key, default=missing) is missing:
+        known = _keys(to_dict(spec))
+        near = ", ".join(get_close_matches(key, known, n=3, cutoff=0.4)) or "see --help"
+        raise ConfigError(f"against={word}: there is no key {key}. Nearest: {near}.")
+    try:
+        config.merge_with(OmegaConf.from_dotlist([word]))
+        return resolve_spec(config)
+    except (OmegaConfBaseException, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"against={word} does not fit: {reason}") from error
+
+
+def _keys(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the dotted names of all keys."""
+    names = []
+    for key, value in values.items():
+        names.append(f"{prefix}{key}")
+        if isinstance(value, Mapping):
+            names += _keys(value, f"{prefix}{key}.")
+    return names
