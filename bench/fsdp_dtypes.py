@@ -51,8 +51,8 @@ from runner.utils.tensors import MIB
 
 EXAMPLES = 2  # of each process in a micro-batch
 STEPS = 4  # of a round
+MEMORY_PRECISION = "bf16-mixed"
 MICRO_BATCHES = (1, 8)  # of a step whose gradient is compared
-PRECISIONS = ("bf16-mixed", "16-mixed")
 
 
 class Keys(NamedTuple):
@@ -66,6 +66,9 @@ class Keys(NamedTuple):
 
 
 KEYS = (Keys(), Keys("compute"), Keys(None, "bfloat16"), Keys("compute", "bfloat16"))
+KEYS_OF = {"bf16-mixed": KEYS, "16-mixed": KEYS, "float8-tensorwise": KEYS[:2]}
+OPTIONS: dict[str, dict[str, Any]] = {"float8-tensorwise": {"emulate": True}}
+"""Keys of a precision that are not its defaults."""
 
 
 class Training:
@@ -73,7 +76,7 @@ class Training:
 
     def __init__(self, name: str, width: int, keys: Keys) -> None:
         torch.manual_seed(0)
-        self.precision = load_precision(name)
+        self.precision = load_precision(name, **OPTIONS.get(name, {}))
         strategy = FSDP(param_dtype=keys.param, reduce_dtype=keys.reduce)
         model, _ = self.precision.convert(GPT(VOCABULARY, CONTEXT, LAYERS, 4, width))
         self.weights = sum(parameter.numel() for parameter in model.parameters())
@@ -150,9 +153,9 @@ def counted_bytes() -> Iterator[Counter[str]]:
 
 def measure_steps(name: str, width: int, rounds: int) -> list[dict[str, Any]]:
     """Measure bytes and seconds of steps, the settings in turn, after a round that warms up."""
-    trainings = {keys: Training(name, width, keys) for keys in KEYS}
-    seconds: dict[Keys, list[float]] = {keys: [] for keys in KEYS}
-    loopback: dict[Keys, list[float]] = {keys: [] for keys in KEYS}
+    trainings = {keys: Training(name, width, keys) for keys in KEYS_OF[name]}
+    seconds: dict[Keys, list[float]] = {keys: [] for keys in trainings}
+    loopback: dict[Keys, list[float]] = {keys: [] for keys in trainings}
     counts: dict[Keys, Counter[str]] = {}
     for turn in range(rounds + 1):
         for keys, training in trainings.items():
@@ -184,7 +187,7 @@ def measure_errors(name: str, width: int) -> list[dict[str, Any]]:
     rows = []
     for micro_batches in MICRO_BATCHES:
         exact = Training(name, width, KEYS[0]).first_gradient(micro_batches)
-        for keys in KEYS[1:]:
+        for keys in KEYS_OF[name][1:]:
             found = Training(name, width, keys).first_gradient(micro_batches)
             error = float((found - exact).norm() / exact.norm())
             rows.append({"precision": name, "keys": keys, "micro": micro_batches, "error": error})
@@ -196,7 +199,7 @@ def resident_growth(width: int, keys: Keys) -> dict[str, Any]:
     accelerator = Accelerator(CPU)
     accelerator.reset_peak_memory()
     before = psutil.Process().memory_info().rss
-    training = Training(PRECISIONS[0], width, keys)
+    training = Training(MEMORY_PRECISION, width, keys)
     for _ in range(3):
         training.step()
     held = accelerator.peak_memory_mib() * MIB - before
@@ -210,10 +213,8 @@ def work(file: Path, rounds: int, width: int) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     with control.session():
         if rounds:
-            found["steps"] = [
-                row for name in PRECISIONS for row in measure_steps(name, width, rounds)
-            ]
-            found["errors"] = [row for name in PRECISIONS for row in measure_errors(name, width)]
+            found["steps"] = [row for name in KEYS_OF for row in measure_steps(name, width, rounds)]
+            found["errors"] = [row for name in KEYS_OF for row in measure_errors(name, width)]
         else:
             for keys in KEYS:  # load the libraries
                 resident_growth(WARM_UP_WIDTH, keys)
@@ -283,7 +284,7 @@ def report(
             "Relative error of the first step's gradient, as a 2-norm, against the one that is "
             "gathered as stored and added in float32:",
             table([*head, "micro-batches", "error"], [error_cells(row) for row in found["errors"]]),
-            f"Growth of the resident memory of a process, `{PRECISIONS[0]}`, a GPT of "
+            f"Growth of the resident memory of a process, `{MEMORY_PRECISION}`, a GPT of "
             f"{found['memory'][0]['weights'] / 1e6:.1f} million weights:",
             table([head[1], "MB"], [memory_cells(row) for row in found["memory"]]),
         ]

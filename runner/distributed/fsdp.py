@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from runner.distributed.float8_gather import gather_in_float8
 from runner.distributed.process_group import ProcessGroupStrategy
 from runner.distributed.strategy import NarrowWeights, is_sharded
 from runner.utils.modules import repeated_blocks, select_modules
@@ -36,8 +37,8 @@ class FSDP(ProcessGroupStrategy):
         reshard_after_forward: drop gathered weights after the forward and gather them again for
             the backward.
         timeout: seconds after which a process that waits for another one gives up.
-        param_dtype: compute gathers float32 weights in the dtype to which autocast casts them
-            anyway, see runner.precision.gathered_weights; None: as they are stored.
+        param_dtype: compute gathers weights in the dtype to which autocast or an FP8 layer casts
+            them anyway, see runner.precision.gathered_weights; None: as they are stored.
         cpu_ram_efficient_loading: only the main process makes the weights, and the others receive
             their shards; false: each process makes all weights in its host's memory.
         reduce_dtype: dtype in which gradients are added, float32 or bfloat16, over micro-batches
@@ -74,8 +75,14 @@ class FSDP(ProcessGroupStrategy):
         self, model: nn.Module, device: torch.device, narrow: NarrowWeights | None = None
     ) -> nn.Module:
         mesh = init_device_mesh(device.type, (self.place.world_size,))
+        for module in model.modules():
+            # Layers have the method whose packed weight holds its scales.
+            if hasattr(module, "separate_scales"):
+                module.separate_scales(device)  # type: ignore[operator]
         policy = self._policy(model, narrow)
         self._description = _describe(model, policy, narrow)
+        float8_layers = set(narrow.float8_layers) if narrow else set()
+        float8_units: list[list[nn.Module]] = []
         # fully_shard takes inner modules before those that hold them.
         for unit in [*self._units(model), model]:
             reshard: bool | None = self.reshard_after_forward
@@ -83,6 +90,11 @@ class FSDP(ProcessGroupStrategy):
                 # None keeps the root's weights gathered: the backward needs them first.
                 reshard = None
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            # Without the layers of inner units.
+            float8_units.append([module for module in unit.modules() if module in float8_layers])
+            float8_layers.difference_update(float8_units[-1])
+        if narrow is not None:
+            gather_in_float8(model, float8_units)
         assert isinstance(model, FSDPModule)
         self._model = model
         return model
@@ -143,8 +155,16 @@ class FSDP(ProcessGroupStrategy):
         return flag
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        # First, because FSDP then drops gathered weights.
+        state = model.state_dict(keep_vars=True)
+        tensors = super().full_state_dict(model)
+        known = {id(value) for value in tensors.values()}
+        for name, value in state.items():
+            # The scales of 4-bit weights are neither parameters nor buffers.
+            if id(value) not in known and not name.endswith("_extra_state"):
+                tensors[name] = value
         full_tensors = {}
-        for name, value in super().full_state_dict(model).items():
+        for name, value in tensors.items():
             # Collective: every process gathers every tensor, and only the main one stores it.
             full = value.full_tensor() if is_sharded(value) else value
             if self.place.is_main:
@@ -167,11 +187,16 @@ def _describe(model: nn.Module, policy: MixedPrecisionPolicy, narrow: NarrowWeig
     gathered = "as they are stored"
     if narrow is not None:
         total = sum(parameter.numel() for parameter in model.parameters())
-        gathered = f"{narrow.elements:,} of {total:,} in {dtype_name(narrow.dtype)}"
+        parts = []
+        if narrow.float8_layers:
+            parts.append(f"{narrow.float8_elements:,} of {total:,} in FP8")
+        if narrow.ids:
+            parts.append(f"{narrow.elements:,} of {total:,} in {dtype_name(narrow.dtype)}")
+        gathered = f"{' and '.join(parts)}, the others as they are stored"
     reduced = "in their own dtype"
     if policy.reduce_dtype is not None:
         reduced = f"in {dtype_name(policy.reduce_dtype)}"
-    return f"fsdp gathers weights {gathered}, and adds gradients {reduced}"
+    return f"fsdp gathers weights {gathered}; it adds gradients {reduced}"
 
 
 def _reduce_dtype(model: nn.Module) -> torch.dtype | None:
@@ -182,11 +207,12 @@ def _reduce_dtype(model: nn.Module) -> torch.dtype | None:
 
 def _modules_of_other_dtype(model: nn.Module) -> list[nn.Module]:
     """Return the modules with weights of another dtype than most weights of the model."""
-    # fully_shard wants weights of one dtype in a unit.
-    dtype_counts = Counter(p.dtype for p in model.parameters())
+    # fully_shard wants weights of one dtype in a unit, except for frozen codes.
+    dtype_counts = Counter(p.dtype for p in model.parameters() if p.is_floating_point())
     usual = dtype_counts.most_common(1)[0][0]
     found = []
     for module in model.modules():
-        if any(p.dtype != usual for p in module.parameters(recurse=False)):
+        dtypes = {p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()}
+        if dtypes - {usual}:
             found.append(module)
     return found

@@ -33,12 +33,19 @@ class NarrowWeights(NamedTuple):
     Attributes:
         dtype: in which they are sent.
         ids: of the parameters, by `id`: the parameters themselves would be kept in memory.
-        elements: their number.
+        elements: of these parameters, their number.
+        float8_layers: layers whose weights are sent in FP8; see runner.distributed.float8_gather.
     """
 
     dtype: torch.dtype
     ids: frozenset[int]
     elements: int
+    float8_layers: frozenset[Any] = frozenset()
+
+    @property
+    def float8_elements(self) -> int:
+        """Return the number of elements that are sent in FP8."""
+        return sum(layer.weight.numel() for layer in self.float8_layers)
 
 
 class Strategy(ABC):

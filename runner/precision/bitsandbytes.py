@@ -83,7 +83,6 @@ class BitsandbytesPrecision(Precision):
         if mode != "int8-training":
             self.freezes = True
             self.layout = f"bnb-{mode}"
-            self.unshardable_reason = "packed weights cannot be separated from their scales"
         self._kernels = ""
         self._offload = DiskOffload()
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from runner.distributed.strategy import is_sharded
 from runner.precision.contract import ConversionReport
 from runner.precision.conversion import ROOT_NAME
 
@@ -218,7 +219,11 @@ class ForwardWatch(TorchFunctionMode):
             self._names |= {
                 id(layer._parameters.get("weight")): n for n, layer in self.layers.items()
             }
-        return self._names.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        name = self._names.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        # FSDP itself reads shards, and gathered weights that are not yet in their places.
+        if name is None or is_sharded(leaf):
+            return None
+        return name if self.layers[name]._parameters.get("weight") is leaf else None
 
     def _call_on_unpacked(
         self, func: Any, arguments: Any, names: set[str], packed: Mapping[str, nn.Module]

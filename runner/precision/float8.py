@@ -167,6 +167,11 @@ class Float8Precision(Precision):
         return cast_nest(inputs, self.storage)
 
     @property
+    def has_tensor_scales(self) -> bool:
+        """Return whether a weight has one scale, with which any part of it can be cast alone."""
+        return self.recipe == "tensorwise"
+
+    @property
     def _is_mixed(self) -> bool:
         """Return whether weights are float32 and the rest of the model computes by autocast."""
         return self.storage is torch.float32
@@ -260,7 +265,7 @@ def float8_obstacle(module: nn.Module, min_features: int) -> str:
     return ""
 
 
-class _Float8:
+class Float8Layer:
     """Mixin before Float8Linear that adds autocast on every device and any number of rows."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -280,7 +285,7 @@ class _Float8:
         return super().forward(input)  # type: ignore[misc]
 
 
-class _Float8Transposed(_Float8):
+class _Float8Transposed(Float8Layer):
     """Mixin before the Float8Linear of a former Conv1D, whose weight is [in, out]."""
 
     def _product(self: Any, input: Tensor) -> Tensor:
@@ -294,7 +299,7 @@ class _Float8Transposed(_Float8):
 def _convert_layer(module: nn.Module, config: "Float8LinearConfig") -> None:
     """Turn a linear layer into a Float8Linear that holds the same parameter objects."""
     plain = module
-    mixin: type = _Float8
+    mixin: type = Float8Layer
     if is_transposed(module):
         # The library converts an nn.Linear only; the Conv1D's own tensors take its place below.
         plain = nn.Linear(*layer_widths(module), bias=False, device="meta")

@@ -75,7 +75,6 @@ class QuantizedPrecision(Precision):
         self.freezes = True
         self.trained_in = f"qat-{format}"
         self.layout = self.format.label
-        self.unshardable_reason = "packed weights cannot be separated from their scales"
 
     def require(self, device: torch.device) -> None:
         require_format(self.name, self.format_name, device, self.compute)

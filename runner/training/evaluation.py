@@ -62,6 +62,8 @@ def evaluate(
                 state.model.eval()  # also of a task that evaluates losses
                 with state.precision.eval_context(state.plain_model):
                     metrics |= hook(label, metrics, first_batch[0])
+    # A forward without a backward leaves them, and a checkpoint must not see their dtype.
+    state.strategy.drop_gathered_weights()
     state.model.train()
     return metrics
 

@@ -42,8 +42,10 @@ def build_sharded_model(
     """
     from runner.distributed.scatter import named_values, scatter_values
 
-    built = _build_whole(build, strategy)
-    sends = strategy.cpu_ram_efficient_loading and strategy.place.world_size > 1
+    # What packs weights looks at their values.
+    makes_once = strategy.cpu_ram_efficient_loading and not precision.freezes
+    built = _build_whole(build, strategy.place.is_main or not makes_once)
+    sends = makes_once and strategy.place.world_size > 1
     values: dict[str, Tensor] = {}
     if sends and strategy.place.is_main:
         values = {name: tensor.detach() for name, tensor in named_values(built.model)}
@@ -56,9 +58,9 @@ def build_sharded_model(
     return built._replace(model=model)
 
 
-def _build_whole(build: ModelBuilder, strategy: Strategy) -> BuiltModel:
-    """Return the whole model: on the main process's host with its values, else without values."""
-    if strategy.place.is_main or not strategy.cpu_ram_efficient_loading:
+def _build_whole(build: ModelBuilder, has_values: bool) -> BuiltModel:
+    """Return the whole model: on the host with its values, or without values."""
+    if has_values:
         return build(_CPU, None)
     built = build_on_meta(build)
     if holds_other_meta_tensors(built.model):

@@ -104,11 +104,13 @@ def test_the_slices_of_all_processes_cover_a_batch():
             assert lengths[0] > 0
 
 
-def test_packed_weights_run_with_ddp_and_not_with_fsdp():
-    packed = load_precision("bnb-nf4")
-    packed.require_strategy(DDP())
-    with pytest.raises(Unavailable, match="strategy=ddp"):
-        packed.require_strategy(FSDP())
+def test_a_precision_may_refuse_to_be_sharded():
+    precision = load_precision("32-true")
+    precision.require_strategy(FSDP())
+    precision.unshardable_reason = "its weights are packed"
+    precision.require_strategy(DDP())
+    with pytest.raises(Unavailable, match=r"its weights are packed\. Type strategy=ddp"):
+        precision.require_strategy(FSDP())
 
 
 def test_a_sweep_starts_its_own_processes(monkeypatch):

@@ -152,20 +152,16 @@ def test_an_overflow_in_one_process_skips_the_step_in_all(alone, two, strategy):
 
 @pytest.fixture(scope="module")
 def parts(run_in_processes, tmp_path_factory):
-    typed = [
-        *NET[2:],
-        "~model",
-        "+model._target_=nets.Parts",
-        "precision=float8-tensorwise",
-        "precision.emulate=true",
-    ]
-    wanted = {strategy: [*typed, f"strategy={strategy}"] for strategy in STRATEGIES}
+    typed = [*NET[2:], "~model", "+model._target_=nets.Parts"]
+    float8 = [*typed, "precision=float8-tensorwise", "precision.emulate=true"]
+    wanted = {strategy: [*float8, f"strategy={strategy}"] for strategy in STRATEGIES}
+    wanted["packed"] = [*typed, "precision=bnb-nf4", "strategy=fsdp"]
     return run_in_processes(2, wanted, tmp_path_factory.mktemp("parts"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_processes_agree_on_what_was_converted(parts, strategy):
-    found = parts[strategy]
+@pytest.mark.parametrize("name", [*STRATEGIES, "packed"])
+def test_processes_agree_on_what_was_converted(parts, name):
+    found = parts[name]
     assert found.values("val/loss") == found.values("val/loss", rank=1)
     fates = [
         {row["module"]: row["done"] for row in json.loads(found.text(f"{own}conversion.json"))}

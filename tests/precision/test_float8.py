@@ -196,7 +196,7 @@ def test_padding_changes_neither_outputs_nor_gradients(name, rows):
     _, layer, *_ = converted_layer(name)
     with torch.no_grad():
         layer.weight.copy_(whole_numbers(32, 64))
-    unpadded = super(float8._Float8, layer).forward
+    unpadded = super(float8.Float8Layer, layer).forward
     x, gradient = whole_numbers(rows, 64), whole_numbers(rows, 32)
     found = products(layer, layer, x, gradient)
     for one, other in zip(found, products(layer, unpadded, x, gradient), strict=True):
@@ -206,7 +206,7 @@ def test_padding_changes_neither_outputs_nor_gradients(name, rows):
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_adds_only_noise_to_any_numbers(name):
     _, layer, x, gradient = converted_layer(name, rows=13)
-    unpadded = super(float8._Float8, layer).forward
+    unpadded = super(float8.Float8Layer, layer).forward
     found = products(layer, layer, x, gradient)
     for one, other in zip(found, products(layer, unpadded, x, gradient), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)

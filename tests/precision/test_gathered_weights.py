@@ -87,11 +87,44 @@ def test_weights_that_torch_reads_past_the_layers_stay_in_float32():
     assert narrow_names(model) == {"layer.weight", "layer.bias"}
 
 
-def test_converted_layers_stay_in_float32():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3))
-    precision = load_precision("float8-tensorwise", emulate=True)
+def float8_model(name, **options):
+    """Return a model with a converted layer, one that is too narrow, and two that share a weight
+    with an embedding and with each other."""
+    model = nn.ModuleDict(
+        {
+            "wide": nn.Linear(16, 32),
+            "narrow": nn.Linear(16, 3),
+            "embedding": nn.Embedding(32, 16),
+            "head": nn.Linear(16, 32),
+            "tied": nn.Linear(16, 32),
+        }
+    )
+    model.head.weight = model.embedding.weight
+    model.tied.weight = model.wide.weight
+    precision = load_precision(name, emulate=True, **options)
     precision.convert(model)
-    assert narrow_names(model, precision) == {"1.weight", "1.bias"}
+    return model, precision
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_fp8_layers_with_one_scale_are_gathered_in_fp8(weights):
+    model, precision = float8_model("float8-tensorwise", weights=weights)
+    narrow = find_narrow_weights(model, precision, CPU)
+    assert {id(layer.weight) for layer in narrow.float8_layers} == {id(model.wide.weight)}
+    assert narrow.float8_elements == 16 * 32
+    is_mixed = weights == "float32"
+    assert narrow_names(model, precision) == (
+        {"narrow.weight", "narrow.bias"} if is_mixed else set()
+    )
+
+
+def test_fp8_layers_with_scales_by_row_are_gathered_as_stored():
+    model, precision = float8_model("float8-rowwise")
+    assert not find_narrow_weights(model, precision, CPU).float8_layers
+    assert narrow_names(model, precision) == {"narrow.weight", "narrow.bias"}
+    del model["narrow"]
+    with pytest.raises(ConfigError, match="In FP8 nothing can be: the backward of a rowwise"):
+        find_narrow_weights(model, precision, CPU)
 
 
 def test_the_precisions_with_float32_weights_under_autocast_can_be_gathered_narrow():
@@ -106,7 +139,8 @@ def test_the_precisions_with_float32_weights_under_autocast_can_be_gathered_narr
             continue
         found.add(name)
     float8 = {"float8-tensorwise", "float8-rowwise", "float8-rowwise-hp"}
-    assert found == {"16-mixed", "bf16-mixed", "bnb-int8-training", *float8}
+    packed = {name for name in precision_names() if name.startswith("bnb-")}
+    assert found == {"16-mixed", "bf16-mixed", *packed, *float8}
     assert autocast_dtype(load_precision("32-true"), CPU) is None
     assert autocast_dtype(load_precision("16-mixed"), CPU) is torch.float16
 

@@ -22,7 +22,6 @@ from precision_models import (
 )
 from torch import nn
 
-from runner.distributed.strategy import Single
 from runner.models.mlp import MLP
 from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.training.adapters import Lora
@@ -222,15 +221,6 @@ def test_devices_without_the_formats_are_refused(name):
     load_precision(name).require(CUDA)
     with pytest.raises(Unavailable, match="needs a CPU or an NVIDIA GPU"):
         load_precision(name).require(MPS)
-
-
-def test_sharded_strategies_are_refused_for_packed_weights():
-    class Sharded(Single):
-        name, shards = "fsdp", True
-
-    with pytest.raises(Unavailable, match="cannot be separated from their scales"):
-        load_precision("int4").require_strategy(Sharded())
-    load_precision("qat-int4").require_strategy(Sharded())
 
 
 # What others ask of a precision

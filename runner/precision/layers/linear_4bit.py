@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.precision.conversion import low_precision_class
@@ -153,7 +153,7 @@ class Linear4bit(bnb.nn.Linear4bit):
         """Return the outputs: float [..., in] to the same dtype [..., out]."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         rows = input.to(self.compute_dtype)
-        state = self.weight.quant_state  # type: ignore[attr-defined]
+        state = self.scales
         if input.device.type == "cpu":
             output = _Product4bit.apply(rows, self.weight, state, bias)
         else:
@@ -165,9 +165,33 @@ class Linear4bit(bnb.nn.Linear4bit):
 
         Its shape is [out, in], a Conv1D's [in, out].
         """
-        state = self.weight.quant_state  # type: ignore[attr-defined]
+        state: Any = self.scales
         weight = unpack_4bit(self.weight.data, state, state.dtype)
         return weight.t() if is_transposed(self) else weight
+
+    @property
+    def scales(self) -> QuantState:
+        """Return the scales of the weight, its shape and the values of its codes."""
+        held_by_weight = getattr(self.weight, "quant_state", None)
+        return self.quant_state if held_by_weight is None else held_by_weight
+
+    def separate_scales(self, device: torch.device) -> None:
+        """Hold the scales beside the weight, which becomes a plain parameter that can be sharded.
+
+        The parameter is uint8 [elements / 2, 1] and frozen; only the scales move to the device.
+        """
+        self.quant_state = self.scales
+        self.quant_state.to(device)
+        self.weight = nn.Parameter(self.weight.data, requires_grad=False)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # The library writes the scales that the weight holds.
+        if self.quant_state is not None:
+            for key, part in self.quant_state.as_dict(packed=True).items():
+                destination[f"{prefix}weight.{key}"] = part
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """Load a packed weight with its scales unchanged; pack a plain weight."""

@@ -67,7 +67,7 @@ class Linear8bit(nn.Linear):
         codes, largest = pack_int8(weight_matrix(module))
         module.in_features, module.out_features = layer_widths(module)
         module.__class__ = low_precision_class(cls, type(module))
-        module.weight = nn.Parameter(codes, requires_grad=False)
+        module.weight = nn.Parameter(codes.contiguous(), requires_grad=False)
         module.register_buffer("SCB", largest)
         module.compute_dtype = compute
         module.threshold = threshold

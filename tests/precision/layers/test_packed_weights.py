@@ -75,6 +75,17 @@ def test_the_entries_of_a_packed_weight():
     assert {"weight.nested_absmax", "weight.nested_quant_map"} < keys
 
 
+@pytest.mark.parametrize("mode", FOUR_BITS)
+def test_scales_beside_the_weight_change_neither_outputs_nor_the_state_dict(mode):
+    model = convert(mode)
+    outputs, state = model(X), reloaded(model.state_dict())
+    for layer in (model.body, model.head):
+        layer.separate_scales(torch.device("cpu"))
+        assert type(layer.weight) is nn.Parameter
+    assert torch.equal(model(X), outputs)
+    assert_same_tensors(reloaded(model.state_dict()), state)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["nf4", "int8"])
 def test_plain_weights_of_another_width_are_packed_when_they_are_loaded(mode, dtype):
