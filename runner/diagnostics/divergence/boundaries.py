@@ -1,5 +1,6 @@
 """Pass every tensor that enters or leaves a module through a function, and count the calls."""
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,9 @@ class Visitor(Protocol):
     def begin_call(self, module: str, call: int) -> None:
         """Note that a module is about to be called."""
 
+    def end_call(self, module: str, call: int) -> None:
+        """Note that a call has ended, after its output was visited."""
+
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Return the tensor that crosses the boundary in place of this one.
 
@@ -90,7 +94,10 @@ def visited_modules(
         replaced.append((module, key, vars(module).get(key)))
         vars(module)[key] = calls.wrap(own_name, getattr(module, key))
     try:
-        yield calls
+        with warnings.catch_warnings():
+            # The compiler looks for a gradient of what it gets, which is the output of a visit.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            yield calls
     finally:
         for module, key, earlier in reversed(replaced):
             del vars(module)[key]
@@ -120,13 +127,17 @@ class ModuleCalls:
                 output = forward(*args, **kwargs)
             finally:
                 self._running.pop()
-            return self._cross(output, name, number, "out", caller)
+            output = self._cross(output, name, number, "out", caller)
+            self._visitor.end_call(name, number)
+            return output
 
         return run
 
     def cross_loss(self, loss: Tensor) -> Tensor:
         """Return the loss, passed to the visitor."""
-        return self._visitor.visit(Boundary(LOSS, 0, "out", 0), LOSS, "", loss)
+        loss = self._visitor.visit(Boundary(LOSS, 0, "out", 0), LOSS, "", loss)
+        self._visitor.end_call(LOSS, 0)
+        return loss
 
     def _cross(self, nest: Any, name: str, number: int, side: str, caller: str) -> Any:
         """Return a module's arguments or output with every floating tensor visited."""

@@ -140,11 +140,10 @@ def compare_batch(
     free = _run_freely(execution, reference, second)
     execution = free.execution
     roundoffs = find_roundoffs(reference_execution, execution, reference, free.arrival.dtypes)
-    added = Substitution(reference, execution.device, execution.scale)
+    added = Substitution(reference, execution)
     parameters_added = _substitute(execution, added, reference, second)
     perturber = Perturber(roundoffs, reference, reference_execution.device)
-    scale = reference_execution.scale
-    expected = Substitution(reference, reference_execution.device, scale, perturber)
+    expected = Substitution(reference, reference_execution, perturber)
     with perturber.perturbed_parameters(reference_execution.state.plain_model):
         parameters_expected = _substitute(reference_execution, expected, reference, first)
     errors = MeasuredErrors(
@@ -195,8 +194,6 @@ def _substitute(
     with _context(execution, settings.generators):
         with visited_modules(model, settings.names, visitor) as calls:
             calls.cross_loss(loss_of(execution.state, *settings.batch))
-        with execution.precision.backward(execution.device):
-            visitor.backward_through_modules()
         return parameter_errors(model, reference, execution.scale)
 
 

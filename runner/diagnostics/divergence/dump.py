@@ -61,8 +61,11 @@ def write_dump(
     Raises:
         OSError: it cannot be written.
     """
-    tensors = {f"value|{b.key}": t for b, t in reference.values.items()}
-    tensors |= {f"gradient|{b.key}": t for b, t in reference.gradients.items()}
+    tensors, same = _distinct({f"value|{b.key}": t for b, t in reference.values.items()})
+    gradients, same_gradients = _distinct(
+        {f"gradient|{b.key}": t for b, t in reference.gradients.items()}
+    )
+    tensors |= gradients
     tensors |= {f"parameter|{name}": t for name, t in reference.parameter_gradients.items()}
     for (module, call), states in reference.generators.items():
         tensors |= {f"generator|{module}|{call}|{n}": t for n, t in enumerate(states)}
@@ -71,6 +74,7 @@ def write_dump(
         "users": [[b.key, user] for b, user in reference.users.items()],
         "calls": [[module, call] for module, call in reference.generators],
         "loss": reference.loss,
+        "same": same | same_gradients,
     }
     save_file(
         # Copies: tensors of one storage, as views are, cannot be written.
@@ -86,6 +90,22 @@ def write_dump(
     )
 
 
+def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors without those that are another one, and the first name of each of these:
+    what one module returns the next one takes."""
+    kept: dict[str, Tensor] = {}
+    same: dict[str, str] = {}
+    names: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        first = names.setdefault(memory, name)
+        if first == name:
+            kept[name] = tensor
+        else:
+            same[name] = first
+    return kept, same
+
+
 def read_dump(path: Path, device: torch.device) -> Dump:
     """Read a dump onto a device.
 
@@ -97,6 +117,7 @@ def read_dump(path: Path, device: torch.device) -> Dump:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = json.loads(metadata["facts"])
+        tensors |= {name: tensors[first] for name, first in facts["same"].items()}
         reference = _reference(tensors, facts, device)
         return Dump(reference, metadata["label"], metadata["weights"], metadata["batch"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:

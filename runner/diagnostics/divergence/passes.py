@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from runner.diagnostics.divergence.boundaries import ROOT, Boundary
 from runner.diagnostics.divergence.expected_error import Perturber
-from runner.diagnostics.divergence.reference import Reference, set_generator_states
+from runner.diagnostics.divergence.reference import (
+    Reference,
+    generator_states,
+    set_generator_states,
+)
+from runner.diagnostics.divergence.roundoffs import Execution
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error
 
 Errors = dict[Boundary, TensorError]
@@ -49,9 +54,14 @@ class Arrival:
         self.outputs: dict[Boundary, Tensor] = {}
         self._reference = reference
         self._scale = scale
+        # By a reference's memory, the first boundary that it crossed.
+        self._first: dict[object, Boundary] = {}
 
     def begin_call(self, module: str, call: int) -> None:
         """Do nothing: the execution draws its own random numbers."""
+
+    def end_call(self, module: str, call: int) -> None:
+        """Do nothing: the gradients come in one backward, after the forward."""
 
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Compare a tensor, and later its gradient; return a view that tells them apart."""
@@ -61,12 +71,21 @@ class Arrival:
         wanted = self._reference.values.get(boundary)
         if wanted is None:
             return tensor
-        _add_error(self.forward, boundary, tensor, wanted)
+        self._add_forward_error(boundary, tensor, wanted)
         if not tensor.requires_grad:
             return tensor
         view = tensor.view_as(tensor)
         view.register_hook(partial(self._compare_gradient, boundary))
         return view
+
+    def _add_forward_error(self, boundary: Boundary, tensor: Tensor, wanted: Tensor) -> None:
+        """Measure a tensor's error, once where modules pass it on."""
+        memory = (wanted.data_ptr(), wanted.shape, wanted.stride())
+        first = self._first.setdefault(memory, boundary)
+        if first == boundary or first not in self.forward:
+            _add_error(self.forward, boundary, tensor, wanted)
+        else:
+            self.forward[boundary] = self.forward[first]
 
     def _compare_gradient(self, boundary: Boundary, gradient: Tensor) -> None:
         wanted = self._reference.gradients.get(boundary)
@@ -74,13 +93,30 @@ class Arrival:
             _add_error(self.backward, boundary, gradient, wanted, self._scale)
 
 
+class _OwnCode:
+    """What a module's own code computes in one call, and from what.
+
+    Attributes:
+        computed: tensors that it computed, each with the reference's gradient of it.
+        taken: tensors that were put in for it.
+        leaves: by boundary, what these are copies of, whose gradients it computes.
+    """
+
+    def __init__(self) -> None:
+        self.computed: list[tuple[Tensor, Tensor]] = []
+        self.taken: list[Tensor] = []
+        self.leaves: dict[Boundary, Tensor] = {}
+
+
 class Substitution:
     """A visitor that gives every module the reference's tensors and gradients.
 
+    The backward of a call runs when the call ends: its own code reaches no other call's, so that
+    its graph is freed at once.
+
     Args:
         reference: whose tensors are put in.
-        device: whose generator is set before each call, beside the host's.
-        scale: loss scale, by which gradients are multiplied on their way in.
+        execution: whose model computes; its loss scale multiplies gradients on their way in.
         perturber: changes the tensors and gradients that are put in; None leaves them.
 
     Attributes:
@@ -89,65 +125,72 @@ class Substitution:
     """
 
     def __init__(
-        self,
-        reference: Reference,
-        device: torch.device,
-        scale: float = 1.0,
-        perturber: Perturber | None = None,
+        self, reference: Reference, execution: Execution, perturber: Perturber | None = None
     ) -> None:
         self.forward: Errors = {}
         self.backward: Errors = {}
         self._reference = reference
-        self._device = device
-        self._scale = scale
+        self._execution = execution
         self._perturber = perturber
-        # What modules computed, with the reference's gradients of it.
-        self._heads: list[tuple[Tensor, Tensor]] = []
-        # What was put in, whose gradients the modules compute.
-        self._inputs: dict[Boundary, Tensor] = {}
-        # Ids of the tensors that were put in: a module that only passes one on computes nothing.
-        self._put_in: set[int] = set()
-        self._alive: list[Tensor] = []
+        # Of the calls that run, the innermost last; the first is the code around the model.
+        self._running = [_OwnCode()]
 
     def begin_call(self, module: str, call: int) -> None:
         """Set the generators as they were before this call in the reference."""
+        self._running.append(_OwnCode())
         states = self._reference.generators.get((module, call))
         if states is not None:
-            set_generator_states(states, self._device)
+            set_generator_states(states, self._execution.device)
 
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Compare a tensor with the reference's, and return the reference's."""
         wanted = self._reference.values.get(boundary)
         if wanted is None or wanted.shape != tensor.shape:
             return tensor
-        if id(tensor) not in self._put_in:
-            _add_error(self.forward, boundary, tensor, wanted, counts=self._perturber is None)
+        caller = self._running[-2] if len(self._running) > 1 else self._running[0]
+        computes, takes = caller, self._running[-1]
+        if boundary.side == "out":
+            computes, takes = takes, computes
+        # A module that passes on what it takes computes nothing.
+        if not any(tensor is taken for taken in computes.taken):
+            counts = self._perturber is None
+            _add_error(self.forward, boundary, tensor, wanted, counts=counts)
         gradient = self._reference.gradients.get(boundary)
         if tensor.requires_grad and gradient is not None:
             if self._perturber is not None:
                 gradient = self._perturber.gradient(boundary, gradient)
-            self._heads.append((tensor, (gradient * self._scale).to(tensor.dtype)))
+            scaled = (gradient * self._execution.scale).to(tensor.dtype)
+            computes.computed.append((tensor, scaled))
         put_in = wanted
         if self._perturber is not None:
             put_in = self._perturber.value(boundary, wanted)
         put_in = put_in.to(tensor.dtype)
         if tensor.requires_grad:
-            # A copy of the leaf: the module may write into what it gets.
-            leaf = put_in.detach().clone().requires_grad_()
-            self._inputs[boundary] = leaf
-            put_in = leaf.clone()
-        self._put_in.add(id(put_in))
-        self._alive.append(put_in)
+            leaf = put_in.detach().requires_grad_()
+            takes.leaves[boundary] = leaf
+            put_in = leaf
+        # A copy: the module may write into what it takes.
+        put_in = put_in.clone()
+        takes.taken.append(put_in)
         return put_in
 
-    def backward_through_modules(self) -> None:
-        """Compute each module's gradients from the reference's gradients of what it computes."""
-        heads = [(tensor, gradient) for tensor, gradient in self._heads if tensor.requires_grad]
-        torch.autograd.backward([t for t, _ in heads], [g for _, g in heads])
-        for boundary, leaf in self._inputs.items():
+    def end_call(self, module: str, call: int) -> None:
+        """Compute the call's gradients from the reference's gradients of what it computed."""
+        code = self._running.pop()
+        if code.computed:
+            tensors, gradients = zip(*code.computed, strict=True)
+            device = self._execution.device
+            # A backward that draws, as one that rounds stochastically, comes later in a step.
+            drawn = generator_states(device)
+            off = torch.autocast(device.type, enabled=False)
+            with off, self._execution.precision.backward(device):
+                # The graph is kept for a tensor that reaches another call by no boundary.
+                torch.autograd.backward(tensors, gradients, retain_graph=True)
+            set_generator_states(drawn, device)
+        for boundary, leaf in code.leaves.items():
             wanted = self._reference.gradients.get(boundary)
             if wanted is not None and leaf.grad is not None:
-                _add_error(self.backward, boundary, leaf.grad, wanted, self._scale)
+                _add_error(self.backward, boundary, leaf.grad, wanted, self._execution.scale)
 
 
 def parameter_errors(

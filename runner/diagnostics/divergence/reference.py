@@ -63,6 +63,9 @@ class Recorder:
         """Record the states of the generators."""
         self.reference.generators[module, call] = generator_states(self._device)
 
+    def end_call(self, module: str, call: int) -> None:
+        """Do nothing: the gradients come in one backward, after the forward."""
+
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Record a tensor; return a view of it whose gradient is that through this boundary."""
         reference = self.reference

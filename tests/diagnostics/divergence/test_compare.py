@@ -70,7 +70,7 @@ def test_a_finite_reference_finds_what_overflows():
         def forward(self, x):
             return self.head(torch.softmax(self.first(x.flatten(1)[:, :8]) * 1e6, -1))
 
-    model, batch, task = parts("resnet")
+    _, batch, task = parts("resnet")
     found = _compare_own(Large(), batch, task, "16-true")
     first = first_divergence(found.rows)
     assert first.row.module == "(model)"

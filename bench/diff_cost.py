@@ -1,0 +1,113 @@
+"""What does mode=diff cost, next to a training step?
+
+    python -m bench.diff_cost [--rounds 5] [--batch-size 16]
+
+A GPT of 4 layers and a width of 128 in bfloat16 autocast against float32, one thread. Time is the
+ratio to a training step of AdamW in the same process, in turn; memory is the growth of the highest
+resident set, each in a process of its own. Writes bench/results/diff_cost.md.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import interleave, median, table, write
+from models.gpt import GPT
+from runner.config.schema import RunSpec
+from runner.diagnostics.divergence.compare import compare_batch
+from runner.diagnostics.divergence.roundoffs import Execution
+from runner.precision.registry import load_precision
+from runner.training.setup import TrainingSetup, build_state
+from runner.training.state import TrainState
+from runner.training.step import train_step
+from runner.training.tasks.language import Language
+
+CPU = torch.device("cpu")
+VOCABULARY = 256
+CONTEXT = 128
+ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
+
+
+def build(name: str, trains: bool) -> TrainState:
+    """Return the state of a GPT in a precision, with weights of one seed."""
+    torch.manual_seed(0)
+    precision = load_precision(name)
+    model, _ = precision.convert(GPT(VOCABULARY, CONTEXT, 4, 4, 128))
+    spec = RunSpec(optimizer=ADAMW)
+    setup = TrainingSetup(spec, precision, Language(), CPU)
+    return build_state(setup, model, 1000 if trains else None)
+
+
+def contenders(batch_size: int, wanted: str = "") -> dict[str, Callable[[], Any]]:
+    """Return what is timed: a step, and a comparison; with a name that one alone."""
+    torch.manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT + 1))
+    batch = (tokens[:, :-1], tokens[:, 1:])
+    found: dict[str, Callable[[], Any]] = {}
+    if wanted in ("", "step"):
+        trained = build("bf16-mixed", trains=True)
+        found["step"] = lambda: train_step(trained, [batch])
+    if wanted in ("", "diff"):
+        reference = Execution("32-true", build("32-true", trains=False))
+        other = Execution("bf16-mixed", build("bf16-mixed", trains=False))
+        states = [torch.get_rng_state()]
+        found["diff"] = lambda: compare_batch(reference, other, (batch, batch), states)
+    return found
+
+
+def memory_mib(name: str) -> float:
+    """Return a line of this process's status: VmRSS, its resident set, or VmHWM, the highest."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+
+def grow(run: Callable[[], Any]) -> float:
+    """Return by how many MiB the resident set grows while a function runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # the highest resident set starts anew
+    before = memory_mib("VmRSS")
+    run()
+    return memory_mib("VmHWM") - before
+
+
+def growth_mib(name: str, batch_size: int) -> float:
+    """Return the memory that a contender takes, measured in a process of its own."""
+    command = [sys.executable, "-m", "bench.diff_cost", "--only", name]
+    command += ["--batch-size", str(batch_size)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    """Measure, print and write the table; or be the process of one contender."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--only", default="")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    if chosen.only:
+        for run in contenders(1, chosen.only).values():  # libraries and kernels
+            run()
+        for run in contenders(chosen.batch_size, chosen.only).values():
+            print(json.dumps(grow(run)))
+        return
+    times = interleave(contenders(chosen.batch_size), chosen.rounds)
+    seconds = {name: median([cpu for cpu, _ in rows]) for name, rows in times.items()}
+    memory = {name: growth_mib(name, chosen.batch_size) for name in seconds}
+    rows = []
+    for name in ("step", "diff"):
+        row = [name, f"{1000 * seconds[name]:,.0f}", f"{memory[name]:,.0f}"]
+        rows.append([*row, f"{seconds[name] / seconds['step']:.2f}"])
+        rows[-1].append(f"{memory[name] / memory['step']:.2f}")
+    head = ["what", "CPU ms", "memory, MiB", "time, steps", "memory, steps"]
+    write("diff_cost", "What does mode=diff cost, next to a training step?", table(head, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""mode=diff from the command line: what it prints, writes, records and refuses."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    "model=gpt",
+    "model.layers=2",
+    "model.width=32",
+    "data=synthetic_tokens",
+    "data.count=64",
+    "train.batch_size=4",
+)
+
+
+def diff(main, *typed):
+    done = main("mode=diff", *SMALL, *typed)
+    assert done.rc == 0, done.stderr
+    return done.stdout
+
+
+def report(tmp_path, result):
+    folder = tmp_path / result(tmp_path)["folder"]
+    return json.loads((folder / "diff.json").read_text()), folder
+
+
+def test_a_comparison_is_printed_written_and_recorded(main, tmp_path, result, store, reader):
+    typed = ("precision=bf16-mixed", "against=32-true", "diff.steps=[1,3]")
+    printed = diff(main, *typed, f"tracking.uri={store}")
+    assert "bf16-mixed and 32-true differ by rounding alone" in printed
+    content, folder = report(tmp_path, result)
+    assert content["parts"] is False
+    assert content["module"] is None
+    assert [step["step"] for step in content["steps"]] == [1, 3]
+    assert 0 < content["steps"][0]["diff/output_error"] < 0.1
+    assert 0 < content["steps"][0]["diff/log_probability_rms"] < 0.1
+    names = [row["module"] for row in content["steps"][0]["modules"]]
+    assert {"blocks.0.attention.qkv", "blocks.1.contract", "(loss)"} <= {*names}
+    page = (folder / "diff.html").read_text()
+    assert content["sentence"].split("`")[0] in page
+    assert "<script" not in page
+    client, run_id = reader(), result(tmp_path)["run_id"]
+    run = client.get_run(run_id)
+    assert {"diff.html", "diff.json"} <= {file.path for file in client.list_artifacts(run_id)}
+    assert run.data.tags["against"] == "32-true"
+    assert run.data.metrics["diff/unexplained_modules"] == 0
+
+
+def test_a_dump_is_compared_with_its_own_weights_and_batch_only(main, tmp_path, result):
+    alone = ("tracking=none", "precision=32-true")
+    diff(main, *alone, "diff.dump=true")
+    _, folder = report(tmp_path, result)
+    dump = folder / "diff-00000001.safetensors"
+    assert "agree in every bit" in diff(main, *alone, f"against={dump}")
+    other = main("mode=diff", *SMALL, *alone, "seed=1", f"against={dump}")
+    assert other.rc == 2
+    assert "was written with other weights and batch" in other.stderr
+
+
+def test_a_checkpoint_is_another_start(main, tmp_path, result):
+    done = main(*SMALL, "precision=32-true", "train.max_steps=2", "tracking=none")
+    assert done.rc == 0, done.stderr
+    trained = tmp_path / result(tmp_path)["folder"]
+    printed = diff(main, "precision=32-true", "tracking=none", f"against={trained}")
+    assert "parts from" in printed
+
+
+FUSED = (
+    "mode=diff",
+    "precision=bf16-true",
+    "model=null",
+    "+model._target_=nets.Gated",
+    "data=synthetic_images",
+    "data.shape=[1,8,8]",
+    "data.count=64",
+    "train.batch_size=16",
+    "train.compile=regional",
+    "against=train.compile=false",
+    "tracking=none",
+)
+
+
+@pytest.mark.parametrize(("rounding", "differs"), [("fused", True), ("eager", False)])
+def test_a_compilation_shows_the_roundings_that_it_removes(
+    main, tmp_path, result, rounding, differs
+):
+    typed = [word for word in FUSED if word != "model=null"]
+    done = main(*typed, "~model", f"train.compile_rounding={rounding}")
+    assert done.rc == 0, done.stderr
+    content, _ = report(tmp_path, result)
+    blocks = [row for row in content["steps"][0]["modules"] if row["module"].startswith("blocks.")]
+    assert len(blocks) == 2
+    shares = [row["added"]["different"] / row["added"]["elements"] for row in blocks]
+    assert all((0.05 < share < 0.5) == differs for share in shares)
+    assert differs or not any(shares)
+    assert content["parts"] is False
+
+
+REFUSED = {
+    "nothing to compare with": ((), "needs what to compare with"),
+    "no such precision": (("against=31-true",), "Nearest: 32-true"),
+    "no such key": (("against=train.compil=false",), "there is no key train.compil"),
+    "another model": (("against=model=mlp",), "both executions have the same model"),
+    "no step": (("against=32-true", "diff.steps=[0]"), "names no steps"),
+    "one program": (("against=32-true", "train.compile=true"), "train.compile=regional"),
+    "another mode": (("mode=train", "against=32-true"), "needs mode=diff"),
+    "a value that does not fit": (("against=train.batch_size=many",), "does not fit"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_compared_is_one_message(main, case):
+    typed, message = REFUSED[case]
+    done = main("mode=diff", *SMALL, "tracking=none", *typed)
+    assert done.rc == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
