@@ -201,7 +201,7 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
     for part in module.modules():
         for key, parameter in part._parameters.items():
             if key == "weight" and hasattr(part, "unpacked_weight"):
-                yield part.unpacked_weight()
+                yield part.unpacked_weight()  # type: ignore[operator]
             elif parameter is not None:
                 yield parameter
 

@@ -53,6 +53,7 @@ def explain(run: RunContext) -> RunResult:
                 run.label,
                 run.accelerator.name,
                 examples_in(batch),
+                spec.init.weights or f"seed {spec.seed}",
                 loss,
                 None if scale is None else scale.item(),
                 precision,

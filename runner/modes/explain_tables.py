@@ -12,7 +12,7 @@ from runner.diagnostics.numerics.measure import MAX_SAMPLE_ELEMENTS
 from runner.diagnostics.numerics.numerics_page import VERDICTS, format_share
 from runner.diagnostics.numerics.results import QuantizationLoss, Sensitivity, TensorStats
 from runner.diagnostics.stored_tensors import StoredTensor, stored_tensors
-from runner.modes.explain_remedies import Remedies, conversion_rows, describe_conversion
+from runner.modes.explain_conversion import MAX_REASONS, ConversionExplainer
 from runner.precision.contract import Precision, summarize_modules
 from runner.training.model import BuiltModel
 from runner.utils.formatting import format_number
@@ -40,7 +40,7 @@ LEAST_SHARE = 0.001
 """Share of values that become zero from which it is printed."""
 LEAST_ERROR = 1e-5
 """Relative rounding error below which only the bound is printed."""
-_SEVERITY = ("none", "precision", "range")
+_SEVERITY: tuple[Sensitivity, ...] = ("range", "precision")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class ExplainedStep:
         label: of the run.
         device: name of the device.
         examples: in the batch.
+        weights: where the weights come from, in words.
         loss: of the batch.
         loss_scale: by which gradients are multiplied; None without one.
         precision: of the run.
@@ -61,6 +62,7 @@ class ExplainedStep:
     label: str
     device: str
     examples: int
+    weights: str
     loss: float
     loss_scale: float | None
     precision: Precision
@@ -68,10 +70,10 @@ class ExplainedStep:
     built: BuiltModel
 
     @property
-    def remedies(self) -> Remedies:
-        """Return what to type to change how the precision treats modules."""
+    def conversion(self) -> ConversionExplainer:
+        """Return what says how the precision treats modules, and what to type to change that."""
         built = self.built
-        return Remedies(self.precision, self.precision_keys, built.model, built.report)
+        return ConversionExplainer(self.precision, self.precision_keys, built.model, built.report)
 
     def describe(self) -> str:
         """Return the batch, its loss, the device and the loss scale as a line."""
@@ -79,7 +81,10 @@ class ExplainedStep:
         if self.loss_scale is not None:
             scale = f"gradients times the loss scale {self.loss_scale:g}"
         loss = format_number(self.loss)
-        return f"first batch of {self.examples}: loss {loss}, {scale}; {self.device}"
+        return (
+            f"first batch of {self.examples}, weights of {self.weights}: loss {loss}, {scale}; "
+            f"{self.device}"
+        )
 
 
 def print_module(console: Console, step: ExplainedStep, traced: TracedModule) -> None:
@@ -88,7 +93,7 @@ def print_module(console: Console, step: ExplainedStep, traced: TracedModule) ->
     module = traced.module
     console.print(f"{name} ({type(module).__name__}): {step.label}")
     console.print(step.describe())
-    for line in describe_conversion(step.precision, step.built.report, traced.name, module):
+    for line in step.conversion.describe(traced.name):
         console.print(line)
     console.print(_stored_table([*stored_tensors(module)]))
     for key, value in step.precision.gauges(step.built.model).items():
@@ -126,8 +131,8 @@ def print_modules(
         "Formats: largest relative rounding error of weights, inputs, outputs and output "
         "gradients; range, precision: what the format lacks"
     )
-    rows = {row.module: row for m in modules for row in conversion_rows(step.built.report, m.name)}
-    for text in summarize_modules(row for row in rows.values() if not row.done):
+    rows = [row for traced in modules for row in step.conversion.rows(traced.name)]
+    for text in summarize_modules(row for row in rows if not row.done)[:MAX_REASONS]:
         console.print(f"skipped {text}")
     _print_remedies(console, step, pattern, [traced.name for traced in modules])
     console.print(f"one module in full: explain {modules[0].name}")
@@ -141,7 +146,7 @@ def _table(title: str | None = None) -> Table:
 def _print_remedies(
     console: Console, step: ExplainedStep, pattern: str, names: Sequence[str]
 ) -> None:
-    lines = [*step.remedies.lines(pattern, names)]
+    lines = [*step.conversion.remedies(pattern, names)]
     if not lines:
         lines = ["compute it in fewer bits: another precision, as precision=bf16-mixed"]
     for line in lines:
@@ -178,7 +183,7 @@ def _bytes(count: int) -> str:
 def _flow_table(traced: TracedModule) -> Table:
     table = _table("one forward and backward")
     for head in ("", "takes", "computes in", "gives"):
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     forward = traced.forward
     table.add_row("forward", _listed(forward.takes), _kernel_text(forward), _listed(forward.gives))
     backward = traced.backward
@@ -256,7 +261,11 @@ def _percent(share: float) -> str:
 
 def _worst(losses: Iterable[QuantizationLoss]) -> Sensitivity:
     """Return what a format lacks for any of the tensors that lose this."""
-    return max((loss.sensitivity for loss in losses), key=_SEVERITY.index, default="none")
+    found = {loss.sensitivity for loss in losses}
+    for lack in _SEVERITY:
+        if lack in found:
+            return lack
+    return "none"
 
 
 def _loss_caption(precision: Precision) -> str:
@@ -276,7 +285,7 @@ def _loss_caption(precision: Precision) -> str:
 
 def _module_cells(step: ExplainedStep, traced: TracedModule) -> Iterator[str]:
     """Yield the cells of a module in the table of several."""
-    rows = conversion_rows(step.built.report, traced.name)
+    rows = step.conversion.rows(traced.name)
     yield traced.name
     yield f"{sum(row.done for row in rows)}/{len(rows)}" if rows else "-"
     largest = max(stored_tensors(traced.module), key=lambda tensor: tensor.size, default=None)
@@ -293,4 +302,4 @@ def _module_cells(step: ExplainedStep, traced: TracedModule) -> Iterator[str]:
 
 
 def _dtypes(traced: TracedPass) -> str:
-    return " ".join(dict.fromkeys(dtype for dtype, _ in traced.kernels))
+    return " ".join(sorted({dtype for dtype, _ in traced.kernels}))
