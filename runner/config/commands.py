@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.config import overrides
+from runner.config.overrides import EXPLAIN_COMMAND, path_exists
 from runner.utils.errors import ConfigError
 
 
@@ -116,14 +116,10 @@ class Command:
     def _check_words(self, words: Sequence[str]) -> None:
         """Raise ConfigError for words that are neither options nor what the command works on."""
         for word in words:
-            is_unknown_key = ("=" in word or word.startswith("--")) and not overrides.path_exists(
-                word
-            )
+            is_unknown_key = ("=" in word or word.startswith("--")) and not path_exists(word)
             if self.positional is None or is_unknown_key:
                 raise self._refusal(word)
-            if self.positional.are_folders and not (
-                overrides.path_exists(word) and Path(word).is_dir()
-            ):
+            if self.positional.are_folders and not (path_exists(word) and Path(word).is_dir()):
                 raise self._refusal(word, ": there is no such folder")
         if self.positional is None or self.positional.are_folders:
             return
@@ -174,7 +170,7 @@ DOCTOR = Command(
 )
 # Short for mode=explain: overrides.py rewrites it, and Hydra parses its keys.
 EXPLAIN = Command(
-    overrides.EXPLAIN,
+    EXPLAIN_COMMAND,
     "what a module stores, computes in and loses",
     "Shows a module of a run on one screen: what it stores, the dtypes that it takes, computes in\n"
     "and gives in a forward and backward of the first training batch, what each format would lose\n"

@@ -21,7 +21,7 @@ _FLAGS_WITH_VALUE = (
 )
 """Hydra's flags that take the next word as their value."""
 
-EXPLAIN = "explain"
+EXPLAIN_COMMAND = "explain"
 """First word of the command that is short for mode=explain."""
 _PRECISION = "precision."
 _JOB_KEYS = {"hydra.sweep.dir", "hydra.job.num"}
@@ -46,7 +46,7 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     overrides = []
     flags = []
     rest = list(argv)
-    explains = rest[:1] == [EXPLAIN]
+    explains = rest[:1] == [EXPLAIN_COMMAND]
     if explains:
         del rest[0]
     while rest:

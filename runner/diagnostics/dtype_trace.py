@@ -45,7 +45,7 @@ def kernel_dtypes(kernel: Any, args: tuple[Any, ...]) -> set[str]:
     first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
     if first is not None:
         # torchao's FP8 tensors say the dtype that they stand for; the kernel gets their codes.
-        return _names(next(inner_tensors(first)))
+        return _names(next(inner_tensors(first), first))
     # Other integers are indices, as those of an embedding.
     return {name for name in _names(args) if "complex" in name or name == "int8"}
 

@@ -8,6 +8,7 @@ from contextlib import closing
 
 from torch import nn
 
+from runner.data.batch_layout import Batch
 from runner.data.build import build_loaders, build_splits
 from runner.diagnostics.module_trace import ModuleTrace
 from runner.modes.context import RunContext, prepare_process
@@ -78,7 +79,7 @@ def matching_modules(model: nn.Module, pattern: str) -> Mapping[str, nn.Module]:
     return {name: module for name, module in modules.items() if name in chosen}
 
 
-def _forward_and_backward(state: TrainState, batch: tuple, trace: ModuleTrace) -> float:
+def _forward_and_backward(state: TrainState, batch: Batch, trace: ModuleTrace) -> float:
     """Compute a training step without its update, traced; return the loss."""
     inputs, target = batch
     state.model.train()

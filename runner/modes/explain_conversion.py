@@ -1,6 +1,6 @@
 """Say whether a precision converts a module, why not, and what to type to change that."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from runner.precision.kept_blocks import KEPT_REASON
 from runner.utils.modules import repeated_blocks
 
 MAX_REASONS = 3
-"""Reasons for skipped modules that are printed of a module that holds several layers."""
+"""Reasons for skipped modules that are printed."""
 _REMEDY_BY_REASON = {
     IGNORED_REASON: "convert it: leave it out of precision.ignore_modules=",
     KEPT_REASON: "convert it: leave precision.keep_blocks= out, or keep fewer blocks",
@@ -69,10 +69,7 @@ class ConversionExplainer:
         elif rows:
             done = sum(row.done for row in rows)
             yield f"converted {done} of {len(rows)} modules with weights in it"
-            skipped = summarize_modules(row for row in rows if not row.done)
-            yield from (f"  skipped {text}" for text in skipped[:MAX_REASONS])
-            if len(skipped) > MAX_REASONS:
-                yield f"  and {len(skipped) - MAX_REASONS} more reasons, all in mode=plan"
+            yield from skipped_lines(rows)
         elif self._is_in_island(name):
             yield ISLAND_REASON
         elif self.report.modules:
@@ -162,6 +159,14 @@ class ConversionExplainer:
             if f"{name}.".startswith(prefixes):
                 shared.update(others)
         return sorted(name for name in shared if not f"{name}.".startswith(prefixes))
+
+
+def skipped_lines(rows: Iterable[ModuleConversion]) -> Iterator[str]:
+    """Yield a line for each reason for which modules were not converted, up to MAX_REASONS."""
+    skipped = summarize_modules(row for row in rows if not row.done)
+    yield from (f"  skipped {text}" for text in skipped[:MAX_REASONS])
+    if len(skipped) > MAX_REASONS:
+        yield f"  and {len(skipped) - MAX_REASONS} more reasons, all in mode=plan"
 
 
 def _name_in_report(name: str) -> str:

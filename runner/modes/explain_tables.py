@@ -12,8 +12,8 @@ from runner.diagnostics.numerics.measure import MAX_SAMPLE_ELEMENTS
 from runner.diagnostics.numerics.numerics_page import VERDICTS, format_share
 from runner.diagnostics.numerics.results import QuantizationLoss, Sensitivity, TensorStats
 from runner.diagnostics.stored_tensors import StoredTensor, stored_tensors
-from runner.modes.explain_conversion import MAX_REASONS, ConversionExplainer
-from runner.precision.contract import Precision, summarize_modules
+from runner.modes.explain_conversion import ConversionExplainer, skipped_lines
+from runner.precision.contract import Precision
 from runner.training.model import BuiltModel
 from runner.utils.formatting import format_number
 
@@ -76,22 +76,19 @@ class ExplainedStep:
         return ConversionExplainer(self.precision, self.precision_keys, built.model, built.report)
 
     def describe(self) -> str:
-        """Return the batch, its loss, the device and the loss scale as a line."""
+        """Return the batch, the weights, the loss and the loss scale as a line."""
         scale = "no loss scale"
         if self.loss_scale is not None:
             scale = f"gradients times the loss scale {self.loss_scale:g}"
         loss = format_number(self.loss)
-        return (
-            f"first batch of {self.examples}, weights of {self.weights}: loss {loss}, {scale}; "
-            f"{self.device}"
-        )
+        return f"first batch of {self.examples}, weights of {self.weights}: loss {loss}, {scale}"
 
 
 def print_module(console: Console, step: ExplainedStep, traced: TracedModule) -> None:
     """Print one module on a screen."""
     name = traced.name or "(model)"
     module = traced.module
-    console.print(f"{name} ({type(module).__name__}): {step.label}")
+    console.print(f"{name} ({type(module).__name__}): {step.label}, {step.device}")
     console.print(step.describe())
     for line in step.conversion.describe(traced.name):
         console.print(line)
@@ -114,7 +111,7 @@ def print_modules(
     console: Console, step: ExplainedStep, pattern: str, modules: Sequence[TracedModule]
 ) -> None:
     """Print a line for each of several modules."""
-    console.print(f"{len(modules)} modules match {pattern}: {step.label}")
+    console.print(f"{len(modules)} modules match {pattern}: {step.label}, {step.device}")
     console.print(step.describe())
     table = _table()
     formats = [FORMAT_LABELS[name] for name in COMPARED_FORMATS]
@@ -132,8 +129,8 @@ def print_modules(
         "gradients; range, precision: what the format lacks"
     )
     rows = [row for traced in modules for row in step.conversion.rows(traced.name)]
-    for text in summarize_modules(row for row in rows if not row.done)[:MAX_REASONS]:
-        console.print(f"skipped {text}")
+    for line in skipped_lines(rows):
+        console.print(line)
     _print_remedies(console, step, pattern, [traced.name for traced in modules])
     console.print(f"one module in full: explain {modules[0].name}")
 
