@@ -115,9 +115,10 @@ def print_modules(
     console.print(step.describe())
     table = _table()
     formats = [FORMAT_LABELS[name] for name in COMPARED_FORMATS]
-    table.add_column("module", no_wrap=True, overflow="fold")
-    for head in ("converted", "weights in", "computes in", *formats):
-        table.add_column(head)
+    # On a narrow screen long names are folded, in place of dtypes that would be cut.
+    table.add_column("module", overflow="fold")
+    for head in ("converted", "weights\nin", "computes\nin", *formats):
+        table.add_column(head.replace(" ", "\n"), min_width=8)
     for traced in modules[:MAX_MODULE_ROWS]:
         table.add_row(*_module_cells(step, traced))
     console.print(table)
