@@ -74,6 +74,9 @@ def _run_command(argv: Sequence[str]) -> int:
         print_error(f"{invalid} is not valid UTF-8.")
         return 2
     _prepare_process()
+    if argv and argv[0] in commands.COMMANDS and _asks_for_help(argv):
+        print(commands.COMMANDS[argv[0]].help())
+        return 0
     if argv and argv[0] in COMMANDS:
         return _run_other_command(argv[0], argv[1:])
     try:
@@ -93,10 +96,7 @@ def _run_command(argv: Sequence[str]) -> int:
 
 
 def _run_other_command(name: str, argv: Sequence[str]) -> int:
-    """Run a command that trains nothing, print its errors and return the exit status."""
-    if _asks_for_help(argv):
-        print(commands.COMMANDS[name].help())
-        return 0
+    """Run a command of COMMANDS, print its errors and return the exit status."""
     try:
         return COMMANDS[name](argv)
     except RunnerError as error:
@@ -374,7 +374,7 @@ def _imported(module: str, function: str) -> Callable[[Sequence[str]], int]:
     return run
 
 
-# The first word of a command, if it is one of these, and the function that takes the other words.
+# The first word of a command that is no run, and the function that takes the other words.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _imported("runner.cli.doctor", "doctor"),
     "prove": _imported("runner.cli.prove", "prove"),

@@ -1,4 +1,4 @@
-"""Declare the commands doctor, prove, report, sync and ui, and parse their arguments.
+"""Declare the commands doctor, explain, prove, report, sync and ui, and parse their arguments.
 
 argparse does not fit: it knows no `key=value`, so that its help, errors and defaults would all be
 overridden. The help of a command, its errors and its rows in docs/commands.md come from one
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.config.overrides import path_exists
+from runner.config.overrides import EXPLAIN_COMMAND, path_exists
 from runner.utils.errors import ConfigError
 
 
@@ -168,6 +168,22 @@ DOCTOR = Command(
         ),
     ),
 )
+# Short for mode=explain: overrides.py rewrites it, and Hydra parses its keys.
+EXPLAIN = Command(
+    EXPLAIN_COMMAND,
+    "what a module stores, computes in and loses",
+    "Shows a module of a run on one screen: what it stores, the dtypes that it takes, computes in\n"
+    "and gives in a forward and backward of the first training batch, what each format would lose\n"
+    "of these tensors, whether it is converted and why not, and what to type to change that.\n"
+    "Nothing is trained, and nothing is recorded in MLflow.",
+    (),
+    Positional(
+        "<module> <key>=<value> ...",
+        "a module and keys of a run",
+        "a dotted name, with * for any part of one segment, and any keys of a run",
+        max_words=None,
+    ),
+)
 PROVE = Command(
     "prove",
     "published claims about low precision, measured here",
@@ -230,5 +246,5 @@ UI = Command(
     "Starts MLflow's server on 127.0.0.1 and prints the URLs of its pages.",
     (_URI, _EXPERIMENT, Option("port", "<number>", "by default the first free one from 5000 on")),
 )
-COMMANDS = {command.name: command for command in (DOCTOR, PROVE, REPORT, SYNC, UI)}
+COMMANDS = {command.name: command for command in (DOCTOR, EXPLAIN, PROVE, REPORT, SYNC, UI)}
 """Every command other than a run, by the first word after `python -m runner`."""

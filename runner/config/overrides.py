@@ -21,6 +21,8 @@ _FLAGS_WITH_VALUE = (
 )
 """Hydra's flags that take the next word as their value."""
 
+EXPLAIN_COMMAND = "explain"
+"""First word of the command that is short for mode=explain."""
 _PRECISION = "precision."
 _JOB_KEYS = {"hydra.sweep.dir", "hydra.job.num"}
 _JOB_FOLDER = "hydra.run.dir=${hydra.sweep.dir}/${hydra.sweep.subdir}"
@@ -32,9 +34,10 @@ _QUERY_FLAGS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
 def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     """Return a command in the form that Hydra parses, with its overrides before its flags.
 
-    Short precision names become full ones, numbers that name an option are quoted,
-    `checkpoint=<file>` becomes checkpoint.path=, the keys of SWEEP_KEYS become those of the
-    sweep's callback, and the keys of _NEW_KEYS are marked as new ones.
+    `explain <module> ...` becomes mode=explain explain=<module> ..., short precision names become
+    full ones, numbers that name an option are quoted, `checkpoint=<file>` becomes checkpoint.path=,
+    the keys of SWEEP_KEYS become those of the sweep's callback, and the keys of _NEW_KEYS are
+    marked as new ones.
     A command with hydra.sweep.dir and hydra.job.num is one job of a sweep, and runs in that job's
     folder.
     """
@@ -43,6 +46,9 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     overrides = []
     flags = []
     rest = list(argv)
+    explains = rest[:1] == [EXPLAIN_COMMAND]
+    if explains:
+        del rest[0]
     while rest:
         text = rest.pop(0)
         if not text.startswith("-"):
@@ -51,6 +57,8 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
         flags.append(text)
         if text in _FLAGS_WITH_VALUE and rest and "=" not in rest[0]:
             flags.append(rest.pop(0))
+    if explains:
+        overrides = _explain_overrides(overrides)
     keys = {text.partition("=")[0] for text in overrides}
     if keys >= _JOB_KEYS and not _is_multirun(overrides, flags):
         overrides.append(_JOB_FOLDER)
@@ -58,6 +66,20 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     if advise_words or _sweeps_precisions(overrides, flags):
         overrides = [_mark_precision_key(text) for text in overrides]
     return [*overrides, *advise_words, *flags]
+
+
+def _explain_overrides(words: Sequence[str]) -> list[str]:
+    """Return the overrides of `explain <module> <key>=<value> ...`.
+
+    The module is the first word without a key. Where there is none, the spec's check says what
+    mode=explain needs; of further ones Hydra says that they are no overrides.
+    """
+    module = next((word for word in words if "=" not in word and not word.startswith("~")), None)
+    if module is None:
+        return ["mode=explain", *words]
+    rest = [*words]
+    rest.remove(module)
+    return ["mode=explain", f"explain={quote_value(module)}", *rest]
 
 
 def _mark_precision_key(text: str) -> str:

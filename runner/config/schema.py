@@ -11,7 +11,7 @@ from typing import Any
 from runner.config.comparison_specs import AdviseSpec, DiffSpec
 from runner.config.weight_specs import CheckpointSpec, InitSpec
 
-RUN_MODES = ("train", "evaluate", "plan", "replay", "diff", "advise", "gate")
+RUN_MODES = ("train", "evaluate", "plan", "explain", "replay", "diff", "advise", "gate")
 ADVISE_MODES = ("advise", "gate")
 """Modes that choose their own jobs."""
 GUARD_ACTIONS = ("stop", "warn", "ignore")
@@ -232,9 +232,11 @@ class RunSpec:
     """All settings of one run. A group (precision, model, ...) holds a `_target_` and its keywords.
 
     Attributes:
-        mode: what the command does: train, evaluate, plan, replay, diff, advise or gate.
+        mode: what the command does: train, evaluate, plan, explain, replay, diff, advise or gate.
         seed: seed of Python's, NumPy's and torch's generators and of the order of training data.
         deterministic: stop at operations whose result can differ between runs.
+        explain: pattern of the modules that mode=explain shows, as in blocks.*.attention; `*` is
+            the whole model.
         batch: saved batch (a .json file in the guard folder of a run) that debug=replay runs.
         against: what mode=diff compares this command's precision with: a precision, other values of
             keys (train.compile=false), cpu or cuda, weights or a checkpoint (a path), or a dump.
@@ -255,6 +257,7 @@ class RunSpec:
     numerics: NumericsSpec = field(default_factory=NumericsSpec)
     advise: AdviseSpec = field(default_factory=AdviseSpec)
     diff: DiffSpec = field(default_factory=DiffSpec)
+    explain: str | None = None
     batch: str | None = None
     against: str | None = None
     vars: dict[str, Any] = field(default_factory=dict)
@@ -306,6 +309,7 @@ class RunSpec:
             )
         if self.mode != "train" and self.checkpoint.resume is not None:
             yield f"mode={self.mode} resumes nothing. Leave checkpoint.resume= out."
+        yield from self._explain_problems()
         if (self.mode == "replay") != (self.batch is not None):
             yield (
                 "debug=replay needs batch=<a saved batch>, and batch= needs debug=replay. Type "
@@ -330,6 +334,20 @@ class RunSpec:
             yield (
                 f"mode=diff sees no modules inside train.compile={str(self.train.compile).lower()}."
                 " Type train.compile=regional, which compiles each repeated block for itself."
+            )
+
+    def _explain_problems(self) -> Iterator[str]:
+        """Yield a message for what mode=explain lacks or cannot watch."""
+        if (self.mode == "explain") != (self.explain is not None):
+            yield (
+                "mode=explain needs explain=<module>, and explain= needs mode=explain. Type "
+                "python -m runner explain <module>, for example blocks.0, or '*' for the model."
+            )
+        if self.mode == "explain" and self.train.compile:
+            yield (
+                "mode=explain watches modules by hooks, which "
+                f"train.compile={str(self.train.compile).lower()} would compile into the model. "
+                "Type train.compile=false."
             )
 
     def _number_problems(self) -> Iterator[str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.utils.tensors import dtype_name
+from runner.utils.tensors import dtype_name, inner_tensors
 
 # Operations whose input dtype is the dtype that a module computes in.
 _HEAVY = (
@@ -27,6 +27,32 @@ _HEAVY = (
     "embedding",
     "gemm",
 )
+
+
+def kernel_dtypes(kernel: Any, args: tuple[Any, ...]) -> set[str]:
+    """Return the names of the dtypes in which a kernel computes.
+
+    Args:
+        kernel: an operator, as __torch_dispatch__ gets it.
+        args: its positional arguments.
+
+    Returns:
+        An empty set for a kernel that is no product, convolution, norm or lookup.
+    """
+    if not any(part in kernel_name(kernel) for part in _HEAVY):
+        return set()
+    # The first one alone: norms may hold weights and statistics in a wider dtype.
+    first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
+    if first is not None:
+        # torchao's FP8 tensors say the dtype that they stand for; the kernel gets their codes.
+        return _names(next(inner_tensors(first), first))
+    # Other integers are indices, as those of an embedding.
+    return {name for name in _names(args) if "complex" in name or name == "int8"}
+
+
+def kernel_name(kernel: Any) -> str:
+    """Return an operator's name without its namespace and overload, as addmm."""
+    return kernel._schema.name.split("::")[1].strip("_")
 
 
 def _names(values: Any) -> set[str]:
@@ -52,12 +78,8 @@ class _ComputeDtypes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1].strip("_")
-        if self.probe.running and any(part in name for part in _HEAVY):
-            # The first one alone: norms may hold weights and statistics in a wider dtype.
-            first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
-            computes = _names(first) or {name for name in _names(args) if "complex" in name}
-            self.probe.seen[self.probe.running[-1]]["computes"] |= computes
+        if self.probe.running:
+            self.probe.seen[self.probe.running[-1]]["computes"] |= kernel_dtypes(func, args)
         return out
 
 

@@ -1,7 +1,7 @@
 """Run one spec, from its folder and its parts to its result.
 
 `run` reads top to bottom: resume, check the spec, build the parts, open the record, hand over to
-the mode (train, evaluate, plan or replay), close the record, print and write the result.
+the mode (train, evaluate, plan, explain or replay), close the record, print and write the result.
 """
 
 from collections.abc import Iterator
@@ -27,6 +27,7 @@ from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
 from runner.modes.diff import diff
 from runner.modes.evaluate import evaluate_checkpoint, plan_evaluation
+from runner.modes.explain import explain
 from runner.modes.plan import plan
 from runner.modes.replay import replay
 from runner.modes.result import RunResult
@@ -55,11 +56,13 @@ from runner.utils.reproducibility import process_state
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import Stopped, StopSignals
 
+_UNTRACKED_MODES = {"plan": plan, "explain": explain, "replay": replay}
+
 
 def run(
     spec: RunSpec, out: Path, origin: Invocation | None = None, console: Console | None = None
 ) -> RunResult:
-    """Run one spec: train, evaluate, plan or replay it.
+    """Run one spec: train, evaluate, plan, explain or replay it.
 
     Args:
         spec: what to run.
@@ -97,7 +100,7 @@ def _run(
         # Nothing is computed yet, so a signal ends the set-up at once.
         with signals.interruptible():
             context = _build_context(spec, out, origin, console, strategy, signals)
-            if context.spec.mode in ("plan", "replay"):
+            if context.spec.mode in _UNTRACKED_MODES:
                 return _run_untracked(context)
         result = _run_tracked(context, resumed, evaluated)
     # The id and the pages are known when the store has taken the run, at the latest at its end.
@@ -205,7 +208,7 @@ def _check_trains(spec: RunSpec, precision: Precision) -> None:
 
 
 def _run_untracked(context: RunContext) -> RunResult:
-    """Run mode=plan or mode=replay, which record nothing in the store."""
+    """Run a mode of _UNTRACKED_MODES, which record nothing in the store."""
     mode = context.spec.mode
     world = context.strategy.place.world_size
     if world > 1:
@@ -213,7 +216,7 @@ def _run_untracked(context: RunContext) -> RunResult:
             f"mode={mode} works in one process, and torchrun started {world}. Leave torchrun "
             "and strategy= out."
         )
-    result = plan(context) if mode == "plan" else replay(context)
+    result = _UNTRACKED_MODES[mode](context)
     result.write(context.out)
     return result
 

@@ -18,12 +18,13 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from runner.precision.contract import ConversionReport, ModuleConversion, summarize_modules
-from runner.precision.keep_fp32 import no_op_hook
+from runner.precision.keep_fp32 import ISLAND_REASON, no_op_hook
 from runner.precision.kept_blocks import KEPT_REASON, find_kept_blocks
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
 
 ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
+IGNORED_REASON = "named by precision.ignore_modules"
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
 # holds still remove their hooks.
 _HOOKS = (
@@ -142,9 +143,9 @@ def classify_modules(
         path = name or ROOT_NAME
         # The user's own choice is named first, then what the model does, then what the layer is.
         if module in islands:
-            why = "kept in float32 by precision.keep_fp32"
+            why = ISLAND_REASON
         elif module in ignored:
-            why = "named by precision.ignore_modules"
+            why = IGNORED_REASON
         elif module in kept:
             why = KEPT_REASON
         elif rules.bypassed.get(path):

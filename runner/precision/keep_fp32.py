@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 from runner.precision.casting import cast_floats, cast_nest
 from runner.precision.layers.backward_checks import is_in_backward
 from runner.utils.errors import ConfigError
-from runner.utils.modules import select_modules
+from runner.utils.modules import outermost_names, select_modules
+
+ISLAND_REASON = "kept in float32 by precision.keep_fp32"
 
 
 class Float32Island:
@@ -59,8 +61,7 @@ def find_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
     # A module that is registered twice can be meant by either name.
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     chosen = select_modules("precision.keep_fp32", patterns, names)
-    nested = {name for name in chosen for other in chosen if _contains(other, name)}
-    outermost = set(chosen) - nested
+    outermost = outermost_names(chosen)
     # In a mixed precision every parameter is in float32 anyway.
     if storage is not torch.float32:
         _refuse_ties(model, outermost)
@@ -82,11 +83,6 @@ def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
     for name in islands:
         _make_island(model.get_submodule(name), storage)
     return islands
-
-
-def _contains(outer: str, inner: str) -> bool:
-    """Return whether the module named `inner` is inside `outer`; the model's own name is empty."""
-    return outer != inner and (not outer or inner.startswith(f"{outer}."))
 
 
 def _make_island(module: nn.Module, storage: torch.dtype) -> None:

@@ -83,7 +83,7 @@ class SweepCallback(Callback):
 
         tracking = OmegaConf.to_container(config.tracking, resolve=True)
         assert isinstance(tracking, dict)
-        if config.mode == "plan":
+        if config.mode in ("plan", "explain"):
             tracking = {"_target_": "runner.tracking.tracker.NoTracker"}
         overrides = override_texts(config.hydra.overrides.task)
         folder = Path(config.hydra.sweep.dir).absolute()

@@ -94,7 +94,7 @@ def check_adapter(spec: RunSpec, precision: Precision) -> None:
         return
     adapter = build_group("adapter", spec.adapter)
     # Other modes add nothing: they load a run's adapter, or merge it where it does not fit.
-    if isinstance(adapter, Adapter) and spec.mode in ("train", "plan"):
+    if isinstance(adapter, Adapter) and spec.mode in ("train", "plan", "explain"):
         adapter.check_precision(precision)
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from runner.config.schema import CUDA_GRAPH_MODES, RunSpec, TrainSpec
 from runner.precision.contract import Precision
 from runner.utils.errors import ConfigError
-from runner.utils.modules import repeated_blocks, select_modules
+from runner.utils.modules import outermost_names, repeated_blocks, select_modules
 from runner.utils.tpu import is_tpu
 
 MAX_SHAPES_PER_BLOCK = 8
@@ -172,16 +172,7 @@ def outermost_modules(model: nn.Module, patterns: Any) -> list[nn.Module]:
         if not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
             with_forward.add(name)
     # An inner module would be computed a third time, inside the second forward of the outer one.
-    outermost = [name for name in sorted(with_forward) if not _is_inside(name, with_forward)]
-    return [model.get_submodule(name) for name in outermost]
-
-
-def _is_inside(name: str, names: set[str]) -> bool:
-    """Return whether a module of these names holds the module of this name."""
-    if not name:
-        return False  # the model itself
-    parts = name.split(".")
-    return any(".".join(parts[:length]) in names for length in range(len(parts)))
+    return [model.get_submodule(name) for name in sorted(outermost_names(with_forward))]
 
 
 def _switch_off_caches(model: nn.Module) -> None:

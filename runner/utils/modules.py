@@ -1,6 +1,6 @@
 """Select modules of a model: by patterns of dotted names, or the blocks that the model repeats."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -60,6 +60,19 @@ def select_modules(key: str, patterns: Sequence[str], names: Iterable[str]) -> s
     if problems:
         raise ConfigError(*problems)
     return found
+
+
+def outermost_names(names: Collection[str]) -> set[str]:
+    """Return the names of the modules that no other module of these names holds.
+
+    Args:
+        names: dotted module names; the empty one, of the model itself, holds every other.
+    """
+    return {name for name in names if not any(_holds(other, name) for other in names)}
+
+
+def _holds(outer: str, inner: str) -> bool:
+    return outer != inner and (not outer or inner.startswith(f"{outer}."))
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

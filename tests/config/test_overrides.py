@@ -47,6 +47,21 @@ def test_all_else_stays(text):
     assert rewrite_arguments([text]) == [text]
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("explain blocks.0", ["mode=explain", "explain='blocks.0'"]),
+        ("explain precision=16 *.qkv", ["mode=explain", "explain='*.qkv'", "precision=16-mixed"]),
+        ("explain -cd lab a", ["mode=explain", "explain='a'", "-cd", "lab"]),
+        ("explain ~debug", ["mode=explain", "~debug"]),
+        ("explain a b", ["mode=explain", "explain='a'", "b"]),
+        ("explain=a", ["explain=a"]),
+    ],
+)
+def test_the_command_explain_is_short_for_its_mode(given, wanted):
+    assert rewrite_arguments(given.split()) == wanted
+
+
 def test_tags_need_no_mark():
     assert rewrite_arguments(["tracking.tags.team=x", "+tracking.tags.a=1"]) == [
         "++tracking.tags.team=x",

@@ -200,7 +200,7 @@ class Probe:
         names = [name or "(model)" for name, _ in self.state.plain_model.named_modules()]
         order = [(n, k) for n in names for k in KINDS if (n, k) in counts]
         scale = None if self._scale is None else self._scale.item()
-        stats = tuple(_tensor_stats(*key, counts[key]) for key in order)
+        stats = tuple(tensor_stats(*key, counts[key]) for key in order)
         return NumericsSnapshot(self.state.step, scale, stats)
 
     def _named_samples(self) -> list[tuple[str, str, SampledTensor]]:
@@ -246,7 +246,7 @@ def _update(param: Tensor, before: Sample, gradient: Sample) -> SampledTensor:
     return SampledTensor(sample, to_float32(before.values), has_gradient)
 
 
-def _tensor_stats(module: str, kind: str, counted: Sequence[ExponentCounts]) -> TensorStats:
+def tensor_stats(module: str, kind: str, counted: Sequence[ExponentCounts]) -> TensorStats:
     """Return the statistics of a module's tensors of one kind, taken together."""
     elements = sum(c.elements for c in counted)
     largest = np.max([c.largest for c in counted])
