@@ -18,6 +18,7 @@ HELP = """Train a model under a numerical precision, or compare precisions in a 
   python -m runner sweep.resume=last         resumes a sweep
   python -m runner mode=advise model=resnet data=digits   which precision, on this machine?
   python -m runner mode=gate precision=bf16-true model=gpt data=text   exit status 0: accepted
+  python -m runner mode=diff precision=bf16-mixed against=32-true    where do the two part?
   python -m runner mode=plan precision=bf16-true model=gpt data=text
   python -m runner mode=evaluate checkpoint=<file, run folder or MLflow run id>
 {commands}

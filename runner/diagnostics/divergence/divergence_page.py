@@ -280,7 +280,7 @@ def draw_network(rows: Sequence[ModuleErrors]) -> "Figure":
     from matplotlib.figure import Figure
 
     with chart_style(font_size=8):
-        figure = Figure(figsize=(11, 6.4), layout="constrained")
+        figure = Figure(figsize=(9, 6), layout="constrained")
         panels = figure.subplots(2, 1, sharex=True)
         for axes, title, added_of, arrived_of in (
             (panels[0], "forward", lambda row: row.added, lambda row: row.arrived),
@@ -314,7 +314,7 @@ def _draw_pass(axes: Any, rows: Sequence[ModuleErrors], added_of: Any, arrived_o
     marks = [(".", "#999999"), ("_", "#0072B2"), ("o", "#009E73"), ("o", "#D55E00")]
     for label, (mark, colour) in zip(labels, marks, strict=True):
         axes.plot([], [], mark, color=colour, label=label)
-    axes.legend(loc="upper left", ncols=4, frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
 
 
 def _drawable(values: Sequence[float]) -> list[float]:
@@ -329,7 +329,7 @@ def _label_modules(axes: Any, rows: Sequence[ModuleErrors]) -> None:
 
 
 def draw_steps(steps: Sequence[StepComparison]) -> "Figure":
-    """Draw a heat map: a row for each module, a column for each step, log10 of the error added."""
+    """Draw a heat map of the errors added: a row for each module, a column for each step."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -342,11 +342,18 @@ def draw_steps(steps: Sequence[StepComparison]) -> "Figure":
             if added is not None and 0 < added.found.relative < math.inf:
                 values[place, column] = math.log10(added.found.relative)
     with chart_style(font_size=8):
-        figure = Figure(figsize=(11, 1.2 + 0.14 * len(names)), layout="constrained")
+        figure = Figure(figsize=(9, 1.2 + 0.14 * len(names)), layout="constrained")
         axes = figure.subplots()
-        image = axes.imshow(values, aspect="auto", cmap="viridis")
-        axes.set_xticks(range(len(steps)), [str(step.step) for step in steps])
-        axes.set_yticks(range(len(names)), names)
+        # Cells and not a picture, which a page without scripts and files does not show.
+        mesh = axes.pcolormesh(values, cmap="viridis", edgecolors="white", linewidth=0.3)
+        axes.set_xticks([i + 0.5 for i in range(len(steps))], [str(step.step) for step in steps])
+        axes.set_yticks([i + 0.5 for i in range(len(names))], names)
+        axes.invert_yaxis()
         axes.set_xlabel("step")
-        figure.colorbar(image, label="log10 of the relative error added in the forward")
+        low, high = np.nanmin(values), np.nanmax(values)
+        axes.set_title(
+            f"relative error added in the forward: dark 10^{low:.1f}, bright 10^{high:.1f}",
+            loc="left",
+        )
+        mesh.set_clim(low, high)
     return figure

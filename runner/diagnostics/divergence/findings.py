@@ -293,15 +293,15 @@ def _arrival(relative: float) -> str:
 def describe_cause(added: AddedError) -> str:
     """Return in words what is wrong with a tensor."""
     found = added.found
+    tensor = f"its {added.tensor}"
+    if added.tensor.startswith("gradient"):
+        tensor = f"the {added.tensor}"
     if found.nonfinite:
         share = format_share(found.share(found.nonfinite))
         kind = f"overflows {added.dtype}" if added.dtype else "overflows"
-        return f"its {added.tensor} {kind} in {share} of the elements"
+        return f"{tensor} {kind} in {share} of the elements"
     times = f"{added.ratio:,.0f} times" if math.isfinite(added.ratio) else "more than"
-    text = (
-        f"its {added.tensor} is off by {format_relative(found.relative)}, {times} what rounding "
-        "explains"
-    )
+    text = f"{tensor} is off by {format_relative(found.relative)}, {times} what rounding explains"
     if found.share(found.flushed) >= MIN_FLUSHED_SHARE:
         text += f" ({format_share(found.share(found.flushed))} of the elements become zero)"
     return text
