@@ -20,6 +20,10 @@ from runner.precision.emulation.formats import E4M3, E5M2
 
 SEED = 2**40 + 1
 """Of the generator that draws the perturbations."""
+POOL_SIZE = 2**21
+"""Random numbers that are drawn; drawing them for every tensor would take as long as a step."""
+POOL_STEP = 1_000_003
+"""By how many numbers the next tensor begins later in the pool: a prime, so that places differ."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -63,6 +67,8 @@ class Perturber:
         self._roundoffs = roundoffs
         self._reference = reference
         self._generator = torch.Generator(device).manual_seed(SEED)
+        self._pool: Tensor | None = None
+        self._place = 0
 
     def value(self, boundary: Boundary, tensor: Tensor) -> Tensor:
         """Return a tensor as the module that takes it may round it."""
@@ -76,13 +82,27 @@ class Perturber:
         return self.perturbed(gradient, max(code, self._roundoffs.tensors.get(boundary, 0.0)))
 
     def perturbed(self, tensor: Tensor, roundoff: float) -> Tensor:
-        """Return tensor * (1 + r), r uniform in [-roundoff, roundoff]."""
+        """Return tensor * (1 + r), r random and uniform in [-roundoff, roundoff]."""
         if not roundoff:
             return tensor
         # In float32 at least: a narrow reference would round the change away.
         wide = tensor if tensor.dtype is torch.float64 else tensor.float()
-        draws = torch.empty_like(wide).uniform_(-roundoff, roundoff, generator=self._generator)
-        return draws.add_(1).mul_(wide)
+        return torch.addcmul(wide, wide, self._draws(wide), value=roundoff)
+
+    def _draws(self, like: Tensor) -> Tensor:
+        """Return random numbers, uniform in [-1, 1], of a tensor's shape and dtype.
+
+        Those of large tensors are repeated from a smaller pool, each time from another place.
+        """
+        count = like.numel()
+        if self._pool is None or self._pool.dtype is not like.dtype:
+            pool = torch.empty(POOL_SIZE, dtype=like.dtype, device=like.device)
+            self._pool = pool.uniform_(-1, 1, generator=self._generator)
+        self._place = (self._place + POOL_STEP) % POOL_SIZE
+        if self._place + count <= POOL_SIZE:
+            return self._pool[self._place : self._place + count].view(like.shape)
+        repeats = -(-(self._place + count) // POOL_SIZE)
+        return self._pool.repeat(repeats)[self._place : self._place + count].view(like.shape)
 
     @contextmanager
     def perturbed_parameters(self, model: nn.Module) -> Iterator[None]:
