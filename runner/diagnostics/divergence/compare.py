@@ -21,7 +21,12 @@ from runner.diagnostics.divergence.findings import (
     MeasuredErrors,
     ModuleErrors,
     Network,
+    first_divergence,
     module_errors,
+)
+from runner.diagnostics.divergence.operations import (
+    OperationTrace,
+    first_different_operation,
 )
 from runner.diagnostics.divergence.passes import Arrival, Substitution, parameter_errors
 from runner.diagnostics.divergence.reference import (
@@ -156,16 +161,42 @@ def compare_batch(
         gradient_expected=expected.backward,
         parameters_expected=parameters_expected,
     )
+    rows = module_errors(_network(execution, reference, free.arrival, roundoffs), errors)
+    rows = _with_operation(rows, (reference_execution, execution), reference, (first, second))
     outputs = free.arrival.outputs
     output_errors = [errors.arrived[b].relative for b in outputs if b in errors.arrived]
     return BatchComparison(
-        module_errors(_network(execution, reference, free.arrival, roundoffs), errors),
+        rows,
         (reference.loss, free.loss),
         max(output_errors, default=0.0),
         _joined_error(free.parameters),
         _logits(reference, outputs),
         execution.scale,
     )
+
+
+def _with_operation(
+    rows: list[ModuleErrors],
+    executions: tuple[Execution, Execution],
+    reference: Reference,
+    settings: tuple[_Pass, _Pass],
+) -> list[ModuleErrors]:
+    """Return the rows with the operation in which the first divergence begins, where that is in
+    the forward of a module's own code: both executions run once more for it."""
+    first = first_divergence(rows)
+    if first is None or first.is_backward:
+        return rows
+    module = first.row.module
+    traces = []
+    for execution, one in zip(executions, settings, strict=True):
+        visitor = Substitution(reference, execution)
+        trace = OperationTrace(module, visitor)
+        with trace:
+            _substitute(execution, visitor, reference, one)
+        traces.append(trace.operations)
+    name = first_different_operation(traces[1], traces[0], first.added.found.relative)
+    added = replace(first.added, operation=name)
+    return [replace(row, added=added) if row.module == module else row for row in rows]
 
 
 def _run_freely(execution: Execution, reference: Reference, settings: _Pass) -> FreeRun:

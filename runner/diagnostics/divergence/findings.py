@@ -30,6 +30,8 @@ class AddedError:
         dtype: name of the dtype that the tensor has in the other execution.
         position: number of the tensor's boundary in the order of the forward.
         limit: error that rounding explains, as a multiple of `expected`.
+        operation: name of the function in which the module's code goes wrong first; empty where
+            that was not looked for or found.
     """
 
     tensor: str
@@ -38,6 +40,7 @@ class AddedError:
     dtype: str
     position: int
     limit: float = LARGEST_EXPLAINED
+    operation: str = ""
 
     @property
     def ratio(self) -> float:
@@ -299,12 +302,16 @@ def describe_cause(added: AddedError) -> str:
     if found.nonfinite:
         share = format_share(found.share(found.nonfinite))
         kind = f"overflows {added.dtype}" if added.dtype else "overflows"
-        return f"{tensor} {kind} in {share} of the elements"
+        return f"{tensor} {kind} in {share} of the elements{_place(added)}"
     times = f"{added.ratio:,.0f} times" if math.isfinite(added.ratio) else "more than"
     text = f"{tensor} is off by {format_relative(found.relative)}, {times} what rounding explains"
     if found.share(found.flushed) >= MIN_FLUSHED_SHARE:
         text += f" ({format_share(found.share(found.flushed))} of the elements become zero)"
-    return text
+    return text + _place(added)
+
+
+def _place(added: AddedError) -> str:
+    return f", first in its {added.operation}()" if added.operation else ""
 
 
 def _agreement(rows: Sequence[ModuleErrors], name: str, against: str) -> str:

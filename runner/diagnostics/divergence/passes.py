@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from runner.diagnostics.divergence.boundaries import ROOT, Boundary
+from runner.diagnostics.divergence.boundaries import BATCH, ROOT, Boundary
 from runner.diagnostics.divergence.expected_error import Perturber
 from runner.diagnostics.divergence.reference import (
     Reference,
@@ -134,10 +134,18 @@ class Substitution:
         self._perturber = perturber
         # Of the calls that run, the innermost last; the first is the code around the model.
         self._running = [_OwnCode()]
+        self._names = [BATCH]
+        self._visits = False
+
+    @property
+    def running_code(self) -> str:
+        """Return the module whose own code runs now; empty while a tensor is visited."""
+        return "" if self._visits else self._names[-1]
 
     def begin_call(self, module: str, call: int) -> None:
         """Set the generators as they were before this call in the reference."""
         self._running.append(_OwnCode())
+        self._names.append(module)
         states = self._reference.generators.get((module, call))
         if states is not None:
             set_generator_states(states, self._execution.device)
@@ -147,6 +155,13 @@ class Substitution:
         wanted = self._reference.values.get(boundary)
         if wanted is None or wanted.shape != tensor.shape:
             return tensor
+        self._visits = True
+        try:
+            return self._substitute(boundary, tensor, wanted)
+        finally:
+            self._visits = False
+
+    def _substitute(self, boundary: Boundary, tensor: Tensor, wanted: Tensor) -> Tensor:
         caller = self._running[-2] if len(self._running) > 1 else self._running[0]
         computes, takes = caller, self._running[-1]
         if boundary.side == "out":
@@ -177,6 +192,13 @@ class Substitution:
     def end_call(self, module: str, call: int) -> None:
         """Compute the call's gradients from the reference's gradients of what it computed."""
         code = self._running.pop()
+        self._visits = True
+        self._backpropagate(code)
+        self._visits = False
+        if len(self._names) > 1:
+            self._names.pop()
+
+    def _backpropagate(self, code: _OwnCode) -> None:
         if code.computed:
             tensors, gradients = zip(*code.computed, strict=True)
             device = self._execution.device

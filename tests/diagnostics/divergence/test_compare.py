@@ -76,6 +76,7 @@ def test_a_finite_reference_finds_what_overflows():
     assert first.row.module == "(model)"
     sentence = describe_divergence(found.rows, "16-true", "32-true")
     assert "parts from 32-true in `(model)`" in sentence
+    assert "first in its mul()" in sentence
 
 
 def _compare_own(model, batch, task, precision):
