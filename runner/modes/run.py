@@ -100,6 +100,7 @@ def _run(
         # Nothing is computed yet, so a signal ends the set-up at once.
         with signals.interruptible():
             context = _build_context(spec, out, origin, console, strategy, signals)
+            _check_processes(context)
             if context.spec.mode in _UNTRACKED_MODES:
                 return _run_untracked(context)
         result = _run_tracked(context, resumed, evaluated)
@@ -207,16 +208,19 @@ def _check_trains(spec: RunSpec, precision: Precision) -> None:
     )
 
 
+def _check_processes(context: RunContext) -> None:
+    """Raise ConfigError for a mode that works in one process, where torchrun started several."""
+    world = context.strategy.place.world_size
+    if world > 1 and context.spec.mode not in ("train", "evaluate"):
+        raise ConfigError(
+            f"mode={context.spec.mode} works in one process, and torchrun started {world}. Leave "
+            "torchrun and strategy= out."
+        )
+
+
 def _run_untracked(context: RunContext) -> RunResult:
     """Run a mode of _UNTRACKED_MODES, which record nothing in the store."""
-    mode = context.spec.mode
-    world = context.strategy.place.world_size
-    if world > 1:
-        raise ConfigError(
-            f"mode={mode} works in one process, and torchrun started {world}. Leave torchrun "
-            "and strategy= out."
-        )
-    result = _UNTRACKED_MODES[mode](context)
+    result = _UNTRACKED_MODES[context.spec.mode](context)
     result.write(context.out)
     return result
 

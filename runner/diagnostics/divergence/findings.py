@@ -334,9 +334,10 @@ def format_relative(value: float) -> str:
         return "more than its size"
     if value == 0:
         return "0"
-    return f"{100 * value:.2g} %" if value >= 1e-4 else f"{value:.1e}"
+    return format_share(value) if value >= 1e-4 else f"{value:.1e}"
 
 
 def format_share(value: float) -> str:
-    """Return a share in percent."""
-    return f"{100 * value:.2g} %"
+    """Return a share in percent, with two digits below 99.5 %."""
+    # Two digits would make 1e+02 of a whole.
+    return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"
