@@ -301,7 +301,7 @@ def _draw_pass(axes: Any, rows: Sequence[ModuleErrors], added_of: Any, arrived_o
     places = range(len(rows))
     added = [added_of(row) for row in rows]
     values = [one.found.relative if one else math.nan for one in added]
-    explained = [one.expected * one.limit if one else math.nan for one in added]
+    explained = [one.expected * one.largest_ratio if one else math.nan for one in added]
     axes.set_yscale("log")
     axes.plot(places, _drawable([arrived_of(row) for row in rows]), ".", ms=3, color="#999999")
     axes.plot(places, _drawable(explained), "_", ms=7, color="#0072B2")

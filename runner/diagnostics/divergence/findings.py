@@ -15,6 +15,7 @@ LARGEST_EXPLAINED = 2.0
 converted one: operands and result are rounded once, as the expected error has it."""
 LARGEST_EXPLAINED_OF_CODE = 8.0
 """The same for any other code, which may round several times on its way."""
+_FEW_ELEMENTS = 32
 MIN_FLUSHED_SHARE = 0.01
 """Share of a tensor's elements that must become zero before that is named as the cause."""
 
@@ -29,7 +30,7 @@ class AddedError:
         expected: relative error that rounding explains.
         dtype: name of the dtype that the tensor has in the other execution.
         position: number of the tensor's boundary in the order of the forward.
-        limit: error that rounding explains, as a multiple of `expected`.
+        limit: error of many elements that rounding explains, as a multiple of `expected`.
         operation: name of the function in which the module's code goes wrong first; empty where
             that was not looked for or found.
     """
@@ -51,6 +52,12 @@ class AddedError:
         return relative / self.expected if self.expected else math.inf
 
     @property
+    def largest_ratio(self) -> float:
+        """Return the largest ratio that rounding explains."""
+        # The expected error of few elements, as of a loss, is that of few draws: by chance small.
+        return self.limit * (1 + _FEW_ELEMENTS / max(self.found.elements, 1))
+
+    @property
     def ulps(self) -> float:
         """Return the relative error in units in the last place of the tensor's dtype."""
         if not self.dtype:
@@ -60,7 +67,7 @@ class AddedError:
     @property
     def is_unexplained(self) -> bool:
         """Return whether rounding does not explain the error."""
-        return self.found.nonfinite > 0 or self.ratio > self.limit
+        return self.found.nonfinite > 0 or self.ratio > self.largest_ratio
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,9 @@ def module_errors(network: Network, errors: MeasuredErrors) -> list[ModuleErrors
 def _worse(one: AddedError | None, other: AddedError) -> AddedError:
     if one is None:
         return other
-    return max(one, other, key=lambda added: (added.found.nonfinite > 0, added.ratio))
+    return max(
+        one, other, key=lambda added: (added.found.nonfinite > 0, added.ratio / added.largest_ratio)
+    )
 
 
 def _forward_errors(
