@@ -7,9 +7,9 @@ from torch import nn
 
 
 def flipped(x):
-    """Return a copy of float32 whose first element has one bit flipped."""
+    """Return a copy whose first element has one bit flipped."""
     wrong = x.detach().clone()
-    wrong.view(torch.int32).view(-1)[0] ^= 1 << 20
+    wrong.view(torch.uint8).view(-1)[x.itemsize - 2] ^= 1 << 5
     return wrong
 
 
@@ -74,4 +74,4 @@ class Net(nn.Module):
 
     def forward(self, x):
         self.forwards += 1
-        return self.head(self.body(x)) * (1 + self.forwards / 8)
+        return self.head(self.body(x))

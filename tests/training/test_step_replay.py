@@ -125,11 +125,14 @@ def test_an_epochs_first_step_that_is_refused_begins_the_epoch_again():
     assert (state.epoch, state.position, state.step) == (2, 0, 0)
 
 
-def test_after_a_warning_the_step_has_the_bits_of_one_without_the_fault():
+@pytest.mark.parametrize(
+    ("precision", "options"), [("32-true", {}), ("transformer-engine", {"emulate": True})]
+)
+def test_after_a_warning_the_step_has_the_bits_of_one_without_the_fault(precision, options):
     mismatches = []
-    healthy = bits(trained(train_step))
+    healthy = bits(trained(train_step, precision, **options))
     replay = StepReplay(2, warn=mismatches.append)
-    state = trained(replay.train_step, faults={"flip_forward": [3]})
+    state = trained(replay.train_step, precision, faults={"flip_backward": [3]}, **options)
     assert bits(state) == healthy
     assert [mismatch.step for mismatch in mismatches] == [2]
 

@@ -182,9 +182,8 @@ class Linear(nn.Module):
             return
         for key, (scale, history) in tensors.items():
             state = self.fp8_meta[key]
-            # Copies: a forward writes into the history, and the caller may restore it again.
-            state.scale = scale.to(self.weight.device, copy=True)
-            state.amax_history = history.to(self.weight.device, copy=True)
+            state.scale = scale.to(self.weight.device)
+            state.amax_history = history.to(self.weight.device)
 
     def _delayed_operands(self, context: Autocast) -> Operands:
         """Return quantizers that scale by past steps and record this one."""
