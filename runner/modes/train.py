@@ -144,9 +144,7 @@ def train(
     if outcome.is_pruned:
         result = _as_pruned(run, result)
     if outcome.failure:
-        step = outcome.diverged_step
-        stopped = replace(result, diverged=step is not None, diverged_step=step)
-        raise_diverged(run, stopped, [outcome.failure, *outcome.unsaved])
+        raise_diverged(run, result, outcome.diverged_step, [outcome.failure, *outcome.unsaved])
     if outcome.unsaved:
         raise_unsaved_weights(run, result, outcome.unsaved)
     return RunOutcome(result, outcome.report)
@@ -208,8 +206,6 @@ def _train_loop(
             _dispatch_records(records, callbacks)
     except HookError as error:
         hook_error = error
-    except CorruptedStep as error:
-        callbacks.report_corruption(error.mismatch)
     finally:
         callbacks.close()
         loaders.close()
@@ -239,10 +235,13 @@ def _as_pruned(run: RunContext, result: RunResult) -> RunResult:
 
 def _dispatch_records(records: Iterator[Record], callbacks: TrainingCallbacks) -> None:
     """Have every callback read the records, until the loop or a callback ends the training."""
-    for record in records:
-        dispatch(callbacks.callbacks, record)
-        if callbacks.should_stop():
-            break
+    try:
+        for record in records:
+            dispatch(callbacks.callbacks, record)
+            if callbacks.should_stop():
+                break
+    except CorruptedStep as error:
+        callbacks.report_corruption(error.mismatch)
     callbacks.end()
 
 

@@ -20,10 +20,13 @@ from runner.data.batch_layout import Batch
 from runner.training.checksum_trace import ChecksumTrace
 from runner.training.records import DeviceStepRecord
 from runner.training.state import TrainState
-from runner.training.step import StepMean, compute_gradients, train_step
+from runner.training.step import StepMean, compute_gradients, examples_in, train_step
 from runner.utils.accelerator import Accelerator
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.reproducibility import saved_forward_state
+
+REPEATS = 5
+"""Computations of a saved step that debug=replay compares."""
 
 
 def check_replay(spec: RunSpec) -> None:
@@ -168,15 +171,15 @@ class StepReplay:
         accelerator.synchronize()  # the steps before are no part of the time
         start = perf_counter()
         restore = _saved_state(state)
-        first = self._compute(state, micros, sizes)
+        first = _compute(state, micros, sizes, self.untraced)
         restore()
         self._replay_ms = (perf_counter() - start) * 1e3
-        second = self._compute(state, micros, sizes)
+        second = _compute(state, micros, sizes, self.untraced)
         # All processes ask, and agree.
         if not state.strategy.all_reduce_max(_first_difference(first, second) is not None):
             return second.mean
         restore()
-        third = self._compute(state, micros, sizes)
+        third = _compute(state, micros, sizes, self.untraced)
         mismatch = _mismatch(state, first, second, third)
         if self.warn is None:
             restore()
@@ -185,21 +188,46 @@ class StepReplay:
         self.warn(mismatch)
         return third.mean
 
-    def _compute(
-        self, state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
-    ) -> _Computation:
-        trained = {id(p) for p in state.trainable_parameters}
-        with ChecksumTrace(state.plain_model, self.untraced) as trace:
-            mean = compute_gradients(state, micros, sizes)
-        trace.add("the loss", mean.loss)
-        # From the last parameter on, which is about the order of a backward.
-        for name, p in reversed([*state.plain_model.named_parameters()]):
-            if p.grad is None or id(p) not in trained:
-                continue
-            (grad,) = state.strategy.local_shards([p.grad])
-            for part in [grad.indices(), grad.values()] if grad.is_sparse else [grad]:
-                trace.add(f"the gradient of {name}", part)
-        return _Computation(mean, trace.places, torch.stack(trace.sums).tolist())
+
+def repeat_step(state: TrainState, micros: Sequence[Batch]) -> str:
+    """Return a sentence that says whether further computations of the next step have equal bits.
+
+    Args:
+        state: before the step; it stays as it is.
+        micros: the micro-batches of the step, in one process.
+    """
+    sizes = [examples_in(micro) for micro in micros]
+    restore = _saved_state(state)
+    first = _compute(state, micros, sizes)
+    restore()
+    for number in range(2, REPEATS + 1):
+        other = _compute(state, micros, sizes)
+        restore()
+        index = _first_difference(first, other)
+        if index is not None:
+            place = _place(first, other, index)
+            return f"The step differs in computations 1 and {number} on this device: {place} first."
+    return f"The step has the same bits in {REPEATS} computations on this device."
+
+
+def _compute(
+    state: TrainState,
+    micros: Sequence[Batch],
+    sizes: Sequence[int],
+    untraced: Container[str] = (),
+) -> _Computation:
+    trained = {id(p) for p in state.trainable_parameters}
+    with ChecksumTrace(state.plain_model, untraced) as trace:
+        mean = compute_gradients(state, micros, sizes)
+    trace.add("the loss", mean.loss)
+    # From the last parameter on, which is about the order of a backward.
+    for name, p in reversed([*state.plain_model.named_parameters()]):
+        if p.grad is None or id(p) not in trained:
+            continue
+        (grad,) = state.strategy.local_shards([p.grad])
+        for part in [grad.indices(), grad.values()] if grad.is_sparse else [grad]:
+            trace.add(f"the gradient of {name}", part)
+    return _Computation(mean, trace.places, torch.stack(trace.sums).tolist())
 
 
 def _saved_state(state: TrainState) -> Callable[[], None]:
@@ -227,6 +255,11 @@ def _first_difference(first: _Computation, second: _Computation) -> int | None:
     return None
 
 
+def _place(first: _Computation, second: _Computation, index: int) -> str:
+    """Return what a checksum is of; one of the computations may have fewer of them."""
+    return max(first.places, second.places, key=len)[index]
+
+
 def _mismatch(
     state: TrainState, first: _Computation, second: _Computation, third: _Computation
 ) -> StepMismatch:
@@ -239,8 +272,7 @@ def _mismatch(
     here: tuple[int, int, str, int | None] | None = None
     index = _first_difference(first, second)
     if index is not None:
-        # One of the two may have computed fewer tensors.
-        place = max(first.places, second.places, key=len)[index]
+        place = _place(first, second, index)
         if state.strategy.place.world_size > 1:
             place += f" in process {state.strategy.place.rank}"
         here = (index, state.strategy.place.rank, place, agreeing)

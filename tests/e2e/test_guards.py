@@ -494,6 +494,10 @@ def test_a_corrupted_step_ends_the_run_which_resumes_to_the_bits_of_a_healthy_on
     assert batch["why"] == "step 4 was computed twice, and the output of body.3 differs"
     result = json.loads((flips / "bad" / "result.json").read_text())
     assert (result["status"], result["diverged"], result["steps"]) == ("failed", False, 3)
+    # It starts at the checkpoint before step 4: its computations are the first ones.
+    replayed = cli("--config-dir", "lab/conf", "debug=replay", "batch=bad/guard/batch-000004.json")
+    text = "differs in computations 1 and 5 on this device: the output of body.3 first."
+    assert text in replayed.stdout
     resumed = cli(
         "--config-dir", "lab/conf", "model=flips", "checkpoint.resume=bad", "model.flip_forward=[]"
     )

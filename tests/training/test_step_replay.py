@@ -10,6 +10,7 @@ from runner.training.step_replay import (
     StepReplay,
     check_replay,
     check_replay_optimizer,
+    repeat_step,
 )
 from runner.training.tasks.classification import Classification
 from runner.utils.errors import ConfigError
@@ -135,6 +136,21 @@ def test_after_a_warning_the_step_has_the_bits_of_one_without_the_fault(precisio
     state = trained(replay.train_step, precision, faults={"flip_backward": [3]}, **options)
     assert bits(state) == healthy
     assert [mismatch.step for mismatch in mismatches] == [2]
+
+
+@pytest.mark.parametrize(
+    ("faults", "text"),
+    [
+        ({}, "The step has the same bits in 5 computations on this device."),
+        ({"flip_backward": [3]}, "computations 1 and 3 on this device: the gradient of the input"),
+    ],
+)
+def test_a_saved_step_can_be_repeated(faults, text):
+    seed_all(0)
+    state = make_state(Net(**faults), task=Classification())
+    before = bits(state)
+    assert text in repeat_step(state, [batch(1)])
+    assert bits(state) == before
 
 
 @pytest.mark.parametrize("faults", [{"flip_forward": [0]}, {"flip_backward": [0]}])
