@@ -33,19 +33,24 @@ _DEVICE_ASSERT = "device-side assert"
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
-def raise_diverged(run: RunContext, result: RunResult, problems: Sequence[str]) -> NoReturn:
+def raise_diverged(
+    run: RunContext, result: RunResult, step: int | None, problems: Sequence[str]
+) -> NoReturn:
     """End a run that a guard stopped; its result has the numbers of the steps until then.
 
     Args:
         run: the run.
         result: of the run.
+        step: the step for whose numbers the guard did; None where the hardware was at fault.
         problems: the guard's message, and files that could not be written.
 
     Raises:
         Diverged: with the problems.
     """
     message = "\n".join(problems)
-    failed = replace(result, status="failed", error=message)
+    failed = replace(
+        result, status="failed", error=message, diverged=step is not None, diverged_step=step
+    )
     run.save_artifact(run.out / RESULT, lambda _: failed.write(run.out))
     raise Diverged(message)
 

@@ -23,7 +23,7 @@ from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import write_json
-from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
+from runner.utils.reproducibility import saved_forward_state, seed_all
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.
 BYPASSED_REASON = "the model reads its weight and passes its forward by"
@@ -225,21 +225,11 @@ class _Trial:
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Return the context after which modes, buffers and generators are as before."""
     # Batch norm and FP8 layers change buffers in a forward, and dropout draws random numbers.
-    drawn = rng_state(device)
-    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
-    values = [(b, b.detach().clone()) for b in model.buffers()]
+    restore = saved_forward_state(model, device)
     try:
         yield
     finally:
-        for module, training, buffers in modules:
-            module.training = training
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, value in values:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
-        set_rng_state(drawn, device)
+        restore()
 
 
 class FirstStepProof:

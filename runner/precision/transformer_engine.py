@@ -239,6 +239,8 @@ class TransformerEnginePrecision(Precision):
         for name, layer in _fp8_layers(model).items():
             if name in state:
                 self._restore(layer, state[name])
+            else:
+                layer.reset_fp8_meta_tensors()
 
     def _restore(self, layer: Any, saved: Mapping[str, Tensor]) -> None:
         if not layer.fp8_meta_tensors_initialized:

@@ -5,7 +5,7 @@ for the device in every step, and the device for the host's next launch. The val
 on the device until record_buffer.py copies a block of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from math import nan
 from time import perf_counter, time
@@ -95,8 +95,48 @@ def backpropagate(state: TrainState, loss: Tensor, weight: Tensor | None = None)
         loss.backward(weight)
 
 
+class StepMean(NamedTuple):
+    """The mean loss of a step over its labels, and those of the task's further values; detached."""
+
+    loss: Tensor
+    terms: Mapping[str, Tensor]
+
+
+def compute_gradients(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> StepMean:
+    """Accumulate the gradients of the mean over all labels and return that mean, detached.
+
+    With several processes each returns a number of its own; their average is the mean.
+    """
+    # One micro-batch in one process needs no weights: its loss is the mean already. This common
+    # case skips the kernels that count labels.
+    if len(micros) == state.strategy.place.world_size == 1:
+        loss, terms = _loss_and_terms(state, *micros[0])
+        note_names(state, terms)
+        backpropagate(state, state.scale.multiply(loss))
+        total = StepMean(loss.detach(), terms)
+    else:
+        total = _accumulate(state, micros, sizes)
+    coalesce_gradients(state.sparse_gradient_parameters)
+    # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
+    for p in state.complex_parameters:
+        if p.grad is not None:
+            p.grad = p.grad.resolve_conj()
+    return total
+
+
+GradientFunction = Callable[[TrainState, Sequence[Batch], Sequence[int]], StepMean]
+"""Sets the gradients of a step, as compute_gradients does."""
+
+
+StepFunction = Callable[[TrainState, Sequence[Batch], Sequence[int]], DeviceStepRecord]
+"""Takes a step, as train_step does."""
+
+
 def train_step(
-    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int] | None = None
+    state: TrainState,
+    micros: Sequence[Batch],
+    sizes: Sequence[int] | None = None,
+    gradients: GradientFunction = compute_gradients,
 ) -> DeviceStepRecord:
     """Train on the micro-batches of one step; gradients add up to those of one large batch.
 
@@ -104,13 +144,15 @@ def train_step(
         state: changed in place.
         micros: this process's part of each.
         sizes: their examples in all processes; None where there is one.
+        gradients: computes the gradients of the step; of an optimizer that takes a closure they
+            are computed by compute_gradients in any case.
     """
     state.step += 1
     sizes = sizes or [examples_in(micro) for micro in micros]
     if state.takes_closure:
         values = _closure_step(state, micros, sizes)
     else:
-        values = _plain_step(state, micros, sizes)
+        values = _plain_step(state, micros, sizes, gradients)
     measured = measure_step(state)  # before the gradients are dropped
     if values.terms:
         measured = {**measured, **recorded_terms(values.terms)}
@@ -145,18 +187,16 @@ class _StepValues(NamedTuple):
     terms: Mapping[str, Tensor] = NO_TERMS
 
 
-class _Mean(NamedTuple):
-    """The mean loss of a step over its labels, and those of the task's further values; detached."""
-
-    loss: Tensor
-    terms: Mapping[str, Tensor]
-
-
-def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _StepValues:
+def _plain_step(
+    state: TrainState,
+    micros: Sequence[Batch],
+    sizes: Sequence[int],
+    gradients: GradientFunction,
+) -> _StepValues:
     """Take a step of optimizers that use gradients alone."""
     strategy = state.strategy
     scale = state.scale.value  # in force in this step; the update at its end may change it
-    mean = _backward(state, micros, sizes)
+    mean = gradients(state, micros, sizes)
     grads = [strategy.local_shards(_gradients(scheduled)) for scheduled in state.optimizers]
     # Unscaled first, in place: the norms that are clipped and recorded are the gradients' own. A
     # flag per optimizer, and over all processes, which must skip a step together.
@@ -176,28 +216,6 @@ def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
     return _StepValues(lr, mean.loss, norms, scale, found_inf, rates, mean.terms)
 
 
-def _backward(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Mean:
-    """Accumulate the gradients of the mean over all labels and return that mean, detached.
-
-    With several processes each returns a number of its own; their average is the mean.
-    """
-    # One micro-batch in one process needs no weights: its loss is the mean already. This common
-    # case skips the kernels that count labels.
-    if len(micros) == state.strategy.place.world_size == 1:
-        loss, terms = _loss_and_terms(state, *micros[0])
-        note_names(state, terms)
-        backpropagate(state, state.scale.multiply(loss))
-        total = _Mean(loss.detach(), terms)
-    else:
-        total = _accumulate(state, micros, sizes)
-    coalesce_gradients(state.sparse_gradient_parameters)
-    # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
-    for p in state.complex_parameters:
-        if p.grad is not None:
-            p.grad = p.grad.resolve_conj()
-    return total
-
-
 class _Weights(NamedTuple):
     """How the micro-batches of a step are weighed.
 
@@ -211,7 +229,7 @@ class _Weights(NamedTuple):
     no_label_counts: Tensor | None
 
 
-def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Mean:
+def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> StepMean:
     weighing = _weights(state, micros, sizes)
     losses: list[Tensor] = []
     weights: list[Tensor] = []
@@ -234,9 +252,9 @@ def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
     total = (torch.stack(losses) * stacked).masked_fill(stacked == 0, 0).sum()
     means = weighted_terms(parts, stacked, weighing.no_label_counts)
     if weighing.no_label_counts is None:
-        return _Mean(total, means)
+        return StepMean(total, means)
     # A step without any label has no mean; a loss of 0 would look like a perfect model.
-    return _Mean(total.masked_fill(weighing.no_label_counts, nan), means)
+    return StepMean(total.masked_fill(weighing.no_label_counts, nan), means)
 
 
 def _weights(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Weights:
@@ -311,12 +329,12 @@ def _closure_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[in
     """Take a step of an optimizer that evaluates the loss itself; record its first evaluation."""
     scheduled = state.optimizers[0]
     lr = scheduled.lr
-    first: list[tuple[_Mean, Tensor]] = []
+    first: list[tuple[StepMean, Tensor]] = []
 
     def closure() -> Tensor:
         for p in scheduled.params:
             p.grad = None
-        mean = _backward(state, micros, sizes)
+        mean = compute_gradients(state, micros, sizes)
         # Later evaluations are at points of the line search, not at the weights of this step.
         if not first:
             first.append((mean, grad_norms(_gradients(scheduled))))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from runner.utils import accelerator, tpu
 
@@ -187,3 +188,43 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"].clone())
     if device.type in states:
         accelerator.set_device_rng_state(states[device.type].clone(), device)
+
+
+def saved_forward_state(model: nn.Module, device: torch.device) -> Callable[[], None]:
+    """Return a function that restores what a forward and a backward of a model change.
+
+    That is the random generators, and of each module its buffers, its mode and its attributes that
+    are numbers. Other attributes, for example lists, stay as they are. The function can be called
+    any number of times.
+
+    Args:
+        model: its weights are neither saved nor restored.
+        device: whose generator is saved, too.
+    """
+    drawn = rng_state(device)
+    # A forward may also put another tensor in the place of a buffer.
+    modules = [(module, dict(module._buffers), _numbers(module)) for module in model.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    def restore() -> None:
+        for module, buffers, numbers in modules:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            vars(module).update(numbers)
+        with torch.no_grad():
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        set_rng_state(drawn, device)
+
+    return restore
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """Return a module's mode and its attributes that are numbers, by name."""
+    numbers: dict[str, Any] = {"training": module.training}
+    for name, value in vars(module).items():
+        # No other flags: one may say that an object was made, which stays.
+        if type(value) in (int, float):
+            numbers[name] = value
+    return numbers

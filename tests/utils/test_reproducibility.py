@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from runner.utils.reproducibility import make_deterministic, process_state, seed_all
+from runner.utils.reproducibility import (
+    make_deterministic,
+    process_state,
+    saved_forward_state,
+    seed_all,
+)
 
 
 def everything():
@@ -123,3 +128,32 @@ def test_tf32_is_as_asked_after_a_program_has_set_either_family_of_switches(
     matmul, _, *of_cudnn = done.stdout.split()
     assert matmul == cudnn
     assert {*of_cudnn} == {cudnn}
+
+
+class Counts(torch.nn.Module):
+    """Changes a number, a buffer in place, and puts another buffer in the place of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.total += x
+        self.last = x + torch.rand(())
+        return self.last
+
+
+def test_what_a_forward_changes_is_restored_any_number_of_times():
+    model = torch.nn.Sequential(Counts(), torch.nn.Dropout(0.5))
+    restore = saved_forward_state(model, torch.device("cpu"))
+    outputs = set()
+    for _ in range(3):
+        outputs.add(float(model(torch.ones(()))))
+        model.eval()
+        restore()
+        assert (model[0].calls, float(model[0].total), float(model[0].last)) == (0, 0, 0)
+        assert model.training
+    assert len(outputs) == 1

@@ -59,7 +59,9 @@ def failing(quick, monkeypatch):
 
 
 def test_a_step(failing, tmp_path):
-    done = failing("runner.training.step._backward", "train.batch_size=15", "train.accumulate=2")
+    done = failing(
+        "runner.training.step.backpropagate", "train.batch_size=15", "train.accumulate=2"
+    )
     assert done.rc == 1
     lines = [line.removeprefix("error: ") for line in done.stderr.splitlines()]
     assert lines[0].startswith("Out of memory in step 1 on ")
@@ -80,13 +82,13 @@ def test_a_step(failing, tmp_path):
 
 def test_a_model_of_blocks_may_compute_them_twice(failing, main):
     typed = ("model=vit", "model.layers=2", "train.batch_size=2", "optimizer=sgd", "tracking=none")
-    done = failing("runner.training.step._backward", *typed, run=main)
+    done = failing("runner.training.step.backpropagate", *typed, run=main)
     assert done.stderr.endswith(
         "To need less, type train.batch_size=1 train.accumulate=2, or "
         "train.activation_checkpointing=true, or precision=bf16-true.\n"
     )
     typed = (*typed, "train.activation_checkpointing=true")
-    done = failing("runner.training.step._backward", *typed, run=main)
+    done = failing("runner.training.step.backpropagate", *typed, run=main)
     assert done.rc == 1
     assert "activation_checkpointing" not in done.stderr
 
