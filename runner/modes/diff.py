@@ -76,7 +76,8 @@ def diff(run: RunContext) -> RunOutcome:
         for step in comparison.compared_steps():
             steps.append(step)
             run.tracker.log_metrics([(step.step, now_ms(), metrics(step))])
-    report = DivergenceReport(run.precision.name, reference.label, steps)
+    name = f"{run.precision.name} {reference.own}".rstrip()
+    report = DivergenceReport(name, reference.label, steps)
     _report(run, report, comparison.dumps)
     chosen = report.chosen
     summary = {

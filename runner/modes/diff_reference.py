@@ -29,11 +29,13 @@ class DiffReference:
         label: for messages and pages.
         spec: of the reference execution.
         dump: file of a dump that takes its place; None computes the reference here.
+        own: the compared execution's values of the keys that differ, as overrides.
     """
 
     label: str
     spec: RunSpec
     dump: Path | None = None
+    own: str = ""
 
 
 def resolve_reference(spec: RunSpec) -> DiffReference:
@@ -54,7 +56,8 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
             return DiffReference(text, spec, path)
         return DiffReference(text, replace(spec, init=replace(spec.init, weights=text)))
     if "=" in text:
-        return DiffReference(text, _with_overrides(spec, text.split(",")))
+        words = text.split(",")
+        return DiffReference(text, _with_overrides(spec, words), own=_own_values(spec, words))
     names = [*registry.precision_names(), *ACCELERATORS]
     near = get_close_matches(text, names, n=3, cutoff=0.4)
     hint = f" Nearest: {', '.join(near)}." if near else ""
@@ -88,6 +91,13 @@ def _with_overrides(spec: RunSpec, words: list[str]) -> RunSpec:
             )
         spec = _with_value(spec, word, key)
     return spec
+
+
+def _own_values(spec: RunSpec, words: list[str]) -> str:
+    """Return the spec's own values of the keys that other words set, as overrides."""
+    config = OmegaConf.create(to_dict(spec))
+    keys = [word.partition("=")[0] for word in words]
+    return " ".join(f"{key}={OmegaConf.select(config, key)}" for key in keys if key != "precision")
 
 
 def _with_value(spec: RunSpec, word: str, key: str) -> RunSpec:

@@ -57,6 +57,8 @@ class BatchComparison:
         gradient_error: relative error of all parameters' gradients together, in a free execution.
         outputs: what the model returned in each; None where it is no floating tensor.
         scale: loss scale of the other execution.
+        is_exact: whether both computed the same bits when they ran freely.
+        same_format: whether both compute in the same precision.
     """
 
     rows: list[ModuleErrors]
@@ -65,6 +67,8 @@ class BatchComparison:
     gradient_error: float
     outputs: tuple[Tensor, Tensor] | None
     scale: float
+    is_exact: bool
+    same_format: bool
 
 
 class _Pass(NamedTuple):
@@ -172,7 +176,16 @@ def compare_batch(
         _joined_error(free.parameters),
         _logits(reference, outputs),
         execution.scale,
+        not any(error.error or error.nonfinite for error in _free_errors(free)),
+        reference_execution.precision.name == execution.precision.name,
     )
+
+
+def _free_errors(free: FreeRun) -> Iterator[TensorError]:
+    """Yield all errors of an execution that ran freely."""
+    yield from free.arrival.forward.values()
+    yield from free.arrival.backward.values()
+    yield from free.parameters.values()
 
 
 def _with_operation(

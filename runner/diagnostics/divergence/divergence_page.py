@@ -76,7 +76,10 @@ class DivergenceReport:
     @property
     def sentence(self) -> str:
         """Return the sentence that says what was found."""
-        text = describe_divergence(self.chosen.batch.rows, self.name, self.against)
+        batch = self.chosen.batch
+        text = describe_divergence(
+            batch.rows, self.name, self.against, batch.is_exact, batch.same_format
+        )
         if len(self.steps) == 1:
             return text
         if self.divergence is None:
@@ -216,7 +219,7 @@ _EXPLANATIONS = (
     (
         "times",
         "added divided by explained; a layer parts above 2, other code, which may round several "
-        "times, above 8",
+        "times, above 5",
     ),
 )
 

@@ -13,9 +13,10 @@ from runner.diagnostics.divergence.tensor_error import TensorError
 LARGEST_EXPLAINED = 2.0
 """Error that rounding explains, as a multiple of the expected error, of a layer of torch.nn or a
 converted one: operands and result are rounded once, as the expected error has it."""
-LARGEST_EXPLAINED_OF_CODE = 8.0
+LARGEST_EXPLAINED_OF_CODE = 5.0
 """The same for any other code, which may round several times on its way."""
 _FEW_ELEMENTS = 32
+_PASSED = "input of "
 MIN_FLUSHED_SHARE = 0.01
 """Share of a tensor's elements that must become zero before that is named as the cause."""
 
@@ -189,7 +190,7 @@ def _forward_errors(
             network.roundoffs.tensors.get(boundary, 0.0),
             network.widths[owner],
         )
-        name = "output" if boundary.module == owner else f"input of {boundary.module}"
+        name = "output" if boundary.module == owner else f"{_PASSED}{boundary.module}"
         dtype = network.dtypes.get(boundary, "")
         limit = network.limit(owner)
         yield owner, AddedError(name, found, expected, dtype, positions[boundary], limit)
@@ -278,23 +279,35 @@ def first_divergence(rows: Sequence[ModuleErrors]) -> Divergence | None:
     return max(backward, key=lambda found: found.added.position, default=None)
 
 
-def describe_divergence(rows: Sequence[ModuleErrors], name: str, against: str) -> str:
+def describe_divergence(
+    rows: Sequence[ModuleErrors],
+    name: str,
+    against: str,
+    is_exact: bool = False,
+    same_format: bool = False,
+) -> str:
     """Return the sentence that a report begins with.
 
     Args:
         rows: of module_errors.
         name: label of the execution.
         against: label of the reference.
+        is_exact: whether both computed the same bits when they ran freely.
+        same_format: whether both compute in the same precision, so that each bit should agree.
     """
     first = first_divergence(rows)
+    if is_exact:
+        return f"{name} and {against} agree in every bit."
     if first is None:
-        return _agreement(rows, name, against)
+        return _agreement(rows, name, against, same_format)
     where = "the loss" if first.row.module == LOSS else f"`{first.row.module}`"
+    what = "what comes in"
     if first.is_backward:
         where = f"the backward of {where}"
+        what = "the gradient that comes in"
     return (
         f"{name} parts from {against} in {where}: {describe_cause(first.added)}; "
-        f"what comes in {_arrival(first.arrived)}."
+        f"{what} {_arrival(first.arrived)}."
     )
 
 
@@ -308,6 +321,8 @@ def describe_cause(added: AddedError) -> str:
     tensor = f"its {added.tensor}"
     if added.tensor.startswith("gradient"):
         tensor = f"the {added.tensor}"
+    if added.tensor.startswith(_PASSED):
+        tensor = f"what it passes to `{added.tensor.removeprefix(_PASSED)}`"
     if found.nonfinite:
         share = format_share(found.share(found.nonfinite))
         kind = f"overflows {added.dtype}" if added.dtype else "overflows"
@@ -323,18 +338,41 @@ def _place(added: AddedError) -> str:
     return f", first in its {added.operation}()" if added.operation else ""
 
 
-def _agreement(rows: Sequence[ModuleErrors], name: str, against: str) -> str:
-    """Return the sentence of two executions that differ by rounding, or not at all."""
+def _agreement(rows: Sequence[ModuleErrors], name: str, against: str, same_format: bool) -> str:
+    """Return the sentence of two executions that differ by no more than rounding."""
     forward = [(row.added, row.module) for row in rows if row.added]
-    free = [max(row.arrived, row.gradient_arrived) for row in rows]
-    if not any(free) and not any(added.found.error for added, _ in forward):
-        return f"{name} and {against} agree in every bit."
+    different = [pair for pair in forward if pair[0].found.error]
+    if same_format:
+        added, module = _first_different(rows, different)
+        return (
+            f"{name} and {against} compute in the same format and differ, first in {module}: "
+            f"{describe_size(added)}, which rounding can explain."
+        )
     largest, module = max(forward, key=lambda pair: pair[0].found.relative)
     return (
         f"{name} and {against} differ by rounding alone: no module adds more than rounding "
         f"explains; the most in the forward is {format_relative(largest.found.relative)}, in "
         f"`{module}`."
     )
+
+
+def _first_different(
+    rows: Sequence[ModuleErrors], different: Sequence[tuple[AddedError, str]]
+) -> tuple[AddedError, str]:
+    """Return the first error that is not zero, and where: in the forward, else in the backward."""
+    if different:
+        added, module = min(different, key=lambda pair: pair[0].position)
+        return added, f"`{module}`"
+    backward = [(row.gradient_added, row.module) for row in rows if row.gradient_added]
+    added, module = max(backward, key=lambda pair: pair[0].ratio)
+    return added, f"the backward of `{module}`"
+
+
+def describe_size(added: AddedError) -> str:
+    """Return how large an error is, in words."""
+    found = added.found
+    share = format_share(found.share(found.different))
+    return f"{format_relative(found.relative)} in norm, {share} of the elements"
 
 
 def format_relative(value: float) -> str:

@@ -98,13 +98,11 @@ class _OwnCode:
 
     Attributes:
         computed: tensors that it computed, each with the reference's gradient of it.
-        taken: tensors that were put in for it.
-        leaves: by boundary, what these are copies of, whose gradients it computes.
+        leaves: by boundary, what was put in for it as a copy, whose gradient it computes.
     """
 
     def __init__(self) -> None:
         self.computed: list[tuple[Tensor, Tensor]] = []
-        self.taken: list[Tensor] = []
         self.leaves: dict[Boundary, Tensor] = {}
 
 
@@ -166,10 +164,9 @@ class Substitution:
         computes, takes = caller, self._running[-1]
         if boundary.side == "out":
             computes, takes = takes, computes
-        # A module that passes on what it takes computes nothing.
-        if not any(tensor is taken for taken in computes.taken):
-            counts = self._perturber is None
-            _add_error(self.forward, boundary, tensor, wanted, counts=counts)
+        # Also of what is only passed on: the reference's code may have changed it on its way.
+        counts = self._perturber is None
+        _add_error(self.forward, boundary, tensor, wanted, counts=counts)
         gradient = self._reference.gradients.get(boundary)
         if tensor.requires_grad and gradient is not None:
             if self._perturber is not None:
@@ -185,9 +182,7 @@ class Substitution:
             takes.leaves[boundary] = leaf
             put_in = leaf
         # A copy: the module may write into what it takes.
-        put_in = put_in.clone()
-        takes.taken.append(put_in)
-        return put_in
+        return put_in.clone()
 
     def end_call(self, module: str, call: int) -> None:
         """Compute the call's gradients from the reference's gradients of what it computed."""

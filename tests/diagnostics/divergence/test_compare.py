@@ -56,7 +56,7 @@ def test_rounding_alone_is_no_divergence(kind, precision):
     changes = {"emulate": True} if precision in EMULATED else {}
     found, _ = compare(kind, precision, **changes)
     assert first_divergence(found.rows) is None
-    sentence = describe_divergence(found.rows, precision, "32-true")
+    sentence = describe_divergence(found.rows, precision, "32-true", found.is_exact)
     assert ("agree in every bit" in sentence) == (precision == "32-true")
 
 
