@@ -59,6 +59,7 @@ class BatchComparison:
         scale: loss scale of the other execution.
         is_exact: whether both computed the same bits when they ran freely.
         same_format: whether both compute in the same precision.
+        uneven_calls: modules that one execution calls more often than the other.
     """
 
     rows: list[ModuleErrors]
@@ -69,6 +70,7 @@ class BatchComparison:
     scale: float
     is_exact: bool
     same_format: bool
+    uneven_calls: list[str]
 
 
 class _Pass(NamedTuple):
@@ -178,7 +180,15 @@ def compare_batch(
         execution.scale,
         not any(error.error or error.nonfinite for error in _free_errors(free)),
         reference_execution.precision.name == execution.precision.name,
+        _other_calls(reference, free.arrival),
     )
+
+
+def _other_calls(reference: Reference, arrival: Arrival) -> list[str]:
+    """Return the modules that one execution calls more often than the other, in order."""
+    calls = dict.fromkeys([*reference.generators, *arrival.calls])
+    other = reference.generators.keys() ^ arrival.calls
+    return [*dict.fromkeys(module for module, call in calls if (module, call) in other)]
 
 
 def _free_errors(free: FreeRun) -> Iterator[TensorError]:

@@ -80,6 +80,9 @@ class DivergenceReport:
         text = describe_divergence(
             batch.rows, self.name, self.against, batch.is_exact, batch.same_format
         )
+        if batch.uneven_calls:
+            names = ", ".join(f"`{name}`" for name in batch.uneven_calls[:4])
+            text += f" Not called equally often by both: {names}."
         if len(self.steps) == 1:
             return text
         if self.divergence is None:

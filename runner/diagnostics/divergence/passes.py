@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from runner.diagnostics.divergence.boundaries import BATCH, ROOT, Boundary
 from runner.diagnostics.divergence.expected_error import Perturber
 from runner.diagnostics.divergence.reference import (
+    Call,
     Reference,
     generator_states,
     set_generator_states,
@@ -44,6 +45,7 @@ class Arrival:
         forward: errors of the tensors by boundary.
         backward: errors of their gradients by boundary.
         dtypes: dtypes of the tensors by boundary.
+        calls: that the execution made.
         outputs: what the model returned, by boundary.
     """
 
@@ -51,6 +53,7 @@ class Arrival:
         self.forward: Errors = {}
         self.backward: Errors = {}
         self.dtypes: dict[Boundary, torch.dtype] = {}
+        self.calls: set[Call] = set()
         self.outputs: dict[Boundary, Tensor] = {}
         self._reference = reference
         self._scale = scale
@@ -58,7 +61,8 @@ class Arrival:
         self._first: dict[object, Boundary] = {}
 
     def begin_call(self, module: str, call: int) -> None:
-        """Do nothing: the execution draws its own random numbers."""
+        """Note the call; the execution draws its own random numbers."""
+        self.calls.add((module, call))
 
     def end_call(self, module: str, call: int) -> None:
         """Do nothing: the gradients come in one backward, after the forward."""
