@@ -37,6 +37,7 @@ from runner.diagnostics.divergence.dump import (
     write_dump,
 )
 from runner.diagnostics.divergence.log_probabilities import log_probability_error
+from runner.diagnostics.divergence.reference import generator_states
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.diff_reference import DiffReference, resolve_reference
@@ -90,11 +91,13 @@ def diff(run: RunContext) -> RunOutcome:
 
 
 def _reference(run: RunContext) -> DiffReference:
-    """Return what the run is compared with; nothing, where it only writes a dump.
+    """Return what the run is compared with; itself, where it only writes a dump.
 
     Raises:
         ConfigError: `against` names nothing that can be compared with.
     """
+    if run.spec.train.activation_checkpointing:
+        run.say("mode=diff keeps all activations: train.activation_checkpointing changes no number")
     spec = replace(run.spec, train=_comparable_train(run.spec))
     if spec.against is None:
         return DiffReference(run.precision.name, spec)
@@ -153,13 +156,11 @@ class _Comparison:
             with state.precision.session(state.plain_model, state.device):
                 state.model.train()
                 train_step(state, micros, sizes)
-            if self._run.stop_requested():
-                self._run.signals.check()
 
     def _compare(self, state: TrainState, step: int, batch: Batch) -> StepComparison:
         """Compare the executions on a batch, with the reference's weights of this moment."""
         run = self._run
-        generators = [torch.get_rng_state()]
+        generators = generator_states(state.device)
         ours = _execution(self._reference.label, state)
         batches = (_on(batch, state.device), _on(batch, run.device))
         if run.spec.diff.dump:

@@ -17,8 +17,11 @@ from runner.precision import registry
 from runner.utils.errors import ConfigError
 
 ACCELERATORS = ("cpu", "cuda", "mps", "tpu")
-_FIXED_GROUPS = ("model", "data", "task", "tracking", "strategy", "optimizer", "scheduler")
-"""Groups whose option is the same in both executions; single keys of them may differ."""
+_COMPARED_KEYS = (
+    *("precision.", "model.", "adapter.", "accelerator.", "init.", "seed"),
+    *("train.compile", "train.channels_last", "train.freeze"),
+)
+"""How the keys begin in which two executions may differ. Both have the same batches and loss."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
         path = Path(text)
         if is_dump(path):
             return DiffReference(text, spec, path)
+        if max(spec.diff.steps) > 1:
+            steps = str(spec.diff.steps).replace(" ", "")
+            raise ConfigError(
+                f"against={text} compares other weights, and in the later steps of diff.steps="
+                f"{steps} both executions have the reference's. Type diff.steps=[1], or "
+                f"init.weights={text} against=<a precision>."
+            )
         return DiffReference(text, replace(spec, init=replace(spec.init, weights=text)))
     if "=" in text:
         words = text.split(",")
@@ -84,11 +94,6 @@ def _with_overrides(spec: RunSpec, words: list[str]) -> RunSpec:
         if key == "precision":
             spec = resolve_reference(replace(spec, against=value)).spec
             continue
-        if key in _FIXED_GROUPS:
-            raise ConfigError(
-                f"against={word}: both executions have the same {key}. Allowed: precision=<name>, "
-                f"single keys such as {key}.<key>=<value>, train.compile=regional."
-            )
         spec = _with_value(spec, word, key)
     return spec
 
@@ -107,6 +112,11 @@ def _with_value(spec: RunSpec, word: str, key: str) -> RunSpec:
         known = _keys(to_dict(spec))
         near = ", ".join(get_close_matches(key, known, n=3, cutoff=0.4)) or "see --help"
         raise ConfigError(f"against={word}: there is no key {key}. Nearest: {near}.")
+    if not key.startswith(_COMPARED_KEYS):
+        raise ConfigError(
+            f"against={word}: both executions have the same {key}. Allowed: precision=<name>, and "
+            f"keys that begin with {', '.join(_COMPARED_KEYS)}."
+        )
     try:
         config.merge_with(OmegaConf.from_dotlist([word]))
         return resolve_spec(config)

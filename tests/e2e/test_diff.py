@@ -107,7 +107,9 @@ REFUSED = {
     "no step": (("against=32-true", "diff.steps=[0]"), "names no steps"),
     "one program": (("against=32-true", "train.compile=true"), "train.compile=regional"),
     "another mode": (("mode=train", "against=32-true"), "needs mode=diff"),
-    "a value that does not fit": (("against=train.batch_size=many",), "does not fit"),
+    "a value that does not fit": (("against=seed=many",), "does not fit"),
+    "a key without effect": (("against=train.batch_size=2",), "have the same train.batch_size"),
+    "weights in later steps": (("against=.", "diff.steps=[1,2]"), "Type diff.steps=[1]"),
 }
 
 

@@ -42,9 +42,6 @@ from runner.precision.conversion import is_converted
 from runner.training.step import backpropagate, loss_of
 from runner.utils.tensors import dtype_name
 
-MAX_SCALE_TRIES = 32
-"""How often a loss scale is halved until no gradient overflows."""
-
 
 @dataclass(frozen=True)
 class BatchComparison:
@@ -116,13 +113,11 @@ class FreeRun(NamedTuple):
     """An execution without substitution.
 
     Attributes:
-        execution: at a loss scale at which no gradient overflows.
         arrival: errors of what crosses the boundaries.
         loss: of the batch.
         parameters: errors of the parameters' gradients.
     """
 
-    execution: Execution
     arrival: Arrival
     loss: float
     parameters: dict[str, TensorError]
@@ -147,9 +142,10 @@ def compare_batch(
     names = comparable_modules(execution.state.plain_model)
     names &= comparable_modules(reference_execution.state.plain_model)
     first, second = (_Pass(batch, generators, names) for batch in batches)
+    execution = _with_settled_scale(execution, batches[1], generators)
+    reference_execution = _with_settled_scale(reference_execution, batches[0], generators)
     reference = recorded or record_reference(reference_execution, batches[0], generators, names)
     free = _run_freely(execution, reference, second)
-    execution = free.execution
     roundoffs = find_roundoffs(reference_execution, execution, reference, free.arrival.dtypes)
     added = Substitution(reference, execution)
     parameters_added = _substitute(execution, added, reference, second)
@@ -222,22 +218,31 @@ def _with_operation(
     return [replace(row, added=added) if row.module == module else row for row in rows]
 
 
-def _run_freely(execution: Execution, reference: Reference, settings: _Pass) -> FreeRun:
-    """Run a batch without substitution, at a loss scale at which no gradient overflows."""
+def _with_settled_scale(execution: Execution, batch: Batch, generators: list[Tensor]) -> Execution:
+    """Return the execution at a loss scale at which no gradient overflows, as a run's loss scale
+    is after its first steps; at its own, where none is found."""
     model = execution.state.plain_model
-    for tries_left in reversed(range(MAX_SCALE_TRIES)):
-        arrival = Arrival(reference, execution.scale)
-        with _context(execution, settings.generators):
-            with visited_modules(model, settings.names, arrival) as calls:
-                loss = calls.cross_loss(loss_of(execution.state, *settings.batch))
-            backpropagate(execution.state, loss * execution.scale)
-            parameters = parameter_errors(model, reference, execution.scale)
-        overflows = any(error.nonfinite for error in parameters.values())
-        if execution.scale == 1.0 or not overflows or not tries_left:
-            return FreeRun(execution, arrival, loss.item(), parameters)
-        # As a run's loss scale does in its first steps.
-        execution = replace(execution, scale=execution.scale / 2)
-    raise AssertionError("the last try returns")
+    settled = execution
+    while settled.scale > 1.0:
+        with _context(settled, generators):
+            backpropagate(settled.state, loss_of(settled.state, *batch) * settled.scale)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            if all(gradient.isfinite().all() for gradient in gradients):
+                return settled
+        settled = replace(settled, scale=settled.scale / 2)
+    return execution
+
+
+def _run_freely(execution: Execution, reference: Reference, settings: _Pass) -> FreeRun:
+    """Run a batch without substitution."""
+    model = execution.state.plain_model
+    arrival = Arrival(reference, execution.scale)
+    with _context(execution, settings.generators):
+        with visited_modules(model, settings.names, arrival) as calls:
+            loss = calls.cross_loss(loss_of(execution.state, *settings.batch))
+        backpropagate(execution.state, loss * execution.scale)
+        parameters = parameter_errors(model, reference, execution.scale)
+    return FreeRun(arrival, loss.item(), parameters)
 
 
 def _substitute(

@@ -68,7 +68,9 @@ class AddedError:
     @property
     def is_unexplained(self) -> bool:
         """Return whether rounding does not explain the error."""
-        return self.found.nonfinite > 0 or self.ratio > self.largest_ratio
+        if self.found.other_shape or self.found.nonfinite:
+            return True
+        return self.ratio > self.largest_ratio
 
 
 @dataclass(frozen=True)
@@ -323,10 +325,12 @@ def describe_cause(added: AddedError) -> str:
         tensor = f"the {added.tensor}"
     if added.tensor.startswith(_PASSED):
         tensor = f"what it passes to `{added.tensor.removeprefix(_PASSED)}`"
+    if found.other_shape:
+        return f"{tensor} has another shape"
     if found.nonfinite:
         share = format_share(found.share(found.nonfinite))
-        kind = f"overflows {added.dtype}" if added.dtype else "overflows"
-        return f"{tensor} {kind} in {share} of the elements{_place(added)}"
+        dtype = f" of {added.dtype}" if added.dtype else ""
+        return f"{tensor} is not finite in {share} of the elements{dtype}{_place(added)}"
     times = f"{added.ratio:,.0f} times" if math.isfinite(added.ratio) else "more than"
     text = f"{tensor} is off by {format_relative(found.relative)}, {times} what rounding explains"
     if found.share(found.flushed) >= MIN_FLUSHED_SHARE:

@@ -33,8 +33,8 @@ def _add_error(
     scale: float = 1.0,
     counts: bool = True,
 ) -> None:
-    """Measure a tensor's error; one of another shape than its reference is left out."""
-    if tensor.shape == wanted.shape and tensor.numel():
+    """Measure a tensor's error; one without elements has none."""
+    if tensor.numel() or wanted.numel():
         errors[boundary] = measure_error(tensor, wanted, scale, counts)
 
 
@@ -57,7 +57,7 @@ class Arrival:
         self.outputs: dict[Boundary, Tensor] = {}
         self._reference = reference
         self._scale = scale
-        # By a reference's memory, the first boundary that it crossed.
+        # By the memory of both tensors, the first boundary that they crossed.
         self._first: dict[object, Boundary] = {}
 
     def begin_call(self, module: str, call: int) -> None:
@@ -84,7 +84,8 @@ class Arrival:
 
     def _add_forward_error(self, boundary: Boundary, tensor: Tensor, wanted: Tensor) -> None:
         """Measure a tensor's error, once where modules pass it on."""
-        memory = (wanted.data_ptr(), wanted.shape, wanted.stride())
+        # In both executions: what one of them passes on, the other may have changed.
+        memory = (wanted.data_ptr(), wanted.shape, tensor.data_ptr(), tensor._version)
         first = self._first.setdefault(memory, boundary)
         if first == boundary or first not in self.forward:
             _add_error(self.forward, boundary, tensor, wanted)
@@ -155,7 +156,10 @@ class Substitution:
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Compare a tensor with the reference's, and return the reference's."""
         wanted = self._reference.values.get(boundary)
-        if wanted is None or wanted.shape != tensor.shape:
+        if wanted is None:
+            return tensor
+        if wanted.shape != tensor.shape:
+            _add_error(self.forward, boundary, tensor, wanted)
             return tensor
         self._visits = True
         try:
@@ -210,8 +214,10 @@ class Substitution:
             set_generator_states(drawn, device)
         for boundary, leaf in code.leaves.items():
             wanted = self._reference.gradients.get(boundary)
-            if wanted is not None and leaf.grad is not None:
-                _add_error(self.backward, boundary, leaf.grad, wanted, self._execution.scale)
+            if wanted is not None:
+                # A module that cuts the gradient off computes one of zero.
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                _add_error(self.backward, boundary, gradient, wanted, self._execution.scale)
 
 
 def parameter_errors(
@@ -222,6 +228,8 @@ def parameter_errors(
     for name, parameter in model.named_parameters():
         wanted = reference.parameter_gradients.get(name)
         gradient = parameter.grad
-        if wanted is not None and gradient is not None and gradient.shape == wanted.shape:
+        if gradient is None and parameter.requires_grad:
+            gradient = torch.zeros_like(parameter)  # the model does not use it, or cuts it off
+        if wanted is not None and gradient is not None:
             errors[name] = measure_error(gradient, wanted, scale)
     return errors

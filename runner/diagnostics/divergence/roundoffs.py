@@ -34,7 +34,7 @@ class Execution:
 
     Attributes:
         label: for messages and pages.
-        state: model, precision, task and device; it has no optimizers.
+        state: model, precision, task and device.
         scale: loss scale.
     """
 

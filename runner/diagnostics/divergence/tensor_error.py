@@ -18,6 +18,7 @@ class TensorError(NamedTuple):
         different: elements that differ from the reference; where the dtypes differ, all if any
             does.
         elements: of the tensor.
+        other_shape: whether the tensor has another shape; nothing else was measured then.
     """
 
     error: float
@@ -26,6 +27,7 @@ class TensorError(NamedTuple):
     flushed: int = 0
     different: int = 0
     elements: int = 0
+    other_shape: bool = False
 
     @property
     def relative(self) -> float:
@@ -52,10 +54,12 @@ def measure_error(
 
     Args:
         tensor: floating, any shape.
-        reference: of the same shape.
+        reference: what it is compared with.
         scale: what the tensor is divided by first, as a loss scale.
         counts: whether elements are counted that differ or become zero.
     """
+    if tensor.shape != reference.shape:
+        return TensorError(math.inf, 1.0, elements=tensor.numel(), other_shape=True)
     wide = torch.float64 if torch.float64 in (tensor.dtype, reference.dtype) else torch.float32
     found = tensor.detach().to(wide)
     if scale != 1.0:

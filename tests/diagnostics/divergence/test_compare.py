@@ -1,6 +1,7 @@
 """The first divergence is the planted bug, and rounding alone is no divergence."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,3 +141,55 @@ def test_units_of_an_error():
     assert added.dtype == "bfloat16"
     assert added.ulps == pytest.approx(added.found.relative * 128)
     assert added.found.sqnr_db == pytest.approx(-20 * math.log10(added.found.relative))
+
+
+def test_a_gradient_that_is_cut_off_is_one_of_zero():
+    reference, _ = execution("gpt", "32-true")
+    other, _ = execution("gpt", "32-true")
+    layer = other.state.plain_model.get_submodule("blocks.1.expand")
+    plain = layer.forward
+    layer.forward = lambda x: plain(x.detach())
+    _, batch, _ = parts("gpt")
+    found = compare_batch(reference, other, (batch, batch), [torch.get_rng_state()])
+    first = first_divergence(found.rows)
+    assert (first.row.module, first.is_backward) == ("blocks.1.expand", True)
+    assert first.added.found.relative == pytest.approx(1)
+    assert not found.is_exact
+
+
+def test_another_shape_is_a_divergence():
+    reference, _ = execution("gpt", "32-true")
+    other, _ = execution("gpt", "32-true")
+    layer = other.state.plain_model.get_submodule("blocks.1.norm2")
+    plain = layer.forward
+    layer.forward = lambda x: plain(x)[:, :1]
+    _, batch, _ = parts("gpt")
+    found = compare_batch(reference, other, (batch, batch), [torch.get_rng_state()])
+    sentence = describe_divergence(found.rows, "one", "other")
+    assert sentence.startswith(
+        "one parts from other in `blocks.1.norm2`: its output has another shape"
+    )
+
+
+def test_what_one_execution_passes_on_and_the_other_changes_is_compared():
+    reference, _ = execution("gpt", "32-true")
+    other, _ = execution("gpt", "32-true")
+    model = other.state.plain_model
+    plain = model.forward
+    model.forward = lambda x: plain(x) * 1.5
+    _, batch, _ = parts("gpt")
+    found = compare_batch(reference, other, (batch, batch), [torch.get_rng_state()])
+    assert first_divergence(found.rows).row.module == "(model)"
+    assert found.output_error == pytest.approx(0.5)
+
+
+def test_a_loss_scale_that_overflows_is_settled_in_both_executions():
+    for against, precision in (("32-true", "16-mixed"), ("16-mixed", "32-true")):
+        made = []
+        for name in (against, precision):
+            one, _ = execution("gpt", name)
+            made.append(replace(one, scale=2.0**40) if name == "16-mixed" else one)
+        _, batch, _ = parts("gpt")
+        found = compare_batch(*made, (batch, batch), [torch.get_rng_state()])
+        assert first_divergence(found.rows) is None
+        assert 0 < found.gradient_error < 0.01
