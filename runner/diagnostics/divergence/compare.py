@@ -147,10 +147,11 @@ def compare_batch(
     reference = recorded or record_reference(reference_execution, batches[0], generators, names)
     free = _run_freely(execution, reference, second)
     roundoffs = find_roundoffs(reference_execution, execution, reference, free.arrival.dtypes)
-    added = Substitution(reference, execution)
+    copies = reference.writes_in_place or free.arrival.writes_in_place
+    added = Substitution(reference, execution, copies)
     parameters_added = _substitute(execution, added, reference, second)
     perturber = Perturber(roundoffs, reference, reference_execution.device)
-    expected = Substitution(reference, reference_execution, perturber)
+    expected = Substitution(reference, reference_execution, copies, perturber)
     with perturber.perturbed_parameters(reference_execution.state.plain_model):
         parameters_expected = _substitute(reference_execution, expected, reference, first)
     errors = MeasuredErrors(
@@ -208,7 +209,7 @@ def _with_operation(
     module = first.row.module
     traces = []
     for execution, one in zip(executions, settings, strict=True):
-        visitor = Substitution(reference, execution)
+        visitor = Substitution(reference, execution, copies=True)
         trace = OperationTrace(module, visitor)
         with trace:
             _substitute(execution, visitor, reference, one)

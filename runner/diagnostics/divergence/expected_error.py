@@ -70,10 +70,10 @@ class Perturber:
         self._pool: Tensor | None = None
         self._place = 0
 
-    def value(self, boundary: Boundary, tensor: Tensor) -> Tensor:
-        """Return a tensor as the module that takes it may round it."""
+    def roundoff(self, boundary: Boundary) -> float:
+        """Return the roundoff with which the module that takes a tensor may round it."""
         code = self._roundoffs.code.get(self._reference.users[boundary], 0.0)
-        return self.perturbed(tensor, max(code, self._roundoffs.tensors.get(boundary, 0.0)))
+        return max(code, self._roundoffs.tensors.get(boundary, 0.0))
 
     def gradient(self, boundary: Boundary, gradient: Tensor) -> Tensor:
         """Return a tensor's gradient as the module that computed the tensor may round it."""

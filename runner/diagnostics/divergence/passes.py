@@ -11,11 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from runner.diagnostics.divergence.boundaries import BATCH, ROOT, Boundary
+from runner.diagnostics.divergence.boundaries import BATCH, LOSS, ROOT, Boundary
 from runner.diagnostics.divergence.expected_error import Perturber
 from runner.diagnostics.divergence.reference import (
     Call,
+    GivenTensors,
     Reference,
+    Versions,
     generator_states,
     set_generator_states,
 )
@@ -25,17 +27,11 @@ from runner.diagnostics.divergence.tensor_error import TensorError, measure_erro
 Errors = dict[Boundary, TensorError]
 
 
-def _add_error(
-    errors: Errors,
-    boundary: Boundary,
-    tensor: Tensor,
-    wanted: Tensor,
-    scale: float = 1.0,
-    counts: bool = True,
-) -> None:
-    """Measure a tensor's error; one without elements has none."""
-    if tensor.numel() or wanted.numel():
-        errors[boundary] = measure_error(tensor, wanted, scale, counts)
+def _error(
+    reference: Reference, tensor: Tensor, wanted: Tensor, scale: float = 1.0, counts: bool = True
+) -> TensorError:
+    """Return the error of a tensor against one of the reference's own."""
+    return measure_error(tensor, wanted, scale, counts, reference.norm(wanted))
 
 
 class Arrival:
@@ -47,6 +43,7 @@ class Arrival:
         dtypes: dtypes of the tensors by boundary.
         calls: that the execution made.
         outputs: what the model returned, by boundary.
+        writes_in_place: whether the model wrote into what crosses boundaries.
     """
 
     def __init__(self, reference: Reference, scale: float) -> None:
@@ -55,17 +52,23 @@ class Arrival:
         self.dtypes: dict[Boundary, torch.dtype] = {}
         self.calls: set[Call] = set()
         self.outputs: dict[Boundary, Tensor] = {}
+        self.writes_in_place = False
         self._reference = reference
         self._scale = scale
-        # By the memory of both tensors, the first boundary that they crossed.
-        self._first: dict[object, Boundary] = {}
+        self._given = GivenTensors()
+        self._versions = Versions()
+        # The gradient that was compared last, kept so that its memory is not another's.
+        self._last: tuple[Boundary, Tensor] | None = None
 
     def begin_call(self, module: str, call: int) -> None:
         """Note the call; the execution draws its own random numbers."""
         self.calls.add((module, call))
 
     def end_call(self, module: str, call: int) -> None:
-        """Do nothing: the gradients come in one backward, after the forward."""
+        """Find at the end of the forward whether tensors were written into."""
+        if module == LOSS:
+            self.writes_in_place = self._versions.changed()
+            self._versions = Versions()
 
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Compare a tensor, and later its gradient; return a view that tells them apart."""
@@ -75,27 +78,32 @@ class Arrival:
         wanted = self._reference.values.get(boundary)
         if wanted is None:
             return tensor
-        self._add_forward_error(boundary, tensor, wanted)
-        if not tensor.requires_grad:
-            return tensor
-        view = tensor.view_as(tensor)
-        view.register_hook(partial(self._compare_gradient, boundary))
-        return view
-
-    def _add_forward_error(self, boundary: Boundary, tensor: Tensor, wanted: Tensor) -> None:
-        """Measure a tensor's error, once where modules pass it on."""
-        # In both executions: what one of them passes on, the other may have changed.
-        memory = (wanted.data_ptr(), wanted.shape, tensor.data_ptr(), tensor._version)
-        first = self._first.setdefault(memory, boundary)
-        if first == boundary or first not in self.forward:
-            _add_error(self.forward, boundary, tensor, wanted)
+        source = self._given.source(tensor)
+        # What one execution passes on, the other may have changed.
+        if source is not None and self._reference.values.get(source) is wanted:
+            self.forward[boundary] = self.forward[source]
         else:
-            self.forward[boundary] = self.forward[first]
+            self.forward[boundary] = _error(self._reference, tensor, wanted)
+        given = tensor
+        if tensor.requires_grad:
+            given = tensor.view_as(tensor)
+            given.register_hook(partial(self._compare_gradient, boundary))
+        self._given.add(boundary, given)
+        self._versions.add(given)
+        return given
 
     def _compare_gradient(self, boundary: Boundary, gradient: Tensor) -> None:
         wanted = self._reference.gradients.get(boundary)
-        if wanted is not None:
-            _add_error(self.backward, boundary, gradient, wanted, self._scale)
+        if wanted is None:
+            return
+        if self._last is not None:
+            source, last = self._last
+            is_same = last.data_ptr() == gradient.data_ptr() and last.shape == gradient.shape
+            if is_same and self._reference.gradients[source] is wanted:
+                self.backward[boundary] = self.backward[source]
+                return
+        self.backward[boundary] = _error(self._reference, gradient, wanted, self._scale)
+        self._last = (boundary, gradient)
 
 
 class _OwnCode:
@@ -120,6 +128,7 @@ class Substitution:
     Args:
         reference: whose tensors are put in.
         execution: whose model computes; its loss scale multiplies gradients on their way in.
+        copies: whether modules get copies, as a model with operations in place needs.
         perturber: changes the tensors and gradients that are put in; None leaves them.
 
     Attributes:
@@ -128,13 +137,19 @@ class Substitution:
     """
 
     def __init__(
-        self, reference: Reference, execution: Execution, perturber: Perturber | None = None
+        self,
+        reference: Reference,
+        execution: Execution,
+        copies: bool,
+        perturber: Perturber | None = None,
     ) -> None:
         self.forward: Errors = {}
         self.backward: Errors = {}
         self._reference = reference
         self._execution = execution
+        self._copies = copies
         self._perturber = perturber
+        self._given = GivenTensors()
         # Of the calls that run, the innermost last; the first is the code around the model.
         self._running = [_OwnCode()]
         self._names = [BATCH]
@@ -158,9 +173,6 @@ class Substitution:
         wanted = self._reference.values.get(boundary)
         if wanted is None:
             return tensor
-        if wanted.shape != tensor.shape:
-            _add_error(self.forward, boundary, tensor, wanted)
-            return tensor
         self._visits = True
         try:
             return self._substitute(boundary, tensor, wanted)
@@ -172,25 +184,50 @@ class Substitution:
         computes, takes = caller, self._running[-1]
         if boundary.side == "out":
             computes, takes = takes, computes
-        # Also of what is only passed on: the reference's code may have changed it on its way.
-        counts = self._perturber is None
-        _add_error(self.forward, boundary, tensor, wanted, counts=counts)
+        source = self._given.source(tensor)
+        # What one execution passes on, the other may have changed.
+        if source is not None and self._reference.values.get(source) is not wanted:
+            source = None
+        self.forward[boundary] = self._forward_error(source, tensor, wanted)
+        if wanted.shape != tensor.shape:
+            return tensor
         gradient = self._reference.gradients.get(boundary)
         if tensor.requires_grad and gradient is not None:
-            if self._perturber is not None:
-                gradient = self._perturber.gradient(boundary, gradient)
-            scaled = (gradient * self._execution.scale).to(tensor.dtype)
-            computes.computed.append((tensor, scaled))
-        put_in = wanted
-        if self._perturber is not None:
-            put_in = self._perturber.value(boundary, wanted)
-        put_in = put_in.to(tensor.dtype)
+            computes.computed.append((tensor, self._put_in_gradient(boundary, gradient, tensor)))
+        put_in = self._put_in(boundary, source, tensor, wanted)
         if tensor.requires_grad:
-            leaf = put_in.detach().requires_grad_()
-            takes.leaves[boundary] = leaf
-            put_in = leaf
-        # A copy: the module may write into what it takes.
-        return put_in.clone()
+            takes.leaves[boundary] = put_in.requires_grad_()
+        if self._copies:
+            put_in = put_in.clone()
+        self._given.add(boundary, put_in)
+        return put_in
+
+    def _forward_error(
+        self, source: Boundary | None, tensor: Tensor, wanted: Tensor
+    ) -> TensorError:
+        if source is not None:
+            return TensorError(0.0, self._reference.norm(wanted), elements=tensor.numel())
+        return _error(self._reference, tensor, wanted, counts=self._perturber is None)
+
+    def _put_in(
+        self, boundary: Boundary, source: Boundary | None, tensor: Tensor, wanted: Tensor
+    ) -> Tensor:
+        """Return what takes the place of a tensor: the reference's, in the tensor's dtype."""
+        perturber = self._perturber
+        if perturber is None:
+            return tensor.detach() if source is not None else wanted.to(tensor.dtype).detach()
+        roundoff = perturber.roundoff(boundary)
+        if source is not None and perturber.roundoff(source) == roundoff:
+            return tensor.detach()
+        return perturber.perturbed(wanted, roundoff).to(tensor.dtype).detach()
+
+    def _put_in_gradient(self, boundary: Boundary, gradient: Tensor, tensor: Tensor) -> Tensor:
+        """Return what takes the place of a tensor's gradient, multiplied by the loss scale."""
+        if self._perturber is not None:
+            gradient = self._perturber.gradient(boundary, gradient)
+        if self._execution.scale != 1.0:
+            gradient = gradient * self._execution.scale
+        return gradient.to(tensor.dtype)
 
     def end_call(self, module: str, call: int) -> None:
         """Compute the call's gradients from the reference's gradients of what it computed."""
@@ -217,7 +254,9 @@ class Substitution:
             if wanted is not None:
                 # A module that cuts the gradient off computes one of zero.
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                _add_error(self.backward, boundary, gradient, wanted, self._execution.scale)
+                scale, counts = self._execution.scale, self._perturber is None
+                found = _error(self._reference, gradient, wanted, scale, counts)
+                self.backward[boundary] = found
 
 
 def parameter_errors(

@@ -5,8 +5,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from runner.diagnostics.divergence.boundaries import Boundary
+from runner.diagnostics.divergence.tensor_error import norm_of
 
 Call = tuple[str, int]
 """A module's name, and the number of its call."""
@@ -17,13 +19,16 @@ class Reference:
     """The tensors of one forward and backward.
 
     Attributes:
-        values: by boundary, in the order of the forward.
-        gradients: of the loss with respect to these, through that boundary alone, not scaled.
+        values: by boundary, in the order of the forward; one tensor at several boundaries where
+            modules only pass it on.
+        gradients: of the loss with respect to these, through that boundary alone, not scaled; one
+            tensor at several boundaries where it is the same memory.
         parameter_gradients: by the parameter's name, not scaled.
         owners: by boundary, the module whose own code computed the tensor.
         users: by boundary, the module whose own code takes it.
         generators: states of the random generators right before each call, by call; device states
             after the host's.
+        writes_in_place: whether the model may write into what crosses boundaries.
         loss: of the batch.
     """
 
@@ -33,12 +38,53 @@ class Reference:
     owners: dict[Boundary, str] = field(default_factory=dict)
     users: dict[Boundary, str] = field(default_factory=dict)
     generators: dict[Call, list[Tensor]] = field(default_factory=dict)
+    writes_in_place: bool = True
     loss: float = 0.0
+    _norms: dict[int, float] = field(default_factory=dict)
+
+    def norm(self, tensor: Tensor) -> float:
+        """Return the 2-norm of one of the reference's own tensors, which is computed once."""
+        if id(tensor) not in self._norms:
+            self._norms[id(tensor)] = norm_of(tensor)
+        return self._norms[id(tensor)]
 
     def nbytes(self) -> int:
         """Return the bytes of its tensors."""
         tensors = {id(t): t for t in (*self.values.values(), *self.gradients.values())}
         return sum(tensor.nbytes for tensor in tensors.values())
+
+
+class GivenTensors:
+    """The tensors that a visitor gave to the modules. One of them that crosses a later boundary
+    unchanged is what modules only pass on."""
+
+    def __init__(self) -> None:
+        self._given = WeakTensorKeyDictionary()
+
+    def add(self, boundary: Boundary, tensor: Tensor) -> None:
+        """Note what a visitor gave at a boundary."""
+        self._given[tensor] = (boundary, tensor._version)
+
+    def source(self, tensor: Tensor) -> Boundary | None:
+        """Return the boundary where a tensor was given; None where it was not, or was written
+        into since."""
+        boundary, version = self._given.get(tensor, (None, None))
+        return boundary if version == tensor._version else None
+
+
+class Versions:
+    """Tensors, and whether something was written into them since they were added."""
+
+    def __init__(self) -> None:
+        self._added: list[tuple[Tensor, int]] = []
+
+    def add(self, tensor: Tensor) -> None:
+        """Add a tensor; it is kept alive."""
+        self._added.append((tensor.detach(), tensor._version))
+
+    def changed(self) -> bool:
+        """Return whether a tensor was written into."""
+        return any(tensor._version != version for tensor, version in self._added)
 
 
 class Overwritten(Exception):
@@ -57,7 +103,8 @@ class Recorder:
         self.reference = Reference()
         self._device = device
         self._copies = copies
-        self._versions: list[tuple[Tensor, int]] = []
+        self._given = GivenTensors()
+        self._versions = Versions()
 
     def begin_call(self, module: str, call: int) -> None:
         """Record the states of the generators."""
@@ -69,19 +116,25 @@ class Recorder:
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Record a tensor; return a view of it whose gradient is that through this boundary."""
         reference = self.reference
-        kept = tensor.detach()
-        if self._copies:
-            kept = kept.clone()
-        else:
-            self._versions.append((kept, kept._version))
-        reference.values[boundary] = kept
+        reference.values[boundary] = self._kept(tensor)
         reference.owners[boundary] = owner
         reference.users[boundary] = user
-        if not tensor.requires_grad:
-            return tensor
-        view = tensor.view_as(tensor)
-        view.register_hook(partial(self._keep_gradient, boundary))
-        return view
+        given = tensor
+        if tensor.requires_grad:
+            given = tensor.view_as(tensor)
+            given.register_hook(partial(self._keep_gradient, boundary))
+        self._given.add(boundary, given)
+        return given
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """Return what is recorded of a tensor."""
+        source = self._given.source(tensor)
+        if source is not None:
+            return self.reference.values[source]
+        if self._copies:
+            return tensor.detach().clone()
+        self._versions.add(tensor)
+        return tensor.detach()
 
     def finish(self, model: nn.Module, loss: Tensor, scale: float) -> Reference:
         """Return the reference, after the backward.
@@ -94,15 +147,20 @@ class Recorder:
         Raises:
             Overwritten: the model wrote into a recorded tensor.
         """
-        if any(tensor._version != version for tensor, version in self._versions):
+        if self._versions.changed():
             raise Overwritten
         reference = self.reference
+        reference.writes_in_place = self._copies
         reference.loss = loss.item()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 reference.parameter_gradients[name] = unscaled(parameter.grad, scale)
+        found: dict[object, Tensor] = {}
         for boundary, gradient in reference.gradients.items():
-            reference.gradients[boundary] = unscaled(gradient, scale)
+            memory = (gradient.data_ptr(), gradient.shape, gradient.stride(), gradient.dtype)
+            if memory not in found:
+                found[memory] = unscaled(gradient, scale)
+            reference.gradients[boundary] = found[memory]
         return reference
 
     def _keep_gradient(self, boundary: Boundary, gradient: Tensor) -> None:
