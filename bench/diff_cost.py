@@ -2,9 +2,9 @@
 
     python -m bench.diff_cost [--rounds 5] [--batch-size 16]
 
-A GPT of 4 layers and a width of 128 in bfloat16 autocast against float32, one thread. Time is the
-ratio to a training step of AdamW in the same process, in turn; memory is the growth of the highest
-resident set, each in a process of its own. Writes bench/results/diff_cost.md.
+A GPT of 4 layers and a width of 128 in bfloat16 autocast against float32, one thread, next to a
+training step of AdamW in each. Times are of one process, in turn; memory is the growth of the
+highest resident set, each in a process of its own. Writes bench/results/diff_cost.md.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CPU = torch.device("cpu")
 VOCABULARY = 256
 CONTEXT = 128
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
+PRECISIONS = ("bf16-mixed", "32-true")
+DIFF = "mode=diff precision=bf16-mixed against=32-true"
 
 
 def build(name: str, trains: bool) -> TrainState:
@@ -45,19 +48,19 @@ def build(name: str, trains: bool) -> TrainState:
 
 
 def contenders(batch_size: int, wanted: str = "") -> dict[str, Callable[[], Any]]:
-    """Return what is timed: a step, and a comparison; with a name that one alone."""
+    """Return what is timed: a step in each precision, and a comparison; with a name that alone."""
     torch.manual_seed(1)
     tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT + 1))
     batch = (tokens[:, :-1], tokens[:, 1:])
     found: dict[str, Callable[[], Any]] = {}
-    if wanted in ("", "step"):
-        trained = build("bf16-mixed", trains=True)
-        found["step"] = lambda: train_step(trained, [batch])
-    if wanted in ("", "diff"):
-        reference = Execution("32-true", build("32-true", trains=False))
-        other = Execution("bf16-mixed", build("bf16-mixed", trains=False))
+    for name in PRECISIONS:
+        if wanted in ("", f"a step in {name}"):
+            trained = build(name, trains=True)
+            found[f"a step in {name}"] = partial(train_step, trained, [batch])
+    if wanted in ("", DIFF):
+        other, reference = (Execution(name, build(name, trains=False)) for name in PRECISIONS)
         states = [torch.get_rng_state()]
-        found["diff"] = lambda: compare_batch(reference, other, (batch, batch), states)
+        found[DIFF] = partial(compare_batch, reference, other, (batch, batch), states)
     return found
 
 
@@ -100,12 +103,16 @@ def main() -> None:
     times = interleave(contenders(chosen.batch_size), chosen.rounds)
     seconds = {name: median([cpu for cpu, _ in rows]) for name, rows in times.items()}
     memory = {name: growth_mib(name, chosen.batch_size) for name in seconds}
+    steps = [f"a step in {name}" for name in PRECISIONS]
     rows = []
-    for name in ("step", "diff"):
+    for name in seconds:
         row = [name, f"{1000 * seconds[name]:,.0f}", f"{memory[name]:,.0f}"]
-        rows.append([*row, f"{seconds[name] / seconds['step']:.2f}"])
-        rows[-1].append(f"{memory[name] / memory['step']:.2f}")
-    head = ["what", "CPU ms", "memory, MiB", "time, steps", "memory, steps"]
+        for step in steps:
+            row += [f"{seconds[name] / seconds[step]:.2f}", f"{memory[name] / memory[step]:.2f}"]
+        rows.append(row)
+    head = ["what", "CPU ms", "memory, MiB"]
+    for name in PRECISIONS:
+        head += [f"time / {name} step", f"memory / {name} step"]
     write("diff_cost", "What does mode=diff cost, next to a training step?", table(head, rows))
 
 

@@ -75,11 +75,12 @@ class Perturber:
         code = self._roundoffs.code.get(self._reference.users[boundary], 0.0)
         return max(code, self._roundoffs.tensors.get(boundary, 0.0))
 
-    def gradient(self, boundary: Boundary, gradient: Tensor) -> Tensor:
-        """Return a tensor's gradient as the module that computed the tensor may round it."""
+    def gradient_roundoff(self, boundary: Boundary) -> float:
+        """Return the roundoff with which the module that computed a tensor may round its
+        gradient."""
         owner = self._reference.owners[boundary]
         code = max(self._roundoffs.code.get(owner, 0.0), self._roundoffs.gradients.get(owner, 0.0))
-        return self.perturbed(gradient, max(code, self._roundoffs.tensors.get(boundary, 0.0)))
+        return max(code, self._roundoffs.tensors.get(boundary, 0.0))
 
     def perturbed(self, tensor: Tensor, roundoff: float) -> Tensor:
         """Return tensor * (1 + r), r random and uniform in [-roundoff, roundoff]."""
@@ -92,17 +93,18 @@ class Perturber:
     def _draws(self, like: Tensor) -> Tensor:
         """Return random numbers, uniform in [-1, 1], of a tensor's shape and dtype.
 
-        Those of large tensors are repeated from a smaller pool, each time from another place.
+        They come from one pool, each time from another place; large tensors repeat it.
         """
         count = like.numel()
         if self._pool is None or self._pool.dtype is not like.dtype:
             pool = torch.empty(POOL_SIZE, dtype=like.dtype, device=like.device)
             self._pool = pool.uniform_(-1, 1, generator=self._generator)
-        self._place = (self._place + POOL_STEP) % POOL_SIZE
-        if self._place + count <= POOL_SIZE:
-            return self._pool[self._place : self._place + count].view(like.shape)
-        repeats = -(-(self._place + count) // POOL_SIZE)
-        return self._pool.repeat(repeats)[self._place : self._place + count].view(like.shape)
+        self._place += POOL_STEP
+        pool = self._pool
+        if count > POOL_SIZE:
+            pool = pool.repeat(-(-count // POOL_SIZE) + 1)
+        place = self._place % (pool.numel() - count + 1)
+        return pool[place : place + count].view(like.shape)
 
     @contextmanager
     def perturbed_parameters(self, model: nn.Module) -> Iterator[None]:

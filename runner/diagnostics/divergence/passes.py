@@ -6,7 +6,9 @@ each tensor that crosses a boundary, in the forward and in the backward, so that
 shows what one module's own code does to the reference's own numbers.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,13 +112,29 @@ class _OwnCode:
     """What a module's own code computes in one call, and from what.
 
     Attributes:
-        computed: tensors that it computed, each with the reference's gradient of it.
-        leaves: by boundary, what was put in for it as a copy, whose gradient it computes.
+        computed: by boundary, a tensor that it computed, and the gradient that is put in for it.
+        taken: boundaries at which it takes tensors, whose gradients it computes.
     """
 
     def __init__(self) -> None:
-        self.computed: list[tuple[Tensor, Tensor]] = []
-        self.leaves: dict[Boundary, Tensor] = {}
+        self.computed: dict[Boundary, tuple[Tensor, Tensor]] = {}
+        self.taken: list[Boundary] = []
+
+
+class _Entry(torch.autograd.Function):
+    """The identity, whose gradient is given to a function and goes no further."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, start: Tensor, tensor: Tensor, receive: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.receive = receive
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.receive(gradient)
+        return None, None, None
 
 
 class Substitution:
@@ -150,6 +168,10 @@ class Substitution:
         self._copies = copies
         self._perturber = perturber
         self._given = GivenTensors()
+        self._last_use: object = None
+        self._last_gradient = torch.empty(0)
+        # A leaf, so that what is put in has a backward.
+        self._start = torch.zeros((), requires_grad=True)
         # Of the calls that run, the innermost last; the first is the code around the model.
         self._running = [_OwnCode()]
         self._names = [BATCH]
@@ -193,10 +215,13 @@ class Substitution:
             return tensor
         gradient = self._reference.gradients.get(boundary)
         if tensor.requires_grad and gradient is not None:
-            computes.computed.append((tensor, self._put_in_gradient(boundary, gradient, tensor)))
+            put_in_gradient = self._put_in_gradient(boundary, gradient, tensor)
+            computes.computed[boundary] = (tensor, put_in_gradient)
         put_in = self._put_in(boundary, source, tensor, wanted)
         if tensor.requires_grad:
-            takes.leaves[boundary] = put_in.requires_grad_()
+            takes.taken.append(boundary)
+            receive = partial(self._compare_gradient, takes, boundary)
+            put_in = _Entry.apply(self._start, put_in, receive)
         if self._copies:
             put_in = put_in.clone()
         self._given.add(boundary, put_in)
@@ -223,11 +248,17 @@ class Substitution:
 
     def _put_in_gradient(self, boundary: Boundary, gradient: Tensor, tensor: Tensor) -> Tensor:
         """Return what takes the place of a tensor's gradient, multiplied by the loss scale."""
-        if self._perturber is not None:
-            gradient = self._perturber.gradient(boundary, gradient)
-        if self._execution.scale != 1.0:
-            gradient = gradient * self._execution.scale
-        return gradient.to(tensor.dtype)
+        perturber = self._perturber
+        roundoff = 0.0 if perturber is None else perturber.gradient_roundoff(boundary)
+        use = (id(gradient), roundoff, tensor.dtype)
+        # A tensor that is passed on has one gradient at boundaries that follow each other.
+        if use != self._last_use:
+            put_in = gradient if perturber is None else perturber.perturbed(gradient, roundoff)
+            if self._execution.scale != 1.0:
+                put_in = put_in * self._execution.scale
+            self._last_gradient = put_in.to(tensor.dtype)
+            self._last_use = use
+        return self._last_gradient
 
     def end_call(self, module: str, call: int) -> None:
         """Compute the call's gradients from the reference's gradients of what it computed."""
@@ -240,7 +271,7 @@ class Substitution:
 
     def _backpropagate(self, code: _OwnCode) -> None:
         if code.computed:
-            tensors, gradients = zip(*code.computed, strict=True)
+            tensors, gradients = zip(*code.computed.values(), strict=True)
             device = self._execution.device
             # A backward that draws, as one that rounds stochastically, comes later in a step.
             drawn = generator_states(device)
@@ -249,14 +280,34 @@ class Substitution:
                 # The graph is kept for a tensor that reaches another call by no boundary.
                 torch.autograd.backward(tensors, gradients, retain_graph=True)
             set_generator_states(drawn, device)
-        for boundary, leaf in code.leaves.items():
+            # Else the graph, which refers to the code, would keep itself alive.
+            code.computed.clear()
+        for boundary in code.taken:
             wanted = self._reference.gradients.get(boundary)
-            if wanted is not None:
-                # A module that cuts the gradient off computes one of zero.
-                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                scale, counts = self._execution.scale, self._perturber is None
-                found = _error(self._reference, gradient, wanted, scale, counts)
-                self.backward[boundary] = found
+            if wanted is not None and boundary not in self.backward:
+                # The module cuts the gradient off: it computes one of zero.
+                self.backward[boundary] = _error(self._reference, torch.zeros_like(wanted), wanted)
+
+    def _compare_gradient(self, code: _OwnCode, boundary: Boundary, gradient: Tensor) -> None:
+        """Compare a gradient that a module's own code computes.
+
+        Args:
+            code: that computes it.
+            boundary: at which the code took the tensor.
+            gradient: multiplied by the loss scale.
+        """
+        wanted = self._reference.gradients.get(boundary)
+        # A later backward through the same graph brings what another call adds.
+        if wanted is None or boundary in self.backward:
+            return
+        for source, (_, put_in) in code.computed.items():
+            is_same = put_in.data_ptr() == gradient.data_ptr() and put_in.shape == gradient.shape
+            if is_same and self._reference.gradients[source] is wanted:
+                norm = self._reference.norm(wanted)
+                self.backward[boundary] = TensorError(0.0, norm, elements=gradient.numel())
+                return
+        scale, counts = self._execution.scale, self._perturber is None
+        self.backward[boundary] = _error(self._reference, gradient, wanted, scale, counts)
 
 
 def parameter_errors(

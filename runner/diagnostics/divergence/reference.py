@@ -68,7 +68,10 @@ class GivenTensors:
     def source(self, tensor: Tensor) -> Boundary | None:
         """Return the boundary where a tensor was given; None where it was not, or was written
         into since."""
-        boundary, version = self._given.get(tensor, (None, None))
+        found = self._given.get(tensor)
+        if found is None:
+            return None
+        boundary, version = found
         return boundary if version == tensor._version else None
 
 
