@@ -244,7 +244,8 @@ class RunSpec:
             the whole model.
         batch: saved batch (a .json file in the guard folder of a run) that debug=replay runs.
         against: what mode=diff compares this command's precision with: a precision, other values of
-            keys (train.compile=false), cpu or cuda, weights or a checkpoint (a path), or a dump.
+            keys (train.compile=false), cpu or cuda, weights or a checkpoint (a path), a run at its
+            own steps (folder or MLflow id), or a dump.
         vars: values of your own, as in vars.size=3, which any yaml reads as ${vars.size}; the
             runner itself does not use them.
     """
@@ -335,7 +336,8 @@ class RunSpec:
         if self.against is None and not self.diff.dump:
             yield (
                 "mode=diff needs what to compare with: against=32-true, against=train.compile="
-                "false, against=<checkpoint or dump>. Type one, or diff.dump=true to write a dump."
+                "false, against=<run, checkpoint or dump>. Type one, or diff.dump=true to write "
+                "a dump."
             )
         if self.train.compile and self.train.compile != "regional":
             yield (

@@ -6,6 +6,7 @@ reference is trained up to each of them first.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -17,8 +18,6 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec, TrainSpec
 from runner.config.targets import build_group
 from runner.data.batch_layout import Batch
-from runner.data.build import build_data, build_run_loaders
-from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
 from runner.diagnostics.divergence.divergence_page import (
     DivergenceReport,
@@ -41,20 +40,25 @@ from runner.diagnostics.divergence.reference import generator_states
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.diff_reference import DiffReference, resolve_reference
+from runner.modes.diff_run import (
+    changed_words,
+    checkpoint_of_run,
+    diffed_run_spec,
+    run_folder_of,
+)
+from runner.modes.rewind import describe_rewind, states_before
 from runner.modes.trial_forward import build_proven_model
 from runner.precision.contract import ConversionReport, Precision
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.initial_weights import read_initial_weights
-from runner.training.loop import accumulation_batches, total_steps
 from runner.training.model import build_model
 from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
-from runner.training.step import train_step
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError
-from runner.utils.formatting import now_ms
-from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
+from runner.utils.formatting import now_ms, relative_path
+from runner.utils.reproducibility import seed_all
 
 PAGE = "diff.html"
 NUMBERS = "diff.json"
@@ -70,9 +74,7 @@ def diff(run: RunContext) -> RunOutcome:
     with run.signals.interruptible():
         prepare_process(run)
         reference = _reference(run)
-        loaders = build_run_loaders(run.spec, build_data(run.spec), run.device, task=run.task)
-        seed_all(run.spec.seed)
-        comparison = _Comparison(run, reference, loaders.train)
+        comparison = _Comparison(run, reference)
         steps = []
         for step in comparison.compared_steps():
             steps.append(step)
@@ -101,8 +103,18 @@ def _reference(run: RunContext) -> DiffReference:
     spec = replace(run.spec, train=_comparable_train(run.spec))
     if spec.against is None:
         return DiffReference(run.precision.name, spec)
-    found = resolve_reference(spec)
+    found = _run_reference(spec) or resolve_reference(spec)
     return replace(found, spec=replace(found.spec, train=_comparable_train(found.spec)))
+
+
+def _run_reference(spec: RunSpec) -> DiffReference | None:
+    """Return the run that `against` names; None where it names no run's folder."""
+    folder = run_folder_of(spec)
+    if folder is None:
+        return None
+    run_spec = diffed_run_spec(spec, folder)
+    label = f"{run_spec.precision['name']} of {relative_path(folder)}"
+    return DiffReference(label, run_spec, run=folder, own=changed_words(spec, run_spec))
 
 
 def _comparable_train(spec: RunSpec) -> TrainSpec:
@@ -131,31 +143,25 @@ class _Comparison:
         dumps: files that were written.
     """
 
-    def __init__(self, run: RunContext, reference: DiffReference, loader: BatchLoader) -> None:
+    def __init__(self, run: RunContext, reference: DiffReference) -> None:
         self.conversion = ConversionReport()
         self.dumps: list[Path] = []
         self._run = run
         self._reference = reference
-        self._loader = loader
-        self._last = max(run.spec.diff.steps)
 
     def compared_steps(self) -> Iterator[StepComparison]:
         """Train the reference up to each of the steps, and yield what is found there."""
         spec = self._reference.spec
         accelerator = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
-        state = self._build(spec, accelerator.device, trains=self._last > 1)
-        wanted = set(self._run.spec.diff.steps)
-        for micros, sizes in accumulation_batches(state, self._loader, spec.train.accumulate):
-            step = state.step + 1
-            if step in wanted:
-                drawn = rng_state(state.device)
-                yield self._compare(state, step, micros[0])
-                set_rng_state(drawn, state.device)
-            if step == self._last:
-                return
-            with state.precision.session(state.plain_model, state.device):
-                state.model.train()
-                train_step(state, micros, sizes)
+        steps = sorted({*self._run.spec.diff.steps})
+        start = None
+        if self._reference.run is not None:
+            start = checkpoint_of_run(self._reference.run, steps[0])
+        if steps[-1] > 1:
+            self._run.say(describe_rewind(start, steps[-1]))
+        device, say = accelerator.device, self._run.say
+        for reached in states_before(spec, steps, start, device, say, compiles=True):
+            yield self._compare(reached.state, reached.step, reached.micros[0])
 
     def _compare(self, state: TrainState, step: int, batch: Batch) -> StepComparison:
         """Compare the executions on a batch, with the reference's weights of this moment."""
@@ -168,7 +174,7 @@ class _Comparison:
         recorded = None
         if self._reference.dump is not None:
             recorded = self._read_dump(self._reference.dump, state, batches[0]).reference
-        other_state = self._candidate(state, step)
+        other_state = self._candidate(state, batches[1])
         other = _execution(run.precision.name, other_state)
         found = compare_batch(ours, other, batches, generators, recorded)
         log_probabilities = None
@@ -176,45 +182,30 @@ class _Comparison:
             log_probabilities = log_probability_error(run.task, found.outputs, batches[1][1])
         return StepComparison(step, found, log_probabilities)
 
-    def _candidate(self, state: TrainState, step: int) -> TrainState:
-        """Return the run's own execution with the reference's weights of this step."""
+    def _candidate(self, state: TrainState, batch: Batch) -> TrainState:
+        """Return the run's own execution, with the reference's weights of this moment; before its
+        first step with those of its own seed or init.weights."""
         run = self._run
-        seed_all(run.spec.seed)
-        start = None
-        if step > 1:
+        start = read_initial_weights(run.spec)
+        if state.step:
             content = checkpoint_state_dict(state, self._reference.spec)
-            start = LoadedCheckpoint(Path(f"step {step}"), content)
+            start = LoadedCheckpoint(Path(f"step {state.step}"), content)
         spec = replace(run.spec, train=_comparable_train(run.spec))
-        return self._build(spec, run.device, trains=False, start=start, is_own=True)
-
-    def _build(
-        self,
-        spec: RunSpec,
-        device: torch.device,
-        trains: bool,
-        start: LoadedCheckpoint | None = None,
-        is_own: bool = False,
-    ) -> TrainState:
-        """Build an execution from a checkpoint, init.weights or seeded weights."""
-        run = self._run
         # Built anew: a precision notes what it left unconverted in its model.
         precision: Precision = build_group("precision", spec.precision)
-        precision.require(device)
-        weights = start or read_initial_weights(spec)
+        seed_all(spec.seed)
         built = build_proven_model(
-            lambda: build_model(spec, precision, device, start=weights),
+            partial(build_model, spec, precision, run.device, start=start),
             precision,
-            device,
+            run.device,
             spec.seed,
-            lambda: _on(next(self._loader.epoch(0)), device)[0],
+            lambda: batch[0],
         )
-        check_compile_options(spec, precision, device, built.model)
-        steps = total_steps(spec.train, self._loader) if trains else None
-        state = build_state(TrainingSetup(spec, precision, run.task, device), built.model, steps)
-        prepare_model(spec, precision, device, built.model)
-        if is_own:
-            self.conversion = built.report
-        return state
+        check_compile_options(spec, precision, run.device, built.model)
+        found = build_state(TrainingSetup(spec, precision, run.task, run.device), built.model)
+        prepare_model(spec, precision, run.device, built.model)
+        self.conversion = built.report
+        return found
 
     def _write_dump(
         self, execution: Execution, step: int, batch: Batch, generators: list[Tensor]

@@ -17,7 +17,7 @@ from runner.precision import registry
 from runner.utils.errors import ConfigError
 
 ACCELERATORS = ("cpu", "cuda", "mps", "tpu")
-_COMPARED_KEYS = (
+COMPARED_KEYS = (
     *("precision.", "model.", "adapter.", "accelerator.", "init.", "seed"),
     *("train.compile", "train.channels_last", "train.freeze"),
 )
@@ -31,12 +31,14 @@ class DiffReference:
     Attributes:
         label: for messages and pages.
         spec: of the reference execution.
+        run: folder of the run that is the reference; None for a training of this command.
         dump: file of a dump that takes its place; None computes the reference here.
         own: the compared execution's values of the keys that differ, as overrides.
     """
 
     label: str
     spec: RunSpec
+    run: Path | None = None
     dump: Path | None = None
     own: str = ""
 
@@ -56,7 +58,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
     if path_exists(text):
         path = Path(text)
         if is_dump(path):
-            return DiffReference(text, spec, path)
+            return DiffReference(text, spec, dump=path)
         if max(spec.diff.steps) > 1:
             steps = str(spec.diff.steps).replace(" ", "")
             raise ConfigError(
@@ -112,10 +114,10 @@ def _with_value(spec: RunSpec, word: str, key: str) -> RunSpec:
         known = _keys(to_dict(spec))
         near = ", ".join(get_close_matches(key, known, n=3, cutoff=0.4)) or "see --help"
         raise ConfigError(f"against={word}: there is no key {key}. Nearest: {near}.")
-    if not key.startswith(_COMPARED_KEYS):
+    if not key.startswith(COMPARED_KEYS):
         raise ConfigError(
             f"against={word}: both executions have the same {key}. Allowed: precision=<name>, and "
-            f"keys that begin with {', '.join(_COMPARED_KEYS)}."
+            f"keys that begin with {', '.join(COMPARED_KEYS)}."
         )
     try:
         config.merge_with(OmegaConf.from_dotlist([word]))

@@ -74,12 +74,12 @@ def merge_spec(spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation) -> tu
     # What is typed is copied before anything is resolved, so that its interpolations read the
     # checkpoint's values.
     for key in typed:
-        _copy_key(ours, merged, key.split("."))
+        copy_key(ours, merged, key.split("."))
     # checkpoint.path belongs to mode=evaluate.
     merged["checkpoint"] = {**ours["checkpoint"], **theirs.get("checkpoint", {}), "path": None}
     for key in typed:
         if key.startswith("checkpoint."):
-            _copy_key(ours, merged, key.split("."))
+            copy_key(ours, merged, key.split("."))
     try:
         resolved = resolve_spec(OmegaConf.create(merged))
     except OmegaConfBaseException as error:
@@ -104,7 +104,7 @@ def _has_other_preset(
     )
 
 
-def _copy_key(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:
+def copy_key(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:
     """Copy one dotted key into the target, or remove it there where the source lacks it."""
     head, *rest = path
     if head not in source:
@@ -112,7 +112,7 @@ def _copy_key(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[
     elif rest and isinstance(source[head], Mapping) and isinstance(target.get(head), Mapping):
         # The nested mapping is the checkpoint's own: it is copied before it is changed.
         target[head] = dict(target[head])
-        _copy_key(source[head], target[head], rest)
+        copy_key(source[head], target[head], rest)
     else:
         target[head] = source[head]
 

@@ -3,12 +3,13 @@
 Training is bit-exact, from the seed as from a checkpoint, so the state is the original one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 from omegaconf import OmegaConf
@@ -23,15 +24,16 @@ from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.batch_layout import Batch
-from runner.data.build import build_data, build_run_loaders
+from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.stream_loader import BatchLoader
 from runner.data.task_target import build_task
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes import run_metadata
 from runner.modes.trial_forward import build_proven_model
-from runner.precision.contract import Precision
+from runner.precision.contract import ConversionReport, Precision
 from runner.training import state_dict
 from runner.training.callbacks.stream_position import stream_callbacks
+from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_validation
 from runner.training.evaluation_hook import EvaluationHook, HookOutput
 from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
@@ -41,7 +43,7 @@ from runner.training.step import train_step
 from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError
 from runner.utils.layout import CONFIG
-from runner.utils.reproducibility import make_deterministic, seed_all
+from runner.utils.reproducibility import make_deterministic, rng_state, seed_all, set_rng_state
 
 RUN_KEYS = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "init", "seed")
 """Top-level keys that a replay takes from its run."""
@@ -59,7 +61,16 @@ def saved_run_spec(batch: Path) -> RunSpec | None:
     Raises:
         ConfigError: the file is not a config as a run writes it.
     """
-    path = run_folder_of_batch(batch) / CONFIG
+    return run_spec_of(run_folder_of_batch(batch))
+
+
+def run_spec_of(folder: Path) -> RunSpec | None:
+    """Return the spec of a run by its folder; None where its config is gone.
+
+    Raises:
+        ConfigError: the file is not a config as a run writes it.
+    """
+    path = folder / CONFIG
     if not path.is_file():
         return None
     text = path.read_text()
@@ -142,40 +153,134 @@ def rewind_to_step(
         from.
     """
     start = checkpoint_before_step(run_folder_of_batch(Path(spec.batch or "")), saved)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    say(describe_rewind(start, saved.steps[0]))
+    origin = f"{start.path}" if start else "the beginning"
+    for reached in states_before(spec, saved.steps[:1], start, device, say):
+        with reached.state.precision.session(reached.state.plain_model, device):
+            yield reached.state, reached.micros, f"those before the step, trained from {origin}"
+
+
+def describe_rewind(start: LoadedCheckpoint | None, step: int) -> str:
+    """Return in words how many steps are trained again before a step."""
     origin = f"{start.path}" if start else "the beginning"
     first = start.content["step"] if start else 0
-    last = saved.steps[0] - 1
-    console.print(f"trains {last - first} steps again, from {origin}", markup=False, soft_wrap=True)
+    return f"trains {step - 1 - first} steps again, from {origin}"
+
+
+class ReachedStep(NamedTuple):
+    """A run right before a step.
+
+    Attributes:
+        step: its number, from 1.
+        state: in training mode; it trains on where the next step is asked for.
+        micros: micro-batches of the step.
+        report: what the precision converted.
+    """
+
+    step: int
+    state: TrainState
+    micros: list[Batch]
+    report: ConversionReport
+
+
+def states_before(
+    spec: RunSpec,
+    steps: Sequence[int],
+    start: LoadedCheckpoint | None,
+    device: torch.device,
+    say: Callable[[str], None],
+    compiles: bool = False,
+) -> Iterator[ReachedStep]:
+    """Train a run once more, and yield it right before each of the steps.
+
+    The caller may draw random numbers; the run does not see it.
+
+    Args:
+        spec: the run's own.
+        steps: from 1, in rising order.
+        start: a checkpoint before the first of them; None for the run's beginning.
+        device: where it trains.
+        say: prints a warning.
+        compiles: whether the model is compiled as spec.train has it.
+
+    Raises:
+        ConfigError: the run has fewer steps.
+    """
+    rebuilt = _rebuild(spec, steps[-1], start, device, say, compiles)
+    state, loader = rebuilt.state, rebuilt.loaders.train
+    for micros, _ in accumulation_batches(state, loader, spec.train.accumulate):
+        step = state.step + 1
+        if step in steps:
+            drawn = rng_state(device)
+            state.model.train()
+            # Outside the session: the caller may compute in another precision.
+            yield ReachedStep(step, state, micros, rebuilt.report)
+            set_rng_state(drawn, device)
+        if step == steps[-1]:
+            return
+        with state.precision.session(state.plain_model, device):
+            state.model.train()
+            train_step(state, micros)
+            if is_evaluation_step(spec.train, loader, state.step):
+                # Its data may draw random numbers, and a schedule may follow its quality.
+                _evaluate(state, rebuilt.loaders.validation)
+
+
+class _Rebuilt(NamedTuple):
+    """A run that can train again: its state, its data, and what its precision converted."""
+
+    state: TrainState
+    loaders: RunLoaders
+    report: ConversionReport
+
+
+def _rebuild(
+    spec: RunSpec,
+    last: int,
+    start: LoadedCheckpoint | None,
+    device: torch.device,
+    say: Callable[[str], None],
+    compiles: bool,
+) -> _Rebuilt:
+    """Build a run by the same calls in the same order as mode=train, or the bits would differ.
+
+    Args:
+        last: the last step that is wanted.
+        spec, start, device, say, compiles: as in `states_before`.
+    """
     precision: Precision = build_group("precision", spec.precision)
+    precision.require(device)
     task: Task = build_task(spec.task)
-    # From here on the same calls in the same order as mode=train, or the bits would differ.
     if spec.deterministic:
         make_deterministic()
     # Seeded twice, as mode=train does: whatever random numbers the data draws, the model's weights
     # are those of the seed.
     seed_all(spec.seed)
     loaders = build_run_loaders(spec, build_data(spec), device, task=task)
-    loader = loaders.train
+    planned = total_steps(spec.train, loaders.train)
+    if last > planned:
+        raise ConfigError(
+            f"There is no step {last}: this training has {planned} steps. Type diff.steps= up to "
+            f"{planned}."
+        )
     seed_all(spec.seed)
     make = model_builder(spec, precision, device, start)
     built = build_proven_model(
         make, precision, device, spec.seed, lambda: next(loaders.val.epoch(0))[0]
     )
     with precision.session(built.model, device):
-        steps = total_steps(spec.train, loader)
-        state = build_state(TrainingSetup(spec, precision, task, device), built.model, steps)
+        # A precision that cannot train has no optimizers, and its first step can be looked at.
+        is_trained = start is not None or last > 1
+        setup = TrainingSetup(spec, precision, task, device)
+        state = build_state(setup, built.model, planned if is_trained else None)
+        if compiles:
+            check_compile_options(spec, precision, device, built.model)
+            prepare_model(spec, precision, device, built.model)
         if start is not None:
-            checks = stream_callbacks(state, loader, partial(console.print, _OTHER_STREAM))
+            checks = stream_callbacks(state, loaders.train, partial(say, _OTHER_STREAM))
             state_dict.restore(state, start, spec, checks)
-        state.model.train()
-        for micros, _ in accumulation_batches(state, loader, spec.train.accumulate):
-            if state.step == last:
-                yield state, micros, f"those before the step, trained from {origin}"
-                return
-            train_step(state, micros)
-            if is_evaluation_step(spec.train, loader, state.step):
-                # Its data may draw random numbers, and a schedule may follow its quality.
-                _evaluate(state, loaders.validation)
+    return _Rebuilt(state, loaders, built.report)
 
 
 def _evaluate(state: TrainState, validation: Mapping[str, BatchLoader]) -> None:

@@ -26,6 +26,7 @@ from runner.distributed.strategy import Strategy
 from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
 from runner.modes.diff import diff
+from runner.modes.diff_run import with_diffed_run
 from runner.modes.evaluate import evaluate_checkpoint, plan_evaluation
 from runner.modes.explain import explain
 from runner.modes.plan import plan
@@ -178,6 +179,8 @@ def _build_context(
     if spec.mode == "replay":
         saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
         spec, origin = with_run_config(spec, origin, saved)
+    if spec.mode == "diff":
+        spec, origin = with_diffed_run(spec, origin)
     precision: Precision = build_group("precision", spec.precision)
     # What this machine or the strategy lacks is refused before data and model take time.
     precision.require(accelerator.device)

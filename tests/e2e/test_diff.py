@@ -60,12 +60,59 @@ def test_a_dump_is_compared_with_its_own_weights_and_batch_only(main, tmp_path, 
     assert "was written with other weights and batch" in other.stderr
 
 
-def test_a_checkpoint_is_another_start(main, tmp_path, result):
-    done = main(*SMALL, "precision=32-true", "train.max_steps=2", "tracking=none")
+TRAINED = (
+    *SMALL,
+    "model.dropout=0.1",
+    "train.max_steps=4",
+    "train.log_every=1",
+    "train.eval_every=2",
+)
+
+
+@pytest.fixture
+def trained(main, tmp_path, result):
+    done = main(*TRAINED, "precision=bf16-mixed", "checkpoint.every_steps=2", "tracking=none")
     assert done.rc == 0, done.stderr
-    trained = tmp_path / result(tmp_path)["folder"]
-    printed = diff(main, "precision=32-true", "tracking=none", f"against={trained}")
+    return tmp_path / result(tmp_path)["folder"]
+
+
+def test_a_checkpoint_is_another_start(main, trained):
+    (checkpoint,) = (trained / "checkpoints").iterdir()
+    printed = diff(main, "precision=32-true", "tracking=none", f"against={checkpoint}")
     assert "parts from" in printed
+
+
+def test_a_run_is_compared_at_its_own_steps(main, tmp_path, trained, result):
+    logged = (json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines())
+    losses = {
+        row["step"]: row["values"]["train/loss"]
+        for row in logged
+        if "train/loss" in row.get("values", ())
+    }
+    done = main("mode=diff", "tracking=none", f"against={trained}", "diff.steps=[1,3]")
+    assert done.rc == 0, done.stderr
+    content, _ = report(tmp_path, result)
+    assert content["sentence"].startswith("In all 2 steps: bf16-mixed and bf16-mixed of ")
+    assert content["sentence"].endswith("agree in every bit.")
+    assert [step["diff/loss"] for step in content["steps"]] == [losses[1], losses[3]]
+    done = main("mode=diff", "tracking=none", "precision=32-true", f"against={trained}")
+    assert done.rc == 0, done.stderr
+    assert "32-true and bf16-mixed of " in done.stdout
+
+
+REFUSED_OF_A_RUN = {
+    "another batch": (("train.batch_size=8",), "the run has train.batch_size=4"),
+    "a preset": (("experiment=text_gpt",), "Leave experiment= out"),
+    "a step after its last": (("diff.steps=[5]",), "this training has 4 steps"),
+}
+
+
+def test_what_a_run_has_is_not_typed_again(main, trained):
+    for typed, message in REFUSED_OF_A_RUN.values():
+        done = main("mode=diff", "tracking=none", f"against={trained}", *typed)
+        assert done.rc == 2
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 FUSED = (

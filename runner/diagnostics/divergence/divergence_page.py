@@ -356,10 +356,10 @@ def draw_steps(steps: Sequence[StepComparison]) -> "Figure":
         axes.set_yticks([i + 0.5 for i in range(len(names))], names)
         axes.invert_yaxis()
         axes.set_xlabel("step")
-        low, high = np.nanmin(values), np.nanmax(values)
-        axes.set_title(
-            f"relative error added in the forward: dark 10^{low:.1f}, bright 10^{high:.1f}",
-            loc="left",
-        )
-        mesh.set_clim(low, high)
+        title = "no error is added in the forward"
+        if not np.isnan(values).all():
+            low, high = np.nanmin(values), np.nanmax(values)
+            title = f"relative error added in the forward: dark 10^{low:.1f}, bright 10^{high:.1f}"
+            mesh.set_clim(low, high)
+        axes.set_title(title, loc="left")
     return figure

@@ -109,17 +109,20 @@ class Perturber:
     @contextmanager
     def perturbed_parameters(self, model: nn.Module) -> Iterator[None]:
         """Return a context in which the model's parameters are as rounding may have them."""
-        kept: list[tuple[nn.Parameter, Tensor]] = []
+        roundoffs: dict[nn.Parameter, float] = {}
         for name, module in model.named_modules():
-            roundoff = self._roundoffs.code.get(name or "(model)", 0.0)
+            code = self._roundoffs.code.get(name or "(model)", 0.0)
             for parameter in module.parameters(recurse=False):
-                if parameter.is_floating_point() and roundoff:
-                    kept.append((parameter, parameter.detach().clone()))
-                    parameter.data.copy_(self.perturbed(parameter.detach(), roundoff))
+                # A tied parameter belongs to several modules, and is changed once.
+                roundoffs[parameter] = max(code, roundoffs.get(parameter, 0.0))
+        changed = {p: r for p, r in roundoffs.items() if p.is_floating_point() and r}
+        kept = {parameter: parameter.detach().clone() for parameter in changed}
+        for parameter, roundoff in changed.items():
+            parameter.data.copy_(self.perturbed(parameter.detach(), roundoff))
         try:
             yield
         finally:
-            for parameter, value in kept:
+            for parameter, value in kept.items():
                 parameter.data.copy_(value)
 
 

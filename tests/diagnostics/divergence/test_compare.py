@@ -98,11 +98,12 @@ def _compare_own(model, batch, task, precision):
     return compare_batch(*made, (batch, batch), [torch.get_rng_state()])
 
 
-def test_the_model_is_left_as_it_was():
-    """Buffers, gradients, forwards and the random generator's later numbers."""
-    _, batch, _ = parts("resnet")
-    reference, _ = execution("resnet", "32-true")
-    other, _ = execution("resnet", "bf16-mixed")
+@pytest.mark.parametrize("kind", ["resnet", "bert"])
+def test_the_model_is_left_as_it_was(kind):
+    """Parameters, tied ones too, buffers, gradients and forwards."""
+    _, batch, _ = parts(kind)
+    reference, _ = execution(kind, "32-true")
+    other, _ = execution(kind, "bf16-mixed")
     model = other.state.plain_model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     compare_batch(reference, other, (batch, batch), [torch.get_rng_state()])
