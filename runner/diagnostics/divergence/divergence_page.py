@@ -248,27 +248,26 @@ def _facts(report: DivergenceReport) -> list[tuple[str, str]]:
 
 def _table(rows: Sequence[ModuleErrors]) -> Table:
     head = [
-        *("module", "class", "pass", "tensor", "dtype"),
+        *("module", "class", "tensor", "dtype"),
         *("came in", "added", "explained", "times", "ulps", "SQNR dB", "differ"),
     ]
     found = []
     for row in rows:
-        for added, arrived, which in (
-            (row.added, row.arrived, "forward"),
-            (row.gradient_added, row.gradient_arrived, "backward"),
+        for added, arrived in (
+            (row.added, row.arrived),
+            (row.gradient_added, row.gradient_arrived),
         ):
             if added is not None:
-                found.append((added, _cells(row, added, arrived, which)))
+                found.append((added, _cells(row, added, arrived)))
     found.sort(key=lambda pair: (-pair[0].is_unexplained, -pair[0].ratio))
-    return Table(head, [cells for _, cells in found[:MAX_ROWS]], frozenset(range(5)))
+    return Table(head, [cells for _, cells in found[:MAX_ROWS]], frozenset(range(4)))
 
 
-def _cells(row: ModuleErrors, added: AddedError, arrived: float, which: str) -> list[Cell]:
+def _cells(row: ModuleErrors, added: AddedError, arrived: float) -> list[Cell]:
     error = added.found
     return [
         Cell(row.module, "bad" if added.is_unexplained else ""),
         Cell(row.kind),
-        Cell(which),
         Cell(added.tensor),
         Cell(added.dtype),
         Cell(format_relative(arrived)),
@@ -335,18 +334,21 @@ def _label_modules(axes: Any, rows: Sequence[ModuleErrors]) -> None:
 
 
 def draw_steps(steps: Sequence[StepComparison]) -> "Figure":
-    """Draw a heat map of the errors added: a row for each module, a column for each step."""
+    """Draw a heat map of the errors added: a row for each module that adds one, a column for each
+    step."""
     import numpy as np
     from matplotlib.figure import Figure
 
-    names = [row.module for row in steps[0].batch.rows if row.added is not None]
-    values = np.full((len(names), len(steps)), np.nan)
-    for column, step in enumerate(steps):
-        by_name = {row.module: row.added for row in step.batch.rows if row.added is not None}
-        for place, name in enumerate(names):
-            added = by_name.get(name)
-            if added is not None and 0 < added.found.relative < math.inf:
-                values[place, column] = math.log10(added.found.relative)
+    found = [
+        {row.module: row.added.found.relative for row in step.batch.rows if row.added is not None}
+        for step in steps
+    ]
+    # Modules that add no error at any step would fill half of the map with white.
+    names = [name for name in found[0] if any(errors.get(name) for errors in found)]
+    values = np.array(
+        [_drawable([errors.get(name, 0.0) for errors in found]) for name in names]
+    ).reshape(len(names), len(steps))
+    values = np.log10(values)
     with chart_style(font_size=8):
         figure = Figure(figsize=(9, 1.2 + 0.14 * len(names)), layout="constrained")
         axes = figure.subplots()
