@@ -20,7 +20,7 @@ from runner.precision.emulation.formats import E4M3, E5M2
 
 SEED = 2**40 + 1
 """Of the generator that draws the perturbations."""
-POOL_SIZE = 2**21
+POOL_SIZE = 2**20
 """Random numbers that are drawn; drawing them for every tensor would take as long as a step."""
 POOL_STEP = 1_000_003
 """By how many numbers the next tensor begins later in the pool: a prime, so that places differ."""

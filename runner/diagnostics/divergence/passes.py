@@ -112,7 +112,8 @@ class _OwnCode:
     """What a module's own code computes in one call, and from what.
 
     Attributes:
-        computed: by boundary, a tensor that it computed, and the gradient that is put in for it.
+        computed: by boundary, a tensor that it computed, and the reference's gradient; in the
+            backward, the gradient that is put in for it.
         taken: boundaries at which it takes tensors, whose gradients it computes.
     """
 
@@ -168,8 +169,6 @@ class Substitution:
         self._copies = copies
         self._perturber = perturber
         self._given = GivenTensors()
-        self._last_use: object = None
-        self._last_gradient = torch.empty(0)
         # A leaf, so that what is put in has a backward.
         self._start = torch.zeros((), requires_grad=True)
         # Of the calls that run, the innermost last; the first is the code around the model.
@@ -215,8 +214,7 @@ class Substitution:
             return tensor
         gradient = self._reference.gradients.get(boundary)
         if tensor.requires_grad and gradient is not None:
-            put_in_gradient = self._put_in_gradient(boundary, gradient, tensor)
-            computes.computed[boundary] = (tensor, put_in_gradient)
+            computes.computed[boundary] = (tensor, gradient)
         put_in = self._put_in(boundary, source, tensor, wanted)
         if tensor.requires_grad:
             takes.taken.append(boundary)
@@ -248,17 +246,13 @@ class Substitution:
 
     def _put_in_gradient(self, boundary: Boundary, gradient: Tensor, tensor: Tensor) -> Tensor:
         """Return what takes the place of a tensor's gradient, multiplied by the loss scale."""
-        perturber = self._perturber
-        roundoff = 0.0 if perturber is None else perturber.gradient_roundoff(boundary)
-        use = (id(gradient), roundoff, tensor.dtype)
-        # A tensor that is passed on has one gradient at boundaries that follow each other.
-        if use != self._last_use:
-            put_in = gradient if perturber is None else perturber.perturbed(gradient, roundoff)
-            if self._execution.scale != 1.0:
-                put_in = put_in * self._execution.scale
-            self._last_gradient = put_in.to(tensor.dtype)
-            self._last_use = use
-        return self._last_gradient
+        put_in = gradient
+        if self._perturber is not None:
+            roundoff = self._perturber.gradient_roundoff(boundary)
+            put_in = self._perturber.perturbed(gradient, roundoff)
+        if self._execution.scale != 1.0:
+            put_in = put_in * self._execution.scale
+        return put_in.to(tensor.dtype)
 
     def end_call(self, module: str, call: int) -> None:
         """Compute the call's gradients from the reference's gradients of what it computed."""
@@ -271,6 +265,9 @@ class Substitution:
 
     def _backpropagate(self, code: _OwnCode) -> None:
         if code.computed:
+            for boundary, (tensor, gradient) in code.computed.items():
+                put_in = self._put_in_gradient(boundary, gradient, tensor)
+                code.computed[boundary] = (tensor, put_in)
             tensors, gradients = zip(*code.computed.values(), strict=True)
             device = self._execution.device
             # A backward that draws, as one that rounds stochastically, comes later in a step.
