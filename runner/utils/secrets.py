@@ -98,10 +98,12 @@ def _environment_secrets(environ: Mapping[str, str]) -> list[str]:
 
     Short words, numbers and paths do not count: they would be masked where they mean other things.
     """
+    # By name first: environ decodes each value that is read.
+    named = {name: environ[name] for name in environ if _names_secret(name)}
     values = {
         value
-        for name, value in environ.items()
-        if len(value) >= _MIN_SECRET_CHARS and _names_secret(name) and not _is_harmless(name, value)
+        for name, value in named.items()
+        if len(value) >= _MIN_SECRET_CHARS and not _is_harmless(name, value)
     }
     # In a URI a secret is percent-encoded. Longest first: one secret may be a part of another.
     encoded = {quote(value, safe="") for value in values}

@@ -3,6 +3,7 @@
 It is started once: its processes are forked from it, and need not import torch again.
 """
 
+import gc
 import inspect
 import json
 import os
@@ -151,5 +152,6 @@ if __name__ == "__main__":
     register_schema()
     for module in PRELOADED:
         import_module(module)
+    gc.freeze()  # what was imported; each run collects, which would look through all of it
     for line in sys.stdin:
         print(serve(json.loads(line)), flush=True)
