@@ -51,7 +51,7 @@ from runner.modes.trial_forward import build_proven_model
 from runner.precision.contract import ConversionReport, Precision
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.initial_weights import read_initial_weights
-from runner.training.model import build_model
+from runner.training.model import build_model, restore_model, restore_precision_state
 from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
@@ -186,21 +186,21 @@ class _Comparison:
         """Return the run's own execution, with the reference's weights of this moment; before its
         first step with those of its own seed or init.weights."""
         run = self._run
-        start = read_initial_weights(run.spec)
-        if state.step:
-            content = checkpoint_state_dict(state, self._reference.spec)
-            start = LoadedCheckpoint(Path(f"step {state.step}"), content)
         spec = replace(run.spec, train=_comparable_train(run.spec))
         # Built anew: a precision notes what it left unconverted in its model.
         precision: Precision = build_group("precision", spec.precision)
         seed_all(spec.seed)
-        built = build_proven_model(
-            partial(build_model, spec, precision, run.device, start=start),
-            precision,
-            run.device,
-            spec.seed,
-            lambda: batch[0],
-        )
+        start = None
+        if state.step:
+            content = checkpoint_state_dict(state, self._reference.spec)
+            start = LoadedCheckpoint(Path(f"step {state.step}"), content)
+            make = partial(restore_model, spec, precision, start, run.device)
+        else:
+            weights = read_initial_weights(spec)
+            make = partial(build_model, spec, precision, run.device, start=weights)
+        built = build_proven_model(make, precision, run.device, spec.seed, lambda: batch[0])
+        if start is not None:
+            restore_precision_state(built.model, precision, start)
         check_compile_options(spec, precision, run.device, built.model)
         found = build_state(TrainingSetup(spec, precision, run.task, run.device), built.model)
         prepare_model(spec, precision, run.device, built.model)

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.annotations import typed_value
 from runner.config.overrides import PRECISION_ALIASES, path_exists
 from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
@@ -103,8 +104,13 @@ def _with_overrides(spec: RunSpec, words: list[str]) -> RunSpec:
 def _own_values(spec: RunSpec, words: list[str]) -> str:
     """Return the spec's own values of the keys that other words set, as overrides."""
     config = OmegaConf.create(to_dict(spec))
-    keys = [word.partition("=")[0] for word in words]
-    return " ".join(f"{key}={OmegaConf.select(config, key)}" for key in keys if key != "precision")
+    missing = object()  # as an option that another precision has
+    found = []
+    for key in (word.partition("=")[0] for word in words):
+        value = OmegaConf.select(config, key, default=missing)
+        if key != "precision" and value is not missing:
+            found.append(f"{key}={typed_value(value)}")
+    return " ".join(found)
 
 
 def _with_value(spec: RunSpec, word: str, key: str) -> RunSpec:

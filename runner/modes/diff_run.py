@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
+from runner.config.annotations import typed_value
 from runner.config.invocation import Invocation
 from runner.config.overrides import path_exists
 from runner.config.resolve import flatten, resolve_spec, to_dict
@@ -116,7 +117,7 @@ def changed_words(spec: RunSpec, run_spec: RunSpec) -> str:
     """Return what a comparison has otherwise than its run, as overrides without the precision's."""
     ours, theirs = flatten(spec), flatten(run_spec)
     words = [
-        f"{key}={value}"
+        f"{key}={typed_value(value)}"
         for key, value in ours.items()
         if key.startswith(COMPARED_KEYS) and theirs.get(key) != value
     ]

@@ -40,10 +40,11 @@ from runner.training.loop import accumulation_batches, is_evaluation_step, total
 from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
 from runner.training.step import train_step
+from runner.training.step_replay import saved_state
 from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError
 from runner.utils.layout import CONFIG
-from runner.utils.reproducibility import make_deterministic, rng_state, seed_all, set_rng_state
+from runner.utils.reproducibility import make_deterministic, seed_all
 
 RUN_KEYS = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "init", "seed")
 """Top-level keys that a replay takes from its run."""
@@ -194,7 +195,7 @@ def states_before(
 ) -> Iterator[ReachedStep]:
     """Train a run once more, and yield it right before each of the steps.
 
-    The caller may draw random numbers; the run does not see it.
+    The caller may compute with the state; the run does not see it.
 
     Args:
         spec: the run's own.
@@ -212,11 +213,11 @@ def states_before(
     for micros, _ in accumulation_batches(state, loader, spec.train.accumulate):
         step = state.step + 1
         if step in steps:
-            drawn = rng_state(device)
+            restore = saved_state(state)
             state.model.train()
             # Outside the session: the caller may compute in another precision.
             yield ReachedStep(step, state, micros, rebuilt.report)
-            set_rng_state(drawn, device)
+            restore()
         if step == steps[-1]:
             return
         with state.precision.session(state.plain_model, device):

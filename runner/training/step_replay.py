@@ -170,7 +170,7 @@ class StepReplay:
         accelerator = Accelerator(state.device)
         accelerator.synchronize()  # the steps before are no part of the time
         start = perf_counter()
-        restore = _saved_state(state)
+        restore = saved_state(state)
         first = _compute(state, micros, sizes, self.untraced)
         restore()
         self._replay_ms = (perf_counter() - start) * 1e3
@@ -197,7 +197,7 @@ def repeat_step(state: TrainState, micros: Sequence[Batch]) -> str:
         micros: the micro-batches of the step, in one process.
     """
     sizes = [examples_in(micro) for micro in micros]
-    restore = _saved_state(state)
+    restore = saved_state(state)
     first = _compute(state, micros, sizes)
     restore()
     for number in range(2, REPEATS + 1):
@@ -230,7 +230,7 @@ def _compute(
     return _Computation(mean, trace.places, torch.stack(trace.sums).tolist())
 
 
-def _saved_state(state: TrainState) -> Callable[[], None]:
+def saved_state(state: TrainState) -> Callable[[], None]:
     """Return a function that restores what a computation changes, and drops its gradients."""
     model = state.plain_model
     restore_modules = saved_forward_state(model, state.device)
@@ -238,7 +238,7 @@ def _saved_state(state: TrainState) -> Callable[[], None]:
     scales = tree_map_only(Tensor, Tensor.clone, state.precision.state_dict(model))
 
     def restore() -> None:
-        for p in state.trainable_parameters:
+        for p in model.parameters():
             p.grad = None
         restore_modules()
         state.precision.load_state_dict(model, scales)

@@ -82,19 +82,34 @@ def test_a_checkpoint_is_another_start(main, trained):
     assert "parts from" in printed
 
 
-def test_a_run_is_compared_at_its_own_steps(main, tmp_path, trained, result):
-    logged = (json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines())
+@pytest.mark.parametrize(
+    "precision",
+    [
+        ["precision=bf16-mixed"],
+        ["precision=transformer-engine", "precision.emulate=true"],  # scales by past steps
+        ["precision=bnb-nf4", "adapter=lora", "optimizer=adamw"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_run_agrees_with_itself_at_its_own_steps(main, tmp_path, result, precision):
+    done = main(*TRAINED, *precision, "tracking=none")
+    assert done.rc == 0, done.stderr
+    folder = tmp_path / result(tmp_path)["folder"]
+    logged = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     losses = {
         row["step"]: row["values"]["train/loss"]
         for row in logged
         if "train/loss" in row.get("values", ())
     }
-    done = main("mode=diff", "tracking=none", f"against={trained}", "diff.steps=[1,3]")
+    done = main("mode=diff", "tracking=none", f"against={folder}", "diff.steps=[1,3]")
     assert done.rc == 0, done.stderr
     content, _ = report(tmp_path, result)
-    assert content["sentence"].startswith("In all 2 steps: bf16-mixed and bf16-mixed of ")
+    assert content["sentence"].startswith("In all 2 steps: ")
     assert content["sentence"].endswith("agree in every bit.")
     assert [step["diff/loss"] for step in content["steps"]] == [losses[1], losses[3]]
+
+
+def test_a_run_is_compared_with_another_precision(main, trained):
     done = main("mode=diff", "tracking=none", "precision=32-true", f"against={trained}")
     assert done.rc == 0, done.stderr
     assert "32-true and bf16-mixed of " in done.stdout

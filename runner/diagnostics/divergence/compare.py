@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from runner.data.batch_layout import Batch
@@ -38,8 +37,10 @@ from runner.diagnostics.divergence.reference import (
 )
 from runner.diagnostics.divergence.roundoffs import Execution, find_roundoffs
 from runner.diagnostics.divergence.tensor_error import TensorError
+from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
 from runner.training.step import backpropagate, loss_of
+from runner.training.step_replay import saved_state
 from runner.utils.tensors import dtype_name
 
 
@@ -144,6 +145,9 @@ def compare_batch(
     first, second = (_Pass(batch, generators, names) for batch in batches)
     execution = _with_settled_scale(execution, batches[1], generators)
     reference_execution = _with_settled_scale(reference_execution, batches[0], generators)
+    if reference_execution.precision.name != execution.precision.name:
+        _settle_own_scales(execution, batches[1], generators)
+        _settle_own_scales(reference_execution, batches[0], generators)
     reference = recorded or record_reference(reference_execution, batches[0], generators, names)
     free = _run_freely(execution, reference, second)
     roundoffs = find_roundoffs(reference_execution, execution, reference, free.arrival.dtypes)
@@ -219,6 +223,16 @@ def _with_operation(
     return [replace(row, added=added) if row.module == module else row for row in rows]
 
 
+def _settle_own_scales(execution: Execution, batch: Batch, generators: list[Tensor]) -> None:
+    """Let a precision that scales by past steps, and has seen none, see the batch once: its first
+    scales of 1 would lose what later ones keep."""
+    precision, model = execution.precision, execution.state.plain_model
+    has_state = type(precision).state_dict is not Precision.state_dict
+    if has_state and not precision.state_dict(model):
+        with _computing(execution, generators):
+            backpropagate(execution.state, loss_of(execution.state, *batch) * execution.scale)
+
+
 def _with_settled_scale(execution: Execution, batch: Batch, generators: list[Tensor]) -> Execution:
     """Return the execution at a loss scale at which no gradient overflows, as a run's loss scale
     is after its first steps; at its own, where none is found."""
@@ -260,21 +274,24 @@ def _substitute(
 @contextmanager
 def _context(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
     """Return the context of one forward and backward, which leaves the model as it was."""
+    restore = saved_state(execution.state)
+    try:
+        with _computing(execution, generators):
+            yield
+    finally:
+        restore()
+
+
+@contextmanager
+def _computing(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
+    """Return the context of one forward and backward in training mode, from no gradients."""
     model = execution.state.plain_model
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     for parameter in model.parameters():
         parameter.grad = None
     set_generator_states(generators, execution.device)
     model.train()
-    try:
-        with execution.precision.session(model, execution.device):
-            yield
-    finally:
-        for parameter in model.parameters():
-            parameter.grad = None
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+    with execution.precision.session(model, execution.device):
+        yield
 
 
 def _network(

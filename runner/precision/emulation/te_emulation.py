@@ -182,8 +182,8 @@ class Linear(nn.Module):
             return
         for key, (scale, history) in tensors.items():
             state = self.fp8_meta[key]
-            state.scale = scale.to(self.weight.device)
-            state.amax_history = history.to(self.weight.device)
+            state.scale = scale.to(self.weight.device, copy=True)
+            state.amax_history = history.to(self.weight.device, copy=True)
 
     def _delayed_operands(self, context: Autocast) -> Operands:
         """Return quantizers that scale by past steps and record this one."""
