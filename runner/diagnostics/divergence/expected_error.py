@@ -61,12 +61,15 @@ class Perturber:
         roundoffs: of both executions.
         reference: whose tensors are perturbed.
         device: of the tensors.
+        draw: number of the draw; others are other random numbers.
     """
 
-    def __init__(self, roundoffs: Roundoffs, reference: Reference, device: torch.device) -> None:
+    def __init__(
+        self, roundoffs: Roundoffs, reference: Reference, device: torch.device, draw: int = 0
+    ) -> None:
         self._roundoffs = roundoffs
         self._reference = reference
-        self._generator = torch.Generator(device).manual_seed(SEED)
+        self._generator = torch.Generator(device).manual_seed(SEED + draw)
         self._pool: Tensor | None = None
         self._place = 0
 

@@ -19,6 +19,8 @@ class TensorError(NamedTuple):
             does.
         elements: of the tensor.
         other_shape: whether the tensor has another shape; nothing else was measured then.
+        peak: share of the squared error that the element with the largest error has, 0 to 1; 0
+            where elements were not counted.
     """
 
     error: float
@@ -28,6 +30,7 @@ class TensorError(NamedTuple):
     different: int = 0
     elements: int = 0
     other_shape: bool = False
+    peak: float = 0.0
 
     @property
     def relative(self) -> float:
@@ -66,7 +69,7 @@ def measure_error(
         tensor: floating, any shape.
         reference: what it is compared with.
         scale: what the tensor is divided by first, as a loss scale.
-        counts: whether elements are counted that differ or become zero.
+        counts: whether elements are counted that differ or become zero, and the peak is found.
         norm: of the reference; None computes it.
     """
     if tensor.shape != reference.shape:
@@ -89,7 +92,8 @@ def measure_error(
     different = tensor.numel()
     if tensor.dtype is reference.dtype and scale == 1.0:
         different = int(torch.count_nonzero(difference))
-    return TensorError(error, norm, 0, flushed, different, tensor.numel())
+    peak = (torch.linalg.vector_norm(difference, math.inf).item() / error) ** 2
+    return TensorError(error, norm, 0, flushed, different, tensor.numel(), peak=peak)
 
 
 def _error_of_finite_part(found: Tensor, wanted: Tensor) -> TensorError:

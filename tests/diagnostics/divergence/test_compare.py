@@ -80,6 +80,29 @@ def test_a_finite_reference_finds_what_overflows():
     assert "first in its mul()" in sentence
 
 
+class Kinked(nn.Module):
+    """Elements of the ReLU's input that are near 0 have another sign where it is rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.head(torch.relu(x + self.second(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 9])
+def test_another_sign_at_a_kink_is_no_divergence(seed):
+    """With these seeds no element has another sign in the first perturbation."""
+    _, batch, task = parts("resnet")
+    torch.manual_seed(seed)
+    found = _compare_own(Kinked(), batch, task, "16-mixed")
+    assert first_divergence(found.rows) is None
+
+
 def _compare_own(model, batch, task, precision):
     import copy
 
