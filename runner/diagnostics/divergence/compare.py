@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -36,14 +36,13 @@ from runner.diagnostics.divergence.reference import (
     writes_in_place,
 )
 from runner.diagnostics.divergence.roundoffs import Execution, find_roundoffs
-from runner.diagnostics.divergence.tensor_error import TensorError
+from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
 from runner.training.step import backpropagate, loss_of
 from runner.training.step_replay import saved_state
 from runner.utils.tensors import dtype_name
 
-_Key = TypeVar("_Key", Boundary, str)
 _KINK_PEAK = 0.05
 """Share of a tensor's squared error in one element from which on the error may be that of a kink:
 where a ReLU's input is near 0, its gradient is all there or not at all."""
@@ -169,22 +168,7 @@ def compare_batch(
         gradient_added=added.backward,
         parameters_added=parameters_added,
     )
-    rows: list[ModuleErrors] = []
-    for draw in range(_KINK_DRAWS):
-        perturber = Perturber(roundoffs, reference, reference_execution.device, draw)
-        expected = Substitution(reference, reference_execution, copies, perturber)
-        with perturber.perturbed_parameters(reference_execution.state.plain_model):
-            parameters_expected = _substitute(reference_execution, expected, reference, first)
-        errors = replace(
-            errors,
-            expected=_largest(errors.expected, expected.forward),
-            gradient_expected=_largest(errors.gradient_expected, expected.backward),
-            parameters_expected=_largest(errors.parameters_expected, parameters_expected),
-        )
-        rows = module_errors(network, errors)
-        found = first_divergence(rows)
-        if found is None or found.added.found.peak < _KINK_PEAK:
-            break
+    rows = _judged_rows(reference_execution, reference, network, errors, first, copies)
     rows = _with_operation(rows, (reference_execution, execution), reference, (first, second))
     outputs = free.arrival.outputs
     output_errors = [errors.arrived[b].relative for b in outputs if b in errors.arrived]
@@ -201,15 +185,33 @@ def compare_batch(
     )
 
 
-def _largest(
-    errors: Mapping[_Key, TensorError], others: Mapping[_Key, TensorError]
-) -> dict[_Key, TensorError]:
-    """Return the larger error of each tensor."""
-    found = dict(errors)
-    for key, other in others.items():
-        if key not in found or other.error > found[key].error:
-            found[key] = other
-    return found
+def _judged_rows(
+    execution: Execution,
+    reference: Reference,
+    network: Network,
+    errors: MeasuredErrors,
+    settings: _Pass,
+    copies: bool,
+) -> list[ModuleErrors]:
+    """Return the rows of a comparison, after measuring in the reference's own execution what
+    rounding explains."""
+    rows: list[ModuleErrors] = []
+    for draw in range(_KINK_DRAWS):
+        perturber = Perturber(network.roundoffs, reference, execution.device, draw)
+        expected = Substitution(reference, execution, copies, perturber)
+        with perturber.perturbed_parameters(execution.state.plain_model):
+            parameters_expected = _substitute(execution, expected, reference, settings)
+        errors = replace(
+            errors,
+            expected=larger_errors(errors.expected, expected.forward),
+            gradient_expected=larger_errors(errors.gradient_expected, expected.backward),
+            parameters_expected=larger_errors(errors.parameters_expected, parameters_expected),
+        )
+        rows = module_errors(network, errors)
+        found = first_divergence(rows)
+        if found is None or found.added.found.peak < _KINK_PEAK:
+            break
+    return rows
 
 
 def _other_calls(reference: Reference, arrival: Arrival) -> list[str]:

@@ -1,10 +1,13 @@
 """Measure how far a tensor is from a reference."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+_Key = TypeVar("_Key")
 
 
 class TensorError(NamedTuple):
@@ -94,6 +97,17 @@ def measure_error(
         different = int(torch.count_nonzero(difference))
     peak = (torch.linalg.vector_norm(difference, math.inf).item() / error) ** 2
     return TensorError(error, norm, 0, flushed, different, tensor.numel(), peak=peak)
+
+
+def larger_errors(
+    errors: Mapping[_Key, TensorError], others: Mapping[_Key, TensorError]
+) -> dict[_Key, TensorError]:
+    """Return the larger error of each tensor, by the tensor's key."""
+    found = dict(errors)
+    for key, other in others.items():
+        if key not in found or other.error > found[key].error:
+            found[key] = other
+    return found
 
 
 def _error_of_finite_part(found: Tensor, wanted: Tensor) -> TensorError:
