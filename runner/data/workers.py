@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from multiprocessing import active_children
-from time import sleep
+from multiprocessing.connection import wait
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from runner.utils.stop_signals import Stopped, ignore_signals
 PREFETCH = 2  # batches that each process loads ahead: torch's default
 _DATASET_RAISED = re.compile(r"in DataLoader worker process \d+")
 _PROCESS_DIED = re.compile(r"DataLoader worker \(pid")
-_SIGCHLD_DELAY = 2.0  # seconds between a broken connection and SIGCHLD of the dead process, at most
+_DEATH_DELAY = 10.0  # seconds between a broken connection and the end of its process, at most
 
 
 def init_worker(worker: int) -> None:
@@ -123,21 +123,37 @@ def worker_failure(error: BaseException) -> str | None:
     if is_process_death(error):
         return text.partition(". ")[0].rstrip(".")
     if isinstance(error, OSError | EOFError) and _raised_while_fetching(error):
-        return _sigchld_failure() or f"it died ({type(error).__name__})"
+        return _death_of_worker() or f"it died ({type(error).__name__})"
     return None
 
 
-def _sigchld_failure() -> str | None:
-    """Wait for torch's SIGCHLD handler and return the failure that it reports, if any.
+def _death_of_worker() -> str | None:
+    """Wait for a loading process of this process to end, and return how it did, as torch says it;
+    None where all live on.
 
-    The handler raises wherever the main thread is. Waiting for it here keeps it from interrupting
-    the message of the first error.
+    torch's SIGCHLD handler may raise meanwhile, wherever the main thread is, or may have been called
+    already, inside a function that ignores errors.
     """
+    workers = [worker for worker, starter in _started.items() if starter == os.getpid()]
     try:
-        sleep(_SIGCHLD_DELAY)
+        # Those of earlier epochs have ended with status 0.
+        running = {worker.sentinel: worker for worker in workers if worker.exitcode is None}
+        if not any(worker.exitcode for worker in workers):
+            for sentinel in wait([*running], _DEATH_DELAY):
+                running[sentinel].join(_DEATH_DELAY)  # its connection ends before the process
+        for worker in workers:
+            if worker.exitcode:
+                return f"DataLoader worker (pid {worker.pid}) {_describe_exit(worker.exitcode)}"
     except RuntimeError as error:
         return worker_failure(error)
     return None
+
+
+def _describe_exit(code: int) -> str:
+    """Return in words how a process ended, by its exit code, which is negative for a signal."""
+    if code < 0:
+        return f"is killed by signal: {signal.strsignal(-code)}"
+    return f"exited unexpectedly with exit code {code}"
 
 
 def _raised_while_fetching(error: BaseException) -> bool:

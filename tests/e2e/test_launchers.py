@@ -87,7 +87,8 @@ if command == "sbatch":
         cpus = re.search(r"--cpus-per-task=(\\d+)", script)[1]
         env = {{**os.environ, "SLURM_JOB_ID": f"{{70 + n}}", "SLURM_ARRAY_JOB_ID": "70",
                "SLURM_ARRAY_TASK_ID": f"{{n}}", "SLURM_PROCID": "0", "SLURM_CPUS_PER_TASK": cpus}}
-        again = f"rm -f {{HOME}}/again-{{n}}; bash {{args[0]}}; test -e {{HOME}}/again-{{n}}"
+        # As Slurm, from a copy: submitit moves its own file once it knows the job's id.
+        again = f"rm -f {{HOME}}/again-{{n}}; bash {{HOME}}/script; test -e {{HOME}}/again-{{n}}"
         subprocess.Popen(["bash", "-c", f"while {{again}}; do :; done; touch {{HOME}}/ended-{{n}}"],
                          env=env, start_new_session=True, stdout=subprocess.DEVNULL,
                          stderr=subprocess.DEVNULL)
