@@ -131,8 +131,8 @@ def _death_of_worker() -> str | None:
     """Wait for a loading process of this process to end, and return how it did, as torch says it;
     None where all live on.
 
-    torch's SIGCHLD handler may raise meanwhile, wherever the main thread is, or may have been called
-    already, inside a function that ignores errors.
+    torch's SIGCHLD handler may raise meanwhile, wherever the main thread is, or may have been
+    called already, inside a function that ignores errors.
     """
     workers = [worker for worker, starter in _started.items() if starter == os.getpid()]
     try:

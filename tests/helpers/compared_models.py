@@ -131,16 +131,26 @@ BUGS = {
 def execution(kind, precision, bug=None, **changes):
     """Return an execution of a model in a precision, with a bug, and the name of its module."""
     model, _, task = parts(kind)
-    model = copy.deepcopy(model)
+    name = LAYERS[kind][BUGS[bug]] if bug is not None else None
+    plant = None if name is None else lambda model: bug(model.get_submodule(name))
+    return execute(model, task, precision, plant, **changes), name
+
+
+def execute(model, task, precision, plant=None, **changes):
+    """Return an execution of a copy of a model in a precision, with what `plant` changes in it."""
     policy = load_precision(precision, **changes)
-    model, _ = policy.convert(model)
-    name = None
-    if bug is not None:
-        name = LAYERS[kind][BUGS[bug]]
-        bug(model.get_submodule(name))
+    model, _ = policy.convert(copy.deepcopy(model))
+    if plant is not None:
+        plant(model)
     state = build_state(TrainingSetup(RunSpec(), policy, task, CPU), model)
     value = policy.scale(CPU).value
-    return Execution(precision, state, 1.0 if value is None else value.item()), name
+    return Execution(precision, state, 1.0 if value is None else value.item())
+
+
+def compare_model(model, batch, task, precision, plant=None, against="32-true"):
+    """Return what the comparison of a model finds with a copy of it that has a bug."""
+    made = (execute(model, task, against), execute(model, task, precision, plant))
+    return compare_batch(*made, (batch, batch), [torch.get_rng_state()])
 
 
 def compare(kind, precision, bug=None, against="32-true", **changes):

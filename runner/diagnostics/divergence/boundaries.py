@@ -3,11 +3,12 @@
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 ROOT = "(model)"
 """Name of the model itself, whose dotted name is empty."""
@@ -15,16 +16,23 @@ LOSS = "(loss)"
 """Name of the code after the model: the task's loss, which takes the model's output."""
 BATCH = "(batch)"
 """Name of the code before the model, which makes its inputs."""
+CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "multinomial")
+"""Functions of torch that choose among floating numbers, as a router does. Where rounding swaps two
+numbers they choose otherwise, and what follows would be another computation. Their indices are
+therefore visited like what crosses a boundary."""
+WRITTEN = "written"
+"""The side of a module's input after the call, where the module wrote into it."""
 
 
 class Boundary(NamedTuple):
-    """A tensor that crosses the boundary of a module.
+    """A tensor that crosses the boundary of a module, or the indices that its own code chooses.
 
     Attributes:
         module: dotted name of the module, or one of ROOT and LOSS.
         call: number of the module's call in this forward, from 0.
-        side: "in" for what it takes, "out" for what it returns.
-        number: of the tensor among the floating ones of that side, from 0.
+        side: "in" for what it takes, "out" for what it returns, WRITTEN, or one of CHOICES for
+            indices.
+        number: of the tensor on that side, from 0; for indices of the function's call.
     """
 
     module: str
@@ -60,8 +68,25 @@ class Visitor(Protocol):
             boundary: where.
             owner: name of the module whose own code computed the tensor; its caller for an input.
             user: name of the module whose own code takes it.
-            tensor: floating.
+            tensor: floating, integer or boolean.
         """
+        ...
+
+    def visit_written(
+        self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
+    ) -> None:
+        """Note at the end of a call what has become of an input.
+
+        Args:
+            boundary: of side WRITTEN.
+            caller: the tensor that the caller holds.
+            tensor: what the module was given in its place.
+            writes: whether something was written into it during the call.
+        """
+        ...
+
+    def weigh(self, module: str, tensor: Tensor) -> Tensor:
+        """Return what a module's own code chooses among in place of these floating numbers."""
         ...
 
 
@@ -93,8 +118,11 @@ def visited_modules(
         key = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
         replaced.append((module, key, vars(module).get(key)))
         vars(module)[key] = calls.wrap(own_name, getattr(module, key))
+    # A mode would be traced into compiled programs, whose own code cannot be seen anyway.
+    is_compiled = any(m._compiled_call_impl is not None for m in model.modules())
+    choices = nullcontext() if is_compiled else _VisitedChoices(calls)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), choices:
             # The compiler looks for a gradient of what it gets, which is the output of a visit.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield calls
@@ -111,7 +139,9 @@ class ModuleCalls:
     def __init__(self, visitor: Visitor) -> None:
         self._visitor = visitor
         self._counts: Counter[str] = Counter()
-        self._running = [BATCH]
+        self._choices: Counter[tuple[str, int, str]] = Counter()
+        # Of the modules that run, the innermost last, with the numbers of their calls.
+        self._running = [(BATCH, 0)]
 
     def wrap(self, name: str, forward: Any) -> Any:
         """Return a module's forward with the visits at its boundaries."""
@@ -119,14 +149,19 @@ class ModuleCalls:
         def run(*args: Any, **kwargs: Any) -> Any:
             number = self._counts[name]
             self._counts[name] += 1
-            caller = self._running[-1]
+            caller, _ = self._running[-1]
             self._visitor.begin_call(name, number)
-            args, kwargs = self._cross((args, kwargs), name, number, "in", caller)
-            self._running.append(name)
+            taken = (args, kwargs)
+            args, kwargs = given = self._cross(taken, name, number, "in", caller)
+            written = _Inputs(taken, given)
+            self._running.append((name, number))
             try:
                 output = forward(*args, **kwargs)
             finally:
                 self._running.pop()
+            for index, (held, tensor, writes) in enumerate(written):
+                boundary = Boundary(name, number, WRITTEN, index)
+                self._visitor.visit_written(boundary, held, tensor, writes)
             output = self._cross(output, name, number, "out", caller)
             self._visitor.end_call(name, number)
             return output
@@ -139,14 +174,31 @@ class ModuleCalls:
         self._visitor.end_call(LOSS, 0)
         return loss
 
+    def weigh(self, tensor: Tensor) -> Tensor:
+        """Return what a function of CHOICES chooses among, passed to the visitor."""
+        return self._visitor.weigh(self._choosing()[0], tensor)
+
+    def _choosing(self) -> tuple[str, int]:
+        """Return the module whose own code runs, and the number of its call."""
+        module, call = self._running[-1]
+        return (LOSS if module == BATCH else module), call
+
+    def choose(self, function: str, indices: Tensor) -> Tensor:
+        """Return the indices that a function of CHOICES returned, passed to the visitor."""
+        module, call = self._choosing()
+        key = (module, call, function)
+        boundary = Boundary(*key, self._choices[key])
+        self._choices[key] += 1
+        return self._visitor.visit(boundary, module, module, indices)
+
     def _cross(self, nest: Any, name: str, number: int, side: str, caller: str) -> Any:
-        """Return a module's arguments or output with every floating tensor visited."""
+        """Return a module's arguments or output with every tensor visited."""
         leaves, structure = tree_flatten(nest)
         # The caller of the model is the loss where its output is used.
         outside = LOSS if caller == BATCH else caller
         found = 0
         for position, leaf in enumerate(leaves):
-            if not _is_activation(leaf):
+            if not _is_compared(leaf):
                 continue
             boundary = Boundary(name, number, side, found)
             owner, user = (caller, name) if side == "in" else (name, outside)
@@ -155,8 +207,57 @@ class ModuleCalls:
         return tree_unflatten(leaves, structure)
 
 
-def _is_activation(leaf: object) -> bool:
-    """Return whether a value is a floating tensor that was computed, and no parameter."""
+class _Inputs:
+    """The tensors that a module was given in the place of those that its caller holds.
+
+    Args:
+        taken: arguments of the caller.
+        given: the same after the visits.
+    """
+
+    def __init__(self, taken: Any, given: Any) -> None:
+        pairs = zip(tree_leaves(taken), tree_leaves(given), strict=True)
+        self._pairs = [(held, tensor) for held, tensor in pairs if _is_compared(held)]
+        self._versions = [tensor._version for _, tensor in self._pairs]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Yield the caller's tensor, the module's, and whether that was written into since."""
+        for (held, tensor), version in zip(self._pairs, self._versions, strict=True):
+            yield held, tensor, tensor._version != version
+
+
+class _VisitedChoices(TorchFunctionMode):
+    """A context in which the indices that the functions of CHOICES return are visited."""
+
+    def __init__(self, calls: ModuleCalls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        # Integers, as the numbers of experts, are ordered alike in both executions.
+        if name not in CHOICES or not (args and args[0].is_floating_point()):
+            return func(*args, **kwargs)
+        source, *rest = args
+        result = func(self._calls.weigh(source), *rest, **kwargs)
+        if isinstance(result, Tensor):
+            return self._calls.choose(name, result)
+        indices = self._calls.choose(name, result.indices)
+        place = _DIM_ARGUMENT[name]
+        dim = kwargs.get("dim", rest[place] if len(rest) > place else -1)
+        return type(result)((source.gather(dim, indices), indices))
+
+
+_DIM_ARGUMENT = {"topk": 1, "sort": 0}
+"""Position of the dimension in the arguments after the tensor, of functions with two results."""
+
+
+def _is_compared(leaf: object) -> bool:
+    """Return whether a value is a tensor that was computed, and no parameter; complex ones cannot
+    be compared."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
         return False
-    return leaf.is_floating_point()
+    return not leaf.is_complex()

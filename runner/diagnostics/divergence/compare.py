@@ -5,29 +5,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.boundaries import (
-    LOSS,
     ROOT,
     Boundary,
     comparable_modules,
     visited_modules,
 )
-from runner.diagnostics.divergence.expected_error import Perturber, Roundoffs
+from runner.diagnostics.divergence.expected_error import Perturber, unit_roundoff
 from runner.diagnostics.divergence.findings import (
     MeasuredErrors,
     ModuleErrors,
-    Network,
     first_divergence,
     module_errors,
 )
+from runner.diagnostics.divergence.network import Network, build_network
 from runner.diagnostics.divergence.operations import (
     OperationTrace,
     first_different_operation,
 )
-from runner.diagnostics.divergence.passes import Arrival, Substitution, parameter_errors
+from runner.diagnostics.divergence.passes import (
+    Arrival,
+    Substitution,
+    buffer_errors,
+    parameter_errors,
+    weight_errors,
+)
 from runner.diagnostics.divergence.reference import (
     Overwritten,
     Recorder,
@@ -38,10 +43,8 @@ from runner.diagnostics.divergence.reference import (
 from runner.diagnostics.divergence.roundoffs import Execution, find_roundoffs
 from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors
 from runner.precision.contract import Precision
-from runner.precision.conversion import is_converted
 from runner.training.step import backpropagate, loss_of
 from runner.training.step_replay import saved_state
-from runner.utils.tensors import dtype_name
 
 _KINK_PEAK = 0.05
 """Share of a tensor's squared error in one element from which on the error may be that of a kink:
@@ -64,6 +67,7 @@ class BatchComparison:
         is_exact: whether both computed the same bits when they ran freely.
         same_format: whether both compute in the same precision.
         uneven_calls: modules that one execution calls more often than the other.
+        other_weights: modules whose parameters differ by more than their formats' rounding.
     """
 
     rows: list[ModuleErrors]
@@ -75,6 +79,7 @@ class BatchComparison:
     is_exact: bool
     same_format: bool
     uneven_calls: list[str]
+    other_weights: list[str]
 
 
 class _Pass(NamedTuple):
@@ -116,18 +121,30 @@ def record_reference(
     raise AssertionError("copies are not overwritten")
 
 
+class StateErrors(NamedTuple):
+    """The errors of a model after a forward and backward.
+
+    Attributes:
+        gradients: of the parameters, by name.
+        buffers: by name.
+    """
+
+    gradients: dict[str, TensorError]
+    buffers: dict[str, TensorError]
+
+
 class FreeRun(NamedTuple):
     """An execution without substitution.
 
     Attributes:
         arrival: errors of what crosses the boundaries.
         loss: of the batch.
-        parameters: errors of the parameters' gradients.
+        state: errors of gradients and buffers.
     """
 
     arrival: Arrival
     loss: float
-    parameters: dict[str, TensorError]
+    state: StateErrors
 
 
 def compare_batch(
@@ -159,14 +176,15 @@ def compare_batch(
     roundoffs = find_roundoffs(reference_execution, execution, reference, free.arrival.dtypes)
     copies = reference.writes_in_place or free.arrival.writes_in_place
     added = Substitution(reference, execution, copies)
-    parameters_added = _substitute(execution, added, reference, second)
-    network = _network(execution, reference, free.arrival, roundoffs)
+    state_added = _substitute(execution, added, reference, second)
+    network = build_network(execution, reference, free.arrival, added, roundoffs)
     errors = MeasuredErrors(
         arrived=free.arrival.forward,
         gradient_arrived=free.arrival.backward,
         added=added.forward,
         gradient_added=added.backward,
-        parameters_added=parameters_added,
+        parameters_added=state_added.gradients,
+        buffers_added=state_added.buffers,
     )
     rows = _judged_rows(reference_execution, reference, network, errors, first, copies)
     rows = _with_operation(rows, (reference_execution, execution), reference, (first, second))
@@ -176,12 +194,13 @@ def compare_batch(
         rows,
         (reference.loss, free.loss),
         max(output_errors, default=0.0),
-        _joined_error(free.parameters),
+        _joined_error(free.state.gradients),
         _logits(reference, outputs),
         execution.scale,
         not any(error.error or error.nonfinite for error in _free_errors(free)),
         reference_execution.precision.name == execution.precision.name,
         _other_calls(reference, free.arrival),
+        _other_weights(execution, reference_execution),
     )
 
 
@@ -200,12 +219,13 @@ def _judged_rows(
         perturber = Perturber(network.roundoffs, reference, execution.device, draw)
         expected = Substitution(reference, execution, copies, perturber)
         with perturber.perturbed_parameters(execution.state.plain_model):
-            parameters_expected = _substitute(execution, expected, reference, settings)
+            state_expected = _substitute(execution, expected, reference, settings)
         errors = replace(
             errors,
             expected=larger_errors(errors.expected, expected.forward),
             gradient_expected=larger_errors(errors.gradient_expected, expected.backward),
-            parameters_expected=larger_errors(errors.parameters_expected, parameters_expected),
+            parameters_expected=larger_errors(errors.parameters_expected, state_expected.gradients),
+            buffers_expected=larger_errors(errors.buffers_expected, state_expected.buffers),
         )
         rows = module_errors(network, errors)
         found = first_divergence(rows)
@@ -221,11 +241,24 @@ def _other_calls(reference: Reference, arrival: Arrival) -> list[str]:
     return [*dict.fromkeys(module for module, call in calls if (module, call) in other)]
 
 
+def _other_weights(execution: Execution, reference: Execution) -> list[str]:
+    """Return the modules whose parameters differ by more than their formats' rounding, in order."""
+    model, other = execution.state.plain_model, reference.state.plain_model
+    wanted = dict(other.named_parameters())
+    modules = []
+    for name, error in weight_errors(model, other).items():
+        dtypes = (model.get_parameter(name).dtype, wanted[name].dtype)
+        if error.relative > max(unit_roundoff(dtype) for dtype in dtypes):
+            modules.append(name.rpartition(".")[0] or ROOT)
+    return [*dict.fromkeys(modules)]
+
+
 def _free_errors(free: FreeRun) -> Iterator[TensorError]:
     """Yield all errors of an execution that ran freely."""
     yield from free.arrival.forward.values()
     yield from free.arrival.backward.values()
-    yield from free.parameters.values()
+    yield from free.state.gradients.values()
+    yield from free.state.buffers.values()
 
 
 def _with_operation(
@@ -285,19 +318,26 @@ def _run_freely(execution: Execution, reference: Reference, settings: _Pass) -> 
         with visited_modules(model, settings.names, arrival) as calls:
             loss = calls.cross_loss(loss_of(execution.state, *settings.batch))
         backpropagate(execution.state, loss * execution.scale)
-        parameters = parameter_errors(model, reference, execution.scale)
-    return FreeRun(arrival, loss.item(), parameters)
+        state = _state_errors(execution, reference)
+    return FreeRun(arrival, loss.item(), state)
 
 
 def _substitute(
     execution: Execution, visitor: Substitution, reference: Reference, settings: _Pass
-) -> dict[str, TensorError]:
-    """Run a batch with the reference's tensors at every boundary; return the parameters' errors."""
+) -> StateErrors:
+    """Run a batch with the reference's tensors at every boundary; return the errors of gradients
+    and buffers."""
     model = execution.state.plain_model
     with _context(execution, settings.generators):
         with visited_modules(model, settings.names, visitor) as calls:
             calls.cross_loss(loss_of(execution.state, *settings.batch))
-        return parameter_errors(model, reference, execution.scale)
+        return _state_errors(execution, reference)
+
+
+def _state_errors(execution: Execution, reference: Reference) -> StateErrors:
+    model = execution.state.plain_model
+    gradients = parameter_errors(model, reference, execution.scale)
+    return StateErrors(gradients, buffer_errors(model, reference))
 
 
 @contextmanager
@@ -323,36 +363,6 @@ def _computing(execution: Execution, generators: list[Tensor]) -> Iterator[None]
         yield
 
 
-def _network(
-    execution: Execution, reference: Reference, arrival: Arrival, roundoffs: Roundoffs
-) -> Network:
-    """Return the facts about the compared model that its errors are judged by."""
-    model = execution.state.plain_model
-    widths, rows = _sizes(reference)
-    return Network(
-        kinds=_kinds(model, reference),
-        owners=reference.owners,
-        users=reference.users,
-        dtypes={boundary: dtype_name(dtype) for boundary, dtype in arrival.dtypes.items()},
-        parameter_dtypes={name: dtype_name(p.dtype) for name, p in model.named_parameters()},
-        roundoffs=roundoffs,
-        widths=widths,
-        rows=rows,
-        layers=_layers(model),
-    )
-
-
-def _kinds(model: nn.Module, reference: Reference) -> dict[str, str]:
-    """Return the class of each called module, in the order of the first calls; the loss last."""
-    modules = dict(model.named_modules())
-    called = dict.fromkeys(name for name, _ in reference.generators)
-    kinds = {}
-    for name in called:
-        module = modules.get("" if name == ROOT else name)
-        kinds[name] = type(module).__name__ if module is not None else ""
-    return {**kinds, LOSS: "loss"}
-
-
 def _logits(
     reference: Reference, outputs: Mapping[Boundary, Tensor]
 ) -> tuple[Tensor, Tensor] | None:
@@ -360,33 +370,9 @@ def _logits(
     its loss returns that first."""
     for boundary, output in outputs.items():
         wanted = reference.values.get(boundary)
-        if wanted is not None and wanted.ndim > 1:
+        if wanted is not None and wanted.ndim > 1 and wanted.is_floating_point():
             return wanted, output
     return None
-
-
-def _sizes(reference: Reference) -> tuple[dict[str, int], dict[str, int]]:
-    """Return by module the most elements of an example, and the most rows, of its tensors."""
-    widths: dict[str, int] = {}
-    rows: dict[str, int] = {}
-    for boundary, value in reference.values.items():
-        width = value[0].numel() if value.ndim > 1 else 1
-        height = value.numel() // max(value.shape[-1], 1) if value.ndim else 1
-        for module in (reference.owners[boundary], reference.users[boundary]):
-            widths[module] = max(widths.get(module, 1), width)
-            rows[module] = max(rows.get(module, 1), height)
-    return widths, rows
-
-
-def _layers(model: nn.Module) -> frozenset[str]:
-    """Return the names of the layers of torch.nn without modules of their own, and of converted
-    layers."""
-    names = []
-    for name, module in model.named_modules():
-        is_plain = type(module).__module__.startswith("torch.nn.")
-        if is_converted(module) or (is_plain and next(module.children(), None) is None):
-            names.append(name or ROOT)
-    return frozenset(names)
 
 
 def _joined_error(errors: Mapping[str, TensorError]) -> float:

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.diagnostics.divergence.added_error import AddedError
 from runner.diagnostics.divergence.compare import BatchComparison
-from runner.diagnostics.divergence.findings import (
-    AddedError,
-    Divergence,
-    ModuleErrors,
+from runner.diagnostics.divergence.divergence_text import (
     describe_cause,
     describe_divergence,
-    first_divergence,
     format_relative,
     format_share,
 )
+from runner.diagnostics.divergence.findings import Divergence, ModuleErrors, first_divergence
 from runner.diagnostics.divergence.log_probabilities import LogProbabilityError
 from runner.utils.files import write_json
 from runner.utils.formatting import format_number
@@ -80,14 +78,39 @@ class DivergenceReport:
         text = describe_divergence(
             batch.rows, self.name, self.against, batch.is_exact, batch.same_format
         )
-        if batch.uneven_calls:
-            names = ", ".join(f"`{name}`" for name in batch.uneven_calls[:4])
-            text += f" Not called equally often by both: {names}."
+        text += _remarks(batch)
         if len(self.steps) == 1:
             return text
         if self.divergence is None:
             return f"In all {len(self.steps)} steps: {text}"
         return f"In step {self.chosen.step}: {text}"
+
+
+def _remarks(batch: BatchComparison) -> str:
+    """Return sentences on what a reader must know of a comparison beside its first divergence."""
+    text = ""
+    if batch.uneven_calls:
+        text += f" Not called equally often by both: {_names(batch.uneven_calls)}."
+    if batch.other_weights:
+        count = len(batch.other_weights)
+        text += (
+            f" Both have other weights in {count} {'module' if count == 1 else 'modules'}, so that "
+            f"errors there are no bug of their code: {_names(batch.other_weights)}."
+        )
+    reshaped = [
+        row.module
+        for row in batch.rows
+        if row.added and row.added.found.other_shape and not row.added.is_unexplained
+    ]
+    if reshaped:
+        text += f" Not compared, for rounding gives them other shapes: {_names(reshaped)}."
+    return text
+
+
+def _names(modules: Sequence[str]) -> str:
+    names = ", ".join(f"`{name}`" for name in modules[:4])
+    more = len(modules) - 4
+    return f"{names} and {more} more" if more > 0 else names
 
 
 def metrics(step: StepComparison) -> dict[str, float]:

@@ -17,7 +17,8 @@ from runner.diagnostics.divergence.boundaries import Boundary
 from runner.diagnostics.divergence.reference import Reference
 from runner.utils.errors import ConfigError
 
-FORMAT = "runner-diff-1"
+_FORMAT_FAMILY = "runner-diff-"
+FORMAT = f"{_FORMAT_FAMILY}2"
 _SUFFIX = ".safetensors"
 
 
@@ -48,7 +49,7 @@ def is_dump(path: Path) -> bool:
         return False
     try:
         with safe_open(path, "pt") as file:
-            return (file.metadata() or {}).get("format") == FORMAT
+            return (file.metadata() or {}).get("format", "").startswith(_FORMAT_FAMILY)
     except (OSError, SafetensorError):
         return False
 
@@ -67,6 +68,7 @@ def write_dump(
     )
     tensors |= gradients
     tensors |= {f"parameter|{name}": t for name, t in reference.parameter_gradients.items()}
+    tensors |= {f"buffer|{name}": t for name, t in reference.buffers.items()}
     for (module, call), states in reference.generators.items():
         tensors |= {f"generator|{module}|{call}|{n}": t for n, t in enumerate(states)}
     facts = {
@@ -115,6 +117,12 @@ def read_dump(path: Path, device: torch.device) -> Dump:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
+            if metadata["format"] != FORMAT:
+                raise ConfigError(
+                    f"against={path} is of another version of precision-runner "
+                    f"({metadata['format']}; this one reads {FORMAT}). Write it again: mode=diff "
+                    "diff.dump=true."
+                )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = json.loads(metadata["facts"])
         tensors |= {name: tensors[first] for name, first in facts["same"].items()}
@@ -144,6 +152,8 @@ def _reference(
         kind, _, rest = name.partition("|")
         if kind == "parameter":
             reference.parameter_gradients[rest] = tensor.to(device)
+        elif kind == "buffer":
+            reference.buffers[rest] = tensor.to(device)
     for module, call in facts["calls"]:
         prefix = f"generator|{module}|{call}|"
         states = [tensors[name] for name in sorted(tensors) if name.startswith(prefix)]

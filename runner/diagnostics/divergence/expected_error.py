@@ -27,7 +27,10 @@ POOL_STEP = 1_000_003
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the largest relative error of rounding to nearest: half the spacing at 1."""
+    """Return the largest relative error of rounding to nearest: half the spacing at 1; 0 for
+    integers."""
+    if not dtype.is_floating_point:
+        return 0.0
     return torch.finfo(dtype).eps / 2
 
 
@@ -73,9 +76,13 @@ class Perturber:
         self._pool: Tensor | None = None
         self._place = 0
 
+    def code_roundoff(self, module: str) -> float:
+        """Return the roundoff with which a module's own code may round."""
+        return self._roundoffs.code.get(module, 0.0)
+
     def roundoff(self, boundary: Boundary) -> float:
         """Return the roundoff with which the module that takes a tensor may round it."""
-        code = self._roundoffs.code.get(self._reference.users[boundary], 0.0)
+        code = self.code_roundoff(self._reference.users[boundary])
         return max(code, self._roundoffs.tensors.get(boundary, 0.0))
 
     def gradient_roundoff(self, boundary: Boundary) -> float:
@@ -87,7 +94,7 @@ class Perturber:
 
     def perturbed(self, tensor: Tensor, roundoff: float) -> Tensor:
         """Return tensor * (1 + r), r random and uniform in [-roundoff, roundoff]."""
-        if not roundoff:
+        if not (roundoff and tensor.is_floating_point()):
             return tensor
         # In float32 at least: a narrow reference would round the change away.
         wide = tensor if tensor.dtype is torch.float64 else tensor.float()

@@ -1,76 +1,21 @@
-"""Decide from measured errors in which module two executions part, and say so in one sentence."""
+"""Decide from measured errors in which module two executions part."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from runner.diagnostics.divergence.boundaries import LOSS, ROOT, Boundary
-from runner.diagnostics.divergence.expected_error import Roundoffs, with_rounding
+from runner.diagnostics.divergence.added_error import (
+    LARGEST_EXPLAINED_OF_CODE,
+    LARGEST_EXPLAINED_OF_INTEGERS,
+    PASSED,
+    WRITTEN_INPUT,
+    AddedError,
+)
+from runner.diagnostics.divergence.boundaries import CHOICES, ROOT, WRITTEN, Boundary
+from runner.diagnostics.divergence.expected_error import unit_roundoff, with_rounding
+from runner.diagnostics.divergence.network import Network
 from runner.diagnostics.divergence.tensor_error import TensorError
-
-LARGEST_EXPLAINED = 2.0
-"""Error that rounding explains, as a multiple of the expected error, of a layer of torch.nn or a
-converted one: operands and result are rounded once, as the expected error has it."""
-LARGEST_EXPLAINED_OF_CODE = 5.0
-"""The same for any other code, which may round several times on its way."""
-_FEW_ELEMENTS = 32
-_PASSED = "input of "
-MIN_FLUSHED_SHARE = 0.01
-"""Share of a tensor's elements that must become zero before that is named as the cause."""
-
-
-@dataclass(frozen=True)
-class AddedError:
-    """The error of one tensor that a module computed from the reference's own tensors.
-
-    Attributes:
-        tensor: which one, in words.
-        found: its error.
-        expected: relative error that rounding explains.
-        dtype: name of the dtype that the tensor has in the other execution.
-        position: number of the tensor's boundary in the order of the forward.
-        limit: error of many elements that rounding explains, as a multiple of `expected`.
-        operation: name of the function in which the module's code goes wrong first; empty where
-            that was not looked for or found.
-    """
-
-    tensor: str
-    found: TensorError
-    expected: float
-    dtype: str
-    position: int
-    limit: float = LARGEST_EXPLAINED
-    operation: str = ""
-
-    @property
-    def ratio(self) -> float:
-        """Return the error as a multiple of what rounding explains."""
-        relative = self.found.relative
-        if not relative:
-            return 0.0
-        return relative / self.expected if self.expected else math.inf
-
-    @property
-    def largest_ratio(self) -> float:
-        """Return the largest ratio that rounding explains."""
-        # The expected error of few elements, as of a loss, is that of few draws: by chance small.
-        return self.limit * (1 + _FEW_ELEMENTS / max(self.found.elements, 1))
-
-    @property
-    def ulps(self) -> float:
-        """Return the relative error in units in the last place of the tensor's dtype."""
-        if not self.dtype:
-            return math.nan
-        return self.found.relative / torch.finfo(getattr(torch, self.dtype)).eps
-
-    @property
-    def is_unexplained(self) -> bool:
-        """Return whether rounding does not explain the error."""
-        if self.found.other_shape or self.found.nonfinite:
-            return True
-        return self.ratio > self.largest_ratio
 
 
 @dataclass(frozen=True)
@@ -82,9 +27,9 @@ class ModuleErrors:
         kind: its class.
         arrived: largest relative error of its inputs in a free execution, in its first call.
         gradient_arrived: the same of the gradients of its outputs.
-        added: the worst of the tensors that its own code computes in the forward; None where it
-            computes none.
-        gradient_added: the worst of the gradients that it computes.
+        added: of the tensors that its own code computes in the forward the first that rounding
+            does not explain, else the one with the largest error; None where it computes none.
+        gradient_added: of the gradients that it computes the same, in the order of the backward.
     """
 
     module: str
@@ -108,6 +53,8 @@ class MeasuredErrors:
         expected: of the tensors in the perturbed reference.
         gradient_expected: of their gradients.
         parameters_expected: of the parameters' gradients.
+        buffers_added: of the buffers after the step, by the buffer's name.
+        buffers_expected: of these in the perturbed reference.
     """
 
     arrived: Mapping[Boundary, TensorError] = field(default_factory=dict)
@@ -118,37 +65,8 @@ class MeasuredErrors:
     expected: Mapping[Boundary, TensorError] = field(default_factory=dict)
     gradient_expected: Mapping[Boundary, TensorError] = field(default_factory=dict)
     parameters_expected: Mapping[str, TensorError] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Network:
-    """Facts about the compared model.
-
-    Attributes:
-        kinds: class of each module, by name, in the order of the first calls.
-        owners: by boundary, the module whose own code computed the tensor; in the forward's order.
-        users: by boundary, the module whose own code takes it.
-        dtypes: by boundary, name of the tensor's dtype in the other execution.
-        parameter_dtypes: by parameter, the same.
-        roundoffs: with which the wider of the two executions computes.
-        widths: by module, the most elements of an example of the tensors that it takes and returns.
-        rows: by module, the largest number of rows of their last dimension.
-        layers: names of the layers of torch.nn and of converted ones, which round once.
-    """
-
-    kinds: Mapping[str, str]
-    owners: Mapping[Boundary, str]
-    users: Mapping[Boundary, str]
-    dtypes: Mapping[Boundary, str]
-    parameter_dtypes: Mapping[str, str]
-    roundoffs: Roundoffs
-    widths: Mapping[str, int]
-    rows: Mapping[str, int]
-    layers: frozenset[str]
-
-    def limit(self, module: str) -> float:
-        """Return the error that rounding explains in a module, as a multiple of the expected."""
-        return LARGEST_EXPLAINED if module in self.layers else LARGEST_EXPLAINED_OF_CODE
+    buffers_added: Mapping[str, TensorError] = field(default_factory=dict)
+    buffers_expected: Mapping[str, TensorError] = field(default_factory=dict)
 
 
 def module_errors(network: Network, errors: MeasuredErrors) -> list[ModuleErrors]:
@@ -164,19 +82,36 @@ def module_errors(network: Network, errors: MeasuredErrors) -> list[ModuleErrors
             worst = max(row.gradient_arrived, found.relative)
             rows[boundary.module] = replace(row, gradient_arrived=worst)
     positions = {boundary: number for number, boundary in enumerate(network.owners)}
-    for owner, added in _forward_errors(network, errors, positions):
-        rows[owner] = replace(rows[owner], added=_worse(rows[owner].added, added))
+    forward = (
+        *_forward_errors(network, errors, positions),
+        *_buffer_errors(network, errors, positions),
+    )
+    for owner, added in forward:
+        rows[owner] = replace(rows[owner], added=_worse(rows[owner].added, added, -1))
     for user, added in _backward_errors(network, errors, positions):
-        rows[user] = replace(rows[user], gradient_added=_worse(rows[user].gradient_added, added))
+        worse = _worse(rows[user].gradient_added, added, 1)
+        rows[user] = replace(rows[user], gradient_added=worse)
     return [row for row in rows.values() if row.added or row.gradient_added]
 
 
-def _worse(one: AddedError | None, other: AddedError) -> AddedError:
+def _worse(one: AddedError | None, other: AddedError, direction: int) -> AddedError:
+    """Return the error that stands for a module: the first that rounding does not explain, for what
+    comes after it may follow from it; else the largest.
+
+    Args:
+        one: None for no error yet.
+        other: the next one.
+        direction: -1 where lower positions come first, 1 where higher ones do.
+    """
     if one is None:
         return other
-    return max(
-        one, other, key=lambda added: (added.found.nonfinite > 0, added.ratio / added.largest_ratio)
-    )
+    return max(one, other, key=lambda added: _severity(added, direction))
+
+
+def _severity(added: AddedError, direction: int) -> tuple[bool, int, float]:
+    is_unexplained = added.is_unexplained
+    position = direction * added.position if is_unexplained else 0
+    return is_unexplained, position, added.ratio / added.largest_ratio
 
 
 def _forward_errors(
@@ -192,10 +127,44 @@ def _forward_errors(
             network.roundoffs.tensors.get(boundary, 0.0),
             network.widths[owner],
         )
-        name = "output" if boundary.module == owner else f"{_PASSED}{boundary.module}"
-        dtype = network.dtypes.get(boundary, "")
         limit = network.limit(owner)
+        if found.is_discrete:
+            # No draw of few shows that rounding never changes one element.
+            expected = _relative(errors.expected.get(boundary)) + 1 / max(found.elements, 1)
+            limit = LARGEST_EXPLAINED_OF_INTEGERS
+        name = _tensor_name(boundary, owner)
+        dtype = network.dtypes.get(boundary, "")
         yield owner, AddedError(name, found, expected, dtype, positions[boundary], limit)
+
+
+def _tensor_name(boundary: Boundary, owner: str) -> str:
+    """Return in words which tensor crosses a boundary, seen from the module that computed it."""
+    if boundary.side in CHOICES:
+        return f"choice of {boundary.side}()"
+    if boundary.side == WRITTEN:
+        return WRITTEN_INPUT
+    return "output" if boundary.module == owner else f"{PASSED}{boundary.module}"
+
+
+def _buffer_errors(
+    network: Network, errors: MeasuredErrors, positions: Mapping[Boundary, int]
+) -> Iterator[tuple[str, AddedError]]:
+    """Yield each buffer after the step, as running statistics, with its module."""
+    for buffer, found in errors.buffers_added.items():
+        prefix, _, own_name = buffer.rpartition(".")
+        module = prefix or ROOT
+        if module not in network.kinds:
+            continue
+        dtype = network.state_dtypes.get(buffer, "")
+        roundoff = unit_roundoff(getattr(torch, dtype)) if dtype else 0.0
+        expected = with_rounding(
+            _relative(errors.buffers_expected.get(buffer)),
+            max(network.roundoffs.code.get(module, 0.0), roundoff),
+            network.widths.get(module, 1),
+        )
+        position = positions.get(Boundary(module, 0, "out", 0), 0)
+        limit = LARGEST_EXPLAINED_OF_INTEGERS if found.is_discrete else network.limit(module)
+        yield module, AddedError(own_name, found, expected, dtype, position, limit)
 
 
 def _backward_errors(
@@ -233,7 +202,7 @@ def _backward_errors(
         position = outputs.get(module, 0)
         # A sum over all rows, which kernels add up in several ways.
         limit = LARGEST_EXPLAINED_OF_CODE
-        dtype = network.parameter_dtypes.get(parameter, "")
+        dtype = network.state_dtypes.get(parameter, "")
         yield module, AddedError(name, found, expected, dtype, position, limit)
 
 
@@ -279,116 +248,3 @@ def first_divergence(rows: Sequence[ModuleErrors]) -> Divergence | None:
         if row.gradient_added is not None and row.gradient_added.is_unexplained
     ]
     return max(backward, key=lambda found: found.added.position, default=None)
-
-
-def describe_divergence(
-    rows: Sequence[ModuleErrors],
-    name: str,
-    against: str,
-    is_exact: bool = False,
-    same_format: bool = False,
-) -> str:
-    """Return the sentence that a report begins with.
-
-    Args:
-        rows: of module_errors.
-        name: label of the execution.
-        against: label of the reference.
-        is_exact: whether both computed the same bits when they ran freely.
-        same_format: whether both compute in the same precision, so that each bit should agree.
-    """
-    first = first_divergence(rows)
-    if is_exact:
-        return f"{name} and {against} agree in every bit."
-    if first is None:
-        return _agreement(rows, name, against, same_format)
-    where = "the loss" if first.row.module == LOSS else f"`{first.row.module}`"
-    what = "what comes in"
-    if first.is_backward:
-        where = f"the backward of {where}"
-        what = "the gradient that comes in"
-    return (
-        f"{name} parts from {against} in {where}: {describe_cause(first.added)}; "
-        f"{what} {_arrival(first.arrived)}."
-    )
-
-
-def _arrival(relative: float) -> str:
-    return f"differs by {format_relative(relative)}" if relative else "is the same"
-
-
-def describe_cause(added: AddedError) -> str:
-    """Return in words what is wrong with a tensor."""
-    found = added.found
-    tensor = f"its {added.tensor}"
-    if added.tensor.startswith("gradient"):
-        tensor = f"the {added.tensor}"
-    if added.tensor.startswith(_PASSED):
-        tensor = f"what it passes to `{added.tensor.removeprefix(_PASSED)}`"
-    if found.other_shape:
-        return f"{tensor} has another shape"
-    if found.nonfinite:
-        share = format_share(found.share(found.nonfinite))
-        dtype = f" of {added.dtype}" if added.dtype else ""
-        return f"{tensor} is not finite in {share} of the elements{dtype}{_place(added)}"
-    times = f"{added.ratio:,.0f} times" if math.isfinite(added.ratio) else "more than"
-    text = f"{tensor} is off by {format_relative(found.relative)}, {times} what rounding explains"
-    if found.share(found.flushed) >= MIN_FLUSHED_SHARE:
-        text += f" ({format_share(found.share(found.flushed))} of the elements become zero)"
-    return text + _place(added)
-
-
-def _place(added: AddedError) -> str:
-    return f", first in its {added.operation}()" if added.operation else ""
-
-
-def _agreement(rows: Sequence[ModuleErrors], name: str, against: str, same_format: bool) -> str:
-    """Return the sentence of two executions that differ by no more than rounding."""
-    forward = [(row.added, row.module) for row in rows if row.added]
-    different = [pair for pair in forward if pair[0].found.error]
-    if same_format:
-        added, module = _first_different(rows, different)
-        return (
-            f"{name} and {against} compute in the same format and differ, first in {module}: "
-            f"{describe_size(added)}, which rounding can explain."
-        )
-    largest, module = max(forward, key=lambda pair: pair[0].found.relative)
-    return (
-        f"{name} and {against} differ by rounding alone: no module adds more than rounding "
-        f"explains; the most in the forward is {format_relative(largest.found.relative)}, in "
-        f"`{module}`."
-    )
-
-
-def _first_different(
-    rows: Sequence[ModuleErrors], different: Sequence[tuple[AddedError, str]]
-) -> tuple[AddedError, str]:
-    """Return the first error that is not zero, and where: in the forward, else in the backward."""
-    if different:
-        added, module = min(different, key=lambda pair: pair[0].position)
-        return added, f"`{module}`"
-    backward = [(row.gradient_added, row.module) for row in rows if row.gradient_added]
-    added, module = max(backward, key=lambda pair: pair[0].ratio)
-    return added, f"the backward of `{module}`"
-
-
-def describe_size(added: AddedError) -> str:
-    """Return how large an error is, in words."""
-    found = added.found
-    share = format_share(found.share(found.different))
-    return f"{format_relative(found.relative)} in norm, {share} of the elements"
-
-
-def format_relative(value: float) -> str:
-    """Return a relative error in percent, or as a power of ten below 0.01 %."""
-    if math.isinf(value):
-        return "more than its size"
-    if value == 0:
-        return "0"
-    return format_share(value) if value >= 1e-4 else f"{value:.1e}"
-
-
-def format_share(value: float) -> str:
-    """Return a share in percent, with two digits below 99.5 %."""
-    # Two digits would make 1e+02 of a whole.
-    return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"

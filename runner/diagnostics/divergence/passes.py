@@ -94,6 +94,18 @@ class Arrival:
         self._versions.add(given)
         return given
 
+    def visit_written(
+        self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
+    ) -> None:
+        """Compare an input that the reference's module wrote into."""
+        wanted = self._reference.values.get(boundary)
+        if wanted is not None:
+            self.forward[boundary] = _error(self._reference, tensor, wanted)
+
+    def weigh(self, module: str, tensor: Tensor) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
+
     def _compare_gradient(self, boundary: Boundary, gradient: Tensor) -> None:
         wanted = self._reference.gradients.get(boundary)
         if wanted is None:
@@ -200,6 +212,30 @@ class Substitution:
         finally:
             self._visits = False
 
+    def visit_written(
+        self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
+    ) -> None:
+        """Compare an input that either execution's module wrote into, and write what the
+        reference's wrote into the caller's tensor, for modules get copies."""
+        wanted = self._reference.values.get(boundary)
+        before = self._reference.values.get(boundary._replace(side="in"))
+        if before is None or not (writes or wanted is not None):
+            return
+        self._visits = True
+        self.forward[boundary] = _error(
+            self._reference, tensor, before if wanted is None else wanted
+        )
+        if wanted is not None and wanted.shape == caller.shape:
+            # Without autograd, as if the caller had got this tensor.
+            caller.data.copy_(wanted)
+        self._visits = False
+
+    def weigh(self, module: str, tensor: Tensor) -> Tensor:
+        """Return the tensor, perturbed as the module's own code may round it on its way."""
+        if self._perturber is None:
+            return tensor
+        return self._perturber.perturbed(tensor, self._perturber.code_roundoff(module))
+
     def _substitute(self, boundary: Boundary, tensor: Tensor, wanted: Tensor) -> Tensor:
         caller = self._running[-2] if len(self._running) > 1 else self._running[0]
         computes, takes = caller, self._running[-1]
@@ -229,7 +265,8 @@ class Substitution:
         self, source: Boundary | None, tensor: Tensor, wanted: Tensor
     ) -> TensorError:
         if source is not None:
-            return TensorError(0.0, self._reference.norm(wanted), elements=tensor.numel())
+            norm, is_discrete = self._reference.norm(wanted), not wanted.is_floating_point()
+            return TensorError(0.0, norm, elements=tensor.numel(), is_discrete=is_discrete)
         return _error(self._reference, tensor, wanted, counts=self._perturber is None)
 
     def _put_in(
@@ -305,6 +342,35 @@ class Substitution:
                 return
         scale, counts = self._execution.scale, self._perturber is None
         self.backward[boundary] = _error(self._reference, gradient, wanted, scale, counts)
+
+
+def buffer_errors(model: nn.Module, reference: Reference) -> dict[str, TensorError]:
+    """Return the errors of a model's buffers after its forward and backward, by name."""
+    errors = {}
+    for name, buffer in model.named_buffers():
+        wanted = reference.buffers.get(name)
+        if wanted is not None and _is_comparable(buffer, wanted):
+            errors[name] = measure_error(buffer, wanted)
+    return errors
+
+
+def _is_comparable(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have one shape and hold numbers of one kind, as those of a module
+    that was converted may not."""
+    is_same_kind = tensor.is_floating_point() == other.is_floating_point()
+    return tensor.shape == other.shape and is_same_kind and not tensor.is_complex()
+
+
+def weight_errors(model: nn.Module, reference: nn.Module) -> dict[str, TensorError]:
+    """Return the errors of a model's parameters against another one's, by name; of those that no
+    conversion has packed."""
+    wanted = dict(reference.named_parameters())
+    errors = {}
+    for name, parameter in model.named_parameters():
+        other = wanted.get(name)
+        if other is not None and _is_comparable(parameter, other):
+            errors[name] = measure_error(parameter, other.to(parameter.device), counts=False)
+    return errors
 
 
 def parameter_errors(

@@ -24,6 +24,7 @@ class Reference:
         gradients: of the loss with respect to these, through that boundary alone, not scaled; one
             tensor at several boundaries where it is the same memory.
         parameter_gradients: by the parameter's name, not scaled.
+        buffers: by name, after the forward and backward.
         owners: by boundary, the module whose own code computed the tensor.
         users: by boundary, the module whose own code takes it.
         generators: states of the random generators right before each call, by call; device states
@@ -35,6 +36,7 @@ class Reference:
     values: dict[Boundary, Tensor] = field(default_factory=dict)
     gradients: dict[Boundary, Tensor] = field(default_factory=dict)
     parameter_gradients: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     owners: dict[Boundary, str] = field(default_factory=dict)
     users: dict[Boundary, str] = field(default_factory=dict)
     generators: dict[Call, list[Tensor]] = field(default_factory=dict)
@@ -129,6 +131,18 @@ class Recorder:
         self._given.add(boundary, given)
         return given
 
+    def visit_written(
+        self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
+    ) -> None:
+        """Record an input that the module wrote into."""
+        if writes:
+            self.reference.values[boundary] = tensor.detach().clone()
+            self.reference.owners[boundary] = self.reference.users[boundary] = boundary.module
+
+    def weigh(self, module: str, tensor: Tensor) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
+
     def _kept(self, tensor: Tensor) -> Tensor:
         """Return what is recorded of a tensor."""
         source = self._given.source(tensor)
@@ -158,6 +172,8 @@ class Recorder:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 reference.parameter_gradients[name] = unscaled(parameter.grad, scale)
+        # Copies, for the caller restores the model's own.
+        reference.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
         found: dict[object, Tensor] = {}
         for boundary, gradient in reference.gradients.items():
             memory = (gradient.data_ptr(), gradient.shape, gradient.stride(), gradient.dtype)

@@ -74,9 +74,12 @@ def find_roundoffs(
     """
     tensors: dict[Boundary, float] = {}
     code: dict[str, float] = {}
+    precision = execution.precision
+    # A tensor that is narrower than the precision has it is a bug, which must not excuse itself.
+    widest = max(unit_roundoff(precision.compute), unit_roundoff(precision.storage))
     for boundary, value in reference.values.items():
-        other = dtypes.get(boundary, value.dtype)
-        roundoff = max(unit_roundoff(value.dtype), unit_roundoff(other))
+        other = min(unit_roundoff(dtypes.get(boundary, value.dtype)), widest)
+        roundoff = max(unit_roundoff(value.dtype), other)
         tensors[boundary] = roundoff
         for module in (reference.owners[boundary], reference.users[boundary]):
             code[module] = max(code.get(module, 0.0), roundoff)

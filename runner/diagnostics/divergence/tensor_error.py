@@ -14,8 +14,9 @@ class TensorError(NamedTuple):
     """How far a tensor is from its reference.
 
     Attributes:
-        error: 2-norm of the difference, over the elements that are finite in both.
-        norm: 2-norm of the reference.
+        error: 2-norm of the difference, over the elements that are finite in both; of integers the
+            number of elements that differ.
+        norm: 2-norm of the reference; of integers the number of elements.
         nonfinite: elements that are not finite, and are in the reference.
         flushed: elements that are 0, and are not in the reference.
         different: elements that differ from the reference; where the dtypes differ, all if any
@@ -24,6 +25,7 @@ class TensorError(NamedTuple):
         other_shape: whether the tensor has another shape; nothing else was measured then.
         peak: share of the squared error that the element with the largest error has, 0 to 1; 0
             where elements were not counted.
+        is_discrete: whether the tensor holds integers or truth values.
     """
 
     error: float
@@ -34,6 +36,7 @@ class TensorError(NamedTuple):
     elements: int = 0
     other_shape: bool = False
     peak: float = 0.0
+    is_discrete: bool = False
 
     @property
     def relative(self) -> float:
@@ -54,7 +57,10 @@ class TensorError(NamedTuple):
 
 
 def norm_of(tensor: Tensor) -> float:
-    """Return the 2-norm of a floating tensor; the host waits for the device."""
+    """Return the 2-norm of a floating tensor, and the number of elements of another; the host waits
+    for the device."""
+    if not tensor.is_floating_point():
+        return float(tensor.numel())
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     return torch.linalg.vector_norm(tensor.detach(), dtype=wide).item()
 
@@ -69,14 +75,16 @@ def measure_error(
     """Return the error of a tensor; the host waits for the device.
 
     Args:
-        tensor: floating, any shape.
+        tensor: floating, integer or boolean, any shape.
         reference: what it is compared with.
         scale: what the tensor is divided by first, as a loss scale.
         counts: whether elements are counted that differ or become zero, and the peak is found.
         norm: of the reference; None computes it.
     """
     if tensor.shape != reference.shape:
-        return TensorError(math.inf, 1.0, elements=tensor.numel(), other_shape=True)
+        return TensorError(math.inf, 1.0, elements=tensor.numel(), other_shape=True, peak=1.0)
+    if not (tensor.is_floating_point() and reference.is_floating_point()):
+        return _discrete_error(tensor, reference)
     wide = torch.float64 if torch.float64 in (tensor.dtype, reference.dtype) else torch.float32
     found = tensor.detach().to(wide)
     if scale != 1.0:
@@ -97,6 +105,14 @@ def measure_error(
         different = int(torch.count_nonzero(difference))
     peak = (torch.linalg.vector_norm(difference, math.inf).item() / error) ** 2
     return TensorError(error, norm, 0, flushed, different, tensor.numel(), peak=peak)
+
+
+def _discrete_error(tensor: Tensor, reference: Tensor) -> TensorError:
+    """Return the error of integers or truth values: the number of elements that differ."""
+    different = int((tensor != reference).sum())
+    peak = 1 / different if different else 0.0
+    elements = tensor.numel()
+    return TensorError(different, elements, 0, 0, different, elements, peak=peak, is_discrete=True)
 
 
 def larger_errors(

@@ -5,11 +5,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compared_models import BUGS, LAYERS, MODELS, compare, execution, half_inside, parts
+from compared_models import (
+    BUGS,
+    LAYERS,
+    MODELS,
+    compare,
+    compare_model,
+    execution,
+    half_inside,
+    parts,
+)
 from torch import nn
 
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
-from runner.diagnostics.divergence.findings import describe_divergence, first_divergence
+from runner.diagnostics.divergence.divergence_text import describe_divergence
+from runner.diagnostics.divergence.findings import first_divergence
 
 CASES = [
     pytest.param(kind, bug, precision, id=f"{kind}-{bug.__name__}-{precision}")
@@ -72,7 +82,7 @@ def test_a_finite_reference_finds_what_overflows():
             return self.head(torch.softmax(self.first(x.flatten(1)[:, :8]) * 1e6, -1))
 
     _, batch, task = parts("resnet")
-    found = _compare_own(Large(), batch, task, "16-true")
+    found = compare_model(Large(), batch, task, "16-true")
     first = first_divergence(found.rows)
     assert first.row.module == "(model)"
     sentence = describe_divergence(found.rows, "16-true", "32-true")
@@ -99,26 +109,8 @@ def test_another_sign_at_a_kink_is_no_divergence(seed):
     """With these seeds no element has another sign in the first perturbation."""
     _, batch, task = parts("resnet")
     torch.manual_seed(seed)
-    found = _compare_own(Kinked(), batch, task, "16-mixed")
+    found = compare_model(Kinked(), batch, task, "16-mixed")
     assert first_divergence(found.rows) is None
-
-
-def _compare_own(model, batch, task, precision):
-    import copy
-
-    from states import CPU
-
-    from runner.config.schema import RunSpec
-    from runner.diagnostics.divergence.roundoffs import Execution
-    from runner.precision.registry import load_precision
-    from runner.training.setup import TrainingSetup, build_state
-
-    made = []
-    for name in ("32-true", precision):
-        policy = load_precision(name)
-        own, _ = policy.convert(copy.deepcopy(model))
-        made.append(Execution(name, build_state(TrainingSetup(RunSpec(), policy, task, CPU), own)))
-    return compare_batch(*made, (batch, batch), [torch.get_rng_state()])
 
 
 @pytest.mark.parametrize("kind", ["resnet", "bert"])

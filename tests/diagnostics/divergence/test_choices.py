@@ -1,0 +1,151 @@
+"""A router that rounding makes choose otherwise is no divergence, and hides none."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compared_models import compare_model
+from torch import nn
+
+from runner.diagnostics.divergence.findings import first_divergence
+from runner.training.tasks.language import Language
+
+VOCABULARY, WIDTH, EXPERTS = 64, 32, 4
+
+
+class Router(nn.Module):
+    """Returns the weights and numbers of two experts for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = scorer()
+
+    def forward(self, x):
+        return choose(self.score(x))
+
+
+def scorer():
+    """Return a layer whose scores are so near to each other that rounding swaps some."""
+    layer = nn.Linear(WIDTH, EXPERTS, bias=False)
+    with torch.no_grad():
+        layer.weight.mul_(0.1)
+    return layer
+
+
+def choose(scores):
+    weights, numbers = scores.softmax(-1).topk(2, dim=-1)
+    return weights / weights.sum(-1, keepdim=True), numbers
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.expand = nn.Linear(WIDTH, 2 * WIDTH)
+        self.contract = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.contract(F.gelu(self.expand(x)))
+
+
+class Mixture(nn.Module):
+    """A layer of experts, which chooses itself or lets its router choose."""
+
+    def __init__(self, chooses):
+        super().__init__()
+        self.chooses = chooses
+        self.router = scorer() if chooses else Router()
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        found = self.router(rows)
+        weights, numbers = choose(found) if self.chooses else found
+        output = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(numbers == number)
+            weighted = expert(rows[token]) * weights[token, place, None]
+            output = output.index_add(0, token, weighted.to(output.dtype))
+        return output.view_as(x)
+
+
+class Net(nn.Module):
+    def __init__(self, chooses):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Mixture(chooses) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def compare(chooses, precision, plant=None, seed=0):
+    torch.manual_seed(seed)
+    model = Net(chooses)
+    tokens = torch.randint(VOCABULARY, (8, 33))
+    return compare_model(model, (tokens[:, :-1], tokens[:, 1:]), Language(), precision, plant)
+
+
+ROUNDED = ("bf16-mixed", "16-mixed", "bf16-true")
+CHOOSES = pytest.mark.parametrize("chooses", [False, True], ids=["router", "layer"])
+
+
+@CHOOSES
+@pytest.mark.parametrize("precision", ROUNDED)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_another_choice_by_rounding_is_no_divergence(chooses, precision, seed):
+    assert first_divergence(compare(chooses, precision, seed=seed).rows) is None
+
+
+def test_rounding_changes_choices_here():
+    """Else the test above would not show that they are replaced."""
+    torch.manual_seed(0)
+    x, router = torch.randn(256, WIDTH), Router()
+    _, numbers = router(x)
+    _, rounded = router.bfloat16()(x.bfloat16())
+    assert 0 < (numbers != rounded).float().mean() < 0.1
+
+
+@CHOOSES
+@pytest.mark.parametrize("precision", ["32-true", *ROUNDED])
+def test_a_bug_in_an_expert_is_named(chooses, precision):
+    def plant(model):
+        layer = model.layers[1].experts[2].contract
+        plain = layer.forward
+        layer.forward = lambda x: 1.3 * plain(x)
+
+    first = first_divergence(compare(chooses, precision, plant).rows)
+    assert first.row.module == "layers.1.experts.2.contract"
+
+
+@pytest.mark.parametrize("precision", ["32-true", *ROUNDED])
+def test_a_router_that_sends_tokens_elsewhere_is_named(precision):
+    def plant(model):
+        router = model.layers[1].router
+        plain = router.forward
+
+        def shifted(x):
+            weights, numbers = plain(x)
+            return weights, (numbers + 1) % EXPERTS
+
+        router.forward = shifted
+
+    first = first_divergence(compare(False, precision, plant).rows)
+    assert first.row.module == "layers.1.router"
+    assert first.added.found.is_discrete
+
+
+@CHOOSES
+@pytest.mark.parametrize("precision", ["32-true", *ROUNDED])
+def test_noise_in_what_is_chosen_among_is_named(chooses, precision):
+    def plant(model):
+        layer = model.layers[1]
+        scores = layer.router if chooses else layer.router.score
+        plain = scores.forward
+        # As by a copy of the router that is out of date.
+        scores.forward = lambda x: plain(x) + 0.3 * torch.randn(EXPERTS, dtype=x.dtype)
+
+    first = first_divergence(compare(chooses, precision, plant).rows)
+    assert first.row.module == "layers.1.router" + ("" if chooses else ".score")
