@@ -19,7 +19,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from runner.config.overrides import SWEEP_KEYS, as_typed
+from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
 
 # Options whose plugin is installed by an extra of this package, and that extra.
 _EXTRAS = {
@@ -175,6 +175,8 @@ def _missing_option(error: MissingConfigException) -> str:
     if not options:
         return f"{group}={option} is not known: there is no option in {group}/."
     near = get_close_matches(option, options, n=1, cutoff=0.3)
+    if group == "precision" and option in DTYPE_PRECISIONS:
+        near = [f" or {group}=".join(DTYPE_PRECISIONS[option])]
     hint = f" Type {group}={near[0]}." if near else ""
     if group == "callbacks":
         hint = (

@@ -5,7 +5,17 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from runner.utils.layout import CONFIG
+
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+DTYPE_PRECISIONS = {
+    **dict.fromkeys(("fp64", "float64", "double"), ("64-true",)),
+    **dict.fromkeys(("fp32", "float32", "float", "single"), ("32-true",)),
+    **dict.fromkeys(("fp16", "float16", "half"), ("16-mixed", "16-true")),
+    **dict.fromkeys(("bfloat16", "bfloat"), ("bf16-mixed", "bf16-true")),
+    **dict.fromkeys(("fp8", "float8"), ("transformer-engine", "float8-tensorwise")),
+}
+"""Names of dtypes that users type for a precision, and the precisions that they may mean."""
 _GROUPS = (
     "accelerator|precision|model|adapter|data|task|optimizer|scheduler|tracking|debug|experiment"
     "|callbacks|launcher|sweep"
@@ -59,6 +69,8 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
             flags.append(rest.pop(0))
     if explains:
         overrides = _explain_overrides(overrides)
+    if any(map(_names_run, overrides)):
+        overrides = [_mark_run_key(text) for text in overrides]
     keys = {text.partition("=")[0] for text in overrides}
     if keys >= _JOB_KEYS and not _is_multirun(overrides, flags):
         overrides.append(_JOB_FOLDER)
@@ -80,6 +92,27 @@ def _explain_overrides(words: Sequence[str]) -> list[str]:
     rest = [*words]
     rest.remove(module)
     return ["mode=explain", f"explain={quote_value(module)}", *rest]
+
+
+_KEYS_OF_RUN = ("precision.", "model.", "adapter.")
+"""How the keys begin that a run's options have, and those of this command may lack."""
+
+
+def _names_run(text: str) -> bool:
+    """Return whether an override compares with a run: by its folder or its MLflow id."""
+    key, _, value = text.partition("=")
+    value = value.strip("\"'")
+    if key != "against" or not value:
+        return False
+    return (Path(value) / CONFIG).is_file() or bool(_RUN_ID.fullmatch(value))
+
+
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def _mark_run_key(text: str) -> str:
+    """Mark a key of a run's options as new, for Hydra composes other options than the run's."""
+    return f"++{text}" if text.startswith(_KEYS_OF_RUN) else text
 
 
 def _mark_precision_key(text: str) -> str:

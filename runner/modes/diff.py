@@ -44,9 +44,10 @@ from runner.modes.diff_run import (
     changed_words,
     checkpoint_of_run,
     diffed_run_spec,
+    logged_loss,
     run_folder_of,
 )
-from runner.modes.rewind import describe_rewind, states_before
+from runner.modes.rewind import states_before
 from runner.modes.trial_forward import build_proven_model
 from runner.precision.contract import ConversionReport, Precision
 from runner.training.compile import check_compile_options, prepare_model
@@ -77,6 +78,7 @@ def diff(run: RunContext) -> RunOutcome:
         comparison = _Comparison(run, reference)
         steps = []
         for step in comparison.compared_steps():
+            _warn_of_other_loss(run, reference, step)
             steps.append(step)
             run.tracker.log_metrics([(step.step, now_ms(), metrics(step))])
     name = f"{run.precision.name} {reference.own}".rstrip()
@@ -90,6 +92,23 @@ def diff(run: RunContext) -> RunOutcome:
     }
     result = build_result(run, summary, perf_counter() - start)
     return RunOutcome(result, comparison.conversion)
+
+
+def _warn_of_other_loss(
+    run: RunContext, reference: DiffReference, compared: StepComparison
+) -> None:
+    """Warn where a run's training has another loss here than the run recorded at that step."""
+    # With train.accumulate a run records the mean of a step's micro-batches; one is compared.
+    if reference.run is None or reference.spec.train.accumulate > 1:
+        return
+    recorded = logged_loss(reference.run, compared.step)
+    found, _ = compared.batch.losses
+    if recorded is not None and recorded != found:
+        run.say(
+            f"warning: at step {compared.step} the run recorded a loss of {recorded!r}, and its "
+            f"training has {found!r} here: the comparison is not at the weights that the run had. "
+            "It was resumed with other settings, or trained on another machine or version."
+        )
 
 
 def _reference(run: RunContext) -> DiffReference:
@@ -157,8 +176,6 @@ class _Comparison:
         start = None
         if self._reference.run is not None:
             start = checkpoint_of_run(self._reference.run, steps[0])
-        if steps[-1] > 1:
-            self._run.say(describe_rewind(start, steps[-1]))
         device, say = accelerator.device, self._run.say
         for reached in states_before(spec, steps, start, device, say, compiles=True):
             yield self._compare(reached.state, reached.step, reached.micros[0])

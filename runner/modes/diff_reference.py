@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.annotations import typed_value
-from runner.config.overrides import PRECISION_ALIASES, path_exists
+from runner.config.overrides import DTYPE_PRECISIONS, PRECISION_ALIASES, path_exists
 from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.diagnostics.divergence.dump import is_dump
@@ -71,14 +71,26 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
     if "=" in text:
         words = text.split(",")
         return DiffReference(text, _with_overrides(spec, words), own=_own_values(spec, words))
+    if "/" in text:
+        raise ConfigError(f"against={text}: there is no such file or folder.{_paths_near(text)}")
     names = [*registry.precision_names(), *ACCELERATORS]
-    near = get_close_matches(text, names, n=3, cutoff=0.4)
+    near = DTYPE_PRECISIONS.get(text) or get_close_matches(text, names, n=3, cutoff=0.4)
     hint = f" Nearest: {', '.join(near)}." if near else ""
     raise ConfigError(
         f"against={text} is no precision, accelerator, override or file.{hint} Allowed: a "
         "precision (against=32-true), other values of keys (against=train.compile=false), "
         f"{', '.join(ACCELERATORS)}, weights or a checkpoint (a path), a dump (diff-*.safetensors)."
     )
+
+
+def _paths_near(text: str) -> str:
+    """Return a sentence with the newest entries of a missing path's folder; empty for none."""
+    folder = Path(text).parent
+    if not folder.is_dir():
+        return ""
+    newest = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    names = ", ".join(str(path) for path in newest[:3])
+    return f" Newest in {folder}: {names}." if names else f" {folder} is empty."
 
 
 def _with_precision(spec: RunSpec, name: str) -> RunSpec:

@@ -3,7 +3,7 @@
 The reference is the run itself, trained again up to the steps that are compared.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from runner.modes.resumed_spec import (
     typed_overrides,
 )
 from runner.modes.rewind import RUN_KEYS, run_spec_of
+from runner.tracking.history import from_folder
 from runner.utils.errors import ConfigError
 from runner.utils.files import read_json
 from runner.utils.layout import CONFIG, RESULT
@@ -84,7 +85,7 @@ def with_diffed_run(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocat
     signed = run_metadata.signed_config(folder) is not None
     untyped = [group for group in TARGET_GROUPS if group in _KEYS and group not in typed]
     trusted_targets.check_trusted(to_dict(found), untyped, to_dict(spec), folder, "against", signed)
-    _check_same(found, run_spec)
+    _check_same(found, run_spec, typed)
     names = _option_names(folder)
     choices = {key: names.get(key, "") for key in _KEYS if key not in typed}
     return found, replace(origin, choices={**origin.choices, **choices})
@@ -144,8 +145,13 @@ def _of_training(keys: Iterable[str]) -> list[str]:
     return [key for key in keys if key.partition(".")[0] in _KEYS]
 
 
-def _check_same(spec: RunSpec, run_spec: RunSpec) -> None:
+def _check_same(spec: RunSpec, run_spec: RunSpec, typed: Collection[str]) -> None:
     """Refuse values that the run has otherwise and a comparison has once.
+
+    Args:
+        spec: of the comparison.
+        run_spec: of the run.
+        typed: keys of the command.
 
     Raises:
         ConfigError: names the first.
@@ -156,9 +162,25 @@ def _check_same(spec: RunSpec, run_spec: RunSpec) -> None:
         if is_shared and ours.get(key) != theirs.get(key):
             raise ConfigError(
                 f"against={spec.against}: the run has {key}={theirs.get(key)}, and both executions "
-                f"take its batches and training. Leave {key} out. Allowed to differ: precision, "
-                f"and keys that begin with {', '.join(COMPARED_KEYS)}."
+                f"take its batches and training. Leave {_typed_parent(key, typed)} out. Allowed to "
+                f"differ: precision, and keys that begin with {', '.join(COMPARED_KEYS)}."
             )
+
+
+def _typed_parent(key: str, typed: Collection[str]) -> str:
+    """Return the key that was typed and set another one, as `data` sets `data.context`."""
+    parents = [word for word in typed if f"{key}.".startswith(f"{word}.")]
+    return f"{max(parents, key=len)}=" if parents else key
+
+
+def logged_loss(folder: Path, step: int) -> float | None:
+    """Return the training loss that a run recorded at a step; None where it recorded none."""
+    curve = from_folder(folder).get("train/loss")
+    if curve is None:
+        return None
+    steps, _, losses = curve
+    found = losses[steps == step]
+    return float(found[-1]) if len(found) else None
 
 
 def _option_names(folder: Path) -> dict[str, Any]:

@@ -155,14 +155,13 @@ def rewind_to_step(
     """
     start = checkpoint_before_step(run_folder_of_batch(Path(spec.batch or "")), saved)
     say = partial(console.print, markup=False, soft_wrap=True)
-    say(describe_rewind(start, saved.steps[0]))
     origin = f"{start.path}" if start else "the beginning"
     for reached in states_before(spec, saved.steps[:1], start, device, say):
         with reached.state.precision.session(reached.state.plain_model, device):
             yield reached.state, reached.micros, f"those before the step, trained from {origin}"
 
 
-def describe_rewind(start: LoadedCheckpoint | None, step: int) -> str:
+def _describe_rewind(start: LoadedCheckpoint | None, step: int) -> str:
     """Return in words how many steps are trained again before a step."""
     origin = f"{start.path}" if start else "the beginning"
     first = start.content["step"] if start else 0
@@ -202,13 +201,15 @@ def states_before(
         steps: from 1, in rising order.
         start: a checkpoint before the first of them; None for the run's beginning.
         device: where it trains.
-        say: prints a warning.
+        say: prints how many steps are trained, and warnings.
         compiles: whether the model is compiled as spec.train has it.
 
     Raises:
         ConfigError: the run has fewer steps.
     """
     rebuilt = _rebuild(spec, steps[-1], start, device, say, compiles)
+    if steps[-1] > 1:
+        say(_describe_rewind(start, steps[-1]))
     state, loader = rebuilt.state, rebuilt.loaders.train
     for micros, _ in accumulation_batches(state, loader, spec.train.accumulate):
         step = state.step + 1

@@ -152,6 +152,8 @@ def _checked_spec(
     problems = [*spec.problems()]
     if spec.mode == "evaluate" and not problems:
         evaluated, spec, origin = plan_evaluation(spec, origin)
+    if spec.mode == "diff" and not problems:
+        spec, origin = with_diffed_run(spec, origin)
     problems += check_targets(spec)
     problems += loading_problems(spec.data)
     problems += task_problems(spec.task)
@@ -179,8 +181,6 @@ def _build_context(
     if spec.mode == "replay":
         saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
         spec, origin = with_run_config(spec, origin, saved)
-    if spec.mode == "diff":
-        spec, origin = with_diffed_run(spec, origin)
     precision: Precision = build_group("precision", spec.precision)
     # What this machine or the strategy lacks is refused before data and model take time.
     precision.require(accelerator.device)

@@ -115,10 +115,37 @@ def test_a_run_is_compared_with_another_precision(main, trained):
     assert "32-true and bf16-mixed of " in done.stdout
 
 
+def test_one_key_of_a_runs_model_is_compared(main, tmp_path, result, trained):
+    """Though the command composes another model: the run's options are not typed again."""
+    typed = ("tracking=none", "model.dropout=0", f"against={trained}", "diff.steps=[2]")
+    done = main("mode=diff", *typed)
+    assert done.rc == 0, done.stderr
+    content, _ = report(tmp_path, result)
+    assert content["module"] == "drop"  # the first of the model's dropouts
+    assert content["precision"] == "bf16-mixed model.dropout=0"
+    done = main("mode=diff", "tracking=none", "model.dropuot=0", f"against={trained}")
+    assert done.rc == 2
+    assert "dropuot" in done.stderr
+
+
+def test_a_training_that_is_not_the_runs_own_is_told(main, trained):
+    """The weights of step 1 are those of the seed; later ones those of the settings."""
+    typed = ("tracking=none", f"against={trained}", "diff.steps=[1,3]")
+    assert "warning: at step" not in main("mode=diff", *typed).stdout
+    resumed = ("tracking=none", f"checkpoint.resume={trained}", "optimizer.lr=0.1")
+    done = main(*resumed, "train.max_steps=6")
+    assert done.rc == 0, done.stderr
+    done = main("mode=diff", *typed)
+    assert done.rc == 0, done.stderr
+    assert "warning: at step 3 the run recorded a loss of" in done.stdout
+    assert "warning: at step 1" not in done.stdout
+
+
 REFUSED_OF_A_RUN = {
     "another batch": (("train.batch_size=8",), "the run has train.batch_size=4"),
     "a preset": (("experiment=text_gpt",), "Leave experiment= out"),
     "a step after its last": (("diff.steps=[5]",), "this training has 4 steps"),
+    "other data": (("data=digits",), "Leave data= out"),
 }
 
 
@@ -162,6 +189,9 @@ def test_a_compilation_shows_the_roundings_that_it_removes(
 
 
 REFUSED = {
+    "a dtype": (("against=fp32",), "Nearest: 32-true"),
+    "a dtype as precision": (("precision=fp16", "against=32-true"), "Type precision=16-mixed or"),
+    "no such folder": (("against=outputs/runs/gone",), "there is no such file or folder"),
     "nothing to compare with": ((), "needs what to compare with"),
     "no such precision": (("against=31-true",), "Nearest: 32-true"),
     "no such key": (("against=train.compil=false",), "there is no key train.compil"),
