@@ -6,7 +6,7 @@ Source: Zhao et al., PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.full
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -112,12 +112,16 @@ class FSDP(ProcessGroupStrategy):
         if narrow is None:
             return MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
         ids = narrow.ids
+        # By name, for older versions of torch, which are refused before, have no such parameter.
+        overrides: dict[str, Any] = {
+            "param_dtype_override_fn": lambda p: None if id(p) in ids else p.dtype
+        }
         return MixedPrecisionPolicy(
             param_dtype=narrow.dtype,
             # Gathered weights have narrow gradients, whatever dtype the model stores.
             reduce_dtype=reduced or torch.float32,
             cast_forward_inputs=False,
-            param_dtype_override_fn=lambda p: None if id(p) in ids else p.dtype,
+            **overrides,
         )
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
