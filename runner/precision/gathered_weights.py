@@ -95,11 +95,16 @@ def _no_weights(precision: Precision, dtype: torch.dtype | None) -> str:
     )
 
 
-def _require_torch(strategy: Strategy) -> None:
-    """Raise Unavailable where FSDP cannot gather the weights of a unit in several dtypes."""
+def gathers_several_dtypes() -> bool:
+    """Return whether this torch's FSDP can gather the weights of a unit in several dtypes."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if "param_dtype_override_fn" not in {field.name for field in fields(MixedPrecisionPolicy)}:
+    return "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}
+
+
+def _require_torch(strategy: Strategy) -> None:
+    """Raise Unavailable where FSDP cannot gather the weights of a unit in several dtypes."""
+    if not gathers_several_dtypes():
         raise Unavailable(
             f"strategy.param_dtype={strategy.param_dtype} needs torch 2.15 or newer, and this is "
             f"torch {torch.__version__}.",

@@ -8,7 +8,15 @@ import torch
 from processes import Outcome
 from tiny_models import typed
 
-pytestmark = pytest.mark.slow
+from runner.precision.gathered_weights import gathers_several_dtypes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not gathers_several_dtypes(),
+        reason="torch 2.15 is missing, whose FSDP gathers the weights of a unit in several dtypes",
+    ),
+]
 
 TOKENS = (
     "data=synthetic_tokens",

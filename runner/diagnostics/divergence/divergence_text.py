@@ -63,13 +63,13 @@ def describe_cause(added: AddedError) -> str:
         share = format_share(found.share(found.nonfinite))
         dtype = f" of {added.dtype}" if added.dtype else ""
         return f"{tensor} is not finite in {share} of the elements{dtype}{_place(added)}"
+    text = f"{tensor} is off by {format_relative(found.relative)}"
     if found.is_discrete:
-        return (
-            f"{tensor} differs in {format_share(found.relative)} of the elements, "
-            f"{added.ratio:,.0f} times what rounding explains{_place(added)}"
-        )
-    times = f"{added.ratio:,.0f} times" if math.isfinite(added.ratio) else "more than"
-    text = f"{tensor} is off by {format_relative(found.relative)}, {times} what rounding explains"
+        text = f"{tensor} differs in {format_share(found.relative)} of the elements"
+    if math.isfinite(added.ratio):
+        text += f", {added.ratio:,.0f} times what rounding explains"
+    else:
+        text += ", which rounding does not explain"
     if found.share(found.flushed) >= MIN_FLUSHED_SHARE:
         text += f" ({format_share(found.share(found.flushed))} of the elements become zero)"
     return text + _place(added)
@@ -91,12 +91,17 @@ def _agreement(rows: Sequence[ModuleErrors], name: str, against: str, same_forma
             f"{name} and {against} compute in the same format and differ, first in {module}: "
             f"{describe_size(added)}, which rounding can explain."
         )
-    largest, module = max(forward, key=lambda pair: pair[0].found.relative)
-    return (
-        f"{name} and {against} differ by rounding alone: no module adds more than rounding "
-        f"explains; the most in the forward is {format_relative(largest.found.relative)}, in "
-        f"`{module}`."
+    text = (
+        f"{name} and {against} differ by rounding alone: no module adds more than rounding explains"
     )
+    # The share of changed choices would read like a large error.
+    numbers = [pair for pair in forward if not pair[0].found.is_discrete]
+    if numbers:
+        largest, module = max(numbers, key=lambda pair: pair[0].found.relative)
+        text += (
+            f"; the most in the forward is {format_relative(largest.found.relative)}, in `{module}`"
+        )
+    return f"{text}."
 
 
 def _first_different(

@@ -163,7 +163,10 @@ def _buffer_errors(
             network.widths.get(module, 1),
         )
         position = positions.get(Boundary(module, 0, "out", 0), 0)
-        limit = LARGEST_EXPLAINED_OF_INTEGERS if found.is_discrete else network.limit(module)
+        limit = network.limit(module)
+        if found.is_discrete:
+            # A counter, which rounding does not change.
+            expected = _relative(errors.buffers_expected.get(buffer))
         yield module, AddedError(own_name, found, expected, dtype, position, limit)
 
 
