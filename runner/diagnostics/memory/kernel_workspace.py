@@ -6,7 +6,7 @@ with the allocator's. The workspaces of GPU libraries are not known here.
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -123,13 +123,21 @@ def _convolution(name: str, args: Sequence[Any], result: Any, dtype: torch.dtype
     x, w, y = (t.numel() * dtype.itemsize for t in (inputs, weight, output))
     # A convolution of single pixels is a product of matrices, which only bfloat16 reorders.
     plain = max(weight.shape[2:]) == max(stride) == 1 and max(padding) == 0
-    if groups > 1 or (plain and dtype is not torch.bfloat16):
+    bfloat16_is_reordered = dtype is torch.bfloat16 and _onednn_takes_bfloat16()
+    if groups > 1 or (plain and not bfloat16_is_reordered):
         return 0
-    # oneDNN does not take these: torch unfolds every pixel's window, for the whole batch.
-    if dtype in (torch.float64, torch.float16):
+    # What oneDNN does not take, torch computes by unfolding every pixel's window, in the whole
+    # batch.
+    if not (dtype is torch.float32 or bfloat16_is_reordered):
         pixels = len(inputs) * math.prod(output.shape[2:])
         return pixels * weight[0].numel() * dtype.itemsize
     # oneDNN reorders tensors into layouts of its own.
     if is_backward:
-        return x + y + 2 * w if dtype is torch.bfloat16 else max(x + y, w)
+        return x + y + 2 * w if bfloat16_is_reordered else max(x + y, w)
     return x + w if inputs.shape[1] >= _CHANNEL_BLOCK else y
+
+
+@cache
+def _onednn_takes_bfloat16() -> bool:
+    """Return whether oneDNN's bfloat16 kernels run here: on x86 they need AVX-512."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

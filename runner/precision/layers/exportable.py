@@ -236,7 +236,8 @@ class Plain8bit(nn.Module):
         product = product.to(rows.dtype)
         if self.threshold:
             weight = (self.codes * (self.largest[:, None] / 127)).to(rows.dtype)
-            product = product + rows.masked_fill(~outlier_columns, 0) @ weight.t()
+            # Rounded once, as in the library.
+            product = product.addmm(rows.masked_fill(~outlier_columns, 0), weight.t())
         return product / factor
 
 

@@ -149,16 +149,19 @@ def _product_int8(
     """
     state.threshold = module.threshold
     state.has_fp16_weights = False
-    # Flattened: the library's gradient fails on more dimensions.
-    rows = x.reshape(-1, x.shape[-1]).to(module.compute_dtype)
-    if x.device.type == "cpu" and state.is_training:
-        # There the library multiplies unpacked weights and quantises nothing.
-        output = bnb.matmul(rows, weight, state=state)
-    else:
-        output = int8_product(rows, weight, state)
-    if module.bias is not None:
-        output = output + module.bias.to(module.compute_dtype)
-    return output.view(*x.shape[:-1], module.out_features).to(x.dtype)
+    # On CPUs without AVX-512 the library multiplies codes as float32 matrices, whose exact sums
+    # autocast would round.
+    with torch.autocast(x.device.type, enabled=False):
+        # Flattened: the library's gradient fails on more dimensions.
+        rows = x.reshape(-1, x.shape[-1]).to(module.compute_dtype)
+        if x.device.type == "cpu" and state.is_training:
+            # There the library multiplies unpacked weights and quantises nothing.
+            output = bnb.matmul(rows, weight, state=state)
+        else:
+            output = int8_product(rows, weight, state)
+        if module.bias is not None:
+            output = output + module.bias.to(module.compute_dtype)
+        return output.view(*x.shape[:-1], module.out_features).to(x.dtype)
 
 
 def int8_product(rows: Tensor, weight: Any, state: bnb.MatmulLtState) -> Tensor:
