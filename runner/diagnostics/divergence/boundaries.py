@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -50,6 +50,21 @@ class Boundary(NamedTuple):
         """Return the boundary that `key` names."""
         module, call, side, number = key.rsplit("|", 3)
         return cls(module, int(call), side, int(number))
+
+
+class FunctionListener(Protocol):
+    """Is told what the functions of torch return in the modules' own code."""
+
+    def __call__(self, module: str, name: str, arguments: Any, result: Any) -> None:
+        """Note a call.
+
+        Args:
+            module: whose own code calls the function.
+            name: of the function, without underscores around it.
+            arguments: of the call, nested in any way.
+            result: what it returned.
+        """
+        ...
 
 
 class Visitor(Protocol):
@@ -103,11 +118,23 @@ def comparable_modules(model: nn.Module) -> set[str]:
     }
 
 
+def functions_are_seen(model: nn.Module) -> bool:
+    """Return whether the functions are seen that modules' own code calls: not where a part of the
+    model is compiled, for a mode would be traced into its program."""
+    return all(module._compiled_call_impl is None for module in model.modules())
+
+
 @contextmanager
 def visited_modules(
-    model: nn.Module, names: Collection[str], visitor: Visitor
+    model: nn.Module,
+    names: Collection[str],
+    visitor: Visitor,
+    *listeners: FunctionListener,
 ) -> Iterator["ModuleCalls"]:
-    """Return a context in which the modules of these names pass their tensors to a visitor."""
+    """Return a context in which the modules of these names pass their tensors to a visitor.
+
+    Listeners hear of nothing where a part of the model is compiled.
+    """
     calls = ModuleCalls(visitor)
     replaced: list[tuple[nn.Module, str, Any]] = []
     for name, module in model.named_modules():
@@ -118,11 +145,9 @@ def visited_modules(
         key = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
         replaced.append((module, key, vars(module).get(key)))
         vars(module)[key] = calls.wrap(own_name, getattr(module, key))
-    # A mode would be traced into compiled programs, whose own code cannot be seen anyway.
-    is_compiled = any(m._compiled_call_impl is not None for m in model.modules())
-    choices = nullcontext() if is_compiled else _VisitedChoices(calls)
+    functions = _OwnFunctions(calls, listeners) if functions_are_seen(model) else nullcontext()
     try:
-        with warnings.catch_warnings(), choices:
+        with warnings.catch_warnings(), functions:
             # The compiler looks for a gradient of what it gets, which is the output of a visit.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield calls
@@ -142,6 +167,27 @@ class ModuleCalls:
         self._choices: Counter[tuple[str, int, str]] = Counter()
         # Of the modules that run, the innermost last, with the numbers of their calls.
         self._running = [(BATCH, 0)]
+        self._visits = False
+
+    @property
+    def own_code(self) -> str:
+        """Return the module whose own code runs now; empty while the visitor does."""
+        return "" if self._visits else self._running_code()[0]
+
+    def _running_code(self) -> tuple[str, int]:
+        """Return the module whose own code runs, and the number of its call."""
+        module, call = self._running[-1]
+        return (LOSS if module == BATCH else module), call
+
+    @contextmanager
+    def _visiting(self) -> Iterator[None]:
+        """Return a context in which the visitor runs, and no module's own code."""
+        # A visitor's backward may call modules again, as checkpointed ones, inside a visit.
+        earlier, self._visits = self._visits, True
+        try:
+            yield
+        finally:
+            self._visits = earlier
 
     def wrap(self, name: str, forward: Any) -> Any:
         """Return a module's forward with the visits at its boundaries."""
@@ -150,46 +196,46 @@ class ModuleCalls:
             number = self._counts[name]
             self._counts[name] += 1
             caller, _ = self._running[-1]
-            self._visitor.begin_call(name, number)
             taken = (args, kwargs)
-            args, kwargs = given = self._cross(taken, name, number, "in", caller)
+            with self._visiting():
+                self._visitor.begin_call(name, number)
+                args, kwargs = given = self._cross(taken, name, number, "in", caller)
             written = _Inputs(taken, given)
             self._running.append((name, number))
             try:
                 output = forward(*args, **kwargs)
             finally:
                 self._running.pop()
-            for index, (held, tensor, writes) in enumerate(written):
-                boundary = Boundary(name, number, WRITTEN, index)
-                self._visitor.visit_written(boundary, held, tensor, writes)
-            output = self._cross(output, name, number, "out", caller)
-            self._visitor.end_call(name, number)
+            with self._visiting():
+                for index, (held, tensor, writes) in enumerate(written):
+                    boundary = Boundary(name, number, WRITTEN, index)
+                    self._visitor.visit_written(boundary, held, tensor, writes)
+                output = self._cross(output, name, number, "out", caller)
+                self._visitor.end_call(name, number)
             return output
 
         return run
 
     def cross_loss(self, loss: Tensor) -> Tensor:
         """Return the loss, passed to the visitor."""
-        loss = self._visitor.visit(Boundary(LOSS, 0, "out", 0), LOSS, "", loss)
-        self._visitor.end_call(LOSS, 0)
+        with self._visiting():
+            loss = self._visitor.visit(Boundary(LOSS, 0, "out", 0), LOSS, "", loss)
+            self._visitor.end_call(LOSS, 0)
         return loss
 
     def weigh(self, tensor: Tensor) -> Tensor:
         """Return what a function of CHOICES chooses among, passed to the visitor."""
-        return self._visitor.weigh(self._choosing()[0], tensor)
-
-    def _choosing(self) -> tuple[str, int]:
-        """Return the module whose own code runs, and the number of its call."""
-        module, call = self._running[-1]
-        return (LOSS if module == BATCH else module), call
+        with self._visiting():
+            return self._visitor.weigh(self._running_code()[0], tensor)
 
     def choose(self, function: str, indices: Tensor) -> Tensor:
         """Return the indices that a function of CHOICES returned, passed to the visitor."""
-        module, call = self._choosing()
+        module, call = self._running_code()
         key = (module, call, function)
         boundary = Boundary(*key, self._choices[key])
         self._choices[key] += 1
-        return self._visitor.visit(boundary, module, module, indices)
+        with self._visiting():
+            return self._visitor.visit(boundary, module, module, indices)
 
     def _cross(self, nest: Any, name: str, number: int, side: str, caller: str) -> Any:
         """Return a module's arguments or output with every tensor visited."""
@@ -226,20 +272,38 @@ class _Inputs:
             yield held, tensor, tensor._version != version
 
 
-class _VisitedChoices(TorchFunctionMode):
-    """A context in which the indices that the functions of CHOICES return are visited."""
+class _OwnFunctions(TorchFunctionMode):
+    """A context in which the functions of torch that modules' own code calls are seen: listeners
+    hear of all of them, and the indices that those of CHOICES return are visited."""
 
-    def __init__(self, calls: ModuleCalls) -> None:
+    def __init__(self, calls: ModuleCalls, listeners: Sequence[FunctionListener]) -> None:
         super().__init__()
         self._calls = calls
+        self._listeners = listeners
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        module = self._calls.own_code
+        if not module:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func)).strip("_")
+        if name in CHOICES:
+            result = self._choose(func, name, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        for listener in self._listeners:
+            listener(module, name, (args, kwargs), result)
+        return result
+
+    def _choose(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what a function of CHOICES returns for the indices that the visitor puts in."""
+        if "input" in kwargs:
+            args, kwargs = (kwargs["input"], *args), {**kwargs}
+            del kwargs["input"]
         # Integers, as the numbers of experts, are ordered alike in both executions.
-        if name not in CHOICES or not (args and args[0].is_floating_point()):
+        if not (args and args[0].is_floating_point()):
             return func(*args, **kwargs)
         source, *rest = args
         result = func(self._calls.weigh(source), *rest, **kwargs)

@@ -11,7 +11,9 @@ from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.boundaries import (
     ROOT,
     Boundary,
+    FunctionListener,
     comparable_modules,
+    functions_are_seen,
     visited_modules,
 )
 from runner.diagnostics.divergence.expected_error import Perturber, unit_roundoff
@@ -21,6 +23,7 @@ from runner.diagnostics.divergence.findings import (
     first_divergence,
     module_errors,
 )
+from runner.diagnostics.divergence.narrow_code import NarrowCode
 from runner.diagnostics.divergence.network import Network, build_network
 from runner.diagnostics.divergence.operations import (
     OperationTrace,
@@ -40,7 +43,7 @@ from runner.diagnostics.divergence.reference import (
     set_generator_states,
     writes_in_place,
 )
-from runner.diagnostics.divergence.roundoffs import Execution, find_roundoffs
+from runner.diagnostics.divergence.roundoffs import Execution, find_roundoffs, narrow_dtype
 from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors
 from runner.precision.contract import Precision
 from runner.training.step import backpropagate, loss_of
@@ -110,8 +113,11 @@ def record_reference(
     scale = execution.scale
     for copies in (writes_in_place(model), True):
         recorder = Recorder(execution.device, copies)
+        narrow_code = NarrowCode(narrow_dtype(execution.precision))
+        if functions_are_seen(model):
+            recorder.reference.narrow_code = narrow_code
         with _context(execution, generators):
-            with visited_modules(model, names, recorder) as calls:
+            with visited_modules(model, names, recorder, narrow_code) as calls:
                 loss = calls.cross_loss(loss_of(execution.state, *batch))
             backpropagate(execution.state, loss * scale)
             try:
@@ -140,11 +146,14 @@ class FreeRun(NamedTuple):
         arrival: errors of what crosses the boundaries.
         loss: of the batch.
         state: errors of gradients and buffers.
+        narrow_code: which modules' own code computes in the precision's narrow dtype; None where
+            its functions are not seen.
     """
 
     arrival: Arrival
     loss: float
     state: StateErrors
+    narrow_code: NarrowCode | None
 
 
 def compare_batch(
@@ -173,7 +182,9 @@ def compare_batch(
         _settle_own_scales(reference_execution, batches[0], generators)
     reference = recorded or record_reference(reference_execution, batches[0], generators, names)
     free = _run_freely(execution, reference, second)
-    roundoffs = find_roundoffs(reference_execution, execution, reference, free.arrival.dtypes)
+    roundoffs = find_roundoffs(
+        reference_execution, execution, reference, free.arrival.dtypes, free.narrow_code
+    )
     copies = reference.writes_in_place or free.arrival.writes_in_place
     added = Substitution(reference, execution, copies)
     state_added = _substitute(execution, added, reference, second)
@@ -276,9 +287,8 @@ def _with_operation(
     traces = []
     for execution, one in zip(executions, settings, strict=True):
         visitor = Substitution(reference, execution, copies=True)
-        trace = OperationTrace(module, visitor)
-        with trace:
-            _substitute(execution, visitor, reference, one)
+        trace = OperationTrace(module)
+        _substitute(execution, visitor, reference, one, trace)
         traces.append(trace.operations)
     name = first_different_operation(traces[1], traces[0], first.added.found.relative)
     added = replace(first.added, operation=name)
@@ -314,22 +324,28 @@ def _run_freely(execution: Execution, reference: Reference, settings: _Pass) -> 
     """Run a batch without substitution."""
     model = execution.state.plain_model
     arrival = Arrival(reference, execution.scale)
+    narrow_code = NarrowCode(narrow_dtype(execution.precision))
     with _context(execution, settings.generators):
-        with visited_modules(model, settings.names, arrival) as calls:
+        with visited_modules(model, settings.names, arrival, narrow_code) as calls:
             loss = calls.cross_loss(loss_of(execution.state, *settings.batch))
         backpropagate(execution.state, loss * execution.scale)
         state = _state_errors(execution, reference)
-    return FreeRun(arrival, loss.item(), state)
+    seen = narrow_code if functions_are_seen(model) else None
+    return FreeRun(arrival, loss.item(), state, seen)
 
 
 def _substitute(
-    execution: Execution, visitor: Substitution, reference: Reference, settings: _Pass
+    execution: Execution,
+    visitor: Substitution,
+    reference: Reference,
+    settings: _Pass,
+    *listeners: FunctionListener,
 ) -> StateErrors:
     """Run a batch with the reference's tensors at every boundary; return the errors of gradients
     and buffers."""
     model = execution.state.plain_model
     with _context(execution, settings.generators):
-        with visited_modules(model, settings.names, visitor) as calls:
+        with visited_modules(model, settings.names, visitor, *listeners) as calls:
             calls.cross_loss(loss_of(execution.state, *settings.batch))
         return _state_errors(execution, reference)
 

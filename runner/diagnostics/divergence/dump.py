@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.boundaries import Boundary
+from runner.diagnostics.divergence.narrow_code import NarrowCode
 from runner.diagnostics.divergence.reference import Reference
 from runner.utils.errors import ConfigError
+from runner.utils.tensors import dtype_name
 
 _FORMAT_FAMILY = "runner-diff-"
 FORMAT = f"{_FORMAT_FAMILY}2"
@@ -76,6 +78,7 @@ def write_dump(
         "users": [[b.key, user] for b, user in reference.users.items()],
         "calls": [[module, call] for module, call in reference.generators],
         "loss": reference.loss,
+        "narrow_code": _narrow_facts(reference.narrow_code),
         "same": same | same_gradients,
     }
     save_file(
@@ -90,6 +93,17 @@ def write_dump(
             "facts": json.dumps(facts),
         },
     )
+
+
+def _narrow_facts(code: NarrowCode | None) -> dict[str, Any] | None:
+    """Return what a file keeps of NarrowCode."""
+    if code is None:
+        return None
+    return {
+        "dtype": dtype_name(code.dtype),
+        "by_autocast": sorted(code.by_autocast),
+        "computing": sorted(code.computing),
+    }
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -139,6 +153,11 @@ def _reference(
     tensors: Mapping[str, Tensor], facts: Mapping[str, Any], device: torch.device
 ) -> Reference:
     reference = Reference(loss=facts["loss"])
+    noted = facts.get("narrow_code")
+    if noted is not None:
+        dtype = getattr(torch, noted["dtype"])
+        modules = (set(noted["by_autocast"]), set(noted["computing"]))
+        reference.narrow_code = NarrowCode(dtype, *modules)
     # In the order of the forward, which the file's own order of names is not.
     for key, owner in facts["owners"]:
         boundary = Boundary.from_key(key)

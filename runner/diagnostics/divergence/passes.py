@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.diagnostics.divergence.boundaries import BATCH, LOSS, ROOT, Boundary
+from runner.diagnostics.divergence.boundaries import LOSS, ROOT, Boundary
 from runner.diagnostics.divergence.expected_error import Perturber
 from runner.diagnostics.divergence.reference import (
     Call,
@@ -185,18 +185,10 @@ class Substitution:
         self._start = torch.zeros((), requires_grad=True)
         # Of the calls that run, the innermost last; the first is the code around the model.
         self._running = [_OwnCode()]
-        self._names = [BATCH]
-        self._visits = False
-
-    @property
-    def running_code(self) -> str:
-        """Return the module whose own code runs now; empty while a tensor is visited."""
-        return "" if self._visits else self._names[-1]
 
     def begin_call(self, module: str, call: int) -> None:
         """Set the generators as they were before this call in the reference."""
         self._running.append(_OwnCode())
-        self._names.append(module)
         states = self._reference.generators.get((module, call))
         if states is not None:
             set_generator_states(states, self._execution.device)
@@ -204,13 +196,7 @@ class Substitution:
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Compare a tensor with the reference's, and return the reference's."""
         wanted = self._reference.values.get(boundary)
-        if wanted is None:
-            return tensor
-        self._visits = True
-        try:
-            return self._substitute(boundary, tensor, wanted)
-        finally:
-            self._visits = False
+        return tensor if wanted is None else self._substitute(boundary, tensor, wanted)
 
     def visit_written(
         self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
@@ -221,14 +207,12 @@ class Substitution:
         before = self._reference.values.get(boundary._replace(side="in"))
         if before is None or not (writes or wanted is not None):
             return
-        self._visits = True
         self.forward[boundary] = _error(
             self._reference, tensor, before if wanted is None else wanted
         )
         if wanted is not None and wanted.shape == caller.shape:
             # Without autograd, as if the caller had got this tensor.
             caller.data.copy_(wanted)
-        self._visits = False
 
     def weigh(self, module: str, tensor: Tensor) -> Tensor:
         """Return the tensor, perturbed as the module's own code may round it on its way."""
@@ -293,12 +277,7 @@ class Substitution:
 
     def end_call(self, module: str, call: int) -> None:
         """Compute the call's gradients from the reference's gradients of what it computed."""
-        code = self._running.pop()
-        self._visits = True
-        self._backpropagate(code)
-        self._visits = False
-        if len(self._names) > 1:
-            self._names.pop()
+        self._backpropagate(self._running.pop())
 
     def _backpropagate(self, code: _OwnCode) -> None:
         if code.computed:

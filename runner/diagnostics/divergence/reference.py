@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from runner.diagnostics.divergence.boundaries import Boundary
+from runner.diagnostics.divergence.narrow_code import NarrowCode
 from runner.diagnostics.divergence.tensor_error import norm_of
 
 Call = tuple[str, int]
@@ -31,6 +32,8 @@ class Reference:
             after the host's.
         writes_in_place: whether the model may write into what crosses boundaries.
         loss: of the batch.
+        narrow_code: which modules' own code computes in the precision's narrow dtype; None where
+            its functions were not seen.
     """
 
     values: dict[Boundary, Tensor] = field(default_factory=dict)
@@ -42,6 +45,7 @@ class Reference:
     generators: dict[Call, list[Tensor]] = field(default_factory=dict)
     writes_in_place: bool = True
     loss: float = 0.0
+    narrow_code: NarrowCode | None = None
     _norms: dict[int, float] = field(default_factory=dict)
 
     def norm(self, tensor: Tensor) -> float:

@@ -12,6 +12,7 @@ from runner.diagnostics.divergence.expected_error import (
     Roundoffs,
     unit_roundoff,
 )
+from runner.diagnostics.divergence.narrow_code import NarrowCode
 from runner.diagnostics.divergence.reference import Reference
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
@@ -58,11 +59,17 @@ def is_island(module: nn.Module) -> bool:
     return isinstance(module, Float32Island)
 
 
+def narrow_dtype(precision: Precision) -> torch.dtype:
+    """Return the narrower of the dtypes that a precision computes in and stores."""
+    return max(precision.compute, precision.storage, key=unit_roundoff)
+
+
 def find_roundoffs(
     reference_execution: Execution,
     execution: Execution,
     reference: Reference,
     dtypes: Mapping[Boundary, torch.dtype],
+    narrow_code: NarrowCode | None,
 ) -> Roundoffs:
     """Return the wider of the roundoffs of two executions.
 
@@ -71,47 +78,71 @@ def find_roundoffs(
         execution: is compared with it.
         reference: its tensors.
         dtypes: of the other execution's tensors.
+        narrow_code: of the other execution; None where its functions are not seen.
     """
     tensors: dict[Boundary, float] = {}
     code: dict[str, float] = {}
-    precision = execution.precision
     # A tensor that is narrower than the precision has it is a bug, which must not excuse itself.
-    widest = max(unit_roundoff(precision.compute), unit_roundoff(precision.storage))
+    widest = unit_roundoff(narrow_dtype(execution.precision))
+    passed: dict[int, float] = {}
     for boundary, value in reference.values.items():
         other = min(unit_roundoff(dtypes.get(boundary, value.dtype)), widest)
         roundoff = max(unit_roundoff(value.dtype), other)
         tensors[boundary] = roundoff
-        for module in (reference.owners[boundary], reference.users[boundary]):
-            code[module] = max(code.get(module, 0.0), roundoff)
+        # What a module only passes on it has not rounded.
+        if roundoff > passed.get(id(value), 0.0):
+            owner = reference.owners[boundary]
+            code[owner] = max(code.get(owner, 0.0), roundoff)
+            passed[id(value)] = roundoff
+    reference_dtypes = {boundary: value.dtype for boundary, value in reference.values.items()}
     gradients: dict[str, float] = {}
     parameters = 0.0
-    for one in (reference_execution, execution):
+    for one, noted, its_dtypes in (
+        (reference_execution, reference.narrow_code, reference_dtypes),
+        (execution, narrow_code, dtypes),
+    ):
+        takers = {
+            user
+            for boundary, user in reference.users.items()
+            if its_dtypes.get(boundary) is narrow_dtype(one.precision)
+        }
+        rounding = _possibly_rounding(one) if noted is None else noted.modules(takers)
+        roundoff = unit_roundoff(narrow_dtype(one.precision))
+        for name in rounding:
+            code[name] = max(code.get(name, 0.0), roundoff)
         _add_modules(one, code, gradients)
         parameters = max(parameters, _autocast_roundoff(one))
     return Roundoffs(tensors, code, gradients, parameters)
 
 
+def _possibly_rounding(execution: Execution) -> set[str]:
+    """Return the modules whose own code may round to the narrow dtype, where its functions are not
+    seen: all that have modules, but those that are kept in float32."""
+    islands: set[nn.Module] = set()
+    names: set[str] = set()
+    for name, module in execution.state.plain_model.named_modules():
+        if is_island(module):
+            islands.update(module.modules())
+        if module not in islands and next(module.children(), None):
+            names.add(name or ROOT)
+    return names
+
+
 def _add_modules(execution: Execution, code: dict[str, float], gradients: dict[str, float]) -> None:
-    """Raise the roundoffs of converted layers, and of code in which autocast may round."""
+    """Raise the roundoffs of converted layers, and of products in TF32."""
     precision = execution.precision
     products = 0.0
     options = getattr(precision, "options", None)
     if options is not None and options.float32_matmul != "highest":
         products = TF32
-    half = _autocast_roundoff(execution)
-    islands: set[nn.Module] = set()
     for dotted, module in execution.state.plain_model.named_modules():
         name = dotted or ROOT
-        if is_island(module):
-            islands.update(module.modules())
         if products:
             code[name] = max(code.get(name, 0.0), products)
         if is_converted(module):
             forward, backward = operand_roundoffs(precision, module)
             code[name] = max(code.get(name, 0.0), forward)
             gradients[name] = max(gradients.get(name, 0.0), backward)
-        elif half and module not in islands and next(module.children(), None):
-            code[name] = max(code.get(name, 0.0), half)
 
 
 def _autocast_roundoff(execution: Execution) -> float:
