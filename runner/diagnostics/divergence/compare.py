@@ -1,5 +1,6 @@
 """Compare two executions of one model on one batch, module by module."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -69,7 +70,8 @@ class BatchComparison:
         scale: loss scale of the other execution.
         is_exact: whether both computed the same bits when they ran freely.
         same_format: whether both compute in the same precision.
-        uneven_calls: modules that one execution calls more often than the other.
+        uneven_calls: by module, how often the other execution and the reference call it, where
+            that is not the same.
         other_weights: modules whose parameters differ by more than their formats' rounding.
     """
 
@@ -81,7 +83,7 @@ class BatchComparison:
     scale: float
     is_exact: bool
     same_format: bool
-    uneven_calls: list[str]
+    uneven_calls: dict[str, tuple[int, int]]
     other_weights: list[str]
 
 
@@ -245,11 +247,13 @@ def _judged_rows(
     return rows
 
 
-def _other_calls(reference: Reference, arrival: Arrival) -> list[str]:
-    """Return the modules that one execution calls more often than the other, in order."""
-    calls = dict.fromkeys([*reference.generators, *arrival.calls])
-    other = reference.generators.keys() ^ arrival.calls
-    return [*dict.fromkeys(module for module, call in calls if (module, call) in other)]
+def _other_calls(reference: Reference, arrival: Arrival) -> dict[str, tuple[int, int]]:
+    """Return how often the execution and the reference call each module that they call unequally
+    often, in order."""
+    found = Counter(module for module, _ in arrival.calls)
+    wanted = Counter(module for module, _ in reference.generators)
+    modules = dict.fromkeys([*wanted, *found])
+    return {m: (found[m], wanted[m]) for m in modules if found[m] != wanted[m]}
 
 
 def _other_weights(execution: Execution, reference: Execution) -> list[str]:

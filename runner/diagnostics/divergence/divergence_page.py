@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MAX_ROWS = 40
 """Modules in the table: those that add the most."""
 MAX_TICKS = 30
+_LISTED = 4
+"""Names that a sentence lists; the others are counted."""
 FORMAT = 1
 """Version of diff.json."""
 
@@ -76,7 +78,12 @@ class DivergenceReport:
         """Return the sentence that says what was found."""
         batch = self.chosen.batch
         text = describe_divergence(
-            batch.rows, self.name, self.against, batch.is_exact, batch.same_format
+            batch.rows,
+            self.name,
+            self.against,
+            batch.is_exact,
+            batch.same_format,
+            batch.uneven_calls,
         )
         text += _remarks(batch)
         if len(self.steps) == 1:
@@ -90,7 +97,11 @@ def _remarks(batch: BatchComparison) -> str:
     """Return sentences on what a reader must know of a comparison beside its first divergence."""
     text = ""
     if batch.uneven_calls:
-        text += f" Not called equally often by both: {_names(batch.uneven_calls)}."
+        counts = [
+            f"`{name}` ({_times(found)} against {wanted})"
+            for name, (found, wanted) in batch.uneven_calls.items()
+        ]
+        text += f" Not called equally often by both: {_listed(counts)}."
     if batch.other_weights:
         count = len(batch.other_weights)
         text += (
@@ -108,9 +119,18 @@ def _remarks(batch: BatchComparison) -> str:
 
 
 def _names(modules: Sequence[str]) -> str:
-    names = ", ".join(f"`{name}`" for name in modules[:4])
-    more = len(modules) - 4
-    return f"{names} and {more} more" if more > 0 else names
+    return _listed([f"`{name}`" for name in modules])
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Return the first words of a list, and how many there are more."""
+    listed = ", ".join(words[:_LISTED])
+    more = len(words) - _LISTED
+    return f"{listed} and {more} more" if more > 0 else listed
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def metrics(step: StepComparison) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Say in words where two executions part."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from runner.diagnostics.divergence.added_error import PASSED, WRITTEN_INPUT, AddedError
 from runner.diagnostics.divergence.boundaries import LOSS
@@ -17,6 +17,7 @@ def describe_divergence(
     against: str,
     is_exact: bool = False,
     same_format: bool = False,
+    uneven_calls: Mapping[str, tuple[int, int]] | None = None,
 ) -> str:
     """Return the sentence that a report begins with.
 
@@ -26,6 +27,7 @@ def describe_divergence(
         against: label of the reference.
         is_exact: whether both computed the same bits when they ran freely.
         same_format: whether both compute in the same precision, so that each bit should agree.
+        uneven_calls: by module, how often each of the two calls it, where that is not the same.
     """
     first = first_divergence(rows)
     if is_exact:
@@ -37,10 +39,12 @@ def describe_divergence(
     if first.is_backward:
         where = f"the backward of {where}"
         what = "the gradient that comes in"
-    return (
-        f"{name} parts from {against} in {where}: {describe_cause(first.added)}; "
-        f"{what} {_arrival(first.arrived)}."
-    )
+    context = f"{what} {_arrival(first.arrived)}"
+    calls = (uneven_calls or {}).get(first.row.module, (1, 1))
+    for label, count in zip((name, against), calls, strict=True):
+        if count == 0:
+            context = f"{label} never calls the module"
+    return f"{name} parts from {against} in {where}: {describe_cause(first.added)}; {context}."
 
 
 def _arrival(relative: float) -> str:

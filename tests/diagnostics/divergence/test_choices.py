@@ -20,7 +20,8 @@ class Router(nn.Module):
         self.score = scorer()
 
     def forward(self, x):
-        return choose(self.score(x))
+        weights, numbers = self.score(x).softmax(-1).topk(2, dim=-1)
+        return weights / weights.sum(-1, keepdim=True), numbers
 
 
 def scorer():
@@ -32,7 +33,7 @@ def scorer():
 
 
 def choose(scores):
-    weights, numbers = scores.softmax(-1).topk(2, dim=-1)
+    weights, numbers = torch.topk(input=scores.softmax(-1), k=2, dim=-1)
     return weights / weights.sum(-1, keepdim=True), numbers
 
 

@@ -1,0 +1,140 @@
+"""What a module's own code computes is allowed the rounding that its precision has there."""
+
+import pytest
+import torch
+from compared_models import compare_model
+from torch import nn
+
+from runner.diagnostics.divergence.divergence_page import DivergenceReport, StepComparison
+from runner.diagnostics.divergence.findings import first_divergence
+from runner.training.tasks.classification import Classification
+
+HALF = pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+
+
+class Embedder(nn.Module):
+    """Its own code computes in float32 under autocast, and passes on what its head gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.head = nn.Linear(32, 10)
+        self.factor = 8.0
+        self.cast = torch.float32
+
+    def forward(self, x):
+        return self.head(self.factor * self.embed(x).mean(1).to(self.cast).float())
+
+
+class Residual(nn.Module):
+    """Float32 goes in and comes out; autocast rounds the product between."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 6)
+        self.factor = 1.0
+
+    def forward(self, x):
+        return x + self.factor * (x @ self.weight)
+
+
+class Residuals(nn.Sequential):
+    def __init__(self):
+        super().__init__(Residual(), Residual(), nn.Linear(32, 10))
+
+
+class Attention(nn.Module):
+    """The product of what its linear layers give in half precision is rounded, then softened."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(32, 32)
+        self.key = nn.Linear(32, 32)
+        self.drop = nn.Dropout(0.0)
+        self.head = nn.Linear(16, 10)
+        self.factor = 1.0
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(-1, -2)
+        return self.head(self.factor * self.drop(scores.float().softmax(-1))).mean(1)
+
+
+INPUTS = {
+    Embedder: lambda: torch.randint(50, (16, 12)),
+    Residuals: lambda: torch.randn(64, 32),
+    Attention: lambda: torch.randn(4, 16, 32),
+}
+MODELS = pytest.mark.parametrize("model", INPUTS)
+
+
+def compare(model, precision, plant=None):
+    torch.manual_seed(0)
+    inputs = INPUTS[model]()
+    batch = (inputs, torch.randint(10, (len(inputs),)))
+    return compare_model(model(), batch, Classification(), precision, plant)
+
+
+def sentence(found):
+    return DivergenceReport("one", "other", [StepComparison(1, found, None)]).sentence
+
+
+@HALF
+@MODELS
+def test_rounding_of_own_code_is_no_divergence(model, precision):
+    assert first_divergence(compare(model, precision).rows) is None
+
+
+@HALF
+def test_code_that_computes_in_float32_is_allowed_no_half_precision(precision):
+    """Not even where the module passes on what comes in half precision from its last layer."""
+
+    def plant(model):
+        model.factor = 7.94
+
+    found = compare(Embedder, precision, plant)
+    assert first_divergence(found.rows).row.module == "(model)"
+    assert "what it passes to `head` is off by 0.75 %" in sentence(found)
+    assert "first in its mul()" in sentence(found)
+
+
+@HALF
+def test_a_wrong_factor_of_a_product_that_autocast_rounds_is_named(precision):
+    def plant(model):
+        model[1].factor = 1.05
+
+    found = first_divergence(compare(Residuals, precision, plant).rows)
+    assert found.row.module == "1"
+
+
+@HALF
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_in_own_code_does_not_excuse_itself(dtype, precision):
+    def plant(model):
+        model.cast = dtype
+
+    found = first_divergence(compare(Embedder, precision, plant).rows)
+    assert found.row.module == "(model)"
+
+
+def test_a_module_that_is_never_called_is_said_to_be_so():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.LayerNorm(32)
+            self.two = nn.LayerNorm(32)
+            self.head = nn.Linear(32, 10)
+            self.wrong = False
+
+        def forward(self, x):
+            x = self.two(x) if self.wrong else self.one(x)
+            return self.head(x)
+
+    def plant(model):
+        model.wrong = True
+
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 32), torch.randint(10, (8,)))
+    text = sentence(compare_model(Net(), batch, Classification(), "32-true", plant))
+    assert "one parts from other in the backward of `one`" in text
+    assert "; one never calls the module." in text
+    assert "`one` (0 times against 1), `two` (once against 0)" in text
