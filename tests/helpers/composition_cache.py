@@ -86,22 +86,27 @@ def texts_of_configs(sources):
     return tuple(texts)
 
 
+def cache_compositions(patch):
+    """Put a cache before Hydra's composing in this process, with pytest's MonkeyPatch."""
+    cache = CompositionCache()
+    patch.setattr(config_loader_impl, "create_defaults_list", cache.create_defaults_list)
+    patch.setattr(
+        ConfigLoaderImpl,
+        "_compose_config_from_defaults_list",
+        lambda loader, defaults, repo: cache.compose(loader, defaults, repo),
+    )
+    patch.setattr(
+        package_source(),
+        "load_config",
+        lambda source, config_path: cache.load_config(source, config_path),
+    )
+    # Hydra copies the whole store for each composition, and each config that it takes from it.
+    patch.setattr(ConfigStore, "__deepcopy__", lambda store, _: store, raising=False)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def composition_cache():
-    """Put a cache before Hydra's composing in this process."""
-    cache = CompositionCache()
+    """Cache what Hydra composes in the process of the tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config_loader_impl, "create_defaults_list", cache.create_defaults_list)
-        patch.setattr(
-            ConfigLoaderImpl,
-            "_compose_config_from_defaults_list",
-            lambda loader, defaults, repo: cache.compose(loader, defaults, repo),
-        )
-        patch.setattr(
-            package_source(),
-            "load_config",
-            lambda source, config_path: cache.load_config(source, config_path),
-        )
-        # Hydra copies the whole store for each composition, and each config that it takes from it.
-        patch.setattr(ConfigStore, "__deepcopy__", lambda store, _: store, raising=False)
+        cache_compositions(patch)
         yield

@@ -11,13 +11,15 @@ import signal
 import socket
 import sys
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from composition_cache import cache_compositions
 from hydra import compose, initialize_config_module
 
 from runner.config.invocation import Invocation
@@ -30,6 +32,9 @@ from runner.utils.errors import RunnerError
 # What a run imports when it needs it; each process would import it anew.
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp")
 MODEL_LIBRARIES = {"model=hf": "transformers.modeling_utils", "model=timm": "timm"}
+ROOT = Path(__file__).parents[2]
+IMPORTED = "imported-{}.txt"
+"""Where a process writes what it has imported, by its rank."""
 RANK_JOURNAL = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
 
 
@@ -92,11 +97,33 @@ def run_job(folder, spec, overrides):
         raise
 
 
+def names_of_installed_modules():
+    """Return the names of the imported modules of libraries and of the runner, in order."""
+    places = (sys.prefix, str(ROOT / "runner"))
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if (getattr(module, "__file__", None) or "").startswith(places)
+    ]
+
+
+def import_what_processes_imported(request):
+    """Import the modules that the processes of a request needed: the next ones inherit them."""
+    for rank in range(request["processes"]):
+        path = Path(request["folder"], IMPORTED.format(rank))
+        names = path.read_text().split() if path.exists() else []
+        for name in names:
+            with suppress(Exception):
+                import_module(name)
+    gc.freeze()  # each run collects, which would look through all of it
+
+
 def fork_process(request, specs, rank, port):
     """Fork a process that runs the jobs, with the environment that torchrun would give it."""
     if child := os.fork():
         return child
     status = 1
+    known = set(names_of_installed_modules())
     try:
         os.chdir(request["folder"])
         output = os.open(f"output-{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -116,6 +143,8 @@ def fork_process(request, specs, rank, port):
     except BaseException:
         traceback.print_exc()
     finally:
+        new = [name for name in names_of_installed_modules() if name not in known]
+        Path(request["folder"], IMPORTED.format(rank)).write_text("\n".join(new))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -144,6 +173,7 @@ def serve(request):
             failed = True
             for other in children:
                 os.kill(other, signal.SIGKILL)
+    import_what_processes_imported(request)
     return int(failed)
 
 
@@ -152,6 +182,8 @@ if __name__ == "__main__":
     register_schema()
     for module in PRELOADED:
         import_module(module)
-    gc.freeze()  # what was imported; each run collects, which would look through all of it
-    for line in sys.stdin:
-        print(serve(json.loads(line)), flush=True)
+    gc.freeze()  # each run collects, which would look through all of it
+    with pytest.MonkeyPatch.context() as patch:
+        cache_compositions(patch)
+        for line in sys.stdin:
+            print(serve(json.loads(line)), flush=True)
