@@ -294,6 +294,6 @@ def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
                 "mode=evaluate leave model= out."
             )
     return (
-        "Take the checkpoint's own model: in mode=evaluate leave model= out, with init.weights "
-        "type its model=."
+        "Take the checkpoint's own model: in mode=evaluate leave model= out, elsewhere type its "
+        "model=."
     )
