@@ -113,10 +113,11 @@ def main() -> None:
         row = [name, f"{1000 * seconds[name]:,.0f}", f"{memory[name]:,.0f}"]
         for step in steps:
             row += [f"{seconds[name] / seconds[step]:.2f}", f"{memory[name] / memory[step]:.2f}"]
-        rows.append(row)
+        rows.append([*row, f"{seconds[name] / sum(seconds[step] for step in steps):.2f}"])
     head = ["what", "CPU ms", "memory, MiB"]
     for name in PRECISIONS:
         head += [f"time / {name} step", f"memory / {name} step"]
+    head.append("time / both steps")
     write("diff_cost", "What does mode=diff cost, next to a training step?", table(head, rows))
 
 

@@ -214,6 +214,7 @@ def _error_record(added: AddedError | None) -> dict[str, Any] | None:
         "sqnr_db": _number(found.sqnr_db),
         "nonfinite": found.nonfinite,
         "flushed": found.flushed,
+        "subnormal": found.subnormal,
         "different": found.different,
         "elements": found.elements,
         "unexplained": added.is_unexplained,

@@ -7,8 +7,9 @@ from runner.diagnostics.divergence.added_error import PASSED, WRITTEN_INPUT, Add
 from runner.diagnostics.divergence.boundaries import LOSS
 from runner.diagnostics.divergence.findings import ModuleErrors, first_divergence
 
-MIN_FLUSHED_SHARE = 0.01
-"""Share of a tensor's elements that must become zero before that is named as the cause."""
+MIN_SUBNORMAL_SHARE = 0.01
+"""Share of a tensor's elements below the normal numbers of its dtype, from which on that is named
+as the cause."""
 
 
 def describe_divergence(
@@ -74,8 +75,11 @@ def describe_cause(added: AddedError) -> str:
         text += f", {added.ratio:,.0f} times what rounding explains"
     else:
         text += ", which rounding does not explain"
-    if found.share(found.flushed) >= MIN_FLUSHED_SHARE:
-        text += f" ({format_share(found.share(found.flushed))} of the elements become zero)"
+    if found.share(found.subnormal) >= MIN_SUBNORMAL_SHARE:
+        text += (
+            f" ({format_share(found.share(found.subnormal))} of the elements are below the normal "
+            f"numbers of {added.dtype}, {format_share(found.share(found.flushed))} become zero)"
+        )
     return text + _place(added)
 
 

@@ -19,6 +19,8 @@ class TensorError(NamedTuple):
         norm: 2-norm of the reference; of integers the number of elements.
         nonfinite: elements that are not finite, and are in the reference.
         flushed: elements that are 0, and are not in the reference.
+        subnormal: elements that are not 0 in the reference, and lie below the normal numbers of the
+            tensor's dtype, which has a narrower range: they keep fewer digits, or none.
         different: elements that differ from the reference; where the dtypes differ, all if any
             does.
         elements: of the tensor.
@@ -37,6 +39,7 @@ class TensorError(NamedTuple):
     other_shape: bool = False
     peak: float = 0.0
     is_discrete: bool = False
+    subnormal: int = 0
 
     @property
     def relative(self) -> float:
@@ -97,14 +100,18 @@ def measure_error(
         return _error_of_finite_part(found, wanted)
     if not (counts and error):
         return TensorError(error, norm, 0, 0, 0, tensor.numel())
-    flushed = 0
-    if torch.finfo(tensor.dtype).tiny > torch.finfo(reference.dtype).tiny:
-        flushed = int(((found == 0) & (wanted != 0)).sum())
+    flushed = subnormal = 0
+    tiny = torch.finfo(tensor.dtype).tiny
+    if tiny > torch.finfo(reference.dtype).tiny:
+        is_nonzero = wanted != 0
+        flushed = int(((found == 0) & is_nonzero).sum())
+        subnormal = int(((wanted.abs() < tiny / scale) & is_nonzero).sum())
     different = tensor.numel()
     if tensor.dtype is reference.dtype and scale == 1.0:
         different = int(torch.count_nonzero(difference))
     peak = (torch.linalg.vector_norm(difference, math.inf).item() / error) ** 2
-    return TensorError(error, norm, 0, flushed, different, tensor.numel(), peak=peak)
+    elements = tensor.numel()
+    return TensorError(error, norm, 0, flushed, different, elements, peak=peak, subnormal=subnormal)
 
 
 def _discrete_error(tensor: Tensor, reference: Tensor) -> TensorError:

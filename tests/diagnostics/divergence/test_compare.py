@@ -19,6 +19,7 @@ from torch import nn
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
 from runner.diagnostics.divergence.divergence_text import describe_divergence
 from runner.diagnostics.divergence.findings import first_divergence
+from runner.training.tasks.classification import Classification
 
 CASES = [
     pytest.param(kind, bug, precision, id=f"{kind}-{bug.__name__}-{precision}")
@@ -87,6 +88,21 @@ def test_a_finite_reference_finds_what_overflows():
     sentence = describe_divergence(found.rows, "16-true", "32-true")
     assert "parts from 32-true in `(model)`" in sentence
     assert "first in its mul()" in sentence
+
+
+def test_gradients_below_float16s_normal_numbers_are_said_to_be():
+    """Without a loss scale, as in 16-true, they keep few digits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64))
+    model[1].weight.data.mul_(0.1)
+    batch = (torch.randn(4096, 8), torch.randint(64, (4096,)))
+    found = compare_model(model, batch, Classification(), "16-true")
+    first = first_divergence(found.rows)
+    assert first.is_backward
+    found_error = first.added.found
+    assert found_error.subnormal == found_error.elements > found_error.flushed > 0
+    sentence = describe_divergence(found.rows, "16-true", "32-true")
+    assert "(100 % of the elements are below the normal numbers of float16, 0.46 %" in sentence
 
 
 class Kinked(nn.Module):
