@@ -231,8 +231,9 @@ class _Comparison:
         recorded = record_reference(execution, batch, generators)
         path = dump_path(run.out, step)
         model = execution.state.plain_model
+        precision = self._reference.spec.precision
         if run.write_file(
-            path, lambda path: write_dump(path, recorded, model, batch, execution.label)
+            path, lambda path: write_dump(path, recorded, model, batch, execution.label, precision)
         ):
             self.dumps.append(path)
 

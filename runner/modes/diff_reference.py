@@ -1,5 +1,6 @@
 """What mode=diff compares with: the execution, the weights or the dump that `against` names."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -13,9 +14,11 @@ from runner.config.annotations import typed_value
 from runner.config.overrides import DTYPE_PRECISIONS, PRECISION_ALIASES, path_exists
 from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
-from runner.diagnostics.divergence.dump import is_dump
+from runner.config.targets import build_group
+from runner.diagnostics.divergence.dump import dump_precision, is_dump
 from runner.precision import registry
-from runner.utils.errors import ConfigError
+from runner.utils.accelerator import choose_accelerator
+from runner.utils.errors import ConfigError, Unavailable
 
 ACCELERATORS = ("cpu", "cuda", "mps", "tpu")
 COMPARED_KEYS = (
@@ -59,7 +62,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
     if path_exists(text):
         path = Path(text)
         if is_dump(path):
-            return DiffReference(text, spec, dump=path)
+            return _dump_reference(spec, path)
         if max(spec.diff.steps) > 1:
             steps = str(spec.diff.steps).replace(" ", "")
             raise ConfigError(
@@ -81,6 +84,29 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
         "precision (against=32-true), other values of keys (against=train.compile=false), "
         f"{', '.join(ACCELERATORS)}, weights or a checkpoint (a path), a dump (diff-*.safetensors)."
     )
+
+
+def _dump_reference(spec: RunSpec, path: Path) -> DiffReference:
+    """Return a dump as the reference, and the execution here that shows what rounding explains: in
+    the precision that the dump was written in, emulated where this device lacks it."""
+    saved = dump_precision(path)
+    name = saved.get("name")
+    if name not in registry.precision_names():
+        return DiffReference(str(path), spec, dump=path)
+    node: dict[str, Any] = {**registry.precision_config(name), "name": name}
+    # Of a file from elsewhere only plain values: a `_target_` would name code to run.
+    plain = {
+        key: value for key, value in saved.items() if "_target_" not in json.dumps({key: value})
+    }
+    node |= {key: value for key, value in plain.items() if key in node}
+    device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
+    try:
+        build_group("precision", node).require(device)
+    except Unavailable:
+        if "emulate" not in node:
+            raise
+        node["emulate"] = True
+    return DiffReference(f"{name} of {path}", replace(spec, precision=node), dump=path)
 
 
 def _paths_near(text: str) -> str:

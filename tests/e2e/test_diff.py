@@ -55,6 +55,10 @@ def test_a_dump_is_compared_with_its_own_weights_and_batch_only(main, tmp_path, 
     _, folder = report(tmp_path, result)
     dump = folder / "diff-00000001.safetensors"
     assert "agree in every bit" in diff(main, *alone, f"against={dump}")
+    # The reference of this command has the dump's precision, so that its weights are the same.
+    mixed = diff(main, alone[0], "precision=bf16-mixed", f"against={dump}")
+    assert f"bf16-mixed and 32-true of {dump} differ by rounding alone" in mixed
+    assert f"32-true of {dump}" in diff(main, alone[0], "precision=bf16-true", f"against={dump}")
     other = main("mode=diff", *SMALL, *alone, "seed=1", f"against={dump}")
     assert other.rc == 2
     assert "was written with other weights and batch" in other.stderr

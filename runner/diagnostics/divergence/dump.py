@@ -56,10 +56,33 @@ def is_dump(path: Path) -> bool:
         return False
 
 
+def dump_precision(path: Path) -> dict[str, Any]:
+    """Return the config of the precision that a dump was written in; empty where it is not known,
+    or the file is damaged, which read_dump reports."""
+    try:
+        with safe_open(path, "pt") as file:
+            return json.loads((file.metadata() or {}).get("precision", "{}"))
+    except (OSError, SafetensorError, ValueError):
+        return {}
+
+
 def write_dump(
-    path: Path, reference: Reference, model: nn.Module, batch: Batch, label: str
+    path: Path,
+    reference: Reference,
+    model: nn.Module,
+    batch: Batch,
+    label: str,
+    precision: Mapping[str, Any],
 ) -> None:
     """Write a reference to a file.
+
+    Args:
+        path: of the file.
+        reference: the tensors.
+        model: that computed it.
+        batch: that it was computed for.
+        label: of the execution.
+        precision: its node in the config.
 
     Raises:
         OSError: it cannot be written.
@@ -88,6 +111,7 @@ def write_dump(
         {
             "format": FORMAT,
             "label": label,
+            "precision": json.dumps(precision),
             "weights": weights_digest(model),
             "batch": batch_digest(batch),
             "facts": json.dumps(facts),
