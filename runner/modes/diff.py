@@ -19,13 +19,13 @@ from runner.config.schema import RunSpec, TrainSpec
 from runner.config.targets import build_group
 from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
-from runner.diagnostics.divergence.divergence_page import (
+from runner.diagnostics.divergence.divergence_page import write_page
+from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
     StepComparison,
     metrics,
     unexplained,
     write_json_report,
-    write_page,
 )
 from runner.diagnostics.divergence.dump import (
     Dump,

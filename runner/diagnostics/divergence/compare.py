@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -41,14 +40,16 @@ from runner.diagnostics.divergence.reference import (
     Overwritten,
     Recorder,
     Reference,
-    set_generator_states,
     writes_in_place,
 )
 from runner.diagnostics.divergence.roundoffs import Execution, find_roundoffs, narrow_dtype
 from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors
-from runner.precision.contract import Precision
+from runner.diagnostics.divergence.undone_runs import (
+    settle_own_scales,
+    undone_run,
+    with_settled_scale,
+)
 from runner.training.step import backpropagate, loss_of
-from runner.training.step_replay import saved_state
 
 _KINK_PEAK = 0.05
 """Share of a tensor's squared error in one element from which on the error may be that of a kink:
@@ -118,7 +119,7 @@ def record_reference(
         narrow_code = NarrowCode(narrow_dtype(execution.precision))
         if functions_are_seen(model):
             recorder.reference.narrow_code = narrow_code
-        with _context(execution, generators):
+        with undone_run(execution, generators):
             with visited_modules(model, names, recorder, narrow_code) as calls:
                 loss = calls.cross_loss(loss_of(execution.state, *batch))
             backpropagate(execution.state, loss * scale)
@@ -177,11 +178,11 @@ def compare_batch(
     names = comparable_modules(execution.state.plain_model)
     names &= comparable_modules(reference_execution.state.plain_model)
     first, second = (_Pass(batch, generators, names) for batch in batches)
-    execution = _with_settled_scale(execution, batches[1], generators)
-    reference_execution = _with_settled_scale(reference_execution, batches[0], generators)
+    execution = with_settled_scale(execution, batches[1], generators)
+    reference_execution = with_settled_scale(reference_execution, batches[0], generators)
     if reference_execution.precision.name != execution.precision.name:
-        _settle_own_scales(execution, batches[1], generators)
-        _settle_own_scales(reference_execution, batches[0], generators)
+        settle_own_scales(execution, batches[1], generators)
+        settle_own_scales(reference_execution, batches[0], generators)
     reference = recorded or record_reference(reference_execution, batches[0], generators, names)
     free = _run_freely(execution, reference, second)
     roundoffs = find_roundoffs(
@@ -299,37 +300,12 @@ def _with_operation(
     return [replace(row, added=added) if row.module == module else row for row in rows]
 
 
-def _settle_own_scales(execution: Execution, batch: Batch, generators: list[Tensor]) -> None:
-    """Let a precision that scales by past steps, and has seen none, see the batch once: its first
-    scales of 1 would lose what later ones keep."""
-    precision, model = execution.precision, execution.state.plain_model
-    has_state = type(precision).state_dict is not Precision.state_dict
-    if has_state and not precision.state_dict(model):
-        with _computing(execution, generators):
-            backpropagate(execution.state, loss_of(execution.state, *batch) * execution.scale)
-
-
-def _with_settled_scale(execution: Execution, batch: Batch, generators: list[Tensor]) -> Execution:
-    """Return the execution at a loss scale at which no gradient overflows, as a run's loss scale
-    is after its first steps; at its own, where none is found."""
-    model = execution.state.plain_model
-    settled = execution
-    while settled.scale > 1.0:
-        with _context(settled, generators):
-            backpropagate(settled.state, loss_of(settled.state, *batch) * settled.scale)
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            if all(gradient.isfinite().all() for gradient in gradients):
-                return settled
-        settled = replace(settled, scale=settled.scale / 2)
-    return execution
-
-
 def _run_freely(execution: Execution, reference: Reference, settings: _Pass) -> FreeRun:
     """Run a batch without substitution."""
     model = execution.state.plain_model
     arrival = Arrival(reference, execution.scale)
     narrow_code = NarrowCode(narrow_dtype(execution.precision))
-    with _context(execution, settings.generators):
+    with undone_run(execution, settings.generators):
         with visited_modules(model, settings.names, arrival, narrow_code) as calls:
             loss = calls.cross_loss(loss_of(execution.state, *settings.batch))
         backpropagate(execution.state, loss * execution.scale)
@@ -348,7 +324,7 @@ def _substitute(
     """Run a batch with the reference's tensors at every boundary; return the errors of gradients
     and buffers."""
     model = execution.state.plain_model
-    with _context(execution, settings.generators):
+    with undone_run(execution, settings.generators):
         with visited_modules(model, settings.names, visitor, *listeners) as calls:
             calls.cross_loss(loss_of(execution.state, *settings.batch))
         return _state_errors(execution, reference)
@@ -358,29 +334,6 @@ def _state_errors(execution: Execution, reference: Reference) -> StateErrors:
     model = execution.state.plain_model
     gradients = parameter_errors(model, reference, execution.scale)
     return StateErrors(gradients, buffer_errors(model, reference))
-
-
-@contextmanager
-def _context(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
-    """Return the context of one forward and backward, which leaves the model as it was."""
-    restore = saved_state(execution.state)
-    try:
-        with _computing(execution, generators):
-            yield
-    finally:
-        restore()
-
-
-@contextmanager
-def _computing(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
-    """Return the context of one forward and backward in training mode, from no gradients."""
-    model = execution.state.plain_model
-    for parameter in model.parameters():
-        parameter.grad = None
-    set_generator_states(generators, execution.device)
-    model.train()
-    with execution.precision.session(model, execution.device):
-        yield
 
 
 def _logits(

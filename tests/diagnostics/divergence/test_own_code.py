@@ -5,7 +5,7 @@ import torch
 from compared_models import compare_model
 from torch import nn
 
-from runner.diagnostics.divergence.divergence_page import DivergenceReport, StepComparison
+from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
 from runner.diagnostics.divergence.findings import first_divergence
 from runner.training.tasks.classification import Classification
 
