@@ -176,9 +176,22 @@ class _Comparison:
         start = None
         if self._reference.run is not None:
             start = checkpoint_of_run(self._reference.run, steps[0])
+        if steps[0] > 1:
+            self._check_conversion()
         device, say = accelerator.device, self._run.say
         for reached in states_before(spec, steps, start, device, say, compiles=True):
             yield self._compare(reached.state, reached.step, reached.micros[0])
+
+    def _check_conversion(self) -> None:
+        """Build the run's own model once, before the reference is trained, which may take long.
+
+        Raises:
+            ConfigError: its precision converts no layer of it.
+        """
+        spec = self._run.spec
+        precision: Precision = build_group("precision", spec.precision)
+        seed_all(spec.seed)
+        build_model(spec, precision, self._run.device)
 
     def _compare(self, state: TrainState, step: int, batch: Batch) -> StepComparison:
         """Compare the executions on a batch, with the reference's weights of this moment."""

@@ -206,6 +206,13 @@ REFUSED = {
     "a value that does not fit": (("against=seed=many",), "does not fit"),
     "a key without effect": (("against=train.batch_size=2",), "have the same train.batch_size"),
     "weights in later steps": (("against=.", "diff.steps=[1,2]"), "Type diff.steps=[1]"),
+    "nothing to convert": (
+        (
+            *("against=32-true", "precision=float8-tensorwise", "precision.emulate=true"),
+            *("precision.ignore_modules=['*']", "diff.steps=[3]"),
+        ),
+        "would convert nothing of the model",
+    ),
 }
 
 
@@ -216,3 +223,5 @@ def test_what_cannot_be_compared_is_one_message(main, case):
     assert done.rc == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    # It is said before the reference is trained.
+    assert "steps again" not in done.stdout + done.stderr
