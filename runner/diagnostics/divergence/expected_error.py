@@ -39,7 +39,8 @@ class Roundoffs:
     """The unit roundoffs with which an execution computes.
 
     Attributes:
-        tensors: by boundary, of the tensor's dtype.
+        tensors: by boundary, of the tensor's dtype, or of that which it was passed on from.
+        tensor_gradients: by boundary, the same of the tensor's gradient.
         code: by module, of its own code: the widest of the dtypes that it takes and returns, or of
             the narrow format that a converted layer multiplies in.
         gradients: by module, of a converted layer's output gradients.
@@ -47,6 +48,7 @@ class Roundoffs:
     """
 
     tensors: Mapping[Boundary, float] = field(default_factory=dict)
+    tensor_gradients: Mapping[Boundary, float] = field(default_factory=dict)
     code: Mapping[str, float] = field(default_factory=dict)
     gradients: Mapping[str, float] = field(default_factory=dict)
     parameters: float = 0.0
@@ -90,7 +92,7 @@ class Perturber:
         gradient."""
         owner = self._reference.owners[boundary]
         code = max(self._roundoffs.code.get(owner, 0.0), self._roundoffs.gradients.get(owner, 0.0))
-        return max(code, self._roundoffs.tensors.get(boundary, 0.0))
+        return max(code, self._roundoffs.tensor_gradients.get(boundary, 0.0))
 
     def perturbed(self, tensor: Tensor, roundoff: float) -> Tensor:
         """Return tensor * (1 + r), r random and uniform in [-roundoff, roundoff]."""

@@ -182,7 +182,7 @@ def _backward_errors(
             continue
         expected = with_rounding(
             _relative(errors.gradient_expected.get(boundary)),
-            network.roundoffs.tensors.get(boundary, 0.0),
+            network.roundoffs.tensor_gradients.get(boundary, 0.0),
             network.widths[user],
         )
         name = f"gradient of the output of {boundary.module}"

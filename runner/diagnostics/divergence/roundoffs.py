@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runner.diagnostics.divergence.boundaries import ROOT, Boundary
 from runner.diagnostics.divergence.expected_error import (
@@ -80,20 +80,21 @@ def find_roundoffs(
         dtypes: of the other execution's tensors.
         narrow_code: of the other execution; None where its functions are not seen.
     """
-    tensors: dict[Boundary, float] = {}
-    code: dict[str, float] = {}
     # A tensor that is narrower than the precision has it is a bug, which must not excuse itself.
     widest = unit_roundoff(narrow_dtype(execution.precision))
-    passed: dict[int, float] = {}
+    own: dict[Boundary, float] = {}
     for boundary, value in reference.values.items():
         other = min(unit_roundoff(dtypes.get(boundary, value.dtype)), widest)
-        roundoff = max(unit_roundoff(value.dtype), other)
-        tensors[boundary] = roundoff
+        own[boundary] = max(unit_roundoff(value.dtype), other)
+    tensors = _passed_on(own, reference.values)
+    code: dict[str, float] = {}
+    passed: dict[int, float] = {}
+    for boundary, value in reference.values.items():
         # What a module only passes on it has not rounded.
-        if roundoff > passed.get(id(value), 0.0):
+        if own[boundary] > passed.get(id(value), 0.0):
             owner = reference.owners[boundary]
-            code[owner] = max(code.get(owner, 0.0), roundoff)
-            passed[id(value)] = roundoff
+            code[owner] = max(code.get(owner, 0.0), own[boundary])
+        passed[id(value)] = tensors[boundary]
     reference_dtypes = {boundary: value.dtype for boundary, value in reference.values.items()}
     gradients: dict[str, float] = {}
     parameters = 0.0
@@ -112,7 +113,28 @@ def find_roundoffs(
             code[name] = max(code.get(name, 0.0), roundoff)
         _add_modules(one, code, gradients)
         parameters = max(parameters, _autocast_roundoff(one))
-    return Roundoffs(tensors, code, gradients, parameters)
+    backward = {b: own[b] for b in reversed(own) if b in reference.gradients}
+    tensor_gradients = _passed_on(backward, reference.gradients)
+    return Roundoffs(tensors, tensor_gradients, code, gradients, parameters)
+
+
+def _passed_on(
+    own: Mapping[Boundary, float], tensors: Mapping[Boundary, Tensor]
+) -> dict[Boundary, float]:
+    """Return the roundoff at each boundary where a tensor that the reference's modules pass on is
+    as rounded as where it came from. What one execution passes on the other may have cast, as
+    float() of a float32 and of a bfloat16 tensor.
+
+    Args:
+        own: roundoffs of the tensors' dtypes by boundary, in the order in which they are passed.
+        tensors: of the reference, the same one at several boundaries where it is passed on.
+    """
+    passed: dict[int, float] = {}
+    found: dict[Boundary, float] = {}
+    for boundary, roundoff in own.items():
+        tensor = id(tensors[boundary])
+        found[boundary] = passed[tensor] = max(roundoff, passed.get(tensor, 0.0))
+    return found
 
 
 def _possibly_rounding(execution: Execution) -> set[str]:
