@@ -97,7 +97,8 @@ def measure_error(
     error = torch.linalg.vector_norm(difference).item()
     norm = norm_of(reference) if norm is None else norm
     if not (math.isfinite(error) and math.isfinite(norm)):
-        return _error_of_finite_part(found, wanted)
+        largest = torch.finfo(tensor.dtype).max / scale, torch.finfo(reference.dtype).max
+        return _error_of_finite_part(found, wanted, largest)
     if not (counts and error):
         return TensorError(error, norm, 0, 0, 0, tensor.numel())
     flushed = subnormal = 0
@@ -133,9 +134,20 @@ def larger_errors(
     return found
 
 
-def _error_of_finite_part(found: Tensor, wanted: Tensor) -> TensorError:
-    """Return the error of tensors that hold infinite, undefined or very large numbers."""
+def _error_of_finite_part(
+    found: Tensor, wanted: Tensor, largest: tuple[float, float]
+) -> TensorError:
+    """Return the error of tensors that hold infinite, undefined or very large numbers.
+
+    Masks are often filled with the lowest number of their dtype: two such numbers are the same.
+
+    Args:
+        found: floating.
+        wanted: the reference, of the same shape and dtype.
+        largest: numbers of the dtypes that the two had before.
+    """
     both = found.isfinite() & wanted.isfinite()
+    both &= ~((found == -largest[0]) & (wanted == -largest[1]))
     difference = torch.where(both, found.double() - wanted.double(), 0)
     norm = torch.linalg.vector_norm(torch.where(both, wanted.double(), 0))
     nonfinite = (~found.isfinite() & wanted.isfinite()).sum()

@@ -20,10 +20,13 @@ class Embedder(nn.Module):
         self.embed = nn.Embedding(50, 32)
         self.head = nn.Linear(32, 10)
         self.factor = 8.0
-        self.cast = torch.float32
+        self.cast = None
 
     def forward(self, x):
-        return self.head(self.factor * self.embed(x).mean(1).to(self.cast).float())
+        x = self.embed(x).mean(1)
+        if self.cast is not None:
+            x = x.to(self.cast).float()
+        return self.head(self.factor * x)
 
 
 class Residual(nn.Module):
@@ -35,6 +38,7 @@ class Residual(nn.Module):
         self.factor = 1.0
 
     def forward(self, x):
+        x = x.to(self.weight.dtype)
         return x + self.factor * (x @ self.weight)
 
 
@@ -52,14 +56,60 @@ class Attention(nn.Module):
         self.key = nn.Linear(32, 32)
         self.drop = nn.Dropout(0.0)
         self.head = nn.Linear(16, 10)
-        self.factor = 1.0
 
     def forward(self, x):
+        x = x.to(self.query.weight.dtype)
         scores = self.query(x) @ self.key(x).transpose(-1, -2)
-        return self.head(self.factor * self.drop(scores.float().softmax(-1))).mean(1)
+        weights = self.drop(scores.float().softmax(-1)).to(self.head.weight.dtype)
+        return self.head(weights).mean(1)
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+
+    def forward(self, x):
+        return self.embed(x).mean(1).float()
+
+
+class Casting(nn.Module):
+    """Its casts do nothing in float32, where it passes on what comes in."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Body()
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x).to(self.head.weight.dtype)).float()
+
+
+class MaskedSoftmax(nn.Module):
+    def forward(self, scores, mask):
+        return (scores + mask).softmax(-1)
+
+
+class Masking(nn.Module):
+    """Fills a mask with the lowest number of its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(32, 32)
+        self.masked = MaskedSoftmax()
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = x.to(self.query.weight.dtype)
+        scores = self.query(x) @ x.transpose(-1, -2) / 8
+        lowest = torch.finfo(scores.dtype).min
+        mask = torch.full((16, 16), lowest, dtype=scores.dtype).triu(1)
+        return self.head(self.masked(scores, mask)).mean(1)
 
 
 INPUTS = {
+    Casting: lambda: torch.randint(50, (16, 12)),
+    Masking: lambda: torch.randn(4, 16, 32),
     Embedder: lambda: torch.randint(50, (16, 12)),
     Residuals: lambda: torch.randn(64, 32),
     Attention: lambda: torch.randn(4, 16, 32),
@@ -78,7 +128,7 @@ def sentence(found):
     return DivergenceReport("one", "other", [StepComparison(1, found, None)]).sentence
 
 
-@HALF
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "16-true"])
 @MODELS
 def test_rounding_of_own_code_is_no_divergence(model, precision):
     assert first_divergence(compare(model, precision).rows) is None
