@@ -102,9 +102,12 @@ def _dump_reference(spec: RunSpec, path: Path) -> DiffReference:
     device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
     try:
         build_group("precision", node).require(device)
-    except Unavailable:
+    except Unavailable as error:
         if "emulate" not in node:
-            raise
+            raise ConfigError(
+                f"against={path} was written in precision={name}, in which the reference runs here "
+                f"to show what rounding explains. {error.what} Compare on a machine that has it."
+            ) from error
         node["emulate"] = True
     return DiffReference(f"{name} of {path}", replace(spec, precision=node), dump=path)
 

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +64,12 @@ def test_a_dump_is_compared_with_its_own_weights_and_batch_only(main, tmp_path, 
     other = main("mode=diff", *SMALL, *alone, "seed=1", f"against={dump}")
     assert other.rc == 2
     assert "was written with other weights and batch" in other.stderr
+    with safe_open(dump, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        save_file(tensors, folder / "spoilt.safetensors", {**file.metadata(), "precision": "[1]"})
+    spoilt = main("mode=diff", *SMALL, *alone, f"against={folder / 'spoilt.safetensors'}")
+    assert spoilt.rc == 2
+    assert "is damaged (TypeError)" in spoilt.stderr
 
 
 TRAINED = (

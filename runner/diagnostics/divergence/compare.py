@@ -44,9 +44,9 @@ from runner.diagnostics.divergence.reference import (
 )
 from runner.diagnostics.divergence.roundoffs import Execution, find_roundoffs, narrow_dtype
 from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors
-from runner.diagnostics.divergence.undone_runs import (
+from runner.diagnostics.divergence.trial_runs import (
     settle_own_scales,
-    undone_run,
+    trial_run,
     with_settled_scale,
 )
 from runner.training.step import backpropagate, loss_of
@@ -119,7 +119,7 @@ def record_reference(
         narrow_code = NarrowCode(narrow_dtype(execution.precision))
         if functions_are_seen(model):
             recorder.reference.narrow_code = narrow_code
-        with undone_run(execution, generators):
+        with trial_run(execution, generators):
             with visited_modules(model, names, recorder, narrow_code) as calls:
                 loss = calls.cross_loss(loss_of(execution.state, *batch))
             backpropagate(execution.state, loss * scale)
@@ -305,7 +305,7 @@ def _run_freely(execution: Execution, reference: Reference, settings: _Pass) -> 
     model = execution.state.plain_model
     arrival = Arrival(reference, execution.scale)
     narrow_code = NarrowCode(narrow_dtype(execution.precision))
-    with undone_run(execution, settings.generators):
+    with trial_run(execution, settings.generators):
         with visited_modules(model, settings.names, arrival, narrow_code) as calls:
             loss = calls.cross_loss(loss_of(execution.state, *settings.batch))
         backpropagate(execution.state, loss * execution.scale)
@@ -324,7 +324,7 @@ def _substitute(
     """Run a batch with the reference's tensors at every boundary; return the errors of gradients
     and buffers."""
     model = execution.state.plain_model
-    with undone_run(execution, settings.generators):
+    with trial_run(execution, settings.generators):
         with visited_modules(model, settings.names, visitor, *listeners) as calls:
             calls.cross_loss(loss_of(execution.state, *settings.batch))
         return _state_errors(execution, reference)

@@ -61,9 +61,10 @@ def dump_precision(path: Path) -> dict[str, Any]:
     or the file is damaged, which read_dump reports."""
     try:
         with safe_open(path, "pt") as file:
-            return json.loads((file.metadata() or {}).get("precision", "{}"))
+            found = json.loads((file.metadata() or {}).get("precision", "{}"))
     except (OSError, SafetensorError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_dump(
@@ -161,23 +162,26 @@ def read_dump(path: Path, device: torch.device) -> Dump:
                     f"({metadata['format']}; this one reads {FORMAT}). Write it again: mode=diff "
                     "diff.dump=true."
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Moved once, so that what modules pass on stays one tensor.
+            tensors = {
+                name: file.get_tensor(name).to("cpu" if name.startswith("generator|") else device)
+                for name in file.keys()  # noqa: SIM118
+            }
+        json.loads(metadata["precision"])["name"]
         facts = json.loads(metadata["facts"])
         tensors |= {name: tensors[first] for name, first in facts["same"].items()}
-        reference = _reference(tensors, facts, device)
+        reference = _reference(tensors, facts)
         return Dump(reference, metadata["label"], metadata["weights"], metadata["batch"])
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"against={path} is damaged ({type(error).__name__}). Write it again: mode=diff "
             "diff.dump=true."
         ) from error
 
 
-def _reference(
-    tensors: Mapping[str, Tensor], facts: Mapping[str, Any], device: torch.device
-) -> Reference:
+def _reference(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Reference:
     reference = Reference(loss=facts["loss"])
-    noted = facts.get("narrow_code")
+    noted = facts["narrow_code"]
     if noted is not None:
         dtype = getattr(torch, noted["dtype"])
         modules = (set(noted["by_autocast"]), set(noted["computing"]))
@@ -186,17 +190,17 @@ def _reference(
     for key, owner in facts["owners"]:
         boundary = Boundary.from_key(key)
         reference.owners[boundary] = owner
-        reference.values[boundary] = tensors[f"value|{key}"].to(device)
+        reference.values[boundary] = tensors[f"value|{key}"]
         gradient = tensors.get(f"gradient|{key}")
         if gradient is not None:
-            reference.gradients[boundary] = gradient.to(device)
+            reference.gradients[boundary] = gradient
     reference.users |= {Boundary.from_key(key): user for key, user in facts["users"]}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("|")
         if kind == "parameter":
-            reference.parameter_gradients[rest] = tensor.to(device)
+            reference.parameter_gradients[rest] = tensor
         elif kind == "buffer":
-            reference.buffers[rest] = tensor.to(device)
+            reference.buffers[rest] = tensor
     for module, call in facts["calls"]:
         prefix = f"generator|{module}|{call}|"
         states = [tensors[name] for name in sorted(tensors) if name.startswith(prefix)]

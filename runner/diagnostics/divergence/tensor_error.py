@@ -144,7 +144,7 @@ def _error_of_finite_part(
     Args:
         found: floating.
         wanted: the reference, of the same shape and dtype.
-        largest: numbers of the dtypes that the two had before.
+        largest: the largest numbers of the dtypes that `found` and `wanted` were stored in.
     """
     both = found.isfinite() & wanted.isfinite()
     both &= ~((found == -largest[0]) & (wanted == -largest[1]))

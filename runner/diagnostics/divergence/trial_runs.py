@@ -15,7 +15,7 @@ from runner.training.step_replay import saved_state
 
 
 @contextmanager
-def undone_run(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
+def trial_run(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
     """Return the context of one forward and backward, which leaves the model as it was."""
     restore = saved_state(execution.state)
     try:
@@ -53,7 +53,7 @@ def with_settled_scale(execution: Execution, batch: Batch, generators: list[Tens
     model = execution.state.plain_model
     settled = execution
     while settled.scale > 1.0:
-        with undone_run(settled, generators):
+        with trial_run(settled, generators):
             backpropagate(settled.state, loss_of(settled.state, *batch) * settled.scale)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             if all(gradient.isfinite().all() for gradient in gradients):
