@@ -43,8 +43,8 @@ def tree(path):
 
 
 @pytest.mark.parametrize("path", [p for p in CODE if p.parts[0] != "tests"], ids=str)
-def test_a_file_has_400_lines_at_most(path):
-    assert len((ROOT / path).read_text().splitlines()) <= 400
+def test_a_file_has_600_lines_at_most(path):
+    assert len((ROOT / path).read_text().splitlines()) <= 600
 
 
 def length(function):
@@ -56,9 +56,9 @@ def length(function):
 
 
 @pytest.mark.parametrize("path", PUBLIC, ids=str)
-def test_a_function_has_50_lines_at_most(path):
+def test_a_function_has_60_lines_at_most(path):
     functions = [node for node in ast.walk(tree(path)) if isinstance(node, FUNCTION)]
-    assert not {f.name: length(f) for f in functions if length(f) > 50}
+    assert not {f.name: length(f) for f in functions if length(f) > 60}
 
 
 @pytest.mark.parametrize("path", PUBLIC, ids=str)
