@@ -22,6 +22,7 @@ from runner.config.overrides import (
     rewrite_arguments,
     shadowed_configs,
 )
+from runner.config.precision_keys import check_run_keys
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import ADVISE_MODES, RunSpec
 from runner.distributed import torchrun
@@ -91,6 +92,7 @@ def compose_run(
         ):
             composed = hydra.compose("config", [*words, *search_path], return_hydra_config=True)
             HydraConfig.instance().set_config(composed)
+            check_run_keys(composed)
             run_folder = str(composed.hydra.run.dir)
             config = OmegaConf.masked_copy(
                 composed, [str(key) for key in composed if key != "hydra"]

@@ -63,7 +63,7 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     # Hydra wraps OmegaConf's error, which has the key and its config, in one of its own.
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _unknown_key(cause, argv)
+        return unknown_key(str(cause.full_key), cause.parent_node, argv)
     if isinstance(cause, ValidationError):
         return _wrong_value(cause, argv)
     if isinstance(cause, InterpolationResolutionError):
@@ -186,11 +186,16 @@ def _missing_option(error: MissingConfigException) -> str:
     return f"{group}={option} is not known. Allowed: {', '.join(options)}.{hint}"
 
 
-def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
-    full = str(error.full_key)
+def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
+    """Return the message for a key that a config does not have.
+
+    Args:
+        full: the dotted key.
+        node: the part of the config that lacks it.
+        argv: the command, to name the override as it was typed.
+    """
     parent, _, name = full.rpartition(".")
-    node = error.parent_node
-    keys = [str(key) for key in node] if node is not None else []  # type: ignore[union-attr]
+    keys = [str(key) for key in node] if isinstance(node, DictConfig) else []
     prefix = f"{parent}." if parent else ""
     near = [f"{prefix}{key}" for key in get_close_matches(name, keys, n=1, cutoff=0.5)]
     # The exact name in another group is a better guess than a similar name in this one: lr=1e-3
@@ -204,7 +209,7 @@ def _unknown_key(error: OmegaConfBaseException, argv: Sequence[str]) -> str:
         near = get_close_matches(given.partition("=")[0], SWEEP_KEYS, n=1)
         return f"{given} is not known. Allowed: {known}.{_hint(near)}"
     if full.startswith("precision."):
-        return f"{given} is not known. {_precision_keys(full, error, known)}{hint}"
+        return f"{given} is not known. {_precision_keys(full, _root(node), known)}{hint}"
     return f"{given} is not known. Allowed: {known}.{hint}"
 
 
@@ -272,9 +277,8 @@ def _root(node: Any) -> Any:
     return node
 
 
-def _precision_keys(full: str, error: OmegaConfBaseException, known: str) -> str:
+def _precision_keys(full: str, root: Any, known: str) -> str:
     """Return which keys the chosen precision has, and which precisions have the typed key."""
-    root = _root(error.parent_node)
     option = OmegaConf.select(root, "precision.name") if isinstance(root, DictConfig) else None
     text = f"Allowed for precision={option or '<yours>'}: {known}."
     others = precisions_with_key(full.removeprefix("precision."))

@@ -33,7 +33,6 @@ _FLAGS_WITH_VALUE = (
 
 EXPLAIN_COMMAND = "explain"
 """First word of the command that is short for mode=explain."""
-_PRECISION = "precision."
 _JOB_KEYS = {"hydra.sweep.dir", "hydra.job.num"}
 _JOB_FOLDER = "hydra.run.dir=${hydra.sweep.dir}/${hydra.sweep.subdir}"
 _SWEEPER = "hydra/sweeper=advise"
@@ -74,10 +73,7 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     keys = {text.partition("=")[0] for text in overrides}
     if keys >= _JOB_KEYS and not _is_multirun(overrides, flags):
         overrides.append(_JOB_FOLDER)
-    advise_words = _advise_words(overrides, flags)
-    if advise_words or _sweeps_precisions(overrides, flags):
-        overrides = [_mark_precision_key(text) for text in overrides]
-    return [*overrides, *advise_words, *flags]
+    return [*overrides, *_advise_words(overrides, flags), *flags]
 
 
 def _explain_overrides(words: Sequence[str]) -> list[str]:
@@ -115,11 +111,6 @@ def _mark_run_key(text: str) -> str:
     return f"++{text}" if text.startswith(_KEYS_OF_RUN) else text
 
 
-def _mark_precision_key(text: str) -> str:
-    """Mark a key that only some precisions of a sweep, mode=advise or mode=gate have as new."""
-    return f"++{text}" if text.startswith(_PRECISION) else text
-
-
 def _advise_words(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Return the words that make mode=advise or mode=gate a sweep of our sweeper; empty for other
     commands."""
@@ -134,40 +125,15 @@ def _advise_words(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
     return [_SWEEPER] if has_multirun else [*_ADVISE_WORDS]
 
 
-def _sweeps_precisions(overrides: Sequence[str], flags: Sequence[str]) -> bool:
-    """Return whether a command's jobs may differ in their precision: as typed, or by a preset."""
-    keys = [text.lstrip("+").partition("=") for text in overrides]
-    typed_precisions = [value for key, _, value in keys if key == "precision"]
-    if typed_precisions:
-        # Several names, or a function of Hydra's grammar: choice(...), glob(...).
-        return "," in typed_precisions[-1] or "(" in typed_precisions[-1]
-    if any(key == "sweep" for key, _, _ in keys):
-        return True
-    # An experiment or a sweeper's parameters may list precisions, which Hydra reads later.
-    has_preset = any(key == "experiment" or key.startswith("hydra") for key, _, _ in keys)
-    return has_preset and _is_multirun(overrides, flags)
-
-
 def _is_multirun(overrides: Sequence[str], flags: Sequence[str]) -> bool:
     return bool({"-m", "--multirun"} & {*flags}) or "hydra.mode=MULTIRUN" in overrides
 
 
 def without_program_options(argv: Sequence[str]) -> list[str]:
-    """Return a rewritten command without the words that rewrite_arguments added for sweeps.
-
-    These are the words that make mode=advise a sweep, and the marks of keys under precision, of
-    optimizers and of schedules.
-    """
-    argv = [*map(as_typed, argv)]
-    if _SWEEPER not in argv and not _sweeps_precisions(argv, argv):
-        return [*argv]
-    typed = []
-    for text in argv:
-        if text.startswith(f"++{_PRECISION}"):
-            typed.append(text.removeprefix("++"))
-        elif text not in _ADVISE_WORDS:
-            typed.append(text)
-    return typed
+    """Return a rewritten command without what rewrite_arguments added: the words that make
+    mode=advise a sweep, and the marks of new keys."""
+    added = _ADVISE_WORDS if _SWEEPER in argv else ()
+    return [as_typed(text) for text in argv if text not in added]
 
 
 def _quote_option(text: str) -> str:

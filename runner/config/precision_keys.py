@@ -1,13 +1,16 @@
-"""Omit keys under `precision` from those jobs of a sweep whose precision does not have them."""
+"""Tell which keys under `precision` the precisions of a command have.
 
-from collections.abc import Callable, Iterator, Sequence
+The schema takes every key there: jobs of a sweep run without those that their precision lacks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -15,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.hydra_plugins import REMOTE
 from runner.config.invocation import override_texts
-from runner.config.messages import has_key, precisions_with_key
+from runner.config.messages import has_key, precisions_with_key, unknown_key
 from runner.utils.errors import ConfigError
 
 KEY_PREFIX = "precision."
@@ -24,54 +27,44 @@ _PRECISION_GROUPS = ("precision", "experiment")
 """Groups whose options decide a job's precision."""
 
 
-def omitted_key_pairs(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:
-    """Return `<precision> <key>` for each key that a precision of a sweep does not take.
+def check_run_keys(config: DictConfig) -> None:
+    """Check that the precision of a single run has the keys that were typed without a plus.
 
     Args:
-        config: config of the sweep. Keys of its preset are marked as new ones in place, so that
-            jobs compose.
+        config: the run's, with Hydra's own part.
+
+    Raises:
+        ConfigError: the precision lacks a key.
+    """
+    overrides = _parse(override_texts(config.hydra.overrides.task))
+    typed = [override for override in overrides if override.type is OverrideType.CHANGE]
+    _lacking_keys(config, overrides, _by_key(typed))
+
+
+def omitted_key_pairs(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:
+    """Return `<precision> <key>` for each key that jobs of a precision of a sweep run without.
+
+    Args:
+        config: config of the sweep.
         runs_as_it_is: returns whether the precision of a job's config runs on this machine's device
             and cannot be emulated there.
 
     Raises:
-        ConfigError: no precision of the sweep takes a key.
+        ConfigError: no precision of the sweep has a key.
     """
-    overrides = _overrides(config)
-    by_key = {}
-    for override in overrides:
-        key = _key(override)
-        if key.startswith(KEY_PREFIX):
-            by_key[key] = override
-    if not by_key:
-        return []
-    _mark_preset_keys(config)
-    jobs = _jobs_by_precision(config, overrides)
-    omitted = []
-    problems = []
-    for key, override in by_key.items():
-        lacking = [name for name, job in jobs.items() if not has_key(job, key)]
-        # Without a job that composes nothing is known: each job reports its own error.
-        if jobs and len(lacking) == len(jobs):
-            problems.append(_unknown_key_message(override, [*jobs]))
-        omitted += [f"{name} {key}" for name in lacking]
-    if problems:
-        raise ConfigError(*problems)
+    params = config.hydra.sweeper.get("params") or {}
+    # The command's overrides come after the preset's, and Hydra takes the last one of a key.
+    words = [f"{key}={value}" for key, value in params.items()]
+    overrides = _parse([*words, *override_texts(config.hydra.overrides.task)])
+    jobs, lacking = _lacking_keys(config, overrides, _by_key(overrides))
+    omitted = [f"{name} {key}" for key, names in lacking.items() for name in names]
+    emulates = any(_key(override) == _EMULATE and _is_true(override) for override in overrides)
     # Another machine may lack the hardware, so that its jobs need the emulation.
-    if _EMULATE in by_key and _wants(by_key[_EMULATE]) and not _is_remote(config):
+    if emulates and config.hydra.launcher.get("_target_") != REMOTE:
         for name, job in jobs.items():
             if has_key(job, _EMULATE) and runs_as_it_is(job):
                 omitted.append(f"{name} {_EMULATE}")
     return omitted
-
-
-def _jobs_by_precision(config: DictConfig, overrides: Sequence[Override]) -> dict[str, DictConfig]:
-    """Return a job's config for each precision of a sweep."""
-    jobs = {}
-    for words in _combinations(overrides):
-        job = _compose(config, words)
-        if job is not None:
-            jobs[_option(job)] = job
-    return jobs
 
 
 def omitted_key_messages(pairs: Sequence[str]) -> Iterator[str]:
@@ -90,60 +83,61 @@ def omitted_key_messages(pairs: Sequence[str]) -> Iterator[str]:
 
 
 def remove_keys(config: DictConfig, keys: Sequence[str]) -> None:
-    """Remove keys that a job's precision does not take from the job's config."""
+    """Remove keys that a job's precision does not have from the job's config."""
     with read_write(config), open_dict(config):
         for key in keys:
-            *path, last = key.split(".")
-            node = OmegaConf.select(config, ".".join(path))
-            if isinstance(node, DictConfig):
-                node.pop(last, None)
-            # Also remove each mapping that the removal has emptied, from the innermost outwards:
-            # the precision would refuse it as an argument.
-            for depth in range(len(path), 1, -1):
-                node = OmegaConf.select(config, ".".join(path[:depth]))
-                if isinstance(node, DictConfig) and not node:
-                    parent = OmegaConf.select(config, ".".join(path[: depth - 1]))
-                    parent.pop(path[depth - 1])
+            _remove_key(config, key.split("."))
 
 
-def without_keys(overrides: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
-    """Return a job's overrides without these keys, and without `++` before precision's other keys.
+def _remove_key(node: DictConfig, path: Sequence[str]) -> None:
+    """Remove a key, and each mapping that the removal empties: the precision would refuse it."""
+    first, *rest = path
+    if rest and isinstance(node[first], DictConfig):
+        _remove_key(node[first], rest)
+    if not rest or not node[first]:
+        node.pop(first, None)
+
+
+def _by_key(overrides: Sequence[Override]) -> dict[str, Override]:
+    """Return the overrides of keys under precision by their keys."""
+    by_key = {_key(override): override for override in overrides}
+    return {key: override for key, override in by_key.items() if key.startswith(KEY_PREFIX)}
+
+
+def _lacking_keys(
+    config: DictConfig, overrides: Sequence[Override], by_key: Mapping[str, Override]
+) -> tuple[Mapping[str, DictConfig], Mapping[str, list[str]]]:
+    """Return which precisions of a command lack which keys.
 
     Args:
-        overrides: of the job.
-        keys: that the job's precision does not take.
+        config: of the command, with Hydra's own part.
+        overrides: of the command.
+        by_key: the overrides of the keys that are looked for.
+
+    Returns:
+        The config of a job of each precision, without these keys; and the names of the precisions
+        that lack a key, by the key.
+
+    Raises:
+        ConfigError: all precisions lack a key.
     """
-    remaining = []
-    for text in overrides:
-        unmarked = text.lstrip("+")
-        override = unmarked if unmarked.startswith(KEY_PREFIX) else text
-        if override.partition("=")[0] not in keys:
-            remaining.append(override)
-    return tuple(remaining)
-
-
-def _overrides(config: DictConfig) -> list[Override]:
-    """Return a preset's overrides and those of the command, which come last."""
-    params = config.hydra.sweeper.get("params") or {}
-    words = [f"{key}={value}" for key, value in params.items()]
-    words += override_texts(config.hydra.overrides.task)
-    return OverridesParser.create(config_loader=_loader()).parse_overrides(words)
-
-
-def _mark_preset_keys(config: DictConfig) -> None:
-    """Mark a preset's keys under precision as new ones, as the command line's are.
-
-    Hydra refuses an override of a key that one of the sweep's precisions does not have.
-    """
-    params = config.hydra.sweeper.get("params") or {}
-    if not any(str(key).startswith(KEY_PREFIX) for key in params):
-        return
-    marked = {}
-    for key, value in params.items():
-        is_extra = str(key).startswith(KEY_PREFIX)
-        marked[f"++{key}" if is_extra else key] = value
-    with read_write(config), open_dict(config):
-        config.hydra.sweeper.params = marked
+    jobs: dict[str, DictConfig] = {}
+    if not by_key:
+        return jobs, {}
+    for words in _combinations(overrides):
+        # A job that does not compose reports its own error when it runs.
+        with suppress(HydraException, OmegaConfBaseException):
+            job = _compose(config, words)
+            jobs[str(job.hydra.runtime.choices.get("precision"))] = job
+    lacking = {key: [name for name in jobs if not has_key(jobs[name], key)] for key in by_key}
+    problems = [
+        _unknown_key(by_key[key], jobs)
+        for key, names in lacking.items()
+        if jobs and len(names) == len(jobs)
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return jobs, lacking
 
 
 def _combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:
@@ -151,11 +145,9 @@ def _combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:
 
     They hold neither keys under precision nor other keys that the sweep varies.
     """
-    # The command's overrides come after the preset's, and Hydra takes the last one of a key.
-    last_by_key = {_key(override): override for override in overrides}
     fixed = []
     choices = []
-    for key, override in last_by_key.items():
+    for key, override in {_key(override): override for override in overrides}.items():
         if key.startswith(KEY_PREFIX):
             continue
         if not override.is_sweep_override():
@@ -166,44 +158,44 @@ def _combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:
         yield [*fixed, *choice]
 
 
-def _compose(config: DictConfig, words: Sequence[str]) -> DictConfig | None:
-    """Return a job's config; None if it does not compose, which that job reports when it runs."""
-    hydra_overrides = override_texts(config.hydra.overrides.hydra)
-    with suppress(HydraException, OmegaConfBaseException):
-        return _loader().load_configuration(
-            config.hydra.job.config_name, [*hydra_overrides, *words], RunMode.RUN
-        )
-    return None
+def _compose(config: DictConfig, words: Sequence[str]) -> DictConfig:
+    """Return the config of a job with these overrides of a command with this config."""
+    words = [*override_texts(config.hydra.overrides.hydra), *words]
+    return _loader().load_configuration(config.hydra.job.config_name, words, RunMode.RUN)
 
 
-def _unknown_key_message(override: Override, names: Sequence[str]) -> str:
+def _unknown_key(override: Override, jobs: Mapping[str, DictConfig]) -> str:
+    """Return the message for a key that the precisions of all jobs lack."""
+    typed = str(override.input_line).lstrip("+")
     key = _key(override)
+    if len(jobs) == 1:
+        (job,) = jobs.values()
+        # The first part of the key that is unknown: of loss_scale.fixed that may be loss_scale.
+        parent = key.rpartition(".")[0]
+        while not has_key(job, parent):
+            key, parent = parent, parent.rpartition(".")[0]
+        return unknown_key(key, OmegaConf.select(job, parent), [typed])
     others = precisions_with_key(key.removeprefix(KEY_PREFIX))
     hint = f" Of the built-in ones, {', '.join(others)} have it." if others else ""
     return (
-        f"{str(override.input_line).lstrip('+')}: no precision of this sweep ({', '.join(names)}) "
-        f"takes {key}.{hint} Leave it out, or add a precision that it is for."
+        f"{typed}: no precision of this sweep ({', '.join(jobs)}) takes {key}.{hint} Leave it out, "
+        "or add a precision that it is for."
     )
 
 
-def _wants(override: Override) -> bool:
+def _is_true(override: Override) -> bool:
     """Return whether an override sets a key to true in any job."""
     if override.is_discrete_sweep():
         return any(value.lower() == "true" for value in override.sweep_string_iterator())
     return override.value() is True
 
 
-def _is_remote(config: DictConfig) -> bool:
-    """Return whether the jobs may run on other devices than this machine's."""
-    return config.hydra.launcher.get("_target_") == REMOTE
-
-
-def _option(config: DictConfig) -> str:
-    return str(config.hydra.runtime.choices.get("precision"))
-
-
 def _key(override: Override) -> str:
     return override.get_key_element().lstrip("+~")
+
+
+def _parse(words: Sequence[str]) -> list[Override]:
+    return OverridesParser.create(config_loader=_loader()).parse_overrides([*words])
 
 
 def _loader() -> ConfigLoader:

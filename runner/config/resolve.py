@@ -31,6 +31,8 @@ def _schema() -> DictConfig:
     # config is frozen all the same.
     schema = OmegaConf.structured(RunSpec)
     _clear_readonly(schema)
+    # Hydra takes any key there, also one that the precision lacks: config/precision_keys.py judges.
+    OmegaConf.set_struct(schema.precision, False)
     return schema
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
-from runner.config.precision_keys import omitted_key_messages, omitted_key_pairs
+from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE, PRUNERS
 from runner.sweeps.manifest import Manifest
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
@@ -51,7 +51,7 @@ class SweepCallback(Callback):
         self._keys = {"fail_fast": fail_fast or None, "prune": prune}
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse a sweep's keys in a single run.
+        """Refuse a sweep's keys and a precision's unknown keys in a single run.
 
         Args:
             config: the run's.
@@ -60,9 +60,14 @@ class SweepCallback(Callback):
             SystemExit: the run is refused, by the error that is its cause.
         """
         # A job of a sweep is a single run with a number, and has the keys of its sweep.
+        if not OmegaConf.is_missing(config.hydra.job, "num"):
+            return
         typed = [name for name, value in self._keys.items() if value is not None]
-        if typed and OmegaConf.is_missing(config.hydra.job, "num"):
-            error = ConfigError(f"sweep.{typed[0]} is for sweeps. Type -m, or leave it out.")
+        try:
+            if typed:
+                raise ConfigError(f"sweep.{typed[0]} is for sweeps. Type -m, or leave it out.")
+            check_run_keys(config)
+        except ConfigError as error:
             raise SystemExit(error.exit_status) from error
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.given_objects import given_keys
 from runner.config.invocation import Invocation, override_texts
 from runner.config.overrides import as_typed, override_key
-from runner.config.precision_keys import without_keys
+from runner.config.precision_keys import KEY_PREFIX
 from runner.sweeps.manifest import Manifest
 from runner.utils.layout import MANIFEST
 from runner.utils.secrets import redact_override
@@ -49,9 +49,14 @@ def job_overrides() -> tuple[str, ...]:
     """
     typed = map(as_typed, override_texts(HydraConfig.get().overrides.task))
     texts = tuple(map(redact_override, typed))
-    if is_sweep_job():
-        return without_keys(texts, keys_left_out_of_job())
-    return texts
+    if not is_sweep_job():
+        return texts
+    left_out = keys_left_out_of_job()
+    texts = tuple(text for text in texts if override_key(text) not in left_out)
+    # A plus that was typed for other precisions of the sweep says nothing of this job's.
+    return tuple(
+        text.lstrip("+") if override_key(text).startswith(KEY_PREFIX) else text for text in texts
+    )
 
 
 def keys_left_out_of_job() -> list[str]:
