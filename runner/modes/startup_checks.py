@@ -13,8 +13,9 @@ from runner.config.schema import TrainSpec
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.data_checks import data_problems
 from runner.diagnostics.memory.out_of_memory import is_out_of_memory
-from runner.modes import batch_errors
+from runner.modes import batch_rules
 from runner.modes.context import RunContext
+from runner.modes.error_rules import Failure
 from runner.modes.training_errors import explain_dead_workers
 from runner.training.evaluation import evaluate
 from runner.training.evaluation_hook import EvaluationHook
@@ -219,7 +220,7 @@ def try_batch(
     layout = describe_call(state.plain_model, inputs)
     if layout and says_layout:
         run.say(layout)
-    with batch_errors.outputs_of(state.plain_model) as outputs:
+    with batch_rules.outputs_of(state.plain_model) as outputs:
         try:
             with (
                 torch.no_grad(),
@@ -232,13 +233,13 @@ def try_batch(
         except Exception as error:
             if is_out_of_memory(error):
                 raise  # MemoryWatch explains it
-            failure = batch_errors.BatchFailure(
-                error, state.plain_model, run.task, run.precision, names, inputs, target, outputs
+            failure = Failure(
+                error, state.plain_model, run.precision, run.task, names, inputs, target, outputs
             )
             raise ConfigError(
-                f"{batch_errors.explain_batch_error(failure)} {run.save_traceback()}"
+                f"{batch_rules.explain_batch_error(failure)} {run.save_traceback()}"
             ) from error
-    problem = batch_errors.loss_problem(loss, names["task"])
+    problem = batch_rules.loss_problem(loss, names["task"])
     if problem:
         raise ConfigError(problem)
     taken = state.task.describe_output(outputs[-1]) if outputs else ""

@@ -15,9 +15,8 @@ from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, worker_failure
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
-from runner.modes import gradient_errors
 from runner.modes.context import RunContext
-from runner.modes.precision_errors import precision_advice
+from runner.modes.error_rules import Failure, gradient_problem, precision_advice
 from runner.modes.result import RunResult
 from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model_call import call_model
@@ -25,7 +24,9 @@ from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, DataError, Diverged, ModelError, RunnerError
 from runner.utils.layout import RESULT
 
-# Texts of PyTorch's errors: the loss, an embedding on a CPU, and either of them on a GPU.
+# Texts of PyTorch's errors: a backward without a gradient; labels and tokens out of range, in the
+# loss, in an embedding on a CPU, and in either of them on a GPU.
+_NO_GRADIENT = ("does not require grad and does not have a grad_fn", "received a gradient")
 _BAD_LABEL = re.compile(r"Target -?\d+ is out of bounds")
 _BAD_INDEX = "index out of range in self"
 _DEVICE_ASSERT = "device-side assert"
@@ -107,13 +108,13 @@ def _raise_explained(
         start_step: optimizer steps before the loop began.
     """
     run.signals.check()  # an interrupt reaches the processes that load data, too
-    if gradient_errors.is_loss_independent_of_weights(error):
+    if any(text in str(error) for text in _NO_GRADIENT):
         reason = _no_gradient_reason(state, next(iter(loaders[1].values())))
         raise ConfigError(f"{reason} {run.save_traceback()}") from error
     if _ONE_VALUE in str(error):
         advice = _larger_batch(run, loaders[0])
     else:
-        advice = precision_advice(error, state.plain_model, run.precision)
+        advice = precision_advice(Failure(error, state.plain_model, run.precision))
     if advice:
         # In the first step the settings do not fit (exit status 2); after steps that were
         # trained, the same error ends a run that had begun (exit status 1).
@@ -165,7 +166,7 @@ def _no_gradient_reason(state: TrainState, loader: BatchLoader) -> str:
             return call_model(state.plain_model, state.precision.cast(inputs))
 
     with evaluation_mode(state.model, state.task, state.device):
-        return gradient_errors.gradient_problem(state.plain_model, call)
+        return gradient_problem(state.plain_model, call)
 
 
 @contextmanager

@@ -1,0 +1,316 @@
+"""Explain why a model or a loss fails on the first batch, by a table of rules."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import Parameter, signature
+from typing import Any
+
+from torch import Tensor, nn
+
+from runner.data.batch_layout import KeywordInputs, PositionalInputs
+from runner.modes.error_rules import Failure, Rule, first_message, matches, precision_advice
+from runner.training.model_call import takes_fields
+from runner.training.tasks.tensor_task import TensorTask
+from runner.utils.tensors import dtype_name
+
+_LAYOUTS = "(docs/own-code.md)"
+
+
+def explain_batch_error(failure: Failure) -> str:
+    """Return the message for a failure: what failed on which batch, and what to change."""
+    names = failure.names
+    advice = precision_advice(failure) or first_message(BATCH_RULES, failure)
+    return (
+        f"model={names['model']} fails on the first batch of data={names['data']} (inputs "
+        f"{_kind(failure.inputs)}) with task={names['task']}: {type(failure.error).__name__}: "
+        f"{failure.text.strip().rstrip('.')}. {advice}"
+    )
+
+
+@contextmanager
+def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
+    """Return the context in which the outputs of a model's forward are collected."""
+    outputs: list[Any] = []
+    handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def loss_problem(loss: Any, task: str) -> str | None:
+    """Return what is wrong with a task's loss that is no single number; None where it is one."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return None
+    what = f"of the shape {_shape(loss)}" if isinstance(loss, Tensor) else f"a {_kind(loss)}"
+    return (
+        f"task={task} returns as loss {what}, and training needs one number. Return the mean over "
+        "the batch, `loss.mean()`."
+    )
+
+
+_names_sizes = matches(
+    r"cannot be multiplied|to have \d+ channels|size mismatch|must match the size|is invalid for "
+    r"input of size|normalized_shape|shape mismatch|size of tensor"
+)
+"""Condition on PyTorch's messages about operands whose sizes do not fit."""
+
+
+def _yields_boxes(failure: Failure) -> bool:
+    target = failure.target
+    has_dicts = isinstance(target, list) and bool(target) and isinstance(target[0], Mapping)
+    return has_dicts and "boxes" in target[0]
+
+
+def _returns_structure(failure: Failure) -> bool:
+    if not (failure.expected_output and failure.outputs):
+        return False
+    output = failure.outputs[-1]
+    # A built-in task takes the logits of an output by itself.
+    taken = failure.task.select(output) if isinstance(failure.task, TensorTask) else output
+    return not isinstance(taken, Tensor)
+
+
+def _does_not_bind(failure: Failure) -> bool:
+    """Return whether the forward takes other arguments than the inputs of the batch."""
+    model = failure.model
+    inputs = failure.inputs
+    if not failure.in_forward:
+        return False
+    if type(inputs) is KeywordInputs and not takes_fields(model, inputs):
+        return True
+    if not isinstance(failure.error, TypeError):
+        return False
+    # A TypeError may come from inside the forward, too: only the signature shows the difference.
+    forward = signature(model.forward)
+    try:
+        if type(inputs) is PositionalInputs:
+            forward.bind(*inputs)
+        elif takes_fields(model, inputs):
+            forward.bind(**{name: inputs[name] for name in forward.parameters if name in inputs})
+        else:
+            forward.bind(inputs)
+    except TypeError:
+        return True
+    return False
+
+
+def _explain_arguments(failure: Failure) -> str:
+    """Return what to change where a forward takes other arguments than a batch gives."""
+    inputs = failure.inputs
+    parameters = signature(failure.model.forward).parameters
+    names = [*parameters]
+    if type(inputs) is KeywordInputs:
+        fields = f"a batch has the fields {', '.join(map(str, inputs))} beside its target"
+        if takes_fields(failure.model, inputs):
+            missing = ", ".join(name for name in _needed(parameters) if name not in inputs)
+            return (
+                f"{failure.takes}, and {fields}, which are passed by their names: {missing} is "
+                f"missing. Have the data set yield fields of these names {_LAYOUTS}."
+            )
+        return (
+            f"{failure.takes}, and {fields}: as none of them is an argument's name, the forward "
+            "was given all of them as one dict. Have the data set yield a field named "
+            f"{names[0] if names else 'as the argument'}, or (input, target) {_LAYOUTS}."
+        )
+    if type(inputs) is PositionalInputs:
+        return (
+            f"{failure.takes}, and a batch has {len(inputs)} inputs before its target, which are "
+            "passed by position. Yield one for each argument, or name the inputs: "
+            f"task.inputs=[<names>] {_LAYOUTS}."
+        )
+    if isinstance(inputs, Tensor) and len(names) > 1:
+        return (
+            f"{failure.takes}, and of a batch (input, target) it is given the input alone, here "
+            f"{_kind(inputs)}. Yield ({', '.join(names)}, target) for several inputs, which are "
+            "passed by position; or type task=model_loss if the forward takes the target, too, and "
+            f"returns the loss {_LAYOUTS}."
+        )
+    return (
+        f"{failure.takes}, and the runner passes the inputs of a batch as one argument, here a "
+        f"{_kind(inputs)}. {_own_forward(names, inputs)}"
+    )
+
+
+def _needed(parameters: Mapping[str, Parameter]) -> list[str]:
+    """Return the names of the parameters that a call by names has to give."""
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return [n for n, p in parameters.items() if p.default is Parameter.empty and p.kind in kinds]
+
+
+def _own_forward(names: Sequence[str], inputs: Any) -> str:
+    """Return the forward to write for inputs that are one argument, or the batch to yield."""
+    flat = ", ".join(names)
+    start = f"{flat} = inputs" if names else "return ..."
+    if isinstance(inputs, Mapping):
+        start = "; ".join(f'{name} = inputs["{name}"]' for name in names)
+    written = f"rite `def forward(self, inputs): {start}`"
+    if isinstance(inputs, tuple | list) and len(names) > 1:
+        return (
+            f"Yield ({flat}, target), whose inputs are passed by position, in place of "
+            f"(({flat}), target); or w{written}."
+        )
+    return f"W{written}."
+
+
+def _takes_no_structure(failure: Failure) -> bool:
+    is_argument = type(failure.inputs) not in (KeywordInputs, PositionalInputs)
+    is_structure = isinstance(failure.inputs, Mapping | tuple | list)
+    return failure.in_forward and is_argument and is_structure
+
+
+def _lacks_embedding(failure: Failure) -> bool:
+    """Return whether the inputs are tokens and the model has no embedding."""
+    inputs = failure.inputs
+    if not failure.in_forward or not isinstance(inputs, Tensor):
+        return False
+    if inputs.is_floating_point() or inputs.is_complex():
+        return False
+    return not any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules())
+
+
+def _fitting_task(failure: Failure) -> str:
+    """Return the built-in task that takes this output and target; empty for none."""
+    output = failure.outputs[-1]
+    target = failure.target
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        return ""
+    if target.is_floating_point():
+        return "regression" if output.shape == target.shape else ""
+    if output.dim() == 2 and target.shape == output.shape[:1]:
+        return "classification"
+    if output.dim() == 3 and target.shape == output.shape[:2]:
+        return "language"
+    return ""
+
+
+def _output_and_target(failure: Failure) -> str:
+    return (
+        f"The model returns {_kind(failure.outputs[-1])}, and the targets are "
+        f"{_kind(failure.target)}."
+    )
+
+
+def _elsewhere(failure: Failure) -> str:
+    """Return what helps with a failure of no known kind."""
+    if not failure.in_forward:
+        more = (
+            f" task={failure.names['task']} takes {failure.expected_output}."
+            if failure.expected_output
+            else ""
+        )
+        return (
+            f"The loss fails, not the model. {_output_and_target(failure)}{more} Change the "
+            "model's last layer or the data set's targets, or type the task= that takes them."
+        )
+    where = failure.module_in_words or f"{type(failure.model).__name__}.forward"
+    return (
+        f"It fails in {where}, whose input or sizes do not fit this data set. Change model= (or "
+        "its keys, model.<key>=) or data= to one that the other can take."
+    )
+
+
+BATCH_RULES: tuple[Rule, ...] = (
+    (
+        lambda f: any(output is None for output in f.outputs),
+        lambda f: (
+            f"The model returns None: end {type(f.model).__name__}.forward with `return <output>`."
+        ),
+    ),
+    (
+        lambda f: not f.is_detection and _yields_boxes(f),
+        lambda f: f"data={f.names['data']} yields boxes. Type task=detection (docs/vision.md).",
+    ),
+    (
+        lambda f: f.is_detection and _does_not_bind(f),
+        lambda f: (
+            f"task=detection calls the model as model(images, targets), and {f.takes}. Type "
+            "model=torchvision model.name=fasterrcnn_resnet50_fpn, or have the forward take both "
+            "(docs/vision.md)."
+        ),
+    ),
+    (
+        _returns_structure,
+        lambda f: (
+            f"The model returns a {_kind(f.outputs[-1])}; task={f.names['task']} takes a tensor, "
+            f"{f.expected_output}. Type task.output=<its key or place> to take a part of it, or "
+            "end the model's forward with `return "
+            f"{'output[0]' if isinstance(f.outputs[-1], tuple | list) else 'one tensor'}` "
+            f"{_LAYOUTS}."
+        ),
+    ),
+    (
+        lambda f: bool(f.expected_output and f.outputs) and not isinstance(f.target, Tensor),
+        lambda f: (
+            f"data={f.names['data']} yields as target a {_kind(f.target)}; "
+            f"task={f.names['task']} takes a tensor. Yield (input, target) with one tensor as "
+            "target, or write a task that takes it."
+        ),
+    ),
+    (_does_not_bind, _explain_arguments),
+    (
+        _takes_no_structure,
+        lambda f: (
+            f"data={f.names['data']} yields as inputs a {_kind(f.inputs)}, and the runner passes "
+            "them to the model as one argument. In a module of your own around the model, write "
+            "`def forward(self, inputs): return self.net("
+            f"{'**' if isinstance(f.inputs, Mapping) else '*'}inputs)` and take the tensor that "
+            f"the task needs {_LAYOUTS}."
+        ),
+    ),
+    (
+        _lacks_embedding,
+        lambda f: (
+            f"The inputs are integers ({f.inputs.dtype}), tokens, and the model has no embedding "
+            "for them. Type a model that takes tokens (model=gpt), or have the data set yield "
+            "floating-point inputs (x.float())."
+        ),
+    ),
+    (
+        lambda f: f.in_forward and "for argument #1 'indices'" in f.text,
+        lambda f: (
+            f"{f.module_in_words} takes integer tokens, and the inputs are floating-point numbers. "
+            "Have the data set yield int64 inputs (x.long()), or type a model that takes numbers."
+        ),
+    ),
+    (
+        lambda f: f.in_forward and _names_sizes(f),
+        lambda f: (
+            f"{f.module_in_words} was made for inputs of another size. Give the model the sizes of "
+            "the data: model keys that are ${data.meta.input} or ${data.meta.classes} follow the "
+            "data set's meta, others you type (--cfg job shows model= as it is). An example of "
+            f"data={f.names['data']} has the shape {_example_shapes(f.inputs)}."
+        ),
+    ),
+    (
+        lambda f: bool(f.outputs) and _fitting_task(f) not in ("", f.names["task"]),
+        lambda f: f"{_output_and_target(f)} Those fit task={_fitting_task(f)}: type it.",
+    ),
+    (lambda _: True, _elsewhere),
+)
+"""Kinds of failures. The order goes from what is certain (the model returns None) to what the text
+of the error suggests; the last row always applies."""
+
+
+def _kind(value: Any) -> str:
+    """Return a value in words: dtype and shape of a tensor, the parts of a structure."""
+    if isinstance(value, Tensor):
+        return f"{dtype_name(value.dtype)} {_shape(value)}"
+    # The names of the containers of a batch say nothing to a user.
+    name = {KeywordInputs: "dict", PositionalInputs: "list"}.get(type(value), type(value).__name__)
+    if isinstance(value, Mapping):
+        return f"{name} with the keys {', '.join(map(str, value))}"
+    return f"{name} of {len(value)}" if isinstance(value, tuple | list) else name
+
+
+def _example_shapes(inputs: Any) -> str:
+    """Return the shape of one example, of fields and several inputs that of each."""
+    if isinstance(inputs, Mapping):
+        return ", ".join(f"{name} {_shape(value)[1:]}" for name, value in inputs.items())
+    if isinstance(inputs, tuple | list):
+        return ", ".join(str(_shape(value)[1:]) for value in inputs)
+    return str(_shape(inputs)[1:])
+
+
+def _shape(value: Any) -> list[int]:
+    return list(getattr(value, "shape", []))

@@ -1,0 +1,410 @@
+"""Explain why a model, a loss or a backward fails: its precision is the cause, or no gradient.
+
+A table holds rules, each a condition and a message. The first rule counts whose condition holds and
+whose message is not empty. batch_rules.py has those for a first batch that does not fit.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from runner.precision.contract import Precision
+from runner.precision.emulation.float16 import choose_kernels
+from runner.precision.keep_fp32 import Float32Island
+from runner.training.tasks.detection import Detection
+from runner.training.tasks.task import Task
+from runner.utils.modules import matches_pattern
+from runner.utils.tensors import dtype_name
+
+_HALVES = {torch.float16: "16", torch.bfloat16: "bf16"}
+"""Half-precision dtypes, and how the names of their precisions begin."""
+_MAX_NAMED_PARAMETERS = 3
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error, and what was computed when it was raised.
+
+    Attributes:
+        error: what was raised.
+        model: as it was built and converted.
+        precision: of the run.
+        task: of the run; this and what follows is there for a failure on a known batch only.
+        names: the options of `model`, `data`, `task` and `precision`.
+        inputs: of the batch, as the data set yields them.
+        target: of the batch.
+        outputs: the model's output; empty where its forward raised.
+    """
+
+    error: Exception
+    model: nn.Module
+    precision: Precision
+    task: Task | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    inputs: Any = None
+    target: Any = None
+    outputs: Sequence[Any] = ()
+
+    @property
+    def text(self) -> str:
+        """Return the message of the error itself."""
+        return str(self.error)
+
+    @property
+    def in_forward(self) -> bool:
+        """Return whether the model's forward raised, not the loss."""
+        return not self.outputs
+
+    @property
+    def expected_output(self) -> str:
+        """Return in words what output a built-in task takes; empty for a task of the user's own."""
+        # Of the class alone: a subclass may take another part of the output.
+        return vars(type(self.task)).get("takes", "")
+
+    @property
+    def is_detection(self) -> bool:
+        """Return whether the task is the built-in detection of boxes."""
+        return isinstance(self.task, Detection)
+
+    @property
+    def takes(self) -> str:
+        """Return the arguments of the model's forward in words."""
+        names = ", ".join(signature(self.model.forward).parameters)
+        return f"{type(self.model).__name__}.forward takes ({names})"
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the model."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    @cached_property
+    def name_and_module(self) -> tuple[str, nn.Module | None]:
+        """Return the dotted name of the innermost module whose forward raised, and the module.
+
+        The name is empty for the model itself, the module None where no module's forward was
+        running.
+        """
+        # A traceback goes inwards, so the last frame whose `self` is a module is the innermost one.
+        named = {id(module): (name, module) for name, module in self.model.named_modules()}
+        innermost: tuple[str, nn.Module | None] = ("", None)
+        for frame, _ in walk_tb(self.error.__traceback__):
+            innermost = named.get(id(frame.f_locals.get("self")), innermost)
+        return innermost
+
+    @property
+    def module_in_words(self) -> str:
+        """Return the innermost module whose forward raised, as `head (Linear)`; empty for none."""
+        name, module = self.name_and_module
+        return "" if module is None else f"{name or 'the model itself'} ({type(module).__name__})"
+
+    def location(self) -> str:
+        """Return a sentence with the module and the line that failed; empty for neither."""
+        name, module = self.name_and_module
+        line = self._last_line()
+        if module is None:
+            return f"It fails outside the model's forward, {line}." if line else ""
+        kind = type(module).__name__
+        where = f"{name} ({kind})" if name else kind
+        return f"It fails in {where}, {line}." if line else f"It fails in {where}."
+
+    def _last_line(self) -> str:
+        """Return the innermost line outside PyTorch and the runner: that is the user's own code."""
+        line = ""
+        for frame, number in walk_tb(self.error.__traceback__):
+            path = frame.f_code.co_filename
+            # "<" begins the name of code without a file, such as <string>.
+            if not path.startswith((*_LIBRARIES, "<")):
+                line = f"{Path(path).name}, line {number}"
+        return line
+
+    @property
+    def forward(self) -> str:
+        """Return in words which forward has to change."""
+        module = self.name_and_module[1]
+        if module is None:
+            return "that place"
+        kind = type(module).__name__
+        is_library = type(module).__module__.startswith("torch.")
+        return f"the forward that calls {kind}" if is_library else f"{kind}.forward"
+
+    def keep_fp32(self) -> str:
+        """Return the advice to keep the failing module in float32.
+
+        Where the module is of a class of the user's own, others like it are kept, too. The answer
+        is empty where the failing module is the model itself, or none, or in float32 already.
+        """
+        name, module = self.name_and_module
+        if not name or isinstance(module, Float32Island):
+            return ""
+        patterns = [*map(str, self.precision.keep_fp32), self._pattern(name, module)]
+        return f"type precision.keep_fp32=[{','.join(patterns)}]"
+
+    def _pattern(self, name: str, module: nn.Module | None) -> str:
+        """Return a pattern that matches the failing module and those like it in other blocks.
+
+        Their names differ in numbers only. Where there are none, it is the module's own name.
+        """
+        if type(module).__module__.startswith("torch."):
+            return name  # every Linear is of that class
+        # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
+        segments = ["*" if part.isdigit() else part for part in name.split(".")]
+        pattern = ".".join(segments)
+        modules = dict(self.model.named_modules())
+        names = [each for each in modules if each and matches_pattern(pattern, each)]
+        # A pattern keeps whole subtrees, so only the outermost modules that it matches count.
+        outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
+        alike = all(type(modules[each]) is type(module) for each in outermost)
+        return pattern if pattern != "*" and alike and len(outermost) > 1 else name
+
+    def mixed_alternative(self) -> str:
+        """Return the advice to type the mixed precision that computes linalg and fft in float32.
+
+        Only autocast on a CPU does so. The answer is empty for a precision that stores in float32
+        or converts layers.
+        """
+        half = _HALVES.get(self.precision.storage)
+        if half is None or self.device.type != "cpu" or self.precision.converts_layers:
+            return ""
+        return (
+            f"type precision={half}-mixed, whose autocast computes torch.linalg and torch.fft in "
+            "float32"
+        )
+
+    def alternative_half(self, compute: torch.dtype, instead: torch.dtype, reason: str = "") -> str:
+        """Return the advice to type the precision that differs in its half format only.
+
+        Args:
+            compute: the half format of this precision; for another one the answer is empty, as for
+                a precision that converts layers.
+            instead: the half format of the answer.
+            reason: why it helps.
+        """
+        if self.precision.compute is not compute or self.precision.converts_layers:
+            return ""
+        kind = "true" if self.precision.storage in _HALVES else "mixed"
+        return f"type precision={_HALVES[instead]}-{kind}{reason}"
+
+
+Rule = tuple[Callable[[Failure], bool], Callable[[Failure], str]]
+"""A condition, and the message."""
+
+
+def first_message(rules: Sequence[Rule], failure: Failure) -> str:
+    """Return the message of the first rule that applies; empty for none."""
+    for applies, message in rules:
+        text = message(failure) if applies(failure) else ""
+        if text:
+            return text
+    return ""
+
+
+def precision_advice(failure: Failure) -> str:
+    """Return what to change or type where the precision made a forward, loss or backward fail.
+
+    Returns:
+        Sentences for the message; empty where the precision is not known to be the cause.
+    """
+    advice = first_message(PRECISION_RULES, failure)
+    return f"{failure.location()} {advice}".strip() if advice else ""
+
+
+def matches(pattern: str) -> Callable[[Failure], bool]:
+    """Return the condition that an error's message matches a pattern."""
+    return lambda failure: bool(re.search(pattern, failure.text))
+
+
+def _alternatives(*choices: str) -> str:
+    """Return a sentence from the choices that are not empty."""
+    text = "; or ".join(filter(None, choices))
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _missing_kernels(failure: Failure) -> str:
+    """Return which kernels have what this CPU's own float16 kernels lack; empty without a cause."""
+    precision = failure.precision
+    computes_float16 = torch.float16 in (precision.compute, precision.storage)
+    accumulates = precision.kernels() == "float32_accumulate"
+    if failure.device.type != "cpu" or not computes_float16 or accumulates:
+        return ""
+    # `auto` is named where it avoids the native kernels for this model.
+    automatic = choose_kernels("auto", failure.model) == "float32_accumulate"
+    kernels = "auto" if automatic else "float32_accumulate"
+    return f"This CPU's own float16 kernels lack it. Type precision.cpu_float16={kernels}."
+
+
+def _two_dtypes(failure: Failure) -> str:
+    """Return what to change where an operation is given tensors of two floating dtypes."""
+    precision = failure.precision
+    dtypes = {precision.compute, precision.storage}
+    if re.search(r"\b(Long|Int|Byte|Bool|long|int|Char)\b", failure.text):
+        return ""  # integers are no matter of the precision
+    unconverted = _unconverted_parameters(failure)
+    if unconverted or dtypes == {torch.float32}:
+        return unconverted
+    return (
+        f"Tensors of two dtypes meet there; precision={precision.name} stores "
+        f"{precision.storage_format} and computes in {precision.compute_format}. "
+        + _alternatives(
+            failure.keep_fp32() if dtypes & {*_HALVES} else "",
+            f"leave out .float() and dtype= in {failure.forward}, or cast one to the other's "
+            "dtype: a.to(b.dtype)",
+        )
+    )
+
+
+def _unconverted_parameters(failure: Failure) -> str:
+    """Return what to change where a conversion left parameters in a dtype other than float32."""
+    precision = failure.precision
+    if precision.storage is not torch.float32:
+        return ""  # all were cast
+    unconverted = {
+        name: parameter.dtype
+        for name, parameter in failure.model.named_parameters()
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32
+    }
+    if not unconverted:
+        return ""
+    dtypes = sorted({dtype_name(dtype) for dtype in unconverted.values()})
+    named = ", ".join([*unconverted][:_MAX_NAMED_PARAMETERS])
+    if len(unconverted) > _MAX_NAMED_PARAMETERS:
+        named += f" and {len(unconverted) - _MAX_NAMED_PARAMETERS} more"
+    compute = ""
+    if len(dtypes) == 1 and {*unconverted.values()} <= {*_HALVES} - {precision.compute}:
+        compute = f"type precision.compute_dtype={dtypes[0]}"
+    return (
+        f"precision={precision.name} leaves what it does not convert as the model was built, here "
+        f"{' and '.join(dtypes)} ({named}), and computes in {dtype_name(precision.compute)}. "
+        + _alternatives(
+            "build the model in float32 (end its constructor with self.float())", compute
+        )
+    )
+
+
+PRECISION_RULES: tuple[Rule, ...] = (
+    (
+        matches("without overflow"),
+        lambda f: (
+            f"A constant in the model is beyond the range of {dtype_name(f.precision.compute)}, "
+            f"which ends at {torch.finfo(f.precision.compute).max:.5g}. "
+            + _alternatives(
+                f"write torch.finfo(x.dtype).min in {f.forward} in place of a mask's -1e9, or "
+                'float("-inf")',
+                f.keep_fp32(),
+                f.alternative_half(torch.float16, torch.bfloat16, ", with the range of float32"),
+            )
+        ),
+    ),
+    (
+        matches("unsupported ScalarType BFloat16"),
+        lambda f: (
+            "NumPy has no bfloat16. "
+            + _alternatives(
+                f"write x.float().numpy() in {f.forward}",
+                f.keep_fp32(),
+                f.alternative_half(torch.bfloat16, torch.float16),
+            )
+        ),
+    ),
+    (
+        matches(r"Can't call numpy\(\) on Tensor that requires grad"),
+        lambda f: (
+            "NumPy's operations have no gradient. "
+            + _alternatives(
+                "compute with PyTorch's operations where a gradient has to pass",
+                f"write x.detach().float().cpu().numpy() in {f.forward} where none has to",
+            )
+        ),
+    ),
+    (matches("could not create a primitive"), _missing_kernels),
+    (
+        matches(
+            r"not implemented for '(Complex)?(Half|BFloat16)'|Low precision dtypes not supported|"
+            r"Unsupported dtype (Half|BFloat16)|powers of two when computing in half precision"
+        ),
+        lambda f: (
+            f"PyTorch has no such operation in half precision on {f.device.type}. "
+            + _alternatives(
+                f.keep_fp32(),
+                f.mixed_alternative(),
+                f"in {f.forward}, give the operation x.float() and cast what it returns back with "
+                ".to(x.dtype)",
+            )
+        ),
+    ),
+    (
+        matches(
+            r"same dtype|should be the same|scalar type|does not match weight dtype|dtypes match|"
+            r"equal to src\.dtype|but got dtype"
+        ),
+        _two_dtypes,
+    ),
+)
+"""Texts of PyTorch's errors that the precision may cause, and what to say; an empty message means
+that it is not the cause."""
+
+
+_GRADIENT_BREAKERS = (
+    "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
+    "torch.no_grad()."
+)
+
+
+def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
+    """Return why a loss has no gradient: found by one more forward, module by module.
+
+    Args:
+        model: whose parameters train.
+        call: runs the forward on a batch and returns its output.
+    """
+    without_grad: list[str] = []
+    with_gradient: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                without_grad.append(name)
+            if _requires_grad(output):
+                with_gradient.append(name)
+
+        return hook
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    try:
+        with torch.enable_grad():
+            output = call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    start = "The loss has no gradient, so nothing can train."
+    if _requires_grad(output):
+        return f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
+    if without_grad:
+        return (
+            f"{start} {type(model).__name__}.forward runs {without_grad[0]} with gradients "
+            "switched off. Leave torch.no_grad() and torch.inference_mode() out of what trains."
+        )
+    if with_gradient:
+        last = with_gradient[-1]
+        return f"{start} The last module whose output has one is {last}. {_GRADIENT_BREAKERS}"
+    return (
+        f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
+        f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
+        "set requires_grad of those that it uses."
+    )
+
+
+def _requires_grad(nest: Any) -> bool:
+    # torch does not know every mapping (ModelOutput).
+    leaves = tree_leaves(dict(nest) if isinstance(nest, Mapping) else nest)
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
