@@ -1,12 +1,14 @@
 """Run one spec, from its folder and its parts to its result.
 
 `run` reads top to bottom: resume, check the spec, build the parts, open the record, hand over to
-the mode (train, evaluate, plan, explain or replay), close the record, print and write the result.
+the mode, close the record, print and write the result. A mode's module is imported when a spec
+names the mode.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -25,17 +27,9 @@ from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
 from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
-from runner.modes.diff import diff
-from runner.modes.diff_run import with_diffed_run
-from runner.modes.evaluate import evaluate_checkpoint, plan_evaluation
-from runner.modes.explain import explain
-from runner.modes.plan import plan
-from runner.modes.replay import replay
 from runner.modes.result import RunResult
 from runner.modes.resumed_spec import changed_settings
-from runner.modes.rewind import with_run_config
 from runner.modes.tables import print_result
-from runner.modes.train import train
 from runner.precision.contract import Precision
 from runner.precision.gathered_weights import check_strategy_dtypes
 from runner.tracking import journal
@@ -58,13 +52,14 @@ from runner.utils.reproducibility import process_state
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import Stopped, StopSignals
 
-_UNTRACKED_MODES = {"plan": plan, "explain": explain, "replay": replay}
+_UNTRACKED_MODES = ("plan", "explain", "replay")
+"""Modes that record nothing in the store; each is a function in a module of its name."""
 
 
 def run(
     spec: RunSpec, out: Path, origin: Invocation | None = None, console: Console | None = None
 ) -> RunResult:
-    """Run one spec: train, evaluate, plan, explain or replay it.
+    """Run one spec in its mode.
 
     Args:
         spec: what to run.
@@ -151,8 +146,12 @@ def _checked_spec(
     # All problems are collected, so that one message names every one of them.
     problems = [*spec.problems()]
     if spec.mode == "evaluate" and not problems:
+        from runner.modes.evaluate import plan_evaluation
+
         evaluated, spec, origin = plan_evaluation(spec, origin)
     if spec.mode == "diff" and not problems:
+        from runner.modes.diff_run import with_diffed_run
+
         spec, origin = with_diffed_run(spec, origin)
     problems += check_targets(spec)
     problems += loading_problems(spec.data)
@@ -179,6 +178,8 @@ def _build_context(
     chosen = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
     accelerator = Accelerator(strategy.device(chosen.device))
     if spec.mode == "replay":
+        from runner.modes.rewind import with_run_config
+
         saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
         spec, origin = with_run_config(spec, origin, saved)
     precision: Precision = build_group("precision", spec.precision)
@@ -224,8 +225,9 @@ def _check_processes(context: RunContext) -> None:
 
 
 def _run_untracked(context: RunContext) -> RunResult:
-    """Run a mode of _UNTRACKED_MODES, which record nothing in the store."""
-    result = _UNTRACKED_MODES[context.spec.mode](context)
+    """Run a mode of _UNTRACKED_MODES."""
+    mode = context.spec.mode
+    result: RunResult = getattr(import_module(f"runner.modes.{mode}"), mode)(context)
     result.write(context.out)
     return result
 
@@ -254,10 +256,16 @@ def _run_tracked(
     resumed_note = notes.resumed_note(info.step, info.changes) if resumed else ""
     with _tracked(context, info, resumed_note), memory.explain():
         if context.spec.mode == "diff":
+            from runner.modes.diff import diff
+
             result, report = diff(context)
         elif evaluated is None:
+            from runner.modes.train import train
+
             result, report = train(context, resumed, memory, own_callbacks)
         else:
+            from runner.modes.evaluate import evaluate_checkpoint
+
             result, report = evaluate_checkpoint(context, evaluated, memory)
         context.signals.check()
         with suppress(OSError):  # _check_end writes it again, when the journal may have made room

@@ -42,6 +42,7 @@ MODULES = (
     "networkx",
     "runner.cli.main",
     "runner.modes.run",
+    "runner.modes.train",
     "runner.sweeps.advisor.trials",
     "runner.sweeps.hydra_callback",
     "runner.sweeps.launcher.job_main",

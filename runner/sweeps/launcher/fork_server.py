@@ -32,6 +32,7 @@ PRELOADED_MODULES = (
     (
         "runner.cli.main",
         "runner.modes.run",
+        "runner.modes.train",
         "runner.sweeps.hydra_callback",
         "runner.sweeps.launcher.job_main",
         "torch.export",
