@@ -4,12 +4,10 @@ Hydra checks the types of overrides against these classes; `problems()` checks t
 entry under Attributes is the text of its key in docs/commands.md, so it must be clear by itself.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-from runner.config.comparison_specs import AdviseSpec, DiffSpec
-from runner.config.weight_specs import CheckpointSpec, InitSpec
 
 RUN_MODES = ("train", "evaluate", "plan", "explain", "replay", "diff", "advise", "gate")
 ADVISE_MODES = ("advise", "gate")
@@ -24,6 +22,9 @@ COMPILE_ROUNDINGS = ("fused", "eager")
 """Values of train.compile_rounding."""
 PRUNERS = ("median",)
 """Values of sweep.prune."""
+OBJECTIVES = ("time", "memory", "quality")
+MIN_BUDGET_SECONDS = 10
+"""Seconds; a shorter advise.budget is refused."""
 ADVISE_USAGE_MESSAGE = (
     "mode=advise and mode=gate choose their own jobs. Type mode=advise or mode=gate on the command "
     "line, without sweep= and without another hydra/sweeper."
@@ -139,6 +140,77 @@ class TrainSpec:
 
 
 @dataclass(frozen=True)
+class InitSpec:
+    """Where the parameters of a model come from.
+
+    Attributes:
+        low_memory: make the parameters on the device in the precision's dtype, which changes the
+            seeded weights; false makes them in float32 on the CPU and casts them. Under a precision
+            that packs weights, true leaves the seeded weights as they are and keeps them in files
+            until they are packed.
+        weights: weights that the model starts from: a checkpoint, run folder or MLflow run id of
+            this runner, a .safetensors file, a state dict of torch.save (.pt, .pth, .bin) or a
+            folder of save_pretrained; null starts from seeded weights.
+        skip: patterns of dotted names of parameters or modules, as in [head], that keep their fresh
+            values, and of names in the file that are not used.
+        rename: prefixes of names in the file and what stands in their place in the model, as in
+            {backbone:encoder}; null removes a prefix, as in {module:null}; * puts one in front of
+            every name, as in {*:model}; several apply one after the other.
+    """
+
+    low_memory: bool = False
+    weights: str | None = None
+    skip: list[Any] = field(default_factory=list)
+    rename: dict[Any, Any] = field(default_factory=dict)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each key that has no weights to apply to, or a wrong value."""
+        for key in ("skip", "rename"):
+            if getattr(self, key) and self.weights is None:
+                yield f"init.{key} applies to init.weights, which is not given. Leave it out."
+        if not all(isinstance(pattern, str | int) and pattern != "" for pattern in self.skip):
+            yield f"init.skip={self.skip} does not fit. Allowed: names, as in [head,*.norm]."
+        for old, new in self.rename.items():
+            if not isinstance(old, str | int) or not isinstance(new, str | int | None):
+                yield (
+                    f"init.rename={self.rename} does not fit. Allowed: prefixes of names, as in "
+                    "{backbone:encoder} or {module:null}."
+                )
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """Checkpoints that a run loads and those that it saves.
+
+    Attributes:
+        path: checkpoint that mode=evaluate loads: a file, a run folder or an MLflow run id;
+            `checkpoint=` is short for it.
+        resume: run to resume: `last` (the newest interrupted run), a file, a run folder or an
+            MLflow run id; `auto` resumes from this run's own folder if it has a checkpoint, else
+            starts from the beginning; null starts a new run.
+        every_steps: optimizer steps between checkpoints; null saves only at the end.
+        keep: number of newest checkpoints to keep; older ones are deleted.
+        best: also keep the checkpoint of the best evaluation, as `best.pt`.
+        final: save a checkpoint when the run ends or is stopped.
+        safetensors: write the weights as `model.safetensors` when the run ends.
+        adapter: write a LoRA adapter as a folder of peft, `adapter/`, when a run with adapter=lora
+            ends.
+        pretrained: write a model of transformers as a folder that from_pretrained loads,
+            `pretrained/`, when the run ends, with packed weights unpacked and an adapter merged.
+    """
+
+    path: str | None = None
+    resume: str | None = None
+    every_steps: int | None = None
+    keep: int = 1
+    best: bool = False
+    final: bool = True
+    safetensors: bool = False
+    adapter: bool = True
+    pretrained: bool = False
+
+
+@dataclass(frozen=True)
 class AcceleratorSpec:
     """Device that a run computes on.
 
@@ -218,6 +290,88 @@ class NumericsSpec:
     """
 
     every: int | None = None
+
+
+@dataclass(frozen=True)
+class AdviseSpec:
+    """Question and budget of mode=advise and mode=gate.
+
+    Attributes:
+        budget: time for the whole command, as 90s, 5m or 1h.
+        objective: time, memory or quality: what the recommended precision is best in, among the
+            precisions whose quality cannot be distinguished from float32's.
+        baseline: what the precisions are compared with: a precision, or the folder or MLflow id of
+            a run or a sweep, whose precision it is and whose seeds are not trained again.
+        max_gap: accepted increase of the loss over the baseline's, in the unit of the loss, as in
+            0.01; null accepts what advise.tolerance says.
+        tolerance: accepted increase of the loss over the baseline's, in standard deviations of the
+            baseline's loss between seeds; ignored if advise.max_gap is set.
+        seeds: number of seeds that each precision is trained with, the same ones for all; 3 or
+            more; mode=gate trains fewer where they decide.
+        steps: optimizer steps of each trial; null takes a round number that the budget allows.
+        update_rules: try the rules of precision.update if a precision with weights of 16 bits
+            fails, the one of the fewest bytes first.
+        islands: search for the modules to keep in float32 if a precision fails.
+    """
+
+    budget: str = "5m"
+    objective: str = "time"
+    baseline: str = "32-true"
+    max_gap: float | None = None
+    tolerance: float = 1.0
+    seeds: int = 5
+    steps: int | None = None
+    update_rules: bool = True
+    islands: bool = True
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the budget in seconds, or None if it is not understood."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", self.budget)
+        if match is None:
+            return None
+        return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each value that is not allowed."""
+        if not self.seconds:
+            yield f"advise.budget={self.budget} is no duration. Type for example 90s, 5m or 1h."
+        elif self.seconds < MIN_BUDGET_SECONDS:
+            yield (
+                f"advise.budget={self.budget} is too short for a trial of each precision. Allowed: "
+                f"{MIN_BUDGET_SECONDS}s and more; a verdict takes minutes."
+            )
+        if self.objective not in OBJECTIVES:
+            allowed = ", ".join(OBJECTIVES)
+            yield f"advise.objective={self.objective} is not known. Allowed: {allowed}."
+        if self.max_gap is not None and not self.max_gap >= 0:
+            yield f"advise.max_gap={self.max_gap} is negative. Allowed: 0 and up, or null."
+        if not self.tolerance >= 0:
+            yield f"advise.tolerance={self.tolerance} is negative. Allowed: 0 and up."
+        # A t-interval over two seeds is too wide for any verdict.
+        if self.seeds < 3:
+            yield f"advise.seeds={self.seeds} is too few for a verdict. Allowed: 3 and up."
+
+
+@dataclass(frozen=True)
+class DiffSpec:
+    """What mode=diff compares, and writes.
+
+    Attributes:
+        steps: optimizer steps whose forward and backward are compared; up to each of them the
+            reference is trained.
+        dump: write what the reference computes to diff-<step>.safetensors in the run's folder, with
+            which another machine, commit or version of torch can be compared (against=<file>).
+    """
+
+    steps: list[int] = field(default_factory=lambda: [1])
+    dump: bool = False
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each value that is not allowed."""
+        if not self.steps or min(self.steps) < 1:
+            text = str(self.steps).replace(" ", "")
+            yield f"diff.steps={text} names no steps. Allowed: numbers from 1, as in [1,100]."
 
 
 _AT_LEAST_ONE = (

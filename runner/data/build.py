@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from runner.config.loading_keys import data_target_node, target_name
-from runner.config.loading_targets import build_loading_target
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group
+from runner.config.targets import build_group, build_loading_target
 from runner.data.batch_layout import PAIRS, BatchLayout
 from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions

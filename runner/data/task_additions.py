@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from runner.config.loading_keys import MetricItem, metric_items, target_name
-from runner.config.loading_targets import path_problems
-from runner.config.targets import build_group, locate
+from runner.config.targets import build_group, locate, path_problems
 from runner.utils.errors import ConfigError
 
 DIRECTIONS: Mapping[str, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}

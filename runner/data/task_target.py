@@ -7,8 +7,13 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from runner.config.loading_targets import path_problems
-from runner.config.targets import build_group, locate, runner_values, without_runner_keys
+from runner.config.targets import (
+    build_group,
+    locate,
+    path_problems,
+    runner_values,
+    without_runner_keys,
+)
 from runner.data.task_additions import addition_problems, build_additions
 from runner.utils.errors import ConfigError
 

@@ -15,10 +15,9 @@ from rich.console import Console
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, rename_superseded
 from runner.config.invocation import Invocation
-from runner.config.loading_targets import loading_problems
 from runner.config.resolve import flatten
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE, RunSpec
-from runner.config.targets import build_group, check_targets
+from runner.config.targets import build_group, check_targets, loading_problems
 from runner.data.task_target import build_task, task_problems
 from runner.diagnostics import saved_batch
 from runner.diagnostics.memory.out_of_memory import MemoryWatch

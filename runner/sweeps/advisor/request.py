@@ -15,10 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.invocation import override_texts
-from runner.config.loading_targets import loading_problems
 from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
-from runner.config.targets import check_targets
+from runner.config.targets import check_targets, loading_problems
 from runner.data.task_target import task_problems
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision
