@@ -6,7 +6,7 @@ from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +19,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from runner.config.annotations import annotation_words
 from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
 
 # Options whose plugin is installed by an extra of this package, and that extra.
@@ -148,17 +149,7 @@ def _allowed(hint: Any, key: str) -> str:
     """Return in words which values a type allows."""
     if is_dataclass(hint) or get_origin(hint) is dict:
         return f"keys under it, {key}.<key>=<value>"
-    if get_origin(hint) is list:
-        return "a list, as in [a,b]"
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        type(None): "null",
-    }
-    options = get_args(hint) or (hint,)
-    return " or ".join(names.get(option, str(option)) for option in options)
+    return annotation_words(hint)
 
 
 def _missing_option(error: MissingConfigException) -> str:

@@ -55,7 +55,9 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     Raises:
         ConfigError: a value is missing (`???`) or does not fit its type.
     """
-    missing = sorted(_missing_keys("", OmegaConf.to_container(config)))
+    # OmegaConf.missing_keys raises an error for an interpolation of a missing value.
+    values = OmegaConf.to_container(config)
+    missing = sorted(key for key, value in leaves(values) if value == "???")
     if missing:
         raise ConfigError(*(f"{key} has no value. Type {key}=<value>." for key in missing))
     try:
@@ -84,27 +86,18 @@ def _resolved_groups(config: DictConfig) -> dict[Any, Any]:
     return values
 
 
-def _missing_keys(prefix: str, value: object) -> Iterator[str]:
-    """Yield the dotted key of every `???`."""
-    # OmegaConf.missing_keys raises an error for an interpolation of a missing value.
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _missing_keys(f"{prefix}.{key}" if prefix else str(key), item)
-    elif value == "???":
-        yield prefix
-
-
 def flatten(spec: RunSpec) -> dict[str, str]:
     """Return the spec without secrets as dotted keys and strings, the form of MLflow's params."""
+    return {key: str(value) for key, value in leaves(redacted_dict(spec))}
 
-    def walk(prefix: str, value: object) -> Iterator[tuple[str, str]]:
-        if isinstance(value, Mapping) and value:
-            for key, item in value.items():
-                yield from walk(f"{prefix}.{key}" if prefix else str(key), item)
-        else:
-            yield prefix, str(value)
 
-    return dict(walk("", redacted_dict(spec)))
+def leaves(value: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each leaf of a config; an empty mapping is one."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
 
 
 def to_dict(spec: RunSpec) -> dict[str, Any]:

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from runner.config.resolve import leaves
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
 from runner.integrations.options import RecordSettings
 from runner.integrations.precision_label import StepDtypes, substitution_text
-from runner.integrations.run_files import flat_params, process_command, run_config, write_run_files
+from runner.integrations.run_files import process_command, run_config, write_run_files
 from runner.integrations.run_place import RunPlace
 from runner.integrations.step_records import StepRecords, restore_summary
 from runner.integrations.training_source import TrainingSource
@@ -119,7 +120,7 @@ class OpenRun:
         self.tracker.open(
             RunInfo(
                 self.place.folder,
-                dict(flat_params(config)),
+                {key: str(value) for key, value in leaves(config)},
                 self._tags(),
                 self.label,
                 sweep=self.place.sweep,

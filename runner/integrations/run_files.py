@@ -52,13 +52,3 @@ def write_run_files(folder: Path, config: Mapping[str, Any]) -> Iterator[Path]:
     facts["packages"][config["trainer"].partition(" ")[0]] = config["trainer"].partition(" ")[2]
     facts["switches"] = numeric_switches()
     yield write_json(folder / ENVIRONMENT, facts)
-
-
-def flat_params(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys and texts of a config, the form of MLflow's params."""
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from flat_params(value, f"{name}.")
-        else:
-            yield name, str(value)
