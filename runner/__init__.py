@@ -7,8 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config import renamed
-
 if TYPE_CHECKING:
     from runner.api.composition import compose as compose
     from runner.api.loading import load as load
@@ -45,8 +43,6 @@ _MODULES = {
 # A wheel has conf/ and models/ inside this package; a checkout has them next to it.
 if not (Path(__file__).parent / "conf").exists():
     __path__.append(str(Path(__file__).parent.parent))
-
-renamed.install_import_hook()
 
 __version__ = "0.1.0"
 

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from runner.checkpoint import sharded_tensors
 from runner.checkpoint.locate import checkpoints_in
-from runner.config.renamed import with_current_targets
 from runner.config.signature import is_signed
 from runner.utils.errors import ConfigError
 from runner.utils.files import write_with_torch
@@ -54,9 +53,7 @@ _SPEC_MAPPINGS = (
 
 def is_signed_by_user(content: Mapping[str, Any]) -> bool:
     """Return whether this user's key has signed the spec that a checkpoint holds."""
-    # load() replaces paths of older versions in `spec`, and the signature is of the text before.
-    spec = content.get("signed_spec", content["spec"])
-    return is_signed(SPEC_SIGNATURE_PURPOSE, repr(spec), content.get("signature"))
+    return is_signed(SPEC_SIGNATURE_PURPOSE, repr(content["spec"]), content.get("signature"))
 
 
 def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
@@ -171,9 +168,6 @@ def load(path: Path) -> dict[str, Any]:
     if checksums:
         sharded_tensors.check_shards(shards_folder(path), checksums)
         content |= _full_weights(content, shards_folder(path))
-    # The signature is of the text that was written.
-    content["signed_spec"] = content["spec"]
-    content["spec"] = with_current_targets(content["spec"])
     return content
 
 

@@ -1,20 +1,17 @@
 """Import and call the targets (`_target_`) of a config, as hydra.utils.instantiate does.
 
 Hydra's own function does not fit: it drops `_args_` where the caller passes arguments first, copies
-a whole config for each call, reports every error as an InstantiationException of several lines, and
-reads no paths of older versions.
+a whole config for each call, and reports every error as an InstantiationException of several lines.
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from runner.config.renamed import current_path
 from runner.utils.errors import ConfigError
 
 CALL_KEYS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
@@ -48,16 +45,6 @@ def keywords(node: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key not in CALL_KEYS}
 
 
-def default_keywords(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default values of a node's target by its keywords, with lists for tuples."""
-    defaults = {}
-    for name, parameter in signature(locate(node["_target_"])).parameters.items():
-        if parameter.default is not parameter.empty:
-            value = parameter.default
-            defaults[name] = list(value) if isinstance(value, tuple) else value
-    return defaults
-
-
 def is_target_node(value: Any) -> bool:
     """Return whether a value of a config is a node that is built before it is passed."""
     return isinstance(value, Mapping) and "_target_" in value
@@ -69,7 +56,7 @@ def locate(path: str) -> Callable[..., Any]:
     Raises:
         ConfigError: it does not import.
     """
-    parts = current_path(path).split(".")
+    parts = path.split(".")
     # The longest module first: what follows may be a class, or an attribute of one.
     for length in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:length])

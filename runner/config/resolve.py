@@ -11,7 +11,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.hydra_plugins import register_plugins
 from runner.config.messages import explain
-from runner.config.renamed import with_current_targets
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact_values
@@ -65,7 +64,6 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
             values = _resolved_groups(config)
         else:
             values = OmegaConf.to_container(config, resolve=True)
-        values = with_current_targets(values)
         spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, ())) from error

@@ -110,7 +110,3 @@ def require_at_least(name: str, **limits: tuple[int, int]) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
-
-
-# The name of version 0.1, which users' own data targets import.
-at_least = require_at_least

@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 
 from runner.config import signature
 from runner.config.invocation import Invocation
-from runner.config.renamed import with_current_targets
 from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import is_signed
@@ -59,9 +58,8 @@ def signed_config(folder: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(signed, dict) or not is_signed(CONFIG, text, signed.get("config")):
         return None
-    # Targets are renamed after the check: the signature is of the text that was written.
     content = OmegaConf.to_container(OmegaConf.create(text))
-    content = with_current_targets(content)
+    assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
 
 

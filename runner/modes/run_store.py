@@ -17,7 +17,6 @@ import yaml
 
 from runner.config.invocation import Invocation
 from runner.config.overrides import override_key
-from runner.config.renamed import current_path
 from runner.config.schema import RunSpec
 from runner.config.signature import describe_key_location, is_signed
 from runner.distributed import torchrun
@@ -210,7 +209,7 @@ def _had_no_tracker(folder: Path) -> bool:
     """
     try:
         content = yaml.safe_load(read_text(folder / CONFIG))
-        return bool(current_path(content["tracking"]["_target_"]) == NO_TRACKER_TARGET)
+        return bool(content["tracking"]["_target_"] == NO_TRACKER_TARGET)
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, RecursionError):
         return False
 

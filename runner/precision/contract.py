@@ -21,7 +21,6 @@ from runner.precision.casting import cast_floats
 from runner.precision.emulation.formats import FORMATS
 from runner.precision.keep_fp32 import make_islands
 from runner.precision.loss_scale import LossScale, NoLossScale
-from runner.precision.renamed_members import alias_members, other_name
 from runner.precision.weight_updates import UpdateRule
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
@@ -221,16 +220,6 @@ class Precision(ABC):
     no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        alias_members(cls)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        # A user's constructor may set a reason by its old name.
-        if other_name(name):
-            super().__setattr__(other_name(name), value)
-
     def require(self, device: torch.device) -> None:
         """Raise Unavailable, with what is missing and the remedy, where the precision cannot run
         on the device."""
@@ -394,7 +383,3 @@ class Precision(ABC):
     def loss_dtype(self) -> torch.dtype:
         """Return the dtype of floating outputs and targets in the loss if autocast_loss is off."""
         return torch.float64 if self.storage is torch.float64 else torch.float32
-
-
-# `super()` in a user's class looks for an old name in this class.
-alias_members(Precision)

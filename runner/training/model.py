@@ -11,7 +11,6 @@ from torch import nn
 from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config import trusted_targets
-from runner.config.instantiation import default_keywords
 from runner.config.resolve import to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
@@ -110,11 +109,6 @@ def _fits_as_saved(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint)
     (or neither packs any)."""
     theirs = _adapter_settings(saved.content["spec"].get("adapter") or {})
     ours = _adapter_settings(spec.adapter)
-    has_same_target = theirs.get("_target_") == ours.get("_target_")
-    if has_same_target and ours:
-        # A run of an older version has none of the newer keys.
-        defaults = default_keywords(ours)
-        theirs, ours = {**defaults, **theirs}, {**defaults, **ours}
     return theirs == ours and saved.content.get("layout", "") == precision.layout
 
 

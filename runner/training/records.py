@@ -4,7 +4,7 @@ A step makes a DeviceStepRecord, whose tensors stay on the device. A block of th
 in one transfer (record_buffer.py) as StepRecords, which hold plain numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -107,22 +107,6 @@ class EvalRecord(NamedTuple):
 Steps = tuple[StepRecord, ...]
 Record = Steps | EvalRecord
 
-_FIELDS_OF_0_1 = (
-    "step",
-    "time_ms",
-    "epoch",
-    "loss",
-    "lr",
-    "grad_norm",
-    "step_ms",
-    "examples",
-    "loss_scale",
-    "overflow",
-    "skipped_steps",
-    "gauges",
-)
-"""Order of the fields of a StepRecord in checkpoints of version 0.1, which hold no names."""
-
 _NOT_STORED = ("gauges", "measured", "rates", "replay_ms")
 """Fields that a checkpoint leaves out: nothing reads them after a resume."""
 
@@ -134,22 +118,10 @@ def record_to_state(record: StepRecord | None) -> dict[str, Any] | None:
     return {name: value for name, value in record._asdict().items() if name not in _NOT_STORED}
 
 
-def record_from_state(state: Mapping[str, Any] | Sequence[Any] | None) -> StepRecord | None:
-    """Return the step record that a checkpoint stores.
-
-    Args:
-        state: what record_to_state returned, or the list of values that version 0.1 stored.
+def record_from_state(state: Mapping[str, Any] | None) -> StepRecord | None:
+    """Return the step record of what record_to_state returned.
 
     Raises:
-        TypeError: a field without a default is missing, or the state is neither of the two.
+        TypeError: the state is no mapping, or its keys are not the fields of a StepRecord.
     """
-    if state is None:
-        return None
-    if isinstance(state, list | tuple):
-        # A newer field at the end may be missing, so the lengths may differ.
-        state = dict(zip(_FIELDS_OF_0_1, state, strict=False))
-    if not isinstance(state, Mapping):
-        raise TypeError(f"a step record is stored as {type(state).__name__}")
-    # A field that this version does not know is dropped, and one that the checkpoint does not hold
-    # takes its default: so a new field of StepRecord makes no checkpoint unreadable.
-    return StepRecord(**{name: state[name] for name in StepRecord._fields if name in state})
+    return None if state is None else StepRecord(**state)

@@ -18,15 +18,6 @@ from runner.training.weight_average import AVERAGE_KEY
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import rng_state, set_rng_state
 
-_OBSERVERS_OF_0_1 = {
-    "Tally": "summary",
-    "Recorder": "metric_logger",
-    "Guard": "guard",
-    "EarlyStop": "early_stopping",
-    "Checkpoints": "checkpointing",
-}
-"""Names of the observers' states in checkpoints of version 0.1, and their keys since."""
-
 
 def state_dict(state: TrainState, callbacks: Sequence[Callback]) -> dict[str, Any]:
     """Return the part of the state that only a bit-exact resume needs, not an evaluation."""
@@ -86,7 +77,7 @@ def _restore_progress(
     state.last_evaluation_step = content["evaluated"]
     state.stagnant_share = content["stagnant"]
     _restore_callbacks(callbacks, content["observers"])
-    generators = _generator_states(content["rng"])
+    generators = content["rng"]
     rank = state.strategy.place.rank
     # A run may resume with more processes than before. The further ones have no saved state and
     # continue with the seeds that they started with.
@@ -98,9 +89,8 @@ def _restore_callbacks(
     callbacks: Sequence[Callback], content: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Restore the state of each callback from what a checkpoint holds of all of them."""
-    states = {_OBSERVERS_OF_0_1.get(name, name): state for name, state in content.items()}
     for callback in callbacks:
-        saved = states.get(callback.key)
+        saved = content.get(callback.key)
         current = callback.state_dict()
         if saved is None and callback.is_in_every_run:
             raise KeyError(f"observers.{callback.key}")
@@ -109,8 +99,6 @@ def _restore_callbacks(
             # train.early_stop=3, and it begins with no history. Its load_state_dict is still
             # called, so that it knows of the resume.
             saved = {}
-        # Version 0.1 stored the summary's attributes, of which some begin with an underscore.
-        saved = {name.removeprefix("_"): value for name, value in saved.items()}
         # A value of another type would be accepted here and break the run at its next use.
         odd = [name for name in saved if not _is_same_kind(saved[name], current.get(name))]
         if odd:
@@ -165,11 +153,6 @@ def _restore_average(state: TrainState, content: Mapping[str, Any]) -> list[str]
 
 def _scale_settings(precision: Mapping[str, Any]) -> Mapping[str, Any]:
     return precision.get("loss_scale") or {}
-
-
-def _generator_states(saved: Any) -> list[Mapping[str, Any]]:
-    """Return the generator states of each process; old checkpoints of one process hold no list."""
-    return saved if isinstance(saved, list) else [saved]
 
 
 def _is_same_kind(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Names of modules that stand in strings, in configs and in users' files lead to something.
+"""Names of modules that stand in strings and in configs lead to something.
 
 A name in a string is followed by no import statement, so that a module that moves would leave it
 behind without an error: `sys.modules.get("runner.sweeps.sweep")` would find no sweep.
@@ -13,13 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.config.renamed import current_path
-from runner.config.targets import locate
-
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"(?:(?<![\w./-])|(?<=pkg://))runner(?:\.\w+)+(?::\w+)?")
 """A name, or the beginning of names, or an entry point `module:function`."""
-PUBLIC = (ROOT / "tests" / "data" / "public_targets.txt").read_text().splitlines()
 
 
 def names_in(text):
@@ -105,17 +101,3 @@ def test_a_name_that_leads_nowhere_is_seen():
     assert not resolves("runner.nowhere")
     assert not resolves("runner.cli.main.nowhere")
     assert not resolves("runner.precision.nowhere_")
-
-
-@pytest.mark.parametrize("target", PUBLIC)
-def test_a_target_that_users_name_imports(target):
-    """tests/data/public_targets.txt lists what version 0.1 offers to yaml files of users; a line
-    is only added. What moves keeps its old path."""
-    if target.startswith("runner.training.lowbit_optimizers."):
-        pytest.importorskip("torchao" if "4bit" in target or "Fp8" in target else "bitsandbytes")
-    assert callable(locate(target))
-
-
-def test_every_target_of_the_configs_is_among_those_that_users_name():
-    found = {name for _, name in config_names() if not name.startswith("runner.conf")}
-    assert found - {current_path(name) for name in PUBLIC} == set()

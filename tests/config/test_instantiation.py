@@ -100,11 +100,6 @@ def test_a_node_below_a_group_gets_every_keyword(key):
     assert build_group(key, node) == expected
 
 
-def test_a_nested_target_of_an_old_version_is_found():
-    node = {"_target_": CALLED, "a": {"_target_": "runner.tasks.base.Task", "_partial_": True}}
-    assert instantiate(node).kwargs["a"].func.__module__ == "runner.training.tasks.task"
-
-
 @pytest.mark.parametrize(
     ("node", "message"),
     [

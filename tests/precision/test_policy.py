@@ -1,9 +1,6 @@
 """A precision in a loop of one's own: it computes what the runner's loop computes, and refuses
 calls that would compute something else."""
 
-import importlib
-import sys
-
 import pytest
 import torch
 from nets_that_pass_by import Reads
@@ -444,13 +441,3 @@ def test_fp8_scales_can_be_read_and_resumed():
     second[0].load_state_dict(first[0].state_dict())
     assert any(name.startswith("fp8/") for name in second[0].gauges())
     assert train(*second, range(3, 6)) == whole[3:]
-
-
-def test_the_package_offers_a_function_of_the_name_of_its_former_module():
-    package = sys.modules["runner.precision"]
-    old = importlib.import_module("runner.precision.precision")
-    from runner.precision.precision import Precision as OldPrecision
-
-    assert old.Precision is OldPrecision is Precision
-    assert package.precision is precision
-    assert isinstance(precision("32-true"), Policy)

@@ -8,7 +8,7 @@ from states import CPU, make_state, regression_batch, regression_net
 from torch.optim.lr_scheduler import LambdaLR
 
 from runner.tracking.metric_names import METRICS
-from runner.tracking.none import NoTracker
+from runner.tracking.tracker import NoTracker
 from runner.training import step_metrics
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.record_buffer import HostTransfer, RecordBuffer

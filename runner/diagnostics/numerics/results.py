@@ -260,8 +260,6 @@ def _read_snapshot(content: Mapping[str, Any]) -> NumericsSnapshot:
 def _read_stats(content: Mapping[str, Any]) -> TensorStats:
     # JSON has strings as keys only.
     exponents = {int(e): count for e, count in content["exponents"].items()}
-    # Files of earlier versions have lists without the last two fields, which then are their
-    # defaults.
     formats = {name: QuantizationLoss(*lost) for name, lost in content["formats"].items()}
     return TensorStats(**{**content, "exponents": exponents, "formats": formats})
 

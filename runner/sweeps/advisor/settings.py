@@ -37,7 +37,7 @@ def memory_forecast(peak_mib: float, largest_batch: int) -> dict[str, float]:
 class AdviseSettings:
     """Settings of a command with mode=advise or mode=gate, and what it measured besides its trials.
 
-    The names of its fields are the keys of advise.json, which older reports hold as well.
+    The names of its fields are the keys of advise.json.
 
     Attributes:
         objective: time, memory or quality.
@@ -127,7 +127,7 @@ class AdviseSettings:
             values: content of advise.json.
         """
         try:
-            return cls(**dataclass_fields_from_json(cls, _upgrade_lists(values)))
+            return cls(**dataclass_fields_from_json(cls, values))
         except ValueError:
             return None
 
@@ -148,32 +148,3 @@ class AdviseSettings:
         # The words of the command may hold a password, as a tracking URI does.
         content = redact_values(asdict(self))
         write_text(folder / ADVICE, json.dumps(content, indent=2) + "\n")
-
-
-def _upgrade_lists(values: object) -> object:
-    """Return the content of advise.json with mappings for the lists that version 0.1 wrote.
-
-    An entry of its lists began with a precision: `own` had "<name> <override>", the others
-    "<name>: <text>", and the text of `memory` was "<MiB at the peak> <largest batch>".
-    """
-    if not isinstance(values, dict):
-        return values
-    upgraded = dict(values)
-    for key, separator in (("own", " "), ("absent", ": "), ("found", ": "), ("memory", ": ")):
-        if not isinstance(values.get(key), list):
-            continue
-        texts_by_name: dict[str, list[str]] = {}
-        for entry in values[key]:
-            name, _, text = str(entry).partition(separator)
-            texts_by_name.setdefault(name, []).append(text)
-        upgraded[key] = texts_by_name
-        if key != "own":
-            upgraded[key] = {name: texts[0] for name, texts in texts_by_name.items()}
-        if key == "memory":
-            upgraded[key] = {name: _read_forecast(text) for name, text in upgraded[key].items()}
-    return upgraded
-
-
-def _read_forecast(text: str) -> dict[str, float]:
-    peak, batch = text.split()
-    return memory_forecast(float(peak), int(batch))

@@ -35,7 +35,6 @@ def write_rows(rows: Sequence[Mapping[str, object]], folder: Path) -> list[Path]
     Raises:
         OSError: the folder cannot be written to.
     """
-    # Errors and commands may hold secrets where an older version stored them.
     safe_rows = redact_values([dict(row) for row in rows])
     return [
         write_text(folder / "report.csv", _csv_text(safe_rows)),

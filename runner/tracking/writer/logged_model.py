@@ -94,7 +94,7 @@ def _model_description(model: Any, run_id: str, facts: Mapping[str, Any]) -> "Mo
     )
     description.signature = ModelSignature(
         inputs=_schema(facts["inputs"], bool(facts.get("fields"))),
-        outputs=_schema(facts["outputs"], not facts.get("one_output", True)),
+        outputs=_schema(facts["outputs"], not facts["one_output"]),
     )
     return description
 
@@ -156,8 +156,7 @@ def _write_program_facts(path: Path, facts: Mapping[str, Any]) -> None:
         key: [spec["name"] for spec in facts[key]] for key in ("inputs", "outputs")
     }
     content["fields"] = bool(facts.get("fields"))
-    # Journals of earlier versions lack it: their programs of fields gave one tensor.
-    content["one_output"] = bool(facts.get("one_output", len(facts["outputs"]) == 1))
+    content["one_output"] = facts["one_output"]
     path.write_text(json.dumps(content))
 
 

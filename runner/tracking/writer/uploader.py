@@ -142,12 +142,10 @@ class JournalUploader:
 
     def log_system_metrics(self) -> None:
         """Log a sample of the machine's load if one is due; a failed one is not repeated."""
-        seconds = self._start.get("system_metrics")
-        if self.is_unopened or self.state.done or not seconds:
+        seconds, trainer = self._start.get("system_metrics"), self._start.get("process")
+        if self.is_unopened or self.state.done or not (seconds and trainer):
             return
         if self._system is None:
-            # Journals of older versions do not name the trainer's process.
-            trainer = self._start.get("process", os.getppid())
             self._system = SystemMetrics(seconds, trainer, time.monotonic())
             # A resumed run continues the steps of its samples.
             with suppress(RefusedError, UnreachableError):

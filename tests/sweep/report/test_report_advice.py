@@ -267,22 +267,6 @@ def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path
     assert AdviseSettings.from_json({**asdict(ASKED), "memory": {"a": "12.5 64"}}) is None
 
 
-def test_the_lists_of_version_0_1_are_read_as_mappings() -> None:
-    old = {
-        "own": ["a b=1", "a c=[2, 3]", "d e=4"],
-        "absent": ["tf32: needs: a GPU"],
-        "found": ["a: short of range"],
-        "memory": ["a: 12.5 64"],
-    }
-    assert AdviseSettings.from_json({**asdict(ASKED), **old}) == replace(
-        ASKED,
-        own={"a": ["b=1", "c=[2, 3]"], "d": ["e=4"]},
-        absent={"tf32": "needs: a GPU"},
-        found={"a": "short of range"},
-        memory={"a": memory_forecast(12.5, 64)},
-    )
-
-
 def test_speeds_missing_in_some_jobs_are_compared_by_the_other_seeds() -> None:
     slow = [replace(job, examples_per_second=10.0 * (job.seed or 1)) for job in BASE]
     half = [replace(j, examples_per_second=5.0 * (j.seed or 1)) for j in trials("bf16-mixed")]

@@ -1,0 +1,135 @@
+"""A resumed run's callbacks continue with what the checkpoint holds of them."""
+
+import copy
+
+import pytest
+import torch
+
+from runner.checkpoint import checkpoint_file, locate
+from runner.modes.training_callbacks import TrainingCallbacks
+from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.early_stopping import EarlyStopping
+from runner.training.callbacks.summary import RunSummary
+from runner.training.records import EvalRecord, StepRecord, record_from_state, record_to_state
+
+RUN = (
+    *("model=mlp", "model.hidden=[8]", "data=digits", "train.batch_size=16", "tracking=none"),
+    *("train.eval_every=2", "train.log_every=2", "checkpoint.best=true"),
+)
+OVERFLOWS = (
+    *("precision=16-mixed", "precision.loss_scale.init_scale=1e8"),
+    *("guard.overflow=warn", "guard.overflow_steps=3"),
+)
+RECORD = StepRecord(7, 1, 1, 0.5, 0.1, 2.0, 3.0, 8, 1024.0, 0.0, 2)
+
+
+@pytest.fixture
+def interrupted(main, tmp_path):
+    """Train a run that can be resumed at its last step, and return its folder and its output."""
+
+    def train(*typed):
+        done = main(*RUN, "train.max_steps=12", *typed, f"hydra.run.dir={tmp_path / 'run'}")
+        assert done.rc == 0, done.stderr
+        return tmp_path / "run", done.stdout + done.stderr
+
+    return train
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """Return the callbacks' states, by key, as they are right after a command's restore."""
+    states = {}
+    restore = TrainingCallbacks.restore
+
+    def spy(callbacks, saved):
+        messages = restore(callbacks, saved)
+        states.update({c.key: copy.deepcopy(c.state_dict()) for c in callbacks.callbacks})
+        return messages
+
+    monkeypatch.setattr(TrainingCallbacks, "restore", spy)
+    return states
+
+
+def test_every_callback_continues_with_the_state_of_the_checkpoint(main, interrupted, restored):
+    folder, said = interrupted(*OVERFLOWS, "train.early_stop=9")
+    assert "steps in a row overflowed" in said
+    saved = checkpoint_file.load(locate.find_checkpoint(str(folder)))["observers"]
+    done = main(f"checkpoint.resume={folder}", "train.max_steps=14")
+    assert done.rc == 0, done.stderr
+    assert restored == saved
+    assert saved["guard"]["said"] == ["overflow"]
+    # The repeated command overflows again, and the first run has said so.
+    assert "steps in a row overflowed" not in done.stdout + done.stderr
+
+
+def test_a_callback_that_the_first_run_had_not_begins_with_no_history(main, interrupted, restored):
+    folder, _ = interrupted()
+    done = main(f"checkpoint.resume={folder}", "train.max_steps=14", "train.early_stop=3")
+    assert done.rc == 0, done.stderr
+    assert restored["early_stopping"] == EarlyStopping("val/accuracy", "max", 3).state_dict()
+
+
+@pytest.mark.parametrize("key", ["summary", "metric_logger", "guard"])
+def test_a_checkpoint_without_the_state_of_a_callback_of_every_run_is_refused(
+    key, main, interrupted
+):
+    folder, _ = interrupted()
+    path = locate.find_checkpoint(str(folder))
+    content = torch.load(path, weights_only=True)
+    del content["observers"][key]
+    torch.save(content, path)
+    done = main(f"checkpoint.resume={path}", "train.max_steps=14")
+    assert done.rc == 2
+    assert f"observers.{key}" in done.stderr
+    assert "init.weights" in done.stderr
+
+
+def kinds(kind):
+    for sub in kind.__subclasses__():
+        yield sub
+        yield from kinds(sub)
+
+
+def test_the_keys_of_the_callbacks_are_those_of_the_checkpoints_that_users_have():
+    """A key that changes loses the state of a resumed run."""
+    runners = [k for k in kinds(Callback) if k.__module__.startswith("runner.")]
+    assert {k.key for k in runners} == {
+        "summary",
+        "metric_logger",
+        "guard",
+        "early_stopping",
+        "checkpointing",
+        "progress",
+        "profiler",
+        "numerics",
+        "stream",
+        "own_callbacks",
+        "pruning",
+    }
+    assert {k.key for k in runners if k.is_in_every_run} == {"summary", "metric_logger", "guard"}
+
+
+def test_a_stored_record_has_names_and_no_gauges():
+    state = record_to_state(RECORD._replace(gauges={"a": 1.0}))
+    assert state["step"] == 7
+    assert "gauges" not in state
+    assert record_from_state(state) == RECORD
+    assert record_to_state(None) is None
+    assert record_from_state(None) is None
+
+
+@pytest.mark.parametrize(("change", "word"), [({"odd": 1}, "odd"), ({"step": None}, "step")])
+def test_a_stored_record_of_other_fields_is_refused(change, word):
+    state = {**record_to_state(RECORD), **change}
+    state = {name: value for name, value in state.items() if value is not None}
+    with pytest.raises(TypeError, match=word):
+        record_from_state(state)
+
+
+def test_the_summary_restores_its_own_state():
+    first, second = RunSummary("val/accuracy", "max"), RunSummary("val/accuracy", "max")
+    first.steps((RECORD._replace(step=1), RECORD))
+    first.evaluation(EvalRecord(7, 1, 1, {"val/accuracy": 0.5}, 0.25))
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert second.result_values() == first.result_values()
