@@ -171,11 +171,10 @@ DOCTOR = Command(
 # Short for mode=explain: overrides.py rewrites it, and Hydra parses its keys.
 EXPLAIN = Command(
     EXPLAIN_COMMAND,
-    "what a module stores, computes in and loses",
-    "Shows a module of a run on one screen: what it stores, the dtypes that it takes, computes in\n"
-    "and gives in a forward and backward of the first training batch, what each format would lose\n"
-    "of these tensors, whether it is converted and why not, and what to type to change that.\n"
-    "Nothing is trained, and nothing is recorded in MLflow.",
+    "what modules store, take, compute in and give",
+    "Prints a table of modules of a run: what each stores, the dtypes that it takes, computes in\n"
+    "and gives in a forward and backward of the first training batch, and whether it is converted\n"
+    "and why not. Nothing is trained, and nothing is recorded in MLflow.",
     (),
     Positional(
         "<module> <key>=<value> ...",

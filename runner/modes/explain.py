@@ -1,27 +1,42 @@
-"""mode=explain: show what chosen modules store, compute in and lose, on the first training batch.
+"""mode=explain: show what chosen modules store, take, compute in and give on the first batch.
 
 Nothing is trained, and nothing is recorded in the store.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 
+from rich.table import Table
 from torch import nn
 
 from runner.data.batch_layout import Batch
 from runner.data.build import build_loaders, build_splits
-from runner.diagnostics.module_trace import ModuleTrace
+from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext, prepare_process
-from runner.modes.explain_tables import ExplainedStep, print_module, print_modules
 from runner.modes.result import RunResult
 from runner.modes.startup_checks import try_batch
 from runner.modes.trial_forward import build_proven_model
+from runner.precision.contract import ModuleConversion, Precision
+from runner.precision.conversion import ROOT_NAME
+from runner.precision.keep_fp32 import ISLAND_REASON, Float32Island
+from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model
+from runner.training.model import BuiltModel
 from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
 from runner.training.step import backpropagate, examples_in, loss_of
-from runner.utils.modules import outermost_names, select_modules
+from runner.utils.formatting import format_number
+from runner.utils.modules import select_modules
 from runner.utils.reproducibility import seed_all
+from runner.utils.tensors import dtype_name
+
+_FLOW_COLUMNS = {
+    "inputs": "takes",
+    "computes": "computes in",
+    "outputs": "gives",
+    "gradients": "gradients",
+}
+"""Columns of a DtypeProbe's table, with their heads here."""
 
 
 def explain(run: RunContext) -> RunResult:
@@ -42,50 +57,117 @@ def explain(run: RunContext) -> RunResult:
         seed_all(spec.seed)
         make = model_builder(spec, precision, device)
         built = build_proven_model(make, precision, device, spec.seed, lambda: batch[0])
-        modules = matching_modules(built.model, spec.explain)
+        modules = dict(built.model.named_modules())
+        # A pattern selects the modules inside those that it names, too.
+        names = select_modules("explain", [spec.explain], modules)
         state = build_state(TrainingSetup(spec, precision, run.task, device), built.model)
         with precision.session(built.model, device):
             try_batch(run, state, train_loader, says_layout=False)
             prepare_model(spec, precision, device, built.model)
-            trace = ModuleTrace(modules)
-            loss = _forward_and_backward(state, batch, trace)
-            scale = precision.scale(device).value
-            step = ExplainedStep(
-                run.label,
-                run.accelerator.name,
-                examples_in(batch),
-                spec.init.weights or f"seed {spec.seed}",
-                loss,
-                None if scale is None else scale.item(),
-                precision,
-                frozenset(spec.precision),
-                built,
-            )
-            if len(trace.traced) == 1:
-                print_module(run.console, step, trace.traced[0])
-            else:
-                print_modules(run.console, step, spec.explain, trace.traced)
+            with DtypeProbe(built.model) as probe:
+                loss = _forward_and_backward(state, batch)
+    weights = spec.init.weights or f"seed {spec.seed}"
+    run.console.print(f"{spec.explain}: {run.label}, {run.accelerator.name}", markup=False)
+    run.console.print(
+        f"first batch of {examples_in(batch)}, weights of {weights}: loss {format_number(loss)}",
+        markup=False,
+    )
+    for line in _precision_lines(precision, built):
+        run.console.print(line)
+    chosen = {name: module for name, module in modules.items() if name in names}
+    run.console.print(_module_table(chosen, probe, built))
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
-def matching_modules(model: nn.Module, pattern: str) -> Mapping[str, nn.Module]:
-    """Return the outermost modules that a pattern matches, by dotted name, in the model's order.
-
-    Raises:
-        ConfigError: it matches none.
-    """
-    modules = dict(model.named_modules())
-    chosen = outermost_names(select_modules("explain", [pattern], modules))
-    return {name: module for name, module in modules.items() if name in chosen}
-
-
-def _forward_and_backward(state: TrainState, batch: Batch, trace: ModuleTrace) -> float:
-    """Compute a training step without its update, traced; return the loss."""
+def _forward_and_backward(state: TrainState, batch: Batch) -> float:
+    """Compute a training step without its update; return the loss."""
     inputs, target = batch
     state.model.train()
-    with trace:
-        loss = loss_of(state, inputs, target)
-        # Where weights are frozen, nothing may have a gradient.
-        if loss.requires_grad:
-            backpropagate(state, state.scale.multiply(loss))
+    loss = loss_of(state, inputs, target)
+    # Where weights are frozen, nothing may have a gradient.
+    if loss.requires_grad:
+        backpropagate(state, state.scale.multiply(loss))
     return loss.item()
+
+
+def _precision_lines(precision: Precision, built: BuiltModel) -> Iterator[str]:
+    """Yield what the precision does with all modules."""
+    if not built.report.modules:
+        yield (
+            f"precision={precision.name} converts no modules: it stores "
+            f"{precision.storage_format} and computes products in {precision.compute_format}"
+        )
+    if precision.emulated:
+        yield (
+            f"emulated ({precision.compute_format}): the kernels compute on numbers that are "
+            "rounded to the format"
+        )
+
+
+def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: BuiltModel) -> Table:
+    """Return the table with a row for each module that stores a weight or ran."""
+    # Without edges: the table must fit on a screen.
+    table = Table(show_edge=False, pad_edge=False)
+    for head in ("module", "class", "stores", *_FLOW_COLUMNS.values(), "converted"):
+        table.add_column(head, overflow="fold")
+    traced = {row["module"]: row for row in probe.table()}
+    conversions = {row.module: row for row in built.report.modules}
+    for name, module in modules.items():
+        path = name or ROOT_NAME
+        stores = _stored_formats(module)
+        row = traced.get(path)
+        if row is None and not stores:
+            continue
+        flow = ["not called", "", "", ""]
+        if row is not None:
+            flow = [row[key] for key in _FLOW_COLUMNS]
+        # The layer that an adapter wraps has the wrapper's name in the report.
+        reported = None
+        if not hasattr(module, "base_layer"):
+            reported = conversions.get(path.removesuffix(".base_layer"))
+        converted = _conversion_text(reported, module, built.model, name)
+        table.add_row(path, type(module).__name__, stores, *flow, converted)
+    return table
+
+
+def _stored_formats(module: nn.Module) -> str:
+    """Return the formats of a module's own parameters, of packed ones that of the numbers."""
+    formats = set()
+    for key, parameter in module.named_parameters(recurse=False):
+        packed = getattr(parameter, "quant_state", None)
+        own_format = getattr(module, "format", None)
+        if packed is not None:
+            formats.add(packed.quant_type)
+        elif key == "weight" and isinstance(own_format, WeightFormat):
+            formats.add(own_format.label)
+        else:
+            formats.add(dtype_name(parameter.dtype))
+    return " ".join(sorted(formats))
+
+
+def _conversion_text(
+    reported: ModuleConversion | None, module: nn.Module, model: nn.Module, name: str
+) -> str:
+    """Return whether a module was converted, from which class, and why not.
+
+    Args:
+        reported: its row of the conversion report; None where the conversion did not look at it.
+        module: the module.
+        model: that holds it.
+        name: its dotted name in the model.
+    """
+    if reported is None:
+        return f"no: {ISLAND_REASON}" if _is_in_island(model, name) else "-"
+    if not reported.done:
+        return f"no: {reported.why}"
+    remark = f" ({reported.why})" if reported.why else ""
+    # A conversion may leave the class as it is, and replace the weight.
+    is_same_class = reported.kind == type(module).__name__
+    return f"{'yes' if is_same_class else f'from {reported.kind}'}{remark}"
+
+
+def _is_in_island(model: nn.Module, name: str) -> bool:
+    """Return whether precision.keep_fp32 selects a module or one that holds it."""
+    parts = name.split(".") if name else []
+    holders = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+    return any(isinstance(model.get_submodule(holder), Float32Island) for holder in holders)
