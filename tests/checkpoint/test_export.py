@@ -28,7 +28,6 @@ IMAGES = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.arange(5 * 16).view(5, 16) % 256
 GPT = ("model=gpt", "data=text", "data.context=16", "model.width=32", "model.layers=1")
 MLP = ("model=mlp", "model.hidden=[32]")
-LINEAR = ("model=mlp", "model.hidden=[]")
 VIT = ("model=vit", "model.layers=1", "model.hidden_dim=32", "model.mlp_dim=32")
 DORA = ("adapter=lora", "adapter.use_dora=true")
 CASES = {
@@ -38,23 +37,7 @@ CASES = {
     "bf16-true": ("precision=bf16-true", *VIT),
     "resnet": ("precision=16-mixed", "precision.keep_fp32=[fc]", "model=resnet"),
     "islands": ("precision=16-true", "precision.keep_fp32=[*.norm*]", *GPT),
-    "fp4-dq": ("precision=bnb-fp4-dq", *MLP),
-    "nf4-lora": ("precision=bnb-nf4", "adapter=lora", *MLP),
-    "nf4-dora": ("precision=bnb-nf4", *DORA, *MLP),
-    "int8-dora": ("precision=bnb-int8", *DORA, *LINEAR),
-    "float8-dora": ("precision=float8-rowwise", "precision.emulate=true", *DORA, *GPT),
     "mixed-dora": ("precision=bf16-mixed", *DORA, "adapter.init=pissa", *GPT),
-    "int8": ("precision=bnb-int8", *LINEAR),
-    "int8-outliers": ("precision=bnb-int8", "precision.threshold=1.5", *LINEAR),
-    "int8-training": ("precision=bnb-int8-training", *LINEAR),
-    "float8-rowwise": ("precision=float8-rowwise", "precision.emulate=true", *GPT),
-    "float8-tensorwise": ("precision=float8-tensorwise", "precision.emulate=true", *MLP),
-    "transformer-engine": ("precision=transformer-engine", "precision.emulate=true", *MLP),
-    "int4": ("precision=int4", "precision.group_size=16", *MLP),
-    "int8-products": ("precision=int8", *MLP),
-    "nvfp4": ("precision=nvfp4", *GPT),
-    "qat-int4": ("precision=qat-int4", *GPT),
-    "qat-int8": ("precision=qat-int8", "precision.compute_dtype=bfloat16", *MLP),
     "tf32": ("precision=tf32", "precision.emulate=true", *GPT),
 }
 
@@ -107,20 +90,15 @@ def exported(compose, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_program_computes_what_the_evaluation_computes(exported, case):
-    model, precision, path, inputs, wanted = exported(case)
+    _, precision, path, inputs, wanted = exported(case)
     program = torch.export.load(path).module()
     for rows in (5, 2, 1):  # it was traced with four
         with torch.no_grad():
             found = program(inputs[:rows])
         assert found.dtype is wanted.dtype
-        if "tensorwise" in case or case == "nvfp4":  # one scale for the whole batch
-            with precision.session(model, CPU):
-                wanted = evaluated(model, precision, inputs[:rows])
-        # A last bit that differs may move a value to the next of the few that FP8 has.
-        low = case.startswith(("float8", "int8", "nvfp4", "transformer"))
-        eps = 0.125 if low else torch.finfo(precision.compute).eps
         wanted_rows = wanted[:rows]
-        assert (found - wanted_rows).norm() / wanted_rows.norm() < eps**0.5
+        error = (found - wanted_rows).norm() / wanted_rows.norm()
+        assert error < torch.finfo(precision.compute).eps ** 0.5
 
 
 def test_the_facts_describe_inputs_and_outputs(compose, tmp_path):
@@ -133,14 +111,24 @@ def test_the_facts_describe_inputs_and_outputs(compose, tmp_path):
     assert facts["one_tensor"]
 
 
-def test_packed_weights_stay_small(compose, tmp_path):
-    sizes = {}
-    for name in ("bnb-nf4", "32-true"):
-        model, precision = built(
-            compose, f"precision={name}", "model=mlp", "model.hidden=[512,512]"
-        )
-        sizes[name] = export(model, precision, IMAGES, tmp_path).path.stat().st_size
-    assert sizes["bnb-nf4"] < sizes["32-true"] / 2
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("precision=bnb-nf4", *MLP),
+        ("precision=bnb-int8-training", "model=mlp", "model.hidden=[]"),
+        ("precision=float8-tensorwise", "precision.emulate=true", *MLP),
+        ("precision=transformer-engine", "precision.emulate=true", *MLP),
+        ("precision=nvfp4", *GPT),
+        ("precision=qat-int4", *GPT),
+    ],
+)
+def test_replaced_layers_are_refused(compose, tmp_path, words):
+    model, precision = built(compose, *words)
+    inputs = TOKENS if "model=gpt" in words else IMAGES
+    with pytest.raises(ExportError, match=f"cannot write the layers of {words[0]} ") as caught:
+        export(model, precision, inputs, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_model_and_the_process_stay_as_they_were(compose, tmp_path):
@@ -163,7 +151,7 @@ def test_the_model_and_the_process_stay_as_they_were(compose, tmp_path):
 
 @pytest.mark.slow
 def test_programs_load_where_there_is_no_runner(exported, tmp_path):
-    for case in ("bf16-mixed", "nf4-lora", "int8", "float8-rowwise"):
+    for case in ("bf16-mixed", "mixed-dora", "islands"):
         program = exported(case)
         torch.save((str(program.path), program.inputs, program.outputs), tmp_path / case)
     script = (

@@ -37,8 +37,15 @@ def cells(text, first):
         ),
         pytest.param(
             f"transformer.h.0.attn.c_attn precision=bnb-nf4 {HF}",
-            ["Linear4bit", "float32 nf4", "float32", "bfloat16", "float32", "float32"]
-            + ["from Conv1D"],
+            [
+                "Linear4bit",
+                "float32 nf4",
+                "float32",
+                "bfloat16",
+                "float32",
+                "float32",
+                "from Conv1D",
+            ],
             "",
             id="a Hugging Face model in 4 bits",
         ),
@@ -50,29 +57,57 @@ def cells(text, first):
         ),
         pytest.param(
             f"blocks.0.expand.base_layer precision=int4 adapter=lora {GPT}",
-            ["QuantizedLinear", "float32 int4-32", "float32", "float32", "float32", ""]
-            + ["from Linear"],
+            [
+                "QuantizedLinear",
+                "float32 int4-32",
+                "float32",
+                "float32",
+                "float32",
+                "",
+                "from Linear",
+            ],
             "",
             id="codes",
         ),
         pytest.param(
             f"head precision=bnb-int8 {GPT}",
-            ["Linear", "float32", "float32", "bfloat16", "bfloat16", "float32"]
-            + ["no: shares a parameter with token_embedding"],
+            [
+                "Linear",
+                "float32",
+                "float32",
+                "bfloat16",
+                "bfloat16",
+                "float32",
+                "no: shares a parameter with token_embedding",
+            ],
             "",
             id="not converted",
         ),
         pytest.param(
             f"blocks.1.expand precision=float8-tensorwise {EMULATED} {GPT}",
-            ["Float8Linear", "float32", "float32", "float8_e4m3fn", "bfloat16", "float32"]
-            + ["from Linear"],
+            [
+                "Float8Linear",
+                "float32",
+                "float32",
+                "float8_e4m3fn",
+                "bfloat16",
+                "float32",
+                "from Linear",
+            ],
             "emulated (FP8 in linear layers, bfloat16 elsewhere)",
             id="FP8 of torchao",
         ),
         pytest.param(
             f"blocks.1.attention.qkv precision=16-true precision.keep_fp32=[blocks.1] {GPT}",
-            ["Linear", "float32", "float32", "float32", "float32", "float32"]
-            + ["no: kept in float32 by precision.keep_fp32"],
+            [
+                "Linear",
+                "float32",
+                "float32",
+                "float32",
+                "float32",
+                "float32",
+                "no: kept in float32 by precision.keep_fp32",
+            ],
             "",
             id="in float32",
         ),

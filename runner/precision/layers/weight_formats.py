@@ -77,10 +77,6 @@ class WeightFormat(ABC):
         """Return rows [..., in] times the packed weight, in the rows' dtype: [..., out]."""
         return F.linear(self.round_input(rows), self.unpack(packed).to(rows.dtype))
 
-    def plain_input(self, rows: Tensor) -> Tensor:
-        """Return round_input(rows) computed without torchao, for exported models."""
-        return rows
-
 
 def weight_format(name: str, group_size: int) -> WeightFormat:
     """Return the format of a name; group_size is int4's."""
@@ -196,16 +192,6 @@ class Int8Format(WeightFormat):
         )
         return F.linear(rows, weight)
 
-    def plain_input(self, rows: Tensor) -> Tensor:
-        wide = rows.float()
-        # The range includes zero, which is one of the 256 values exactly.
-        least = wide.amin(-1, keepdim=True).clamp(max=0.0)
-        largest = wide.amax(-1, keepdim=True).clamp(min=0.0)
-        scale = ((largest - least) / 255).clamp(min=_LEAST_SCALE)
-        zero = (-128 - torch.round(least / scale)).clamp(-128, 127)
-        codes = (torch.round(wide * (1.0 / scale)) + zero).clamp(-128, 127)
-        return ((codes - zero) * scale).to(rows.dtype)
-
 
 @final
 class Nvfp4Format(WeightFormat):
@@ -242,9 +228,9 @@ class Nvfp4Format(WeightFormat):
         return _straight_through(weight, self._quantizer)
 
     def round_input(self, rows: Tensor) -> Tensor:
-        return _straight_through(rows, self.plain_input)
+        return _straight_through(rows, self._rounded_rows)
 
-    def plain_input(self, rows: Tensor) -> Tensor:
+    def _rounded_rows(self, rows: Tensor) -> Tensor:
         if not rows.numel():
             return rows
         flat = rows.float().reshape(-1, rows.shape[-1])

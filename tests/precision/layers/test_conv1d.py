@@ -13,7 +13,6 @@ from transformers.pytorch_utils import Conv1D
 from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
-from runner.precision.layers.exportable import exportable_copy
 from runner.training.adapters import Lora
 from runner.training.model import build_model, restore_model
 from runner.training.optimizers import build_scheduled_optimizers
@@ -94,16 +93,6 @@ def check_gradients(conv1d, linear, outputs):
     for layer, twin in zip(conv1d.children(), linear.children(), strict=True):
         assert torch.equal(layer.weight.grad.t(), twin.weight.grad)
         assert torch.equal(layer.bias.grad, twin.bias.grad)
-
-
-@pytest.mark.parametrize("name", ["float8-rowwise", "bnb-nf4", "bnb-int8", "bnb-int8-training"])
-def test_a_conv1d_is_exported_as_plain_operations(name):
-    precision, (model, _) = load_precision(name), conv1d_and_linear()
-    model = precision.convert(model)[0].eval()
-    x = torch.randn(4, 64)
-    with torch.no_grad():
-        exported = run_forward(precision, exportable_copy(model), x)
-        assert torch.allclose(exported, run_forward(precision, model, x))
 
 
 @pytest.mark.parametrize("name", ["transformer-engine-current", "float8-tensorwise"])
