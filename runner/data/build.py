@@ -21,8 +21,7 @@ from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
 from runner.data.split_checks import first_samples, named_sets, splits_problems
 from runner.data.splits import RunData, Splits, set_labels
-from runner.data.stream import is_stream
-from runner.data.stream_checks import example_problem, stream_problems
+from runner.data.stream import example_problem, is_stream, stream_problems
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.data.task_target import build_task
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank

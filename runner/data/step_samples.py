@@ -1,24 +1,22 @@
 """Compute which samples an optimizer step trains on from the seed and the step's number.
 
-Nothing is recorded while training: the loader's order can be computed again at any time. Of a
-stream, samples are places in a pass, which is read again up to them.
+Nothing is recorded while training: the loader's order can be computed again at any time. A stream
+has no such order, and its samples no indices.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import torch
 
 from runner.data.batch_layout import Batch
 from runner.data.loader import Loader
-from runner.data.stream_loader import BatchLoader, StreamLoader, StreamPlace
-from runner.utils.errors import ConfigError
+from runner.data.stream_loader import BatchLoader, StreamLoader
 
 
 class StepSamples(NamedTuple):
-    """The samples of an optimizer step: indices in the training set, or in a stream's pass, by
-    micro-batch.
+    """The samples of an optimizer step: indices in the training set, by micro-batch; none of a
+    stream.
 
     Step and epoch count from 1. The number of the first micro-batch in its epoch counts from 0.
     """
@@ -35,16 +33,15 @@ class StepSamples(NamedTuple):
 
 
 def samples_of_step(loader: BatchLoader, accumulate: int, step: int) -> StepSamples:
-    """Return the samples of an optimizer step, in all processes.
+    """Return the samples of an optimizer step, in all processes; of a stream no micro-batch.
 
     Args:
         loader: of the training set.
         accumulate: micro-batches in a step; the last step of an epoch may have fewer.
-        step: counted from 1; of a stream, one that this process has trained.
+        step: counted from 1.
     """
     if isinstance(loader, StreamLoader):
-        place = loader.place_of_step(step, accumulate)
-        return StepSamples(step, place.epoch, loader.micro_batches(place, accumulate))
+        return StepSamples(step, 0, [])
     steps_per_epoch = -(-len(loader) // accumulate)
     epoch = (step - 1) // steps_per_epoch + 1
     position = (step - 1) % steps_per_epoch
@@ -54,21 +51,16 @@ def samples_of_step(loader: BatchLoader, accumulate: int, step: int) -> StepSamp
 
 
 def saved_batches(
-    loader: BatchLoader, epoch: int, micro_batches: Sequence[Sequence[int]], first_batch: int = 0
+    loader: Loader, epoch: int, micro_batches: Sequence[Sequence[int]], first_batch: int = 0
 ) -> list[Batch]:
     """Return the batches of micro-batches of samples, with what the run drew at random for them.
 
     Args:
         loader: of the training set.
         epoch: of the first of them; those after its end are of the next one.
-        micro_batches: indices in the training set, or places in the pass over a stream.
+        micro_batches: indices in the training set.
         first_batch: number of the first micro-batch in its epoch, from 0.
-
-    Raises:
-        ConfigError: a stream ends before them, or they are of another train.batch_size.
     """
-    if isinstance(loader, StreamLoader):
-        return _batches_of_stream(loader, epoch, micro_batches)
     batches: list[Batch] = []
     for number, indices in enumerate(micro_batches, first_batch):
         later, position = divmod(number, len(loader))
@@ -76,35 +68,18 @@ def saved_batches(
     return batches
 
 
-def _batches_of_stream(
-    loader: StreamLoader, epoch: int, micro_batches: Sequence[Sequence[int]]
-) -> list[Batch]:
-    first = micro_batches[0][0] // loader.batch_size
-    batches = list(islice(loader.epoch(epoch, first), len(micro_batches)))
-    # After they are read: only then it is known where the pass ends.
-    read = loader.micro_batches(StreamPlace(epoch, first), len(batches))
-    if read != [[*micro] for micro in micro_batches]:
-        raise ConfigError(
-            f"data: the saved samples {micro_batches[0][0]} to {micro_batches[-1][-1]} are not in "
-            f"pass {epoch} of the stream, or not in batches of {loader.batch_size}. Type the data= "
-            "and train.batch_size= that they were saved with."
-        )
-    return batches
-
-
 def targets_of_steps(
     loader: BatchLoader, steps: Sequence[StepSamples]
 ) -> Iterator[tuple[list[int], Any]]:
-    """Yield the samples of steps, at most a batch at a time, and their targets [samples, ...]."""
-    if not isinstance(loader, StreamLoader):
-        for samples in steps:
-            for number, indices in enumerate(samples.micro_batches, samples.first_batch):
-                yield indices, _targets_of_batch(loader, indices, samples.epoch, number)
+    """Yield the samples of steps, at most a batch at a time, and their targets [samples, ...].
+
+    Nothing is yielded of a stream.
+    """
+    if isinstance(loader, StreamLoader):
         return
-    for epoch, group in groupby(steps, key=lambda samples: samples.epoch):
-        places = [index for samples in group for index in samples.indices]
-        for part in torch.tensor(places).split(loader.batch_size):
-            yield part.tolist(), loader.batch_at(epoch, part.tolist())[1]
+    for samples in steps:
+        for number, indices in enumerate(samples.micro_batches, samples.first_batch):
+            yield indices, _targets_of_batch(loader, indices, samples.epoch, number)
 
 
 def all_targets(loader: BatchLoader) -> Iterator[tuple[list[int], Any]]:

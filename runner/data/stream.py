@@ -1,4 +1,5 @@
-"""Read a data set without indices, an IterableDataset, in the batches of one pass over it.
+"""Read a data set without indices, an IterableDataset, in the batches of one pass over it, and
+refuse the settings that it cannot obey.
 
 The random generators of the host are seeded for each batch, by the seed, the number of the pass and
 that of the batch. So what a stream or a collator draws from them depends neither on dropout nor on
@@ -6,16 +7,16 @@ the batch that a resumed run begins with, and a validation pass is the same in e
 """
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from hashlib import blake2b
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from runner.data.value_hash import hash_value
+from runner.config.loading_keys import target_name
+from runner.config.schema import RunSpec
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import DataError, RunnerError
 from runner.utils.reproducibility import host_rng_state, seed_host, set_host_rng_state
@@ -23,7 +24,6 @@ from runner.utils.stop_signals import Stopped
 
 # A prime above the number of passes and of a pass's batches: no two of them share a seed.
 _SEED_STRIDE = 1_000_003
-_DIGEST_BYTES = 8
 
 
 def is_stream(dataset: Any) -> bool:
@@ -41,18 +41,16 @@ def begin_pass(stream: Any, number: int) -> Iterator[Any]:
 
 
 class StreamBatch(NamedTuple):
-    """A batch of a stream, and what is remembered of it.
+    """A batch of a stream.
 
     Attributes:
         number: of the batch in its pass, from 0.
         size: examples in all processes.
-        digest: hash of the batch's last example, 16 hex digits; empty where it cannot be hashed.
-        content: this process's part, collated; None of a batch that is skipped.
+        content: this process's part, collated.
     """
 
     number: int
     size: int
-    digest: str
     content: Any
 
 
@@ -67,8 +65,7 @@ class StreamPass(IterableDataset[StreamBatch]):
         collate: makes a batch of a list of examples.
         seed: of the run.
         number: of the pass.
-        start: number of the first batch that is collated. Of those before it, which are read all
-            the same, only the last is yielded, without content.
+        start: number of the first batch that is collated; those before it are read and dropped.
         place: this process.
     """
 
@@ -92,52 +89,25 @@ class StreamPass(IterableDataset[StreamBatch]):
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Yield the batches of the pass."""
-        for number, examples, content in self._batches(self._content):
-            # Of the skipped ones the last is yielded, for its digest.
-            if number >= self.start - 1:
-                yield StreamBatch(number, len(examples), digest_of(examples[-1]), content)
-
-    def examples(self) -> Iterator[tuple[int, list[Any]]]:
-        """Yield the number of each batch, from 0, and its examples in all processes."""
-        for number, examples, _ in self._batches(lambda number, examples: None):
-            yield number, examples
-
-    def _batches(
-        self, make: Callable[[int, list[Any]], Any]
-    ) -> Iterator[tuple[int, list[Any], Any]]:
-        """Yield the number of each batch, its examples, and what a function makes of them."""
         stream: Iterator[Any] | None = None
-        number = 0
-        while True:
+        for number in count():
+            batch = None
             # Around both: to save and restore numpy's state takes longer than a small batch.
             with _restored_random_state():
                 seed_host(self._batch_seed(number))
                 if stream is None:
                     stream = begin_pass(self.stream, self.number)
                 examples = list(islice(stream, self.batch_size))
-                made = make(number, examples) if examples else None
-            if examples:
-                yield number, examples, made
+                if examples and number >= self.start:
+                    batch = StreamBatch(number, len(examples), self._content(number, examples))
+            if batch is not None:
+                yield batch
             if len(examples) < self.batch_size:
                 return
-            number += 1
-
-    def collated(self, number: int, examples: list[Any]) -> Any:
-        """Return the batch of examples, with what a run in one process draws at random for it.
-
-        Args:
-            number: of the batch in the pass, from 0.
-            examples: of it.
-        """
-        with _restored_random_state():
-            seed_host(self._batch_seed(number, self.place.rank + 1))
-            return self.collate(examples)
 
     def _content(self, number: int, examples: list[Any]) -> Any:
         """Return this process's part of a batch; at least one example, for collectives need every
-        process to run a step. None before the first batch that is wanted."""
-        if number < self.start:
-            return None
+        process to run a step."""
         part = examples[self.place.batch_slice(len(examples))] or examples[:1]
         seed_host(self._batch_seed(number, self.place.rank + 1))
         return self.collate(part)
@@ -157,15 +127,6 @@ def _restored_random_state() -> Iterator[None]:
         yield
     finally:
         set_host_rng_state(random_state)
-
-
-def digest_of(example: Any) -> str:
-    """Return the hash of an example, 16 hex digits; empty where it cannot be hashed."""
-    content = blake2b(digest_size=_DIGEST_BYTES)
-    with suppress(Exception):  # of whatever type the example's own class raises
-        hash_value(content, example)
-        return content.hexdigest()
-    return ""
 
 
 def first_examples(stream: Any, count: int) -> list[Any]:
@@ -195,3 +156,66 @@ def explain_stream_errors(stream: Any) -> Iterator[None]:
             f"data: the stream, a {type(stream).__name__}, fails: {type(error).__name__}: {text} "
             f"({Path(place.filename).name}, line {place.lineno})."
         ) from error
+
+
+def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each setting that streams among the data sets cannot obey.
+
+    Args:
+        spec: of the run.
+        train: the training set.
+        evaluated: the validation and test sets, by their labels in messages.
+    """
+    if spec.debug.overfit:
+        return  # a list of a few training examples takes the place of all sets
+    streams = [label for label, dataset in evaluated.items() if is_stream(dataset)]
+    # An evaluation reads no training examples.
+    if is_stream(train) and spec.mode != "evaluate":
+        streams.insert(0, "train")
+        yield from _training_problems(spec)
+    if not streams:
+        return
+    name = f"the {streams[0]} set is a stream"
+    if spec.train.num_workers > 1:
+        yield (
+            f"train.num_workers={spec.train.num_workers}: {name}, and each process would read all "
+            "of it. Type train.num_workers=1, which reads ahead in one process."
+        )
+    if spec.train.data_on_device is True:
+        yield (
+            f"train.data_on_device=true: {name}, which is not in memory. Type "
+            "train.data_on_device=auto."
+        )
+
+
+def example_problem(example: Any) -> str:
+    """Return why examples of a stream cannot be stacked as they are meant; empty where they can.
+
+    Args:
+        example: the first one. Rows of Hugging Face's datasets hold lists where no format is set.
+    """
+    fields = example if isinstance(example, Mapping) else {}
+    lists = [name for name, value in fields.items() if isinstance(value, list)]
+    if not lists:
+        return ""
+    return (
+        f"data: the train set is a stream whose examples hold lists, not tensors, in "
+        f"{', '.join(map(str, lists))}; stacked, these would be lists of columns. Return "
+        'stream.with_format("torch") of a stream of Hugging Face\'s datasets, or type '
+        "data.collate=runner.data.padding.pad."
+    )
+
+
+def _training_problems(spec: RunSpec) -> Iterator[str]:
+    """Yield a message for each setting that a training set without length cannot obey."""
+    if spec.train.max_steps is None:
+        yield (
+            f"train.epochs={spec.train.epochs}: the train set is a stream, whose length is not "
+            "known. Type train.max_steps=<steps>; the stream is begun anew where it ends before."
+        )
+    sampler = spec.data.get("sampler")
+    if sampler is not None:
+        yield (
+            f"data.sampler={target_name(sampler)}: the train set is a stream, which gives no "
+            "example by its index. Leave data.sampler out, and choose the examples in the stream."
+        )

@@ -56,14 +56,6 @@ def _end_processes_at_exit() -> None:
         process.kill()
 
 
-def init_stream_reader(worker: int) -> None:
-    """Prepare the only process that reads a stream ahead; torch calls this when it starts."""
-    init_worker(worker)
-    # torch.utils.data.get_worker_info() is None here, too: a stream of Hugging Face has another
-    # order in a loading process, even in a single one, than in the main process.
-    _utils.worker._worker_info = None
-
-
 def wait_for_batch(
     loader: Iterable[Any], wait_context: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[Any]:

@@ -70,7 +70,8 @@ def data_problems(
 
 
 def explain_uncounted_labels(loader: BatchLoader, samples: StepSamples, task: Task) -> str | None:
-    """Return what to do about a step none of whose labels counts; None where one does.
+    """Return what to do about a step none of whose labels counts; None where one does, and for a
+    stream.
 
     Args:
         loader: of the training set.
@@ -78,7 +79,7 @@ def explain_uncounted_labels(loader: BatchLoader, samples: StepSamples, task: Ta
         task: counts the labels.
     """
     portions = targets_of_steps(loader, [samples])
-    if any(_has_labels(task, target) for _, target in portions):
+    if isinstance(loader, StreamLoader) or any(_has_labels(task, target) for _, target in portions):
         return None
     count = len(samples.indices)
     return (

@@ -1,6 +1,7 @@
 """Save which samples a failed step was given, so that debug=replay can run it again.
 
-Only indices in the training set are written, not the samples themselves.
+Only indices in the training set are written, not the samples themselves. The samples of a stream
+have none: a replay trains up to the step once more.
 """
 
 import json
@@ -20,6 +21,8 @@ from runner.utils.formatting import relative_path
 from runner.utils.layout import GUARD_FOLDER
 from runner.utils.secrets import redact_values
 
+_NO_INDICES = "The train set is a stream, whose samples have no indices to be replayed by."
+
 
 @dataclass(frozen=True)
 class SavedBatch:
@@ -27,7 +30,7 @@ class SavedBatch:
 
     Attributes:
         steps: the first and the last step whose samples these are.
-        micro_batches: indices in the training set, or in the pass over a stream.
+        micro_batches: indices in the training set; empty for a stream.
         loss_scale: in force in the step; None for a precision without one.
         seed, data: of the run; with others the indices mean other samples.
         begun: the step that the run started or was resumed at; None where the samples are at
@@ -94,6 +97,8 @@ class BatchSaver:
         # Computed from seed and epoch, as the loader does: no step has a list of its samples.
         samples_of_steps = [samples_of_step(self.loader, accumulate, n) for n in steps]
         micro_batches = [micro for samples in samples_of_steps for micro in samples.micro_batches]
+        if not micro_batches and begun is None:
+            return _NO_INDICES
         path = self.folder / GUARD_FOLDER / f"batch-{step:06d}.json"
         command = self.replay_command(path)
         content = {
@@ -117,8 +122,9 @@ class BatchSaver:
         saved = self.save_artifact(path, lambda path: write_text(path, text + "\n"), GUARD_FOLDER)
         if not saved:
             # The file could not be written: the indices are at least in the message.
-            return f"The samples are {micro_batches} of the training set."
-        return f"The samples are in {relative_path(path)}; to see where it begins:\n{command}"
+            return f"The samples are {micro_batches} of the training set." if micro_batches else ""
+        subject = "samples are" if micro_batches else "step is"
+        return f"The {subject} in {relative_path(path)}; to see where it begins:\n{command}"
 
     def replay_command(self, path: Path) -> str:
         """Return the run's own command, with debug=replay in place of training."""
@@ -141,8 +147,8 @@ def read_saved_batch(path: Path) -> SavedBatch:
         first, last = map(int, content["steps"])
         # Checked here: a negative index would silently take a sample from the end of the set.
         micro_batches = [[_index(i) for i in micro] for micro in content["micro_batches"]]
-        if not (micro_batches and all(micro_batches)):
-            raise ValueError("it holds no samples")
+        if not all(micro_batches):
+            raise ValueError("a micro-batch holds no samples")
         scale = content["loss_scale"]
         names = {key: str(content[key]) for key in ("model", "data", "precision")}
         return SavedBatch(

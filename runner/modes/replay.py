@@ -107,7 +107,7 @@ def replay(run: RunContext) -> RunResult:
     is_narrower = precision.name != plain.name and precision.storage is not torch.float64
     if is_narrower and is_small:
         results[plain.name] = _replayed(run, plain, start, scale)
-    _show(run.console, saved, results, start.weights)
+    _show(run.console, saved, results, start)
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
@@ -141,7 +141,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
     """Load the batch's samples from the training set, and check that it is the same one.
 
     Raises:
-        ConfigError: the set has fewer examples than the batch's indices need.
+        ConfigError: the set has fewer examples than the batch's indices need, or is a stream.
     """
     spec = run.spec
     data = run.origin.option_name("data", spec.data)
@@ -151,8 +151,14 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
             f"seed={spec.seed}: its indices may mean other samples."
         )
     loader, _ = build_loaders(spec, build_splits(spec), run.device)
+    if isinstance(loader, StreamLoader) or not saved.micro_batches:
+        raise ConfigError(
+            f"batch={spec.batch} is of a stream, or of another data= than it was saved with "
+            f"(data={saved.data}). A stream's samples have no indices: leave init.weights out, so "
+            "that the run is trained again up to the step."
+        )
     highest = max(index for micro in saved.micro_batches for index in micro)
-    if not isinstance(loader, StreamLoader) and highest >= loader.examples:
+    if highest >= loader.examples:
         raise ConfigError(
             f"batch={spec.batch} holds sample {highest}; the training set has {loader.examples}. "
             f"Type the data= and data.* that it was saved with (data={saved.data})."
@@ -222,7 +228,7 @@ def _nonfinite_weight_warnings(model: nn.Module) -> Iterator[str]:
 
 
 def _show(
-    console: Console, saved: SavedBatch, results: Mapping[str, ReplayResult], weights: str
+    console: Console, saved: SavedBatch, results: Mapping[str, ReplayResult], start: _Start
 ) -> None:
     """Print the losses, the verdict and the table of the rows around it.
 
@@ -230,12 +236,13 @@ def _show(
         console: prints.
         saved: the batch.
         results: by precision, that of the run first, then that of 32-true where it was replayed.
-        weights: where the weights come from, in words.
+        start: what the replay began with.
     """
     (name, ours), *others = results.items()
     step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
-    samples = sum(map(len, saved.micro_batches))
-    console.print(f"replay of step {step}: {samples} samples, weights: {weights}")
+    # A stream's samples have no indices that were saved.
+    samples = sum(map(len, saved.micro_batches)) or sum(map(examples_in, start.batches))
+    console.print(f"replay of step {step}: {samples} samples, weights: {start.weights}")
     for label, result in results.items():
         console.print(f"loss in {label}: {format_number(result.loss)}")
     plain_rows = {row.key: row for _, result in others for row in result.rows}

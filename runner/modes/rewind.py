@@ -32,7 +32,6 @@ from runner.modes import run_metadata
 from runner.modes.trial_forward import build_proven_model
 from runner.precision.contract import ConversionReport, Precision
 from runner.training import state_dict
-from runner.training.callbacks.stream_position import stream_callbacks
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_validation
 from runner.training.evaluation_hook import EvaluationHook, HookOutput
@@ -48,12 +47,6 @@ from runner.utils.reproducibility import make_deterministic, seed_all
 
 RUN_KEYS = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "init", "seed")
 """Top-level keys that a replay takes from its run."""
-
-
-_OTHER_STREAM = (
-    "warning: the train set's stream yields other batches than it did in the run: what follows is "
-    "not the run's own step"
-)
 
 
 def saved_run_spec(batch: Path) -> RunSpec | None:
@@ -201,13 +194,13 @@ def states_before(
         steps: from 1, in rising order.
         start: a checkpoint before the first of them; None for the run's beginning.
         device: where it trains.
-        say: prints how many steps are trained, and warnings.
+        say: prints how many steps are trained.
         compiles: whether the model is compiled as spec.train has it.
 
     Raises:
         ConfigError: the run has fewer steps.
     """
-    rebuilt = _rebuild(spec, steps[-1], start, device, say, compiles)
+    rebuilt = _rebuild(spec, steps[-1], start, device, compiles)
     if steps[-1] > 1:
         say(_describe_rewind(start, steps[-1]))
     state, loader = rebuilt.state, rebuilt.loaders.train
@@ -242,14 +235,13 @@ def _rebuild(
     last: int,
     start: LoadedCheckpoint | None,
     device: torch.device,
-    say: Callable[[str], None],
     compiles: bool,
 ) -> _Rebuilt:
     """Build a run by the same calls in the same order as mode=train, or the bits would differ.
 
     Args:
         last: the last step that is wanted.
-        spec, start, device, say, compiles: as in `states_before`.
+        spec, start, device, compiles: as in `states_before`.
     """
     precision: Precision = build_group("precision", spec.precision)
     precision.require(device)
@@ -280,8 +272,7 @@ def _rebuild(
             check_compile_options(spec, precision, device, built.model)
             prepare_model(spec, precision, device, built.model)
         if start is not None:
-            checks = stream_callbacks(state, loaders.train, partial(say, _OTHER_STREAM))
-            state_dict.restore(state, start, spec, checks)
+            state_dict.restore(state, start, spec, [])
     return _Rebuilt(state, loaders, built.report)
 
 

@@ -79,20 +79,9 @@ def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
             "iterator each time, and can be read once only. Have its __iter__ return a new "
             "iterator over all examples (docs/own-code.md)."
         )
-    digest = loader.first_digest()
-    _check_same_stream(run, split, digest)
-    if digest != loader.first_digest():
-        run.say(
-            f"warning: the {split} set's stream yields other examples each time it is begun: the "
-            "run cannot be resumed bit by bit, and runs see different data (docs/own-code.md)."
-        )
-        run.tracker.tags({"stream": "not deterministic"})
-
-
-def _check_same_stream(run: RunContext, split: str, digest: int) -> None:
-    """Raise ConfigError in all processes where their streams begin with different batches."""
     if run.strategy.place.world_size == 1:
         return
+    digest = loader.first_digest()
     largest = run.strategy.all_reduce_max(digest)
     smallest = -run.strategy.all_reduce_max(-digest)
     if largest != smallest:

@@ -13,7 +13,7 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.locate import checkpoints_in
 from runner.checkpoint.sharded_writer import ShardedCheckpointWriter
 from runner.data.step_samples import samples_of_step
-from runner.data.stream_loader import BatchLoader
+from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
 from runner.modes.context import RunContext
@@ -30,7 +30,6 @@ from runner.training.callbacks.own_callback import CallbackOutput, RunCallback, 
 from runner.training.callbacks.own_callback_caller import OwnCallbackCaller
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress
-from runner.training.callbacks.stream_position import StreamPosition, stream_callbacks
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import compiled_modules
 from runner.training.loop import is_evaluation_step, total_steps
@@ -72,6 +71,7 @@ class TrainingCallbacks:
         # The copy of the weights must be complete before the optimizer changes them.
         state.set_update_hook(self.writer.wait_for_copy)
         self.planned_steps = total_steps(run.spec.train, loader)
+        self._reads_stream = isinstance(loader, StreamLoader)
         self.summary = RunSummary(run.task.quality, run.task.direction)
         self.guard = _guard(run, loader, start_step)
         self.numerics = _numerics_callback(run, state)
@@ -89,7 +89,6 @@ class TrainingCallbacks:
         ]
         if self.numerics:
             callbacks.append(self.numerics)
-        callbacks += stream_callbacks(self.state, loader, self._report_other_stream)
         patience = run.spec.train.early_stop
         if patience:
             callbacks.append(EarlyStopping(run.task.quality, run.task.direction, patience))
@@ -102,16 +101,6 @@ class TrainingCallbacks:
         if self.own is not None:
             callbacks.append(self.own)
         return callbacks
-
-    def _report_other_stream(self) -> None:
-        """Say that a resumed run reads other batches than it would have, and record it."""
-        run = self.run
-        run.say(
-            f"warning: the train set's stream yields another batch before step "
-            f"{self.state.step + 1} than it did before the run was stopped: the stream is not "
-            "deterministic, or its settings have changed. The run continues on other examples."
-        )
-        run.tracker.tags({"stream": "not deterministic"})
 
     def _saving_callbacks(self, loader: BatchLoader) -> list[Callback]:
         wanted = self.run.spec.checkpoint
@@ -206,10 +195,10 @@ class TrainingCallbacks:
         run = self.run
         typed = typed_overrides(run.origin).keys()
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
-        if any(isinstance(callback, StreamPosition) for callback in self.callbacks):
-            count = self.state.position
+        if self._reads_stream:
             messages.append(
-                f"the stream is read again up to batch {count} of pass {self.state.epoch}"
+                f"the stream is read again up to batch {self.state.position} of pass "
+                f"{self.state.epoch}: that it yields the same examples is not checked"
             )
         if self.own is not None:
             self.own.agree()
