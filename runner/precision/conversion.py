@@ -19,7 +19,6 @@ from torch.nn.utils import parametrize
 
 from runner.precision.contract import ConversionReport, ModuleConversion, summarize_modules
 from runner.precision.keep_fp32 import ISLAND_REASON, no_op_hook
-from runner.precision.kept_blocks import KEPT_REASON, find_kept_blocks
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
 
@@ -57,7 +56,6 @@ class ConversionRules:
         new_weights: the weight becomes another object, so that no other module may share it and
             no hook may be registered on it.
         bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
-        keep_blocks: the value of `precision.keep_blocks`.
         skips_shared: skip layers that share a parameter, although no weight is replaced.
     """
 
@@ -67,7 +65,6 @@ class ConversionRules:
     find_obstacle: Callable[[nn.Module], str] = lambda module: ""
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
-    keep_blocks: Any = None
     skips_shared: bool = False
 
 
@@ -121,15 +118,13 @@ def classify_modules(
         rules: which modules are converted.
 
     Raises:
-        ConfigError: a pattern matches nothing, or the model has no blocks to keep.
+        ConfigError: a pattern matches nothing.
     """
     # By identity: a module that is registered twice can be meant by either name.
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
     ignored = {modules[name] for name in ignored_names}
     islands = {part for name in rules.islands for part in modules[name].modules()}
-    blocks = find_kept_blocks(model, rules.keep_blocks)
-    kept = {part for block in blocks for part in block.modules()}
     holders = _holders_by_parameter(model)
     pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
@@ -146,8 +141,6 @@ def classify_modules(
             why = ISLAND_REASON
         elif module in ignored:
             why = IGNORED_REASON
-        elif module in kept:
-            why = KEPT_REASON
         elif rules.bypassed.get(path):
             why = rules.bypassed[path]
         else:

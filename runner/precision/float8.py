@@ -25,7 +25,6 @@ from runner.precision.contract import CPU_DEVICE, ComputeFormat, ConversionRepor
 from runner.precision.conversion import ConversionRules, convert_modules, replace_in_place
 from runner.precision.cuda_half import native_half_prefix
 from runner.precision.keep_fp32 import find_islands, make_islands
-from runner.precision.kept_blocks import keep_blocks_problems
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
 from runner.precision.layers.padding import pad_rows
@@ -58,8 +57,6 @@ class Float8Precision(Precision):
         emulate: round to FP8 and multiply in float32, on any device. Its losses are those of the
             hardware up to the order of summation; its speed means nothing.
         ignore_modules: patterns of modules that are not converted.
-        keep_blocks: the numbers of first and of last repeated blocks that are not converted, or
-            "paper"; see runner.precision.kept_blocks.
         min_features: the least input or output width of a layer that is converted.
         keep_fp32: patterns of modules that compute in float32.
         autocast_loss: compute the loss in bfloat16 too, else on float32 outputs.
@@ -84,10 +81,8 @@ class Float8Precision(Precision):
         autocast_loss: bool = False,
         float32_matmul: str = "highest",
         reduced_precision_reduction: bool = False,
-        keep_blocks: Any = None,
     ) -> None:
         problems = _value_problems(name, recipe, weights, emulate, min_features)
-        problems += keep_blocks_problems(keep_blocks)
         if problems:
             raise ConfigError(*problems)
         # Without `emulate`: torchao emulates its products itself, and the others are native.
@@ -102,7 +97,6 @@ class Float8Precision(Precision):
         self.recipe = recipe
         self.emulated = emulate
         self.ignore_modules = ignore_modules
-        self.keep_blocks = keep_blocks
         self.min_features = min_features
         # A model's own checkpointing recomputes forwards there; autocast restores itself.
         self._backward = nullcontext() if self._is_mixed else DefaultDtype(self.storage)
@@ -132,7 +126,6 @@ class Float8Precision(Precision):
             islands,
             find_obstacle,
             bypassed=self.bypassed,
-            keep_blocks=self.keep_blocks,
         )
         convert_layer = partial(_convert_layer, config=config)
         report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)

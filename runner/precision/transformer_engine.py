@@ -23,7 +23,6 @@ from runner.precision.cuda_half import reduced_precision_sums
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3
 from runner.precision.keep_fp32 import find_islands, make_islands
-from runner.precision.kept_blocks import keep_blocks_problems
 from runner.precision.layers.backward_checks import refuse_recompute
 from runner.precision.layers.te_layers import convert_layers, te_obstacle
 from runner.precision.options import (
@@ -63,8 +62,6 @@ class TransformerEnginePrecision(Precision):
         fuse: one layer for a norm and the linear layer that alone takes its output.
         keep_fp32: patterns of modules that store and compute in float32.
         ignore_modules: patterns of modules that are not converted.
-        keep_blocks: the numbers of first and of last repeated blocks that are not converted, or
-            "paper"; see runner.precision.kept_blocks.
         autocast_loss: compute the loss in the weights' dtype too, else in float32.
         update_in_eval: an evaluation may move the scales of delayed scaling.
         reduced_precision_reduction: products on CUDA may add their parts in half precision.
@@ -87,7 +84,6 @@ class TransformerEnginePrecision(Precision):
         update_in_eval: bool = False,
         reduced_precision_reduction: bool = False,
         update: UpdateRule = "nearest",
-        keep_blocks: Any = None,
         accumulate: te_recipes.Accumulation = "float32",
     ) -> None:
         problems = te_recipes.name_problems(name, recipe)
@@ -100,7 +96,6 @@ class TransformerEnginePrecision(Precision):
             update_in_eval=update_in_eval,
             reduced_precision_reduction=reduced_precision_reduction,
         )
-        problems += keep_blocks_problems(keep_blocks)
         problems += te_recipes.accumulate_problems(accumulate, recipe, emulate)
         if problems:
             raise ConfigError(*problems)
@@ -114,7 +109,6 @@ class TransformerEnginePrecision(Precision):
         self.kind = te_recipes.KINDS[recipe["kind"]]
         self.fuse = fuse
         self.ignore_modules = ignore_modules
-        self.keep_blocks = keep_blocks
         self.update_in_eval = update_in_eval
         self.emulated = emulate
         self.accumulate = accumulate
@@ -159,7 +153,6 @@ class TransformerEnginePrecision(Precision):
             islands,
             find_obstacle,
             bypassed=self.bypassed,
-            keep_blocks=self.keep_blocks,
         )
         report = convert_layers(model, library, self.kind.multiple, rules, self.fuse)
         if self._is_delayed:

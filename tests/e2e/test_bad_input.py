@@ -79,15 +79,6 @@ import pytest
         ),
         ("adapter.use_dora=true", ["adapter.use_dora=true is not known"]),
         (
-            "precision=float8-rowwise precision.emulate=true precision.keep_blocks=paper",
-            ["precision.keep_blocks=paper counts the repeated blocks", "has none", "Type"],
-        ),
-        (
-            "precision=float8-rowwise precision.emulate=true precision.keep_blocks=[1]",
-            ["precision.keep_blocks=[1] is not known", "paper", "as in [1,2]"],
-        ),
-        ("precision.keep_blocks=paper", ["precision.keep_blocks=paper", "not known"]),
-        (
             "precision=bnb-nf4 precision.mode=fp4",
             ["is not what bnb-nf4 is", "Type precision=bnb-fp4"],
         ),

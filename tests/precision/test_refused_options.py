@@ -30,11 +30,6 @@ CLASSES_BY_VALUE = {
         ("bf16-mixed", "tf32", "float8-rowwise", "transformer-engine"),
         "precision.emulate=yes is not known. Allowed: true, false.",
     ),
-    ("keep_blocks", "all"): (
-        ("float8-rowwise", "transformer-engine"),
-        "precision.keep_blocks=all is not known. Allowed: null, paper, or two whole numbers from "
-        "0, as in [1,2].",
-    ),
     ("allow_substitute", 1): (
         ("16-mixed",),
         "precision.allow_substitute=1 is not known. Allowed: true, false.",

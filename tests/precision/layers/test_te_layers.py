@@ -115,6 +115,15 @@ def test_a_fused_model_computes_what_an_unfused_one_does(shape):
     assert not torch.equal(twin(x), results[1][0])
 
 
+def test_layers_of_an_ignored_block_are_not_fused():
+    model = nn.Sequential(ResidualBlock(), ResidualBlock())
+    reasons = convert(model, fuse=True, ignore=["0"])
+    assert reasons["1.norm1"] == "computed in 1.into"
+    ignored = {why for name, why in reasons.items() if name.startswith("0.")}
+    assert ignored == {"named by precision.ignore_modules"}
+    assert type(model[0].norm1) is nn.LayerNorm
+
+
 def linear_by_norm(model, **changes):
     """Return the linear layer that each norm can be fused with, and why others cannot."""
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
