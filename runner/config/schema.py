@@ -145,9 +145,7 @@ class InitSpec:
 
     Attributes:
         low_memory: make the parameters on the device in the precision's dtype, which changes the
-            seeded weights; false makes them in float32 on the CPU and casts them. Under a precision
-            that packs weights, true leaves the seeded weights as they are and keeps them in files
-            until they are packed.
+            seeded weights; false makes them in float32 on the CPU and casts them.
         weights: weights that the model starts from: a checkpoint, run folder or MLflow run id of
             this runner, a .safetensors file, a state dict of torch.save (.pt, .pth, .bin) or a
             folder of save_pretrained; null starts from seeded weights.

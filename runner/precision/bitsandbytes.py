@@ -20,7 +20,6 @@ from runner.precision.cuda_half import (
     native_half_prefix,
     require_bfloat16,
 )
-from runner.precision.disk_offload import DiskOffload
 from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.conv1d import layer_widths, linear_classes
@@ -84,7 +83,6 @@ class BitsandbytesPrecision(Precision):
             self.freezes = True
             self.layout = f"bnb-{mode}"
         self._kernels = ""
-        self._offload = DiskOffload()
 
     def require(self, device: torch.device) -> None:
         # Compute capabilities of the library's kernels: Turing for int8, Pascal for 4 bits.
@@ -131,9 +129,6 @@ class BitsandbytesPrecision(Precision):
     def kernels(self) -> str:
         return self._kernels
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        return self._offload if self.freezes else nullcontext()
-
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
@@ -148,11 +143,7 @@ class BitsandbytesPrecision(Precision):
             bypassed=self.bypassed,
         )
         convert_layer = partial(self._convert_layer, device=device)
-        try:
-            report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
-        finally:
-            # Also after a refusal, so that no weight stays in a file.
-            self._offload.load_unconverted(model)
+        report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
         make_islands(model, self.keep_fp32, self.storage)
         return model, report
 

@@ -237,11 +237,6 @@ class Precision(ABC):
         precision needs and restores them after."""
         return nullcontext()
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        """Return the context around the construction of a model that does not fit in memory in
-        float32 (init.low_memory=true)."""
-        return nullcontext()
-
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:

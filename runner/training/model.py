@@ -217,8 +217,7 @@ def _construct(
     if low_memory:
         made_on = device
     dtype = default_dtype(precision.storage) if low_memory else nullcontext()
-    init_context = precision.init_context() if low_memory else nullcontext()
-    with dtype, made_on or nullcontext(), init_context:
+    with dtype, made_on or nullcontext():
         model = build_group("model", spec.model)
         if isinstance(model, nn.Module):
             materialize_lazy_layers(spec, model, made_on or torch.device("cpu"))

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -70,8 +69,7 @@ def batch(count=4):
 def build(name, **changes):
     precision = load_precision(name, **changes)
     torch.manual_seed(0)
-    with precision.init_context():
-        model = Net()
+    model = Net()
     return precision, precision.convert(model)[0]
 
 
@@ -113,7 +111,7 @@ def test_a_precision_is_a_final_subclass_of_the_base(name):
     assert kind.__bases__ == (Precision,)
     assert getattr(kind, "__final__", False)
     assert inspect.getdoc(kind)
-    for method in ("require", "session", "init_context", "convert", "forward", "cast", "scale"):
+    for method in ("require", "session", "convert", "forward", "cast", "scale"):
         ours, theirs = (inspect.signature(getattr(k, method)) for k in (kind, Precision))
         assert list(ours.parameters) == list(theirs.parameters)
 
@@ -132,7 +130,6 @@ def test_each_precision_runs_here_or_says_what_is_missing():
 
 
 def contexts(precision, model):
-    yield precision.init_context()
     yield precision.session(model, CPU)
     yield precision.forward(CPU)
     yield precision.forward(CPU)  # it serves again
@@ -383,9 +380,8 @@ def test_the_base_class_changes_nothing():
     precision, model = Plain(), nn.Linear(2, 2)
     precision.require(CPU)
     precision.check_optimizers([])
-    with precision.init_context(), precision.session(model, CPU), precision.forward(CPU):
+    with precision.session(model, CPU), precision.forward(CPU):
         pass
-    assert isinstance(precision.init_context(), nullcontext)
     assert precision.convert(model)[0] is model
     assert precision.cast(model) is model
     assert precision.scale(CPU).value is None
