@@ -143,7 +143,14 @@ def check_dora(name: str, layer: nn.Module) -> None:
             f"{name} is one. Type adapter.use_dora=false, or another precision, for example "
             "precision=float8-rowwise or precision=bf16-true."
         )
-    weight = unpacked_matrix(layer)
+    if is_packed(layer):
+        raise ConfigError(
+            f"adapter.use_dora=true reads the rows of each weight in every forward, and that of "
+            f"{name} is packed into codes, which would be unpacked each time. Type "
+            "adapter.use_dora=false, or a precision that packs no weights, for example "
+            "precision=bf16-true."
+        )
+    weight = weight_matrix(layer).detach()
     if not weight.is_meta and not weight.any(dim=1).all():
         raise ConfigError(
             f"adapter.use_dora=true divides by the norms of a weight's rows, and {name} has rows "
@@ -157,20 +164,12 @@ def start_magnitudes(layer: Any) -> None:
     """Set DoRA's magnitudes to the norms of the rows of weight and addition, in place.
 
     Args:
-        layer: of peft, with the start values of its addition.
+        layer: of peft, with the start values of its addition; its weight is not packed.
     """
-    weight = unpacked_matrix(layer.get_base_layer())
+    weight = weight_matrix(layer.get_base_layer()).detach()
     if weight.is_meta:
         return
     down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     addition = layer.scaling[ADAPTER] * (up @ down).to(weight)
     magnitudes = layer.lora_magnitude_vector[ADAPTER].weight
     magnitudes.copy_(torch.linalg.norm(weight + addition, dim=1))
-
-
-def unpack_for_dora(layer: Any) -> None:
-    """Let the DoRA part of a layer of peft read packed weights as the numbers they stand for."""
-    if is_packed(layer.get_base_layer()):
-        from runner.precision.layers.packed_dora import PackedDora
-
-        layer.lora_magnitude_vector[ADAPTER].__class__ = PackedDora

@@ -28,7 +28,6 @@ from runner.training.adapter_start import (
     start_from_base,
     start_from_packing_error,
     start_magnitudes,
-    unpack_for_dora,
 )
 from runner.training.peft_folder import lora_layers
 from runner.utils.errors import ConfigError, Unavailable
@@ -196,14 +195,13 @@ class Lora(Adapter):
 
     def _set_start(self, name: str, layer: Any) -> None:
         """Compute the start values of a layer of peft that depend on the weight."""
-        packed = is_packed(layer.get_base_layer())
         if self.init in CHANGES_BASE:
             start_from_base(layer, self.init)
-        elif self.init == "loftq" and packed:
+            # Elsewhere peft's own magnitudes are right: the addition is 0.
+            if self.use_dora:
+                start_magnitudes(layer)
+        elif self.init == "loftq" and is_packed(layer.get_base_layer()):
             start_from_packing_error(layer, self._plain_weights[name])
-        # Elsewhere peft's own magnitudes are right: the addition is 0.
-        if self.use_dora and (packed or self.init in CHANGES_BASE):
-            start_magnitudes(layer)
 
     def add_for_checkpoint(
         self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()
@@ -237,11 +235,9 @@ class Lora(Adapter):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
-        for layer in lora_layers(model).values():
-            if self.init in CHANGES_BASE:
+        if self.init in CHANGES_BASE:
+            for layer in lora_layers(model).values():
                 register_start(layer)
-            if self.use_dora:
-                unpack_for_dora(layer)
         for parameter in trained_in_full:
             parameter.requires_grad_(True)
 

@@ -20,7 +20,6 @@ CASES = {
             "precision=bnb-fp4",
             "precision.compute_dtype=float32",
             "precision.ignore_modules=['*.h.0.*']",
-            "adapter.use_dora=true",
             "train.activation_checkpointing=true",
         ),
         1e-5,

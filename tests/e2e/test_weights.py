@@ -230,7 +230,7 @@ FORMATS = pytest.mark.parametrize(
         (["precision=bf16-true"], 2e-2, torch.bfloat16),
         (["precision=32-true", "adapter=lora", "train.ema=0.5"], 1e-5, torch.float32),
         (["precision=bnb-nf4", "adapter=lora"], 2e-3, torch.float32),
-        (["precision=bnb-nf4", "adapter=lora", "adapter.use_dora=true"], 2e-3, torch.float32),
+        (["precision=32-true", "adapter=lora", "adapter.use_dora=true"], 1e-5, torch.float32),
         (["precision=transformer-engine", "precision.emulate=true"], 3e-2, torch.bfloat16),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

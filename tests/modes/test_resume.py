@@ -195,8 +195,8 @@ def test_dropout_and_adapters_resume_bit_by_bit(precision, check):
         ("bf16-true", ["adapter.init=olora", "adapter.use_rslora=true", "adapter.rank=2"]),
         ("16-mixed", ["adapter.use_dora=true", "adapter.dropout=0.1"]),
         ("32-true", ["adapter.use_dora=true", "adapter.init=pissa_niter_16", "adapter.rank=2"]),
-        ("bnb-nf4", ["adapter.use_dora=true", "adapter.init=loftq", "adapter.rank=2"]),
-        ("bnb-int8", ["adapter.use_dora=true"]),
+        ("bnb-nf4", ["adapter.init=loftq", "adapter.rank=2"]),
+        ("bnb-int8", []),
     ],
     ids=str,
 )

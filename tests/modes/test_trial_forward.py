@@ -207,10 +207,6 @@ def test_an_adapter_around_a_layer_that_is_passed_by(net, tmp_path):
     done, found = net("Reads", "bnb-nf4", "adapter=lora")
     assert done.rc == 0, done.stderr
     assert found["converted"] == "1/3"
-    net.folder = "dora"
-    done, found = net("Reads", "bnb-nf4", "adapter=lora", "adapter.use_dora=true")
-    assert done.rc == 0, done.stderr
-    assert found["converted"] == "1/3"
     net.folder = "asks"
     done, found = net("Asks", "bnb-nf4", "adapter=lora")
     assert done.rc == 0, done.stderr
