@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.process_group import ProcessGroupStrategy
-from runner.distributed.strategy import NarrowWeights
 
 _NOTHING = nullcontext()
 
@@ -43,9 +42,7 @@ class DDP(ProcessGroupStrategy):
         self.static_graph = static_graph
         self._model: DistributedDataParallel | None = None
 
-    def wrap(
-        self, model: nn.Module, device: torch.device, narrow: NarrowWeights | None = None
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         self._model = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,

@@ -4,9 +4,9 @@ Source: Zhao et al., PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.full
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from runner.distributed.float8_gather import gather_in_float8
 from runner.distributed.process_group import ProcessGroupStrategy
-from runner.distributed.strategy import NarrowWeights, is_sharded
+from runner.distributed.strategy import is_sharded
 from runner.utils.modules import repeated_blocks, select_modules
-from runner.utils.tensors import dtype_name
 
-PARAM_DTYPES = ("compute",)
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -28,8 +25,8 @@ REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class FSDP(ProcessGroupStrategy):
     """torch's fully_shard, with one unit of weights gathered at a time.
 
-    By default weights are gathered in the dtype that they are stored in, so that a precision does
-    what it does in one process, and gradients are added in float32.
+    Weights are gathered in the dtype that they are stored in, so that a precision does what it does
+    in one process. By default gradients are added in float32.
 
     Args:
         units: patterns of modules whose weights are gathered together, each such module for
@@ -37,8 +34,6 @@ class FSDP(ProcessGroupStrategy):
         reshard_after_forward: drop gathered weights after the forward and gather them again for
             the backward.
         timeout: seconds after which a process that waits for another one gives up.
-        param_dtype: compute gathers weights in the dtype to which autocast or an FP8 layer casts
-            them anyway, see runner.precision.gathered_weights; None: as they are stored.
         cpu_ram_efficient_loading: only the main process makes the weights, and the others receive
             their shards; false: each process makes all weights in its host's memory.
         reduce_dtype: dtype in which gradients are added, float32 or bfloat16, over micro-batches
@@ -56,33 +51,27 @@ class FSDP(ProcessGroupStrategy):
         units: Sequence[str] | None = None,
         reshard_after_forward: bool = True,
         timeout: float = 1800.0,
-        param_dtype: str | None = None,
         reduce_dtype: str | None = None,
         cpu_ram_efficient_loading: bool = True,
     ) -> None:
         super().__init__(timeout)
-        _check_value("param_dtype", param_dtype, PARAM_DTYPES)
-        _check_value("reduce_dtype", reduce_dtype, REDUCE_DTYPES)
+        if reduce_dtype is not None and reduce_dtype not in REDUCE_DTYPES:
+            allowed = ", ".join(REDUCE_DTYPES)
+            raise ValueError(f"reduce_dtype={reduce_dtype} is not known. Allowed: null, {allowed}")
         self.units = units
         self.reshard_after_forward = reshard_after_forward
-        self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype
         self.cpu_ram_efficient_loading = cpu_ram_efficient_loading
         self._model: FSDPModule | None = None
-        self._description = ""
 
-    def wrap(
-        self, model: nn.Module, device: torch.device, narrow: NarrowWeights | None = None
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         mesh = init_device_mesh(device.type, (self.place.world_size,))
         for module in model.modules():
             # Layers have the method whose packed weight holds its scales.
             if hasattr(module, "separate_scales"):
                 module.separate_scales(device)  # type: ignore[operator]
-        policy = self._policy(model, narrow)
-        self._description = _describe(model, policy, narrow)
-        float8_layers = set(narrow.float8_layers) if narrow else set()
-        float8_units: list[list[nn.Module]] = []
+        reduced = REDUCE_DTYPES[self.reduce_dtype] if self.reduce_dtype else _reduce_dtype(model)
+        policy = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
         # fully_shard takes inner modules before those that hold them.
         for unit in [*self._units(model), model]:
             reshard: bool | None = self.reshard_after_forward
@@ -90,39 +79,15 @@ class FSDP(ProcessGroupStrategy):
                 # None keeps the root's weights gathered: the backward needs them first.
                 reshard = None
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-            # Without the layers of inner units.
-            float8_units.append([module for module in unit.modules() if module in float8_layers])
-            float8_layers.difference_update(float8_units[-1])
-        if narrow is not None:
-            gather_in_float8(model, float8_units)
         assert isinstance(model, FSDPModule)
         self._model = model
         return model
 
     def describe(self) -> str:
-        # Without the keys FSDP does what the precision says, and there is nothing to report.
-        return self._description if self.param_dtype or self.reduce_dtype else ""
-
-    def _policy(self, model: nn.Module, narrow: NarrowWeights | None) -> MixedPrecisionPolicy:
-        """Return the dtypes in which weights are gathered and gradients are added."""
-        if self.reduce_dtype is not None:
-            reduced: torch.dtype | None = REDUCE_DTYPES[self.reduce_dtype]
-        else:
-            reduced = _reduce_dtype(model)
-        if narrow is None:
-            return MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
-        ids = narrow.ids
-        # By name, for older versions of torch, which are refused before, have no such parameter.
-        overrides: dict[str, Any] = {
-            "param_dtype_override_fn": lambda p: None if id(p) in ids else p.dtype
-        }
-        return MixedPrecisionPolicy(
-            param_dtype=narrow.dtype,
-            # Gathered weights have narrow gradients, whatever dtype the model stores.
-            reduce_dtype=reduced or torch.float32,
-            cast_forward_inputs=False,
-            **overrides,
-        )
+        # Without the key FSDP does what the precision says, and there is nothing to report.
+        if self.reduce_dtype is None:
+            return ""
+        return f"fsdp gathers weights as they are stored; it adds gradients in {self.reduce_dtype}"
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules to shard before the model itself, inner ones first."""
@@ -178,29 +143,6 @@ class FSDP(ProcessGroupStrategy):
     def reduce_norms(self, norms: Tensor) -> Tensor:
         # The squares of the shards' norms add up to the square of the full tensor's norm.
         return self.sum(norms.double().square()).sqrt()
-
-
-def _check_value(key: str, value: object, allowed: Collection[str]) -> None:
-    """Raise ValueError for a value that is neither None nor allowed."""
-    if value is not None and value not in allowed:
-        raise ValueError(f"{key}={value} is not known. Allowed: null, {', '.join(allowed)}")
-
-
-def _describe(model: nn.Module, policy: MixedPrecisionPolicy, narrow: NarrowWeights | None) -> str:
-    """Return one line about the dtypes of what is sent."""
-    gathered = "as they are stored"
-    if narrow is not None:
-        total = sum(parameter.numel() for parameter in model.parameters())
-        parts = []
-        if narrow.float8_layers:
-            parts.append(f"{narrow.float8_elements:,} of {total:,} in FP8")
-        if narrow.ids:
-            parts.append(f"{narrow.elements:,} of {total:,} in {dtype_name(narrow.dtype)}")
-        gathered = f"{' and '.join(parts)}, the others as they are stored"
-    reduced = "in their own dtype"
-    if policy.reduce_dtype is not None:
-        reduced = f"in {dtype_name(policy.reduce_dtype)}"
-    return f"fsdp gathers weights {gathered}; it adds gradients {reduced}"
 
 
 def _reduce_dtype(model: nn.Module) -> torch.dtype | None:

@@ -7,7 +7,7 @@ methods are collective: all processes call them in the same order, or none does.
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,27 +27,6 @@ def is_sharded(value: object) -> TypeGuard["DTensor"]:
     return isinstance(value, Tensor) and hasattr(value, "to_local")
 
 
-class NarrowWeights(NamedTuple):
-    """Weights that are sent in another dtype than they are stored in.
-
-    Attributes:
-        dtype: in which they are sent.
-        ids: of the parameters, by `id`: the parameters themselves would be kept in memory.
-        elements: of these parameters, their number.
-        float8_layers: layers whose weights are sent in FP8; see runner.distributed.float8_gather.
-    """
-
-    dtype: torch.dtype
-    ids: frozenset[int]
-    elements: int
-    float8_layers: frozenset[Any] = frozenset()
-
-    @property
-    def float8_elements(self) -> int:
-        """Return the number of elements that are sent in FP8."""
-        return sum(layer.weight.numel() for layer in self.float8_layers)
-
-
 class Strategy(ABC):
     """Contract: how several processes train one model.
 
@@ -55,8 +34,6 @@ class Strategy(ABC):
         name: the name of its yaml.
         place: the rank of this process.
         shards: whether each process holds a shard of the weights only.
-        param_dtype: "compute" if weights are sent in the dtype in which the forward computes;
-            None: as they are stored.
         reduce_dtype: name of the dtype in which gradients are added; None: float32, or their own
             dtype where it is wider.
         cpu_ram_efficient_loading: whether only the main process makes the weights of a sharded
@@ -66,7 +43,6 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     shards: ClassVar[bool] = False
-    param_dtype: str | None = None
     reduce_dtype: str | None = None
     cpu_ram_efficient_loading: bool = True
 
@@ -85,9 +61,7 @@ class Strategy(ABC):
         """Return the device of this process, where each process has its own."""
         return device
 
-    def wrap(
-        self, model: nn.Module, device: torch.device, narrow: NarrowWeights | None = None
-    ) -> nn.Module:
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the model as the loop calls it.
 
         Called once, after conversion and before the optimizer exists; it may replace parameters.
@@ -97,13 +71,12 @@ class Strategy(ABC):
         Args:
             model: converted.
             device: of this process, where the model computes.
-            narrow: the weights to send in a narrower dtype; only with `param_dtype`.
         """
         return model
 
     def describe(self) -> str:
-        """Return one line about the dtypes in which it sends weights and gradients, if settings
-        chose them; else an empty string."""
+        """Return one line about the dtypes in which it sends weights and gradients, if a setting
+        chose one; else an empty string."""
         return ""
 
     def accumulating(self, last: bool) -> AbstractContextManager[object]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, rename_superseded
@@ -30,7 +31,6 @@ from runner.modes.result import RunResult
 from runner.modes.resumed_spec import changed_settings
 from runner.modes.tables import print_result
 from runner.precision.contract import Precision
-from runner.precision.gathered_weights import check_strategy_dtypes
 from runner.tracking import journal
 from runner.tracking.rank_journal import ProcessJournal
 from runner.tracking.tracker import RunInfo, Status, Tracker
@@ -186,7 +186,7 @@ def _build_context(
     precision.require(accelerator.device)
     precision.require_strategy(strategy)
     _check_trains(spec, precision)
-    check_strategy_dtypes(strategy, precision, accelerator.device)
+    _check_reduce_dtype(strategy, precision)
     check_numerics(spec, strategy)
     check_replay(spec)
     task: Task = build_task(spec.task)
@@ -210,6 +210,16 @@ def _check_trains(spec: RunSpec, precision: Precision) -> None:
         f"Type precision={precision.trained_in} to train weights for it, mode=evaluate "
         "checkpoint=<run> to evaluate trained ones, or adapter=lora init.weights=<run> to tune an "
         "adapter."
+    )
+
+
+def _check_reduce_dtype(strategy: Strategy, precision: Precision) -> None:
+    """Raise ConfigError for a strategy that would round a precision's gradients."""
+    if strategy.reduce_dtype is None or precision.storage is not torch.float64:
+        return
+    raise ConfigError(
+        f"strategy.reduce_dtype={strategy.reduce_dtype} would round the float64 gradients of "
+        f"precision={precision.name}. Allowed here: null. Type strategy.reduce_dtype=null."
     )
 
 

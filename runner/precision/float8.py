@@ -160,11 +160,6 @@ class Float8Precision(Precision):
         return cast_nest(inputs, self.storage)
 
     @property
-    def has_tensor_scales(self) -> bool:
-        """Return whether a weight has one scale, with which any part of it can be cast alone."""
-        return self.recipe == "tensorwise"
-
-    @property
     def _is_mixed(self) -> bool:
         """Return whether weights are float32 and the rest of the model computes by autocast."""
         return self.storage is torch.float32

@@ -19,7 +19,7 @@ from runner.precision.contract import Precision
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import BuiltModel, build_model
 from runner.training.optimizers import build_scheduled_optimizers
-from runner.training.sharded_model import build_for_strategy, wrap_model
+from runner.training.sharded_model import build_for_strategy
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
@@ -96,7 +96,7 @@ def build_state(
     optimizers: list[ScheduledOptimizer] = []
     if total_steps is not None:
         if not setup.strategy.shards:
-            wrapped = wrap_model(model, precision, setup.strategy, setup.device)
+            wrapped = setup.strategy.wrap(model, setup.device)
         optimizers = build_scheduled_optimizers(
             spec, model, precision, total_steps, setup.task.direction
         )

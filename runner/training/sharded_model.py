@@ -6,11 +6,10 @@ No device ever holds more than the shards and one unit, and each host holds one 
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from runner.distributed.strategy import Strategy
 from runner.precision.contract import Precision
-from runner.precision.gathered_weights import find_narrow_weights
 from runner.training.meta_model import ModelBuilder, build_on_meta, holds_other_meta_tensors
 from runner.training.model import BuiltModel
 
@@ -49,7 +48,7 @@ def build_sharded_model(
     values: dict[str, Tensor] = {}
     if sends and strategy.place.is_main:
         values = {name: tensor.detach() for name, tensor in named_values(built.model)}
-    model = wrap_model(built.model, precision, strategy, device)
+    model = strategy.wrap(built.model, device)
     if any(tensor.is_meta for _, tensor in named_values(model)):
         model.to_empty(device=device)
     model = model.to(device)
@@ -66,22 +65,3 @@ def _build_whole(build: ModelBuilder, has_values: bool) -> BuiltModel:
     if holds_other_meta_tensors(built.model):
         return build(_CPU, None)
     return built
-
-
-def wrap_model(
-    model: nn.Module, precision: Precision, strategy: Strategy, device: torch.device
-) -> nn.Module:
-    """Return a model inside the strategy's wrappers.
-
-    Args:
-        model: converted; with values, or on the meta device.
-        precision: of the run.
-        strategy: of the run.
-        device: of this process.
-
-    Raises:
-        ConfigError: strategy.param_dtype finds no weight that it could send in a narrower dtype.
-    """
-    if strategy.param_dtype is None:
-        return strategy.wrap(model, device)
-    return strategy.wrap(model, device, find_narrow_weights(model, precision, device))

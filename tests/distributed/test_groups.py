@@ -92,6 +92,11 @@ def test_units_that_name_no_module_are_refused(alone):
         state_of(strategy)
 
 
+def test_a_dtype_that_cannot_be_reduced_in_is_refused_with_those_that_can():
+    with pytest.raises(ValueError, match=r"^reduce_dtype=float16 is not known\. Allowed: null, f"):
+        FSDP(reduce_dtype="float16")
+
+
 def test_the_slices_of_all_processes_cover_a_batch():
     for world in (1, 2, 3, 8):
         for size in (1, 2, 7, 8, 64):

@@ -63,20 +63,6 @@ class Parts(nn.Module):
         return self.head(self.second(h))
 
 
-class UsedTwice(nn.Module):
-    """A language model of 64 tokens, whose linear layer is used twice in a forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(64, 16)
-        self.layer = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 64)
-
-    def forward(self, tokens):
-        hidden = self.layer(self.embedding(tokens))
-        return self.head(self.layer(hidden.tanh()))
-
-
 class MadeOn(nn.Module):
     """A network that writes down on which devices it is made, with all kinds of values to fill."""
 

@@ -16,7 +16,6 @@ from runner.diagnostics.divergence.narrow_code import NarrowCode
 from runner.diagnostics.divergence.reference import Reference
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
-from runner.precision.gathered_weights import autocast_dtype
 from runner.precision.keep_fp32 import Float32Island
 from runner.training.state import TrainState
 
@@ -169,8 +168,13 @@ def _add_modules(execution: Execution, code: dict[str, float], gradients: dict[s
 
 def _autocast_roundoff(execution: Execution) -> float:
     """Return the unit roundoff of the dtype to which autocast casts; 0 without autocast."""
-    half = autocast_dtype(execution.precision, execution.device)
-    return unit_roundoff(half) if half is not None else 0.0
+    precision, device = execution.precision, execution.device
+    if precision.storage is not torch.float32:
+        return 0.0
+    with precision.forward(device):
+        if not torch.is_autocast_enabled(device.type):
+            return 0.0
+        return unit_roundoff(torch.get_autocast_dtype(device.type))
 
 
 def operand_roundoffs(precision: Precision, layer: nn.Module) -> tuple[float, float]:
