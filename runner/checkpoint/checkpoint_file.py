@@ -1,6 +1,5 @@
 """Save, read and validate checkpoint files, without unpickling anything but tensors."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from runner.checkpoint import sharded_tensors
 from runner.checkpoint.locate import checkpoints_in
 from runner.config.signature import is_signed
+from runner.config.trusted_targets import SavedConfig, interpolation_problem
 from runner.utils.errors import ConfigError
 from runner.utils.files import write_with_torch
 from runner.utils.tpu import is_tpu
@@ -239,14 +239,11 @@ def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(content["spec"].get(key, {}), dict):
             yield f"its spec.{key} is no dict"
     try:
-        spec = json.dumps(content["spec"])
+        problem = interpolation_problem(content["spec"])
     except (TypeError, ValueError):
-        yield "its spec holds what no config does"
-    else:
-        # A spec is written after its interpolations are resolved. One in a file from elsewhere
-        # could read this machine's environment variables (`${oc.env:...}`).
-        if "${" in spec:
-            yield "its spec holds an interpolation, which would be resolved here"
+        problem = "holds what no config does"
+    if problem:
+        yield f"its spec {problem}"
 
 
 def _average_problems(content: Mapping[str, Any]) -> Iterator[str]:
@@ -280,3 +277,12 @@ class LoadedCheckpoint(NamedTuple):
     path: Path
     content: Mapping[str, Any]
     source: str = ""
+
+    def config(self, key: str) -> SavedConfig:
+        """Return the settings of the checkpoint's run, to be judged before any of them is called.
+
+        Args:
+            key: config key that names the checkpoint.
+        """
+        is_signed = is_signed_by_user(self.content)
+        return SavedConfig(self.content["spec"], self.path, key, is_signed)

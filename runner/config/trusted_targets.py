@@ -1,13 +1,18 @@
-"""Decide which targets of a checkpoint are called: a file from a stranger must not run any code."""
+"""Decide what a file that is read back may have called: a stranger's must not run any code.
 
+A checkpoint, a run's config and a sweep's manifest name code. It is called only if it is the
+runner's or torch's own, if the command names it, too, or if the file is signed with this user's key
+(signature.py). Where the code lies is no reason to trust it: a downloaded run's folder below the
+working directory can be imported from there.
+"""
+
+import json
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping
-from importlib.machinery import ModuleSpec, PathFinder
 from importlib.resources import files
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -34,59 +39,85 @@ _OWN_FUNCTIONS: Mapping[str, tuple[str, ...]] = {"data": ("runner.data.padding.p
 """By group: functions of the runner that no option names."""
 
 
-def check_trusted(
-    spec: Mapping[str, Any],
-    groups: Collection[str],
-    typed: Mapping[str, Any],
-    where: object,
-    key: str,
-    is_signed: bool = False,
-) -> None:
-    """Refuse a checkpoint's untrusted targets, and secrets that were masked in it.
+class SavedConfig(NamedTuple):
+    """A config that is read back from a file.
 
-    A target is trusted if it is one of the runner's or torch's for its group, this user's own code,
-    or named by this command, too.
+    Attributes:
+        values: resolved, as plain containers.
+        path: of the file, or of the run's folder.
+        key: config key that names it.
+        is_signed: this user's key has signed the values, whose targets are then called as they were
+            by the command that composed it.
+    """
+
+    values: Mapping[str, Any]
+    path: Path
+    key: str
+    is_signed: bool = False
+
+
+def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[str, Any]) -> None:
+    """Refuse a file's untrusted targets, and secrets that were masked in it.
+
+    A target is trusted if it is one of the runner's or torch's for its group, or named by this
+    command, too.
 
     Args:
-        spec: of the checkpoint.
+        config: of the file.
         groups: groups that are taken from it.
-        typed: this command's spec, as containers.
-        where: path of the checkpoint.
-        key: config key that names the checkpoint.
-        is_signed: this user's key has signed the spec, whose targets are then called as they were
-            by the command that composed it.
+        typed: the nodes of this command's groups, as containers.
 
     Raises:
         ConfigError: names each refused target, before anything of it is imported.
     """
+    source = f"{config.key}={config.path}"
     problems = []
     for group in groups:
-        ours = [target for _, target in _group_targets(group, typed.get(group))]
-        for name, target in () if is_signed else _group_targets(group, spec.get(group)):
-            if target not in ours and not _is_known(group, target):
+        node = config.values.get(group)
+        typed_targets = [target for _, target in _group_targets(group, typed.get(group))]
+        for name, target in () if config.is_signed else _group_targets(group, node):
+            if target not in typed_targets and not _is_known(group, target):
                 problems.append(
-                    f"{key}={where} names {name}={target}, which is neither the "
-                    f"runner's own nor code of {Path.cwd()} or PYTHONPATH: it is not called. "
-                    f"Its config is not signed with your key ({describe_key_location()}). "
-                    f"If you trust it, type {group}=... yourself, as for the training."
+                    f"{source} names {name}={target}, which is neither the runner's own nor "
+                    "torch's: it is not called. Its config is not signed with your key "
+                    f"({describe_key_location()}). If you trust it, type {group}=... yourself, as "
+                    "for the training."
                 )
         problems += [
-            f"{key}={where} does not hold the secret {name}. Type {name}=<value>, and in "
-            f"mode=evaluate {group}=... as for the training."
-            for name in _masked_keys(group, spec.get(group))
+            f"{source} does not hold the secret {name}. Type {name}=<value>, and in mode=evaluate "
+            f"{group}=... as for the training."
+            for name in masked_keys(group, node)
         ]
     if problems:
         raise ConfigError(*problems)
 
 
-def _masked_keys(name: str, value: Any) -> Iterator[str]:
+def interpolation_problem(content: Mapping[str, Any]) -> str:
+    """Return why a config that was read from a file is not resolved; empty where it may be.
+
+    A run writes resolved values. An interpolation in a file from elsewhere could read this
+    machine's environment (`${oc.env:...}`), or call a resolver.
+
+    Args:
+        content: plain containers, with the interpolations as they are written.
+
+    Raises:
+        TypeError, ValueError: the content holds what no config does.
+    """
+    # The values are searched and not the file's text: YAML has other spellings of a character.
+    if "${" in json.dumps(content):
+        return "holds an interpolation, which would be resolved here"
+    return ""
+
+
+def masked_keys(name: str, value: Any) -> Iterator[str]:
     """Yield the dotted keys of values that were masked in a checkpoint (see utils/secrets.py)."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _masked_keys(f"{name}.{key}", item)
+            yield from masked_keys(f"{name}.{key}", item)
     elif isinstance(value, list):
         for item in value:
-            yield from _masked_keys(name, item)
+            yield from masked_keys(name, item)
     elif isinstance(value, str) and "***" in value:
         yield name
 
@@ -95,7 +126,9 @@ def _group_targets(group: str, node: Any) -> list[tuple[str, Any]]:
     """Return the dotted key and the target of each in a group's node, those that are given as text
     included."""
     paths = {"data": loading_paths, "task": task_paths}.get(group)
-    return [*_targets(group, node), *(paths(node) if paths else ())]
+    nodes = node if isinstance(node, list) else [node]
+    texts = [text for each in nodes for text in (paths(each) if paths else ())]
+    return [*_targets(group, node), *texts]
 
 
 def _targets(key: str, node: Any) -> list[tuple[str, Any]]:
@@ -130,13 +163,7 @@ def _is_known(group: str, target: Any) -> bool:
             return issubclass(located, base_class)
         is_function = isinstance(located, FunctionType)
         return is_function and located.__module__.startswith(_MODEL_FUNCTIONS)
-    root = target.partition(".")[0]
-    if not _is_user_package(root):
-        return False
-    # None if it does not import, which is reported where it is called. What an own module imports
-    # (mine.os.system) is not own code: the module that defines it counts.
-    located = _locate_or_none(target)
-    return located is None or _defining_package(located) == root
+    return False
 
 
 def _metric_class() -> Any:
@@ -158,39 +185,3 @@ def _locate_or_none(target: str) -> Any:
         return locate(target)
     except ConfigError:
         return None
-
-
-def _defining_package(located: Any) -> str:
-    """Return the top-level package of the module that defines a class or function."""
-    return str(getattr(located, "__module__", "")).partition(".")[0]
-
-
-def _is_user_package(root: str) -> bool:
-    """Return whether a top-level name is imported from the working directory or PYTHONPATH, not
-    from Python's installation."""
-    if root == "runner" or root in sys.stdlib_module_names:
-        return False
-    # PathFinder finds a module without importing it: an import would run a stranger's choice.
-    user_folders = [folder for folder in sys.path if not _is_installation(Path(folder).resolve())]
-    in_user_folders = PathFinder.find_spec(root, user_folders)
-    if in_user_folders is None:
-        return False
-    # An installed package of the same name may come first on the path, and would be imported.
-    imported = PathFinder.find_spec(root, sys.path)
-    return _module_paths(imported) == _module_paths(in_user_folders)
-
-
-def _is_installation(folder: Path) -> bool:
-    """Return whether a folder has installed packages: below Python's own folders, or those of
-    `pip install --user`, of another environment, of the system."""
-    prefixes = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
-    has_package_name = {"site-packages", "dist-packages"} & {*folder.parts}
-    return bool(has_package_name or prefixes & {*folder.parents})
-
-
-def _module_paths(spec: ModuleSpec | None) -> list[str]:
-    if spec is None:
-        return []
-    # A namespace package has no file, only folders.
-    paths = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
-    return [str(Path(path).resolve()) for path in paths]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.invocation import Invocation
 from runner.config.schema import RunSpec, TrainSpec
 from runner.config.targets import build_group
 from runner.data.batch_layout import Batch
@@ -122,16 +123,16 @@ def _reference(run: RunContext) -> DiffReference:
     spec = replace(run.spec, train=_comparable_train(run.spec))
     if spec.against is None:
         return DiffReference(run.precision.name, spec)
-    found = _run_reference(spec) or resolve_reference(spec)
+    found = _run_reference(spec, run.origin) or resolve_reference(spec)
     return replace(found, spec=replace(found.spec, train=_comparable_train(found.spec)))
 
 
-def _run_reference(spec: RunSpec) -> DiffReference | None:
+def _run_reference(spec: RunSpec, origin: Invocation) -> DiffReference | None:
     """Return the run that `against` names; None where it names no run's folder."""
     folder = run_folder_of(spec)
     if folder is None:
         return None
-    run_spec = diffed_run_spec(spec, folder)
+    run_spec = diffed_run_spec(spec, origin, folder)
     label = f"{run_spec.precision['name']} of {relative_path(folder)}"
     return DiffReference(label, run_spec, run=folder, own=changed_words(spec, run_spec))
 
@@ -175,7 +176,7 @@ class _Comparison:
         steps = sorted({*self._run.spec.diff.steps})
         start = None
         if self._reference.run is not None:
-            start = checkpoint_of_run(self._reference.run, steps[0])
+            start = checkpoint_of_run(self._reference.run, spec, steps[0])
         if steps[0] > 1:
             self._check_conversion()
         device, say = accelerator.device, self._run.say

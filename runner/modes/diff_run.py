@@ -3,40 +3,34 @@
 The reference is the run itself, trained again up to the steps that are compared.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config import trusted_targets
 from runner.config.annotations import typed_value
 from runner.config.invocation import Invocation
 from runner.config.overrides import path_exists
-from runner.config.resolve import flatten, resolve_spec, to_dict
+from runner.config.resolve import to_dict
 from runner.config.schema import RunSpec
-from runner.modes import run_metadata
+from runner.config.trusted_targets import SavedConfig
 from runner.modes.diff_reference import COMPARED_KEYS
-from runner.modes.resumed_spec import (
+from runner.modes.saved_run import (
     PRESET_GROUPS,
-    TARGET_GROUPS,
-    changed_settings,
-    copy_key,
+    RUN_KEYS,
+    changes,
+    check_run,
+    folder_config,
+    merge,
     typed_overrides,
 )
-from runner.modes.rewind import RUN_KEYS, run_spec_of
 from runner.tracking.history import from_folder
 from runner.utils.errors import ConfigError
 from runner.utils.files import read_json
 from runner.utils.layout import CONFIG, RESULT
-
-_KEYS = (*RUN_KEYS, "scheduler")
-"""Top-level keys that a comparison takes from its run."""
 
 
 def run_folder_of(spec: RunSpec) -> Path | None:
@@ -67,38 +61,36 @@ def with_diffed_run(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocat
     folder = run_folder_of(spec)
     if folder is None:
         return spec, origin
-    run_spec = diffed_run_spec(spec, folder)
+    run_spec = diffed_run_spec(spec, origin, folder)
     typed = typed_overrides(origin)
     for preset in PRESET_GROUPS:
         if preset in typed:
             raise ConfigError(
                 f"against={spec.against} is a run, whose settings are taken. Leave {preset}= out."
             )
-    ours = dict(origin.composed_config or to_dict(spec))
-    merged = {**ours, **{key: to_dict(run_spec)[key] for key in _KEYS}}
-    for key in typed:
-        copy_key(ours, merged, key.split("."))
-    try:
-        found = replace(resolve_spec(OmegaConf.create(merged)), against=str(folder))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"against={spec.against}: {error}") from error
-    signed = run_metadata.signed_config(folder) is not None
-    untyped = [group for group in TARGET_GROUPS if group in _KEYS and group not in typed]
-    trusted_targets.check_trusted(to_dict(found), untyped, to_dict(spec), folder, "against", signed)
+    # Its code was judged with the whole of the run's config.
+    config = SavedConfig(to_dict(run_spec), folder, "against", is_signed=True)
+    found = replace(merge(config, spec, origin, RUN_KEYS), against=str(folder))
     _check_same(found, run_spec, typed)
     names = _option_names(folder)
-    choices = {key: names.get(key, "") for key in _KEYS if key not in typed}
+    choices = {key: names.get(key, "") for key in RUN_KEYS if key not in typed}
     return found, replace(origin, choices={**origin.choices, **choices})
 
 
-def diffed_run_spec(spec: RunSpec, folder: Path) -> RunSpec:
+def diffed_run_spec(spec: RunSpec, origin: Invocation, folder: Path) -> RunSpec:
     """Return the spec of a run that can be trained again here.
 
+    Args:
+        spec: of mode=diff.
+        origin: what was typed.
+        folder: of the run.
+
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot, or its config names code that is not trusted.
     """
-    run_spec = run_spec_of(folder)
-    assert run_spec is not None
+    config = folder_config(folder, "against")
+    assert config is not None
+    run_spec = check_run(config, spec, origin)
     problem = ""
     if run_spec.mode != "train":
         problem = f"has mode={run_spec.mode} and trains nothing. Name the folder of a training"
@@ -116,33 +108,30 @@ def diffed_run_spec(spec: RunSpec, folder: Path) -> RunSpec:
 
 def changed_words(spec: RunSpec, run_spec: RunSpec) -> str:
     """Return what a comparison has otherwise than its run, as overrides without the precision's."""
-    ours, theirs = flatten(spec), flatten(run_spec)
     words = [
         f"{key}={typed_value(value)}"
-        for key, value in ours.items()
-        if key.startswith(COMPARED_KEYS) and theirs.get(key) != value
+        for key, (_, value) in changes(run_spec, spec).items()
+        if value is not None and key.startswith(COMPARED_KEYS)
     ]
     hidden = ("precision.", "accelerator.")
     return " ".join(word for word in words if not word.startswith(hidden))
 
 
-def checkpoint_of_run(folder: Path, step: int) -> LoadedCheckpoint | None:
+def checkpoint_of_run(folder: Path, run_spec: RunSpec, step: int) -> LoadedCheckpoint | None:
     """Return a run's newest checkpoint before a step; None where it is trained from its start."""
-    run_spec = run_spec_of(folder)
-    assert run_spec is not None
     for path in reversed(locate.checkpoints_of_run(folder)):
         with suppress(ConfigError):  # damaged: an earlier one costs more steps, no exactness
             saved = LoadedCheckpoint(path, checkpoint_file.load(path))
-            changed = changed_settings(run_spec, saved)
+            changed = changes(saved.content["spec"], run_spec)
             # One from before a resume with other settings leads to other weights.
-            if saved.content["step"] < step and not _of_training(changed):
+            if saved.content["step"] < step and not any(map(_is_of_training, changed)):
                 return saved
     return None
 
 
-def _of_training(keys: Iterable[str]) -> list[str]:
-    """Return those of some keys that a training's numbers depend on."""
-    return [key for key in keys if key.partition(".")[0] in _KEYS]
+def _is_of_training(key: str) -> bool:
+    """Return whether a training's numbers depend on a key."""
+    return key.partition(".")[0] in RUN_KEYS
 
 
 def _check_same(spec: RunSpec, run_spec: RunSpec, typed: Collection[str]) -> None:
@@ -156,12 +145,10 @@ def _check_same(spec: RunSpec, run_spec: RunSpec, typed: Collection[str]) -> Non
     Raises:
         ConfigError: names the first.
     """
-    ours, theirs = flatten(spec), flatten(run_spec)
-    for key in {**ours, **theirs}:
-        is_shared = _of_training([key]) and not key.startswith(COMPARED_KEYS)
-        if is_shared and ours.get(key) != theirs.get(key):
+    for key, (value, _) in changes(run_spec, spec).items():
+        if _is_of_training(key) and not key.startswith(COMPARED_KEYS):
             raise ConfigError(
-                f"against={spec.against}: the run has {key}={theirs.get(key)}, and both executions "
+                f"against={spec.against}: the run has {key}={value}, and both executions "
                 f"take its batches and training. Leave {_typed_parent(key, typed)} out. Allowed to "
                 f"differ: precision, and keys that begin with {', '.join(COMPARED_KEYS)}."
             )

@@ -11,19 +11,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
+from runner.modes.saved_run import merge
 from runner.modes.startup_checks import check_data, check_evaluation, check_stream, try_batch
 from runner.modes.startup_report import describe_model, log_data_sets
 from runner.modes.training_outputs import save_dtypes, set_evaluation_hook
@@ -65,8 +63,6 @@ def plan_evaluation(
     assert spec.checkpoint.path is not None
     path = locate.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = LoadedCheckpoint(path, checkpoint_file.load(path))
-    content = saved.content
-    theirs = content["spec"]
     if origin.overrides_key("adapter"):
         raise ConfigError(
             "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
@@ -74,16 +70,13 @@ def plan_evaluation(
         )
     groups = ("model", "adapter", "data", "task", "precision")
     untyped = [key for key in groups if not origin.overrides_key(key)]
-    choices = dict(origin.choices)
-    for key in untyped:
-        choices[key] = content["choices"].get(key, "")
-    signed = checkpoint_file.is_signed_by_user(content)
-    trusted_targets.check_trusted(theirs, untyped, to_dict(spec), path, "checkpoint", signed)
-    nodes = {key: theirs.get(key, {}) for key in untyped}
-    if origin.composed_config is not None:  # typed interpolations take the checkpoint's values
-        spec = resolve_spec(OmegaConf.create({**origin.composed_config, **nodes}))
-    spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)), **nodes)
-    origin = replace(origin, choices=choices, is_trusted=signed and origin.is_trusted)
+    config = saved.config("checkpoint")
+    nodes = {key: config.values.get(key, {}) for key in untyped}
+    spec = merge(config._replace(values=nodes), spec, origin, untyped)
+    spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
+    choices = {key: saved.content["choices"].get(key, "") for key in untyped}
+    is_trusted = config.is_signed and origin.is_trusted
+    origin = replace(origin, choices={**origin.choices, **choices}, is_trusted=is_trusted)
     return saved, spec, origin
 
 

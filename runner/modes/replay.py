@@ -5,7 +5,6 @@ it once more. Where the run's config is missing, the weights are new ones. Nothi
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from runner.diagnostics.nonfinite_trace import (
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
-from runner.modes.rewind import rewind_to_step, saved_run_spec
+from runner.modes.rewind import rewind_to_step, run_of_batch
 from runner.modes.trial_forward import build_proven_model
 from runner.precision import registry
 from runner.precision.contract import Precision
@@ -115,12 +114,11 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
     """Return the batch, and the weights and random states to replay it with."""
     spec = run.spec
     checkpoint = read_initial_weights(spec)
-    run_spec = saved_run_spec(Path(spec.batch or ""))
+    run_spec = run_of_batch(spec, run.origin)
     if run_spec is None or saved.begun is None or spec.init.weights != run_spec.init.weights:
         weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
         return _Start(_batches(run, saved), checkpoint, None, weights)
-    run_spec_here = replace(run_spec, batch=spec.batch)
-    with rewind_to_step(run_spec_here, saved, run.device, run.console) as rewound:
+    with rewind_to_step(run_spec, saved, run.device, run.console) as rewound:
         state, batches, weights = rewound
         checkpoint = LoadedCheckpoint(
             Path(spec.batch or ""), checkpoint_state_dict(state, run_spec)

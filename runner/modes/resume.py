@@ -1,14 +1,15 @@
 """Choose the run and the checkpoint that checkpoint.resume continues.
 
 The step at which training continues is that of the newest undamaged checkpoint in the run's folder
-(checkpoint/locate.py); training/state_dict.py restores it. The settings are merged by
-resumed_spec.py, and the store is found by run_store.py.
+(checkpoint/locate.py); training/state_dict.py restores it. The settings are merged by saved_run.py,
+and the store is found by run_store.py.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -16,23 +17,28 @@ from rich.console import Console
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve_spec
+from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import AUTO, RunSpec
+from runner.config.targets import GROUP_KEYS
 from runner.modes.result import RunResult
-from runner.modes.resumed_spec import (
-    changed_settings,
-    merge_choices,
-    merge_spec,
-    optimizer_problem,
+from runner.modes.run_store import with_run_store
+from runner.modes.saved_run import (
+    PRESET_GROUPS,
+    changes,
+    merge,
     typed_overrides,
 )
-from runner.modes.run_store import with_run_store
 from runner.utils.errors import ConfigError
 from runner.utils.folder_lock import is_locked
 from runner.utils.layout import MANIFEST
 
 _MAX_SKIPPED_RUNS = 3
 """Skipped runs that the error of checkpoint.resume=last names."""
+_KEYS_OF_THE_COMMAND = ("tracking", "mode", "strategy")
+"""Top-level keys that are this command's and not the checkpoint's.
+
+run_store.py chooses the store, and a run may be resumed with another number of processes.
+"""
 
 
 class ResumePlan(NamedTuple):
@@ -137,8 +143,8 @@ def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) 
     saved = locate.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", notes)
     folder = saved.path.parent.parent
     _check_resumable(saved, folder, origin, where)
-    merged, own = merge_spec(spec, saved, origin)
-    problem = _nothing_left_to_train(merged, saved) or optimizer_problem(merged, saved)
+    merged, origin = _merge_spec(spec, saved, origin)
+    problem = _nothing_left_to_train(merged, saved) or _optimizer_problem(merged, saved)
     if problem:
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
     # A list of its own: while an error can still come, `notes` counts damaged files only.
@@ -146,8 +152,49 @@ def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) 
     waits = spec.checkpoint.resume == AUTO
     merged = with_run_store(merged, folder, origin, waits, store_notes.append)
     notes += store_notes
-    choices = merge_choices(saved, origin)
-    return ResumePlan(folder, saved, merged, replace(origin, choices=choices, is_trusted=own))
+    return ResumePlan(folder, saved, merged, origin)
+
+
+def _merge_spec(
+    spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation
+) -> tuple[RunSpec, Invocation]:
+    """Return the checkpoint's spec with what was typed now over it, and what it was composed from.
+
+    Args:
+        spec: as composed.
+        saved: the checkpoint.
+        origin: what was typed.
+
+    Raises:
+        ConfigError: the settings do not resolve, or name code that is not trusted.
+    """
+    choices = {
+        group: name
+        for group, name in saved.content["choices"].items()
+        if group not in typed_overrides(origin)
+    }
+    origin = replace(origin, choices={**origin.choices, **choices})
+    if _has_other_preset(saved, origin):
+        # A preset sets keys anywhere, so which of the checkpoint's keys would be meant to stay
+        # cannot be known: the command's spec counts as a whole.
+        return spec, origin
+    config = saved.config("checkpoint.resume")
+    composed = origin.composed_config or to_dict(spec)
+    # checkpoint.path belongs to mode=evaluate.
+    checkpoint = {**composed["checkpoint"], **config.values.get("checkpoint", {}), "path": None}
+    values = {**config.values, "checkpoint": checkpoint}
+    keys = [key for key in values if key not in _KEYS_OF_THE_COMMAND]
+    merged = merge(config._replace(values=values), spec, origin, keys)
+    return merged, replace(origin, is_trusted=config.is_signed and origin.is_trusted)
+
+
+def _has_other_preset(saved: LoadedCheckpoint, origin: Invocation) -> bool:
+    """Return whether a preset was typed that the checkpoint's run did not have."""
+    choices = saved.content["choices"]
+    return any(
+        group in typed_overrides(origin) and origin.choices.get(group) != choices.get(group)
+        for group in PRESET_GROUPS
+    )
 
 
 def _check_resumable(saved: LoadedCheckpoint, folder: Path, origin: Invocation, where: str) -> None:
@@ -221,3 +268,66 @@ def _is_finished(run: Path) -> bool:
     with suppress(ValueError, OSError):  # none, or damaged
         return RunResult.read(run).status == "finished"
     return False
+
+
+def _optimizer_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
+    """Return why the checkpoint's optimizer state is none of this run's; empty where it may be."""
+    theirs = _optimizers(saved.content["spec"].get("optimizer") or {})
+    ours = _optimizers(spec.optimizer)
+    if theirs == ours:
+        return _division_problem(spec, saved)
+    old = ", ".join(str(target) for target, _ in theirs.values())
+    new = ", ".join(str(target) for target, _ in ours.values())
+    return (
+        f"its state is that of {old}, which {new} cannot continue. Leave optimizer= out, or type "
+        f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
+        "weights."
+    )
+
+
+def _division_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
+    """Return which setting would give the saved state to other parameters; empty for none."""
+    theirs = saved.content["spec"]
+    train = theirs.get("train")
+    frozen = train.get("freeze") if isinstance(train, Mapping) else None
+    keys = ""
+    if _divisions(theirs.get("optimizer") or {}) != _divisions(spec.optimizer):
+        keys = "optimizer.groups, no_decay_on and layer_decay"
+    elif (frozen or []) != spec.train.freeze:
+        keys = "train.freeze"
+    if not keys:
+        return ""
+    return (
+        f"its state is that of groups of parameters with other settings. Leave {keys} out, or type "
+        f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
+        "weights."
+    )
+
+
+def _divisions(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of each optimizer of a node that divide its parameters, by their keys."""
+    nodes = {"": node} if "_target_" in node else node
+    found: dict[str, Any] = {}
+    for name, part in nodes.items():
+        for key in GROUP_KEYS:
+            if isinstance(part, Mapping) and part.get(key) is not None:
+                found[f"{name}.{key}"] = part[key]
+    return found
+
+
+def _optimizers(node: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return target and `match` of each optimizer of a node, by its name."""
+    # A node with a target is one optimizer; else it holds several, each under its name.
+    nodes = {"": node} if "_target_" in node else node
+    parts = {name: part for name, part in nodes.items() if isinstance(part, Mapping)}
+    return {name: (part.get("_target_"), part.get("match")) for name, part in parts.items()}
+
+
+def changed_settings(spec: RunSpec, saved: LoadedCheckpoint) -> dict[str, str]:
+    """Return the keys whose values differ from the checkpoint's, as `old -> new`."""
+    # How a run is saved and where it is recorded change nothing that it computes.
+    return {
+        key: f"{'none' if old is None else old} -> {'none' if new is None else new}"
+        for key, (old, new) in changes(saved.content["spec"], spec).items()
+        if key.partition(".")[0] not in ("checkpoint", "tracking")
+    }

@@ -12,15 +12,12 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.locate import checkpoints_of_run
-from runner.config import trusted_targets
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.batch_layout import Batch
@@ -28,7 +25,7 @@ from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.stream_loader import BatchLoader
 from runner.data.task_target import build_task
 from runner.diagnostics.saved_batch import SavedBatch
-from runner.modes import run_metadata
+from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.modes.trial_forward import build_proven_model
 from runner.precision.contract import ConversionReport, Precision
 from runner.training import state_dict
@@ -42,41 +39,27 @@ from runner.training.step import train_step
 from runner.training.step_replay import saved_state
 from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError
-from runner.utils.layout import CONFIG
 from runner.utils.reproducibility import make_deterministic, seed_all
 
-RUN_KEYS = ("model", "adapter", "data", "task", "precision", "optimizer", "train", "init", "seed")
-"""Top-level keys that a replay takes from its run."""
-
-
-def saved_run_spec(batch: Path) -> RunSpec | None:
-    """Return the spec of the run whose guard saved a batch; None where its config is gone.
-
-    Raises:
-        ConfigError: the file is not a config as a run writes it.
-    """
-    return run_spec_of(run_folder_of_batch(batch))
-
-
-def run_spec_of(folder: Path) -> RunSpec | None:
-    """Return the spec of a run by its folder; None where its config is gone.
-
-    Raises:
-        ConfigError: the file is not a config as a run writes it.
-    """
-    path = folder / CONFIG
-    if not path.is_file():
-        return None
-    text = path.read_text()
-    if "${" in text:
-        # A run writes resolved values. An interpolation would read this machine's environment.
-        raise ConfigError(f"{path} holds an interpolation, which would be resolved here.")
-    return resolve_spec(OmegaConf.create(text))  # type: ignore[arg-type]
 
 
 def run_folder_of_batch(batch: Path) -> Path:
     """Return the folder of the run whose guard saved a batch, as `guard/batch-<step>.json`."""
     return batch.absolute().parent.parent
+
+
+def run_of_batch(spec: RunSpec, origin: Invocation) -> RunSpec | None:
+    """Return the spec of the run whose guard saved the batch; None where its config is gone.
+
+    Args:
+        spec: of the replay; its batch names the file in the run's folder.
+        origin: what was typed.
+
+    Raises:
+        ConfigError: the run's config is damaged, or names code that is not trusted.
+    """
+    config = folder_config(run_folder_of_batch(Path(spec.batch or "")), "batch")
+    return config and replace(check_run(config, spec, origin), batch=spec.batch)
 
 
 def with_run_config(
@@ -93,20 +76,15 @@ def with_run_config(
         The spec, and the invocation with the names of the run's options.
 
     Raises:
-        ConfigError: the run's config is no such file, or names code that is not trusted.
+        ConfigError: the run's config is damaged, or names code that is not trusted.
     """
-    batch = Path(spec.batch or "")
-    run_spec = saved_run_spec(batch)
-    if run_spec is None:
+    config = folder_config(run_folder_of_batch(Path(spec.batch or "")), "batch")
+    if config is None:
         return spec, origin
     untyped = [key for key in RUN_KEYS if not origin.overrides_key(key)]
-    signed = run_metadata.signed_config(run_folder_of_batch(batch)) is not None
-    trusted_targets.check_trusted(
-        to_dict(run_spec), untyped, to_dict(spec), spec.batch, "batch", signed
-    )
     choices = {key: name for key, name in saved.names.items() if key in untyped}
-    nodes = {key: getattr(run_spec, key) for key in untyped}
-    return replace(spec, **nodes), replace(origin, choices={**origin.choices, **choices})
+    origin = replace(origin, choices={**origin.choices, **choices})
+    return merge(config, spec, origin, untyped), origin
 
 
 def checkpoint_before_step(folder: Path, saved: SavedBatch) -> LoadedCheckpoint | None:

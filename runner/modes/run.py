@@ -28,7 +28,6 @@ from runner.distributed.strategy import Strategy
 from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
 from runner.modes.result import RunResult
-from runner.modes.resumed_spec import changed_settings
 from runner.modes.tables import print_result
 from runner.precision.contract import Precision
 from runner.tracking import journal
@@ -359,7 +358,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=origin.sweep)
     earlier = journal.latest_journal(context.out)
     if resumed is not None:
-        changes = changed_settings(spec, resumed)
+        changes = resume.changed_settings(spec, resumed)
         return replace(info, continues=earlier, step=resumed.content["step"], changes=changes)
     # A run that should have been resumed and had no checkpoint starts over, as a new run.
     superseded = stored_run_id(earlier) if earlier and spec.checkpoint.resume else None

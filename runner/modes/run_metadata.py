@@ -1,9 +1,8 @@
-"""Write and read what identifies a run: its config, the config's signature, environment and commit.
+"""Write what identifies a run: its config, the config's signature, environment and commit.
 
 What a training produces (weights, model, tables, chart) is saved by training_outputs.py.
 """
 
-import json
 import platform
 import subprocess
 import sys
@@ -18,8 +17,7 @@ from runner.config import signature
 from runner.config.invocation import Invocation
 from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
-from runner.config.signature import is_signed
-from runner.utils.files import read_text, write_json, write_text
+from runner.utils.files import write_json, write_text
 from runner.utils.layout import CONFIG, GIT_KEYS, SIGNATURE
 
 PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy")
@@ -47,20 +45,6 @@ def write_config(folder: Path, spec: RunSpec, sign: bool = True) -> Path:
 def config_text(spec: RunSpec) -> str:
     """Return a resolved config as YAML, without its secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(redacted_dict(spec)))
-
-
-def signed_config(folder: Path) -> dict[str, Any] | None:
-    """Return the config in a run's folder; None unless this user's key has signed that text."""
-    try:
-        text = read_text(folder / CONFIG)
-        signed = json.loads(read_text(folder / SIGNATURE))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(signed, dict) or not is_signed(CONFIG, text, signed.get("config")):
-        return None
-    content = OmegaConf.to_container(OmegaConf.create(text))
-    assert isinstance(content, dict)
-    return {str(key): value for key, value in content.items()}
 
 
 def environment_facts(origin: Invocation) -> dict[str, Any]:

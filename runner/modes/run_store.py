@@ -13,20 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-import yaml
-
 from runner.config.invocation import Invocation
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
 from runner.config.signature import describe_key_location, is_signed
 from runner.distributed import torchrun
-from runner.modes import run_metadata
+from runner.modes.saved_run import folder_config
 from runner.tracking import journal
 from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.files import read_text
-from runner.utils.layout import CONFIG
 from runner.utils.secrets import redact
 
 MLFLOW_TARGET = "runner.tracking.mlflow.MlflowTracker"
@@ -180,10 +176,7 @@ def _tracking_settings(
     """
     if "tracking" in typed:
         return dict(ours)
-    signed = run_metadata.signed_config(folder)
-    theirs = signed.get("tracking") if signed else None
-    if theirs is None and journal.latest_journal(folder) is None and _had_no_tracker(folder):
-        theirs = {"_target_": NO_TRACKER_TARGET}
+    theirs = _recorded_tracking(folder)
     if not isinstance(theirs, dict) or (typed and theirs.get("_target_") == NO_TRACKER_TARGET):
         return dict(ours)
     # The config hides secrets as ***: such a value is this command's to give.
@@ -202,16 +195,22 @@ def _tracking_settings(
     return settings
 
 
-def _had_no_tracker(folder: Path) -> bool:
-    """Return whether the run's config says tracking=none, be it signed or not.
+def _recorded_tracking(folder: Path) -> object:
+    """Return the node `tracking` of a run's config; None where it is not believed.
 
-    Anybody may have written that config, but a run without a record does no harm.
+    Anybody may have written a config without this user's signature. It is believed only that a run
+    has no record, which does no harm.
     """
     try:
-        content = yaml.safe_load(read_text(folder / CONFIG))
-        return bool(content["tracking"]["_target_"] == NO_TRACKER_TARGET)
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, RecursionError):
-        return False
+        config = folder_config(folder, RESUME_KEY)
+    except ConfigError:
+        return None
+    node = config.values.get("tracking") if config else None
+    if config is None or config.is_signed or not isinstance(node, dict):
+        return node
+    has_none = node.get("_target_") == NO_TRACKER_TARGET
+    has_none = has_none and journal.latest_journal(folder) is None
+    return {"_target_": NO_TRACKER_TARGET} if has_none else None
 
 
 def _chosen_uri(

@@ -18,7 +18,7 @@ from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
 from runner.modes.context import RunContext
 from runner.modes.pruning import Pruning
-from runner.modes.resumed_spec import typed_overrides
+from runner.modes.saved_run import typed_overrides
 from runner.modes.training_errors import batch_saver
 from runner.training import state_dict
 from runner.training.callbacks.callback import Callback

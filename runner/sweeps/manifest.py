@@ -1,13 +1,16 @@
 """Read and write sweep.json, the file that says what a sweep was asked for and how far it got."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from runner.config.annotations import dataclass_fields_from_json
+from runner.config.signature import is_signed, sign
 from runner.utils.errors import ConfigError
 from runner.utils.files import read_json, write_json
 from runner.utils.layout import MANIFEST
+from runner.utils.secrets import redact_values
 
 _WORD_LIST_KEYS = ("command", "overrides", "left_out")
 
@@ -27,6 +30,7 @@ class Manifest:
         left_out: `<precision> <key>` for each key under precision that the command sets and that
             one of its precisions does not take; jobs of that precision run without it.
         earlier: `overrides` before each time that a list of the sweep got longer, oldest first.
+        signature: of the command and its working directory, with the key of the user who typed it.
     """
 
     id: str
@@ -38,6 +42,22 @@ class Manifest:
     finished: bool = False
     left_out: Sequence[str] = ()
     earlier: Sequence[Sequence[str]] = ()
+    signature: str = ""
+
+    def signed(self) -> "Manifest":
+        """Return the manifest of a command that this user has typed, with its signature."""
+        return replace(self, signature=sign(MANIFEST, self._signed_text))
+
+    @property
+    def is_signed_by_user(self) -> bool:
+        """Return whether this user has typed the command, in the manifest's working directory."""
+        return is_signed(MANIFEST, self._signed_text, self.signature)
+
+    @property
+    def _signed_text(self) -> str:
+        # As the file holds it, without secrets. Relative paths of the command, as that of
+        # --config-dir, are read from the directory.
+        return json.dumps(redact_values([self.cwd, *self.command]))
 
     def keys_left_out(self, precision: str) -> list[str]:
         """Return the keys that jobs of one precision run without."""

@@ -327,7 +327,7 @@ def _new_manifest(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Mani
     """Return the manifest of the sweep that this process's command begins."""
     command = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
     sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
-    return Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms())
+    return Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms()).signed()
 
 
 def _swept_keys(overrides: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ Jobs that are there keep their numbers and folders; those of the new values come
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +135,9 @@ def with_new_lists(manifest: Manifest, overrides: Sequence[str]) -> Manifest:
             command[places[-1]] = word
         else:
             command.append(word)
-    return Manifest(
-        manifest.id,
-        command,
-        overrides,
-        manifest.cwd,
-        manifest.began_ms,
-        manifest.jobs,
-        manifest.finished,
-        manifest.left_out,
-        [*manifest.earlier, list(manifest.overrides)],
-    )
+    earlier = [*manifest.earlier, list(manifest.overrides)]
+    extended = replace(manifest, command=command, overrides=overrides, earlier=earlier)
+    return extended.signed() if manifest.is_signed_by_user else extended
 
 
 def _is_longer(old: str, new: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from runner.checkpoint import locate
 from runner.config.given_objects import given_keys, python_call
 from runner.config.overrides import override_key, quote_value
+from runner.config.signature import describe_key_location
 from runner.modes.result import RunResult
 from runner.modes.run_store import resumed_sweep_store
 from runner.sweeps.manifest import Manifest
@@ -51,6 +52,9 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"{folder / MANIFEST} is damaged: its command is not a command of the runner."
         )
+    _check_trusted(manifest, [*added, *lists], name)
+    # Words of the sweep's own command change nothing.
+    added = [text for text in added if text not in manifest.command]
     _check_added(added, manifest, name)
     _check_working_directory(manifest, name)
     # Redacted words are typed again, see _check_added().
@@ -64,6 +68,23 @@ def _tracking_uri(words: Sequence[str]) -> str | None:
     """Return the value of the first `tracking.uri=` among words."""
     values = (text.partition("=")[2] for text in words if text.startswith("tracking.uri="))
     return next(values, None)
+
+
+def _check_trusted(manifest: Manifest, typed: Sequence[str], name: str) -> None:
+    """Refuse a manifest from elsewhere, whose command could name any code.
+
+    Args:
+        manifest: the sweep's.
+        typed: words of the resuming command. Where they repeat the sweep's command, it is trusted.
+        name: value of `sweep.resume=`.
+    """
+    command = {word for word in manifest.command[3:] if word not in ("-m", "--multirun")}
+    if not manifest.is_signed_by_user and not command.issubset(typed):
+        raise ConfigError(
+            f"{RESUME_KEY}={name}: the sweep's command is not signed with your key "
+            f"({describe_key_location()}), and is not run: {quote_command(manifest.command)}. If "
+            f"you trust it, type it, and {RESUME_KEY}={name} behind it."
+        )
 
 
 def _check_added(added: Sequence[str], manifest: Manifest, name: str) -> None:

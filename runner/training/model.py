@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config import trusted_targets
 from runner.config.resolve import to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
+from runner.config.trusted_targets import check_trusted
 from runner.precision.casting import cast_floats, default_dtype
 from runner.precision.contract import ConversionReport, Precision
 from runner.precision.conversion import is_converted
@@ -171,11 +170,10 @@ def _load_plain_weights(
             f"precision={saved.content['precision']} with the adapter that it was trained with, or "
             "a precision that packs nothing, for example precision=bf16-mixed."
         )
-    theirs = saved.content["spec"]
-    own = checkpoint_file.is_signed_by_user(saved.content)
     # The adapter's target comes from the file: it is judged before anything is imported by it.
-    trusted_targets.check_trusted(theirs, ["adapter"], to_dict(spec), saved.path, "checkpoint", own)
-    adapter = adapters.build_adapter(theirs.get("adapter") or {})
+    config = saved.config("checkpoint")
+    check_trusted(config, ["adapter"], to_dict(spec))
+    adapter = adapters.build_adapter(config.values.get("adapter") or {})
     # A checkpoint's float64 would be rounded on its way through a float32 model.
     if precision.storage is torch.float64:
         cast_floats(model, torch.float64)

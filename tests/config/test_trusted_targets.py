@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +15,11 @@ KNOWN = {
         "runner.models.mlp.MLP",
         "torch.nn.Linear",
         "torchvision.models.resnet18",
-        "mine.Net",
-        "pack.nets.net",
     ),
-    "data": ("runner.data.datasets.digits.digits", "mine.Net", "runner.data.padding.pad"),
+    "data": ("runner.data.datasets.digits.digits", "runner.data.padding.pad"),
     "optimizer": ("torch.optim.NAdam", "runner.training.lowbit_optimizers.AdamW8bit"),
     "scheduler": ("torch.optim.lr_scheduler.StepLR",),
-    "task": ("torchmetrics.classification.MulticlassF1Score", "torchmetrics.R2Score", "mine.Net"),
+    "task": ("torchmetrics.classification.MulticlassF1Score", "torchmetrics.R2Score"),
 }
 UNKNOWN = {
     "model": (
@@ -33,7 +32,10 @@ UNKNOWN = {
         "runner.models.mlp.torch.save",
         "mine.os.mkdir",
         "mine.json.loads",
+        "mine.Net",
+        "pack.nets.net",
         "pack.nets.system",
+        "outputs.runs.now.net",
         "yaml.load",
         "idlelib.idle.main",
         "",
@@ -54,22 +56,23 @@ UNKNOWN = {
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("import json\nimport os\nclass Net: pass\n")
-    (tmp_path / "yaml.py").write_text("raise SystemExit('imported')\n")
-    (tmp_path / "pack").mkdir()
-    (tmp_path / "pack" / "nets.py").write_text("from os import system\ndef net(): pass\n")
+    """Modules of a stranger in the working directory, that can be imported and must not be."""
+    for name in ("mine.py", "yaml.py", "pack/nets.py", "outputs/runs/now.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise SystemExit('imported')\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    yield
-    for name in ("mine", "pack", "pack.nets"):
-        sys.modules.pop(name, None)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+
+def check(values, groups, typed):
+    config = trusted_targets.SavedConfig(values, Path("x.pt"), "checkpoint")
+    trusted_targets.check_trusted(config, groups, typed)
 
 
 def refused(group, target, typed=None):
     try:
-        trusted_targets.check_trusted(
-            {group: {"_target_": target}}, [group], typed or {}, "x.pt", "checkpoint"
-        )
+        check({group: {"_target_": target}}, [group], typed or {})
     except ConfigError as error:
         return str(error)
     return ""
@@ -93,11 +96,12 @@ def test_what_is_typed_is_ones_own():
     assert not refused("model", "os.mkdir", {"model": {"_target_": "os.mkdir"}})
 
 
+OWN = {"model": "runner.models.mlp.MLP", "data": "runner.data.datasets.digits.digits"}
 PLACES = {
     "in a mapping": lambda node: {"config": {"a": node}},
     "in a list": lambda node: {"layers": [1, [node]]},
     "by position": lambda node: {"_args_": [node]},
-    "in a nested node": lambda node: {"a": {"_target_": "mine.Net", "b": node}},
+    "in a nested node": lambda node: {"a": {"_target_": OWN["model"], "b": node}},
     "where nothing is built": lambda node: {"_recursive_": False, "a": node},
 }
 NESTED_STRANGERS = (
@@ -119,7 +123,7 @@ def test_a_nested_target_of_a_stranger_is_refused(place, target):
     spec = {"model": {"_target_": "torch.nn.Sequential", **PLACES[place](node)}}
     said = rf"names model\.[\w.\[\]]+\._target_={re.escape(target)}, which"
     with pytest.raises(ConfigError, match=said):
-        trusted_targets.check_trusted(spec, ["model"], {}, "x.pt", "checkpoint")
+        check(spec, ["model"], {})
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -127,32 +131,36 @@ def test_a_nested_target_of_a_stranger_is_refused(place, target):
     ("group", "target"),
     [
         ("model", "torch.nn.BatchNorm2d"),
-        ("model", "mine.Net"),
+        ("model", "runner.models.mlp.MLP"),
         ("data", "torchvision.transforms.v2.ToImage"),
     ],
 )
 def test_a_nested_target_that_fits_its_place_is_called(place, group, target):
     node = {"_target_": target, "_partial_": True}
-    spec = {group: {"_target_": "mine.Net", **PLACES[place](node)}}
-    trusted_targets.check_trusted(spec, [group], {}, "x.pt", "checkpoint")
+    inner = PLACES[place](node)
+    if "_target_" in inner.get("a", ()):
+        inner["a"]["_target_"] = OWN[group]
+    spec = {group: {**inner, "_target_": OWN[group]}}
+    check(spec, [group], {})
 
 
 def test_one_of_several_optimizers():
     spec = {"optimizer": {"a": {"_target_": "torch.optim.SGD"}, "b": {"_target_": "os.mkdir"}}}
     with pytest.raises(ConfigError, match=r"names optimizer\.b\._target_=os\.mkdir"):
-        trusted_targets.check_trusted(spec, ["optimizer"], {}, "x.pt", "checkpoint")
+        check(spec, ["optimizer"], {})
 
 
 @pytest.mark.parametrize("key", ["data.collate", "data.sampler", "task.loss"])
 def test_a_target_that_is_given_as_text(key):
     group, name = key.split(".")
-    spec = {group: {"_target_": "mine.Net", name: "os.system"}}
+    spec = {group: {name: "os.system"}}
     with pytest.raises(ConfigError, match=re.escape(f"names {key}=os.system, which is neither")):
-        trusted_targets.check_trusted(spec, [group], {}, "x.pt", "checkpoint")
-    trusted_targets.check_trusted(spec, [group], {group: {name: "os.system"}}, "x.pt", "checkpoint")
-    spec = {group: {"_target_": "mine.Net", name: {"a": [1, {"_target_": "os.system"}]}}}
+        check(spec, [group], {})
+    check(spec, [group], {group: {name: "os.system"}})
+    check(spec, [group], {group: [{name: "os.system"}, {}]})
+    spec = {group: {name: {"a": [1, {"_target_": "os.system"}]}}}
     with pytest.raises(ConfigError, match=re.escape(f"names {key}.a[1]._target_=os.system")):
-        trusted_targets.check_trusted(spec, [group], {}, "x.pt", "checkpoint")
+        check(spec, [group], {})
 
 
 @pytest.mark.parametrize(
@@ -166,12 +174,12 @@ def test_a_target_that_is_given_as_text(key):
     ],
 )
 def test_a_metric_or_a_hook_of_a_stranger(keys):
-    spec = {"task": {"_target_": "mine.Net", **keys}}
+    spec = {"task": keys}
     with pytest.raises(ConfigError, match=r"names task\.[\w.\[\]]+=os\.system"):
-        trusted_targets.check_trusted(spec, ["task"], {}, "x.pt", "checkpoint")
+        check(spec, ["task"], {})
 
 
 def test_a_secret_that_was_left_out_is_asked_for():
-    spec = {"data": {"_target_": "mine.Net", "api_key": "***", "max_tokens": 3}}
+    spec = {"data": {"api_key": "***", "max_tokens": 3}}
     with pytest.raises(ConfigError, match=r"secret data\.api_key\. Type data\.api_key=<value>"):
-        trusted_targets.check_trusted(spec, ["data"], {}, "x.pt", "checkpoint.resume")
+        check(spec, ["data"], {})

@@ -1,0 +1,163 @@
+"""Read the settings of a saved run, judge what they name, and merge them with what is typed now.
+
+A checkpoint holds the settings of its run, and a run's folder holds config.yaml. Anybody may have
+written these files, so code that they name is called only as config/trusted_targets.py allows.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from runner.config.invocation import Invocation
+from runner.config.overrides import override_key
+from runner.config.resolve import flatten, resolve_spec, to_dict
+from runner.config.schema import RunSpec
+from runner.config.signature import is_signed
+from runner.config.trusted_targets import (
+    SavedConfig,
+    check_trusted,
+    interpolation_problem,
+    masked_keys,
+)
+from runner.utils.errors import ConfigError
+from runner.utils.files import read_text
+from runner.utils.layout import CONFIG, SIGNATURE
+
+PRESET_GROUPS = ("experiment", "debug", "sweep")
+"""Groups that set keys anywhere."""
+TARGET_GROUPS = (
+    *("precision", "model", "adapter", "data", "task", "optimizer", "scheduler", "callbacks"),
+)
+"""Groups whose targets a saved run names."""
+RUN_KEYS = (*TARGET_GROUPS[:-1], "train", "init", "seed")
+"""Top-level keys that a run's training is repeated with."""
+
+
+def typed_overrides(origin: Invocation) -> dict[str, str]:
+    """Return the overrides that were typed, by their keys without marks (`+`, `~`)."""
+    return {override_key(text): text for text in origin.overrides}
+
+
+def folder_config(folder: Path, key: str) -> SavedConfig | None:
+    """Return the settings in a run's folder; None where its config is gone.
+
+    Args:
+        folder: of the run.
+        key: config key that names the folder or a file in it.
+
+    Raises:
+        ConfigError: the file is not a config as a run writes it.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        text = read_text(path)
+        values: Any = OmegaConf.to_container(OmegaConf.create(text))
+        problem = interpolation_problem(values)
+    except (OSError, TypeError, ValueError, RecursionError, YAMLError, OmegaConfBaseException):
+        values, problem = None, "is damaged"
+    if problem or not isinstance(values, dict):
+        raise ConfigError(f"{path} {problem or 'is damaged'}.")
+    return SavedConfig(values, folder, key, _is_signed(folder, text))
+
+
+def _is_signed(folder: Path, text: str) -> bool:
+    """Return whether this user's key has signed the text of a run's config."""
+    try:
+        signed = json.loads(read_text(folder / SIGNATURE))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(signed, dict) and is_signed(CONFIG, text, signed.get("config"))
+
+
+def check_run(config: SavedConfig, spec: RunSpec, origin: Invocation) -> RunSpec:
+    """Return the spec of a saved run, to train it again as it was.
+
+    Args:
+        config: of the run.
+        spec: of this command, as composed.
+        origin: what was typed.
+
+    Raises:
+        ConfigError: the config is no spec, or names code that is not trusted.
+    """
+    values = dict(config.values)
+    composed = origin.composed_config or to_dict(spec)
+    typed = typed_overrides(origin)
+    # No file holds a secret, so that it is typed again.
+    for key in masked_keys("", config.values):
+        if key.removeprefix(".") in typed:
+            copy_key(composed, values, key.removeprefix(".").split("."))
+    check_trusted(config._replace(values=values), TARGET_GROUPS, _typed_nodes(spec, origin))
+    return resolve_spec(OmegaConf.create(values))
+
+
+def _typed_nodes(spec: RunSpec, origin: Invocation) -> dict[str, Any]:
+    """Return the nodes of this command's groups, as they were composed and as resolved."""
+    composed = origin.composed_config or {}
+    return {group: [composed.get(group), getattr(spec, group)] for group in TARGET_GROUPS}
+
+
+def merge(config: SavedConfig, spec: RunSpec, origin: Invocation, keys: Collection[str]) -> RunSpec:
+    """Return this command's spec with a saved run's values of some keys where none was typed.
+
+    Args:
+        config: of the saved run.
+        spec: of this command, as composed.
+        origin: what was typed.
+        keys: top-level keys that are taken from the run.
+
+    Raises:
+        ConfigError: the settings do not resolve, or name code that is not trusted.
+    """
+    composed = dict(origin.composed_config or to_dict(spec))
+    merged = composed | {key: config.values[key] for key in keys if key in config.values}
+    # What is typed is copied before anything is resolved, so that its interpolations read the
+    # run's values.
+    for key in typed_overrides(origin):
+        copy_key(composed, merged, key.split("."))
+    try:
+        resolved = resolve_spec(OmegaConf.create(merged))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{config.key}={config.path}: {error}") from error
+    groups = [group for group in TARGET_GROUPS if group in keys]
+    check_trusted(config._replace(values=to_dict(resolved)), groups, _typed_nodes(spec, origin))
+    return resolved
+
+
+def copy_key(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:
+    """Copy one dotted key into the target, or remove it there where the source lacks it."""
+    head, *rest = path
+    if head not in source:
+        target.pop(head, None)
+    elif rest and isinstance(source[head], Mapping) and isinstance(target.get(head), Mapping):
+        # The nested mapping is the saved run's own: it is copied before it is changed.
+        target[head] = dict(target[head])
+        copy_key(source[head], target[head], rest)
+    else:
+        target[head] = source[head]
+
+
+def changes(
+    saved: Mapping[str, Any] | RunSpec, spec: RunSpec
+) -> dict[str, tuple[str | None, str | None]]:
+    """Return the keys whose values differ between a saved run and a spec, without secrets.
+
+    Args:
+        saved: the run's settings.
+        spec: of this command.
+
+    Returns:
+        The run's value and this command's by dotted key; None where there is no such key.
+    """
+    if not isinstance(saved, RunSpec):
+        saved = resolve_spec(OmegaConf.create(dict(saved)))
+    old, new = flatten(saved), flatten(spec)
+    keys = dict.fromkeys([*old, *new])
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
