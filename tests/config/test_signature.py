@@ -10,6 +10,7 @@ import pytest
 from runner.config import signature
 from runner.config.signature import is_signed, key_path, sign
 from runner.modes import run_metadata
+from runner.modes.saved_run import folder_config
 from runner.utils.layout import SIGNATURE
 
 
@@ -122,13 +123,13 @@ def test_a_config_is_taken_as_long_as_nothing_in_it_changes(compose, tmp_path):
     run_metadata.write_config(tmp_path, spec)
     config = tmp_path / "config.yaml"
     text = config.read_text()
-    found = run_metadata.signed_config(tmp_path)
-    assert found is not None
-    assert found["model"]["_target_"] == "runner.models.mlp.MLP"
+    found = folder_config(tmp_path, "against")
+    assert found.is_signed
+    assert found.values["model"]["_target_"] == "runner.models.mlp.MLP"
     assert "secret" not in text
     config.write_text(text.replace("mlp.MLP", "mlp.MLp"))
-    assert run_metadata.signed_config(tmp_path) is None
+    assert not folder_config(tmp_path, "against").is_signed
     run_metadata.write_config(tmp_path, spec, sign=False)
-    assert run_metadata.signed_config(tmp_path) is None
+    assert not folder_config(tmp_path, "against").is_signed
     (tmp_path / SIGNATURE).write_text("[" * 100_000)
-    assert run_metadata.signed_config(tmp_path) is None
+    assert not folder_config(tmp_path, "against").is_signed

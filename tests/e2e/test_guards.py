@@ -12,11 +12,12 @@ import torch
 from rich.console import Console
 from run_folders import only_run
 
+from runner.config.invocation import Invocation
 from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step
 from runner.diagnostics import saved_batch
 from runner.modes import training_errors
-from runner.modes.rewind import rewind_to_step, saved_run_spec
+from runner.modes.rewind import rewind_to_step, run_of_batch
 from runner.training.state_dict import checkpoint_state_dict
 
 pytestmark = pytest.mark.slow
@@ -224,7 +225,7 @@ FOLLOWED = (
 
 
 @pytest.mark.parametrize("keys", [(), FOLLOWED], ids=["plain", "a schedule follows a hook"])
-def test_a_replay_trains_to_the_very_bits(faulty, faults, keys):
+def test_a_replay_trains_to_the_very_bits(faulty, faults, compose, keys):
     (faults / "lab" / "hooks.py").write_text(HOOK)
     faulty(
         *NAN,
@@ -239,7 +240,7 @@ def test_a_replay_trains_to_the_very_bits(faulty, faults, keys):
     path = out / "checkpoints" / "step-00000005.pt"
     wanted = torch.load(path, weights_only=True)
     path.unlink()
-    spec = replace(saved_run_spec(batch), batch=str(batch))
+    spec = run_of_batch(replace(compose("model=mlp"), batch=str(batch)), Invocation())
     with rewind_to_step(
         spec, saved_batch.read_saved_batch(batch), torch.device("cpu"), Console(quiet=True)
     ) as reached:

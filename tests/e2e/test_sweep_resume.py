@@ -11,6 +11,7 @@ import pytest
 import torch
 from waiting import SECONDS, wait_for
 
+from runner.sweeps.manifest import Manifest
 from runner.utils.folder_lock import folder_lock
 
 GATE = '''
@@ -178,11 +179,11 @@ def test_sweeps_that_cannot_be_resumed_are_refused(main, lab):
     (folder / "sweep.json").write_text('{"id": "x", "command": [1]}')
     assert "sweep.json is damaged" in refused("sweep.resume=last")
     command = ["python", "-m", "runner", *SWEEP, "tracking=none"]
-    (folder / "sweep.json").write_text(json.dumps({"id": "x", "command": command}))
+    Manifest("x", command, cwd=str(lab)).signed().write(folder)
     assert "Leave optimizer.lr=1 out" in refused("sweep.resume=last", "optimizer.lr=1")
     with folder_lock(folder):
         assert "another command is running" in refused("sweep.resume=last")
-    (folder / "sweep.json").write_text(json.dumps({"id": "x", "command": command, "cwd": "/"}))
+    Manifest("x", command, cwd="/").signed().write(folder)
     assert "Type cd / first" in refused("sweep.resume=last")
 
 
