@@ -92,7 +92,7 @@ def test_ones_own_run_needs_nothing_typed_again(folder, main):
 
 
 def test_the_advice_for_a_strangers_run_works(folder, main):
-    """Typed models read the checkpoint's data, not those of the command."""
+    """What was typed for the training is typed again; code of one's own folder is no exception."""
     stranger(folder)
     evaluate = ("mode=evaluate", f"checkpoint={folder}", "tracking=none")
     resume = (f"checkpoint.resume={folder}", "train.max_steps=4")
@@ -102,7 +102,8 @@ def test_the_advice_for_a_strangers_run_works(folder, main):
         assert "names model._target_=timm.create_model, which is neither" in done.stderr
         assert "not signed with your key" in done.stderr
         assert "type model=... yourself, as for the training" in done.stderr
-    own = ("--config-dir", "lab/conf", "model=tiny_timm")
+        assert "names data._target_=lab.data.rows, which is neither" in done.stderr
+    own = ("--config-dir", "lab/conf", "model=tiny_timm", "data=tiny")
     done = main(*evaluate, *own)
     assert done.rc == 0, done.stderr
     done = main(*resume, *own, *WARM)
