@@ -42,7 +42,6 @@ from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import make_deterministic, seed_all
 
 
-
 def run_folder_of_batch(batch: Path) -> Path:
     """Return the folder of the run whose guard saved a batch, as `guard/batch-<step>.json`."""
     return batch.absolute().parent.parent
