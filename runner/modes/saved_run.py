@@ -60,10 +60,12 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
         text = read_text(path)
         values: Any = OmegaConf.to_container(OmegaConf.create(text))
         problem = interpolation_problem(values)
+        if not isinstance(values, dict):
+            raise ValueError
     except (OSError, TypeError, ValueError, RecursionError, YAMLError, OmegaConfBaseException):
-        values, problem = None, "is damaged"
-    if problem or not isinstance(values, dict):
-        raise ConfigError(f"{path} {problem or 'is damaged'}.")
+        raise ConfigError(f"{path} is damaged.") from None
+    if problem:
+        raise ConfigError(f"{path} {problem}.")
     return SavedConfig(values, folder, key, _is_signed(folder, text))
 
 
