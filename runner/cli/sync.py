@@ -15,7 +15,7 @@ from runner.tracking import journal as journals
 from runner.tracking import pending
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.upload_state import UploadState
-from runner.tracking.uri import resolve_uri
+from runner.tracking.uri import check_store, resolve_uri
 from runner.tracking.writer_process import WriterProcess
 from runner.utils.secrets import redact
 
@@ -36,7 +36,7 @@ def sync(argv: Sequence[str]) -> int:
         0 if everything is stored, 1 if something could not be uploaded.
 
     Raises:
-        ConfigError: an argument that it does not take, or a store that no MLflow can read.
+        ConfigError: an argument that it does not take, or a store that can never be opened.
     """
     arguments = SYNC.parse(argv)
     folders = [Path(word).absolute() for word in arguments.words or ["outputs"]]
@@ -44,6 +44,7 @@ def sync(argv: Sequence[str]) -> int:
     uri = arguments.values.get("tracking.uri")
     if uri is not None:
         uri = resolve_uri(uri, os.environ, Path.cwd())
+        check_store(uri)
     # A run may be in several of the typed folders: a dict holds its journal once.
     states = {}
     for folder in folders:

@@ -48,9 +48,12 @@ def new_tracker(settings: RecordSettings) -> Tracker:
     """Return the tracker of a run.
 
     Raises:
-        ConfigError: no store of MLflow has this URI, or the patience is negative.
+        ConfigError: no store of MLflow has this URI or can be opened there, or the patience is
+            negative.
     """
-    return MlflowTracker(settings.tracking_uri, settings.experiment, patience=settings.patience)
+    tracker = MlflowTracker(settings.tracking_uri, settings.experiment, patience=settings.patience)
+    tracker.check_store()
+    return tracker
 
 
 def say(text: str) -> None:

@@ -296,7 +296,7 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
     # A sweep has checked its own store, before its jobs.
     if context.origin.sweep is None:
         with context.signals.interruptible():
-            tracker.check_sweep()
+            tracker.check_store()
     _begin_folder(context, info)
     if context.spec.mode == "train" and info.step == 0 and context.strategy.place.is_main:
         # Those of an earlier run in this folder: the newest by step would be taken for this run's.

@@ -101,9 +101,8 @@ class Sweep:
         replace(self.manifest, finished=False).write(folder)
         self.tracker: Tracker = build_group("tracking", tracking)
         self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
-        if self.joins_other_sweep:
-            self.tracker.check_sweep()
-        else:
+        self.tracker.check_store()
+        if not self.joins_other_sweep:
             self._open_parent_run(resume)
 
     @property

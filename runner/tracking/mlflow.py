@@ -27,7 +27,12 @@ from runner.tracking.tracker import (
     Tracker,
 )
 from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
-from runner.tracking.uri import resolve_experiment, resolve_experiment_id, resolve_uri
+from runner.tracking.uri import (
+    check_store,
+    resolve_experiment,
+    resolve_experiment_id,
+    resolve_uri,
+)
 from runner.tracking.writer_process import WriterProcess, shared_writer
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.secrets import redact, redact_values
@@ -153,7 +158,8 @@ class MlflowTracker(Tracker):
             "model", folder=str(folder.absolute()), facts=facts, register=self.register
         )
 
-    def check_sweep(self) -> None:
+    def check_store(self) -> None:
+        check_store(self.uri)
         if self.sweep is None:
             return
         # Imported here, because it imports mlflow, which few runs need in this process.

@@ -56,7 +56,7 @@ class RunInfo:
 
 
 class Tracker(ABC):
-    """The record of one run. No method waits for the store, except close and check_sweep."""
+    """The record of one run. No method waits for the store, except close and check_store."""
 
     @abstractmethod
     def open(self, info: RunInfo) -> None:
@@ -92,10 +92,11 @@ class Tracker(ABC):
         The folder must stay in place until close returns.
         """
 
-    def check_sweep(self) -> None:
-        """Raise ConfigError if the store does not know the sweep that the run is to join.
+    def check_store(self) -> None:
+        """Raise ConfigError if the store can never take the run; called before anything is trained.
 
-        Asks the store; called before anything is trained.
+        It cannot be opened, however often that is tried, or does not know the sweep that the run is
+        to join. A server that does not answer is an outage, unless there is a sweep to join.
         """
 
     @property

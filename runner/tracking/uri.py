@@ -4,17 +4,25 @@ This happens before anything starts, without importing mlflow, so that a wrong U
 once.
 """
 
+import errno
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from urllib.parse import urlsplit
+from tempfile import TemporaryFile
+from urllib.parse import unquote, urlsplit
 
 from runner.utils.errors import ConfigError
+from runner.utils.files import os_error_reason
 from runner.utils.secrets import redact
 
 DEFAULT_EXPERIMENT = "precision-runner"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SCHEMES = ("http", "https", "databricks", *_DATABASES)
+_SCHEME = re.compile(r"([a-z][a-z0-9.-]*)(?:\+[\w.-]*)?:", re.IGNORECASE)
+_RESERVED = re.compile(r"[%?#\x00-\x1f\x7f]")
+"""Characters of a folder's name that mean something else in a URI."""
 
 
 def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
@@ -35,14 +43,14 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     if given == "databricks":
         return given
     # The part after a plus is the database's driver, postgresql+psycopg2 for example.
-    scheme = urlsplit(given).scheme.split("+")[0]
-    # urlsplit has made the scheme lower case, as MLflow needs it (SQLITE:/// is legal in a URL).
+    scheme = _scheme(given)
+    # In lower case, as MLflow needs it (SQLITE:/// is legal in a URL).
     given = scheme + given[len(scheme) :]
     if scheme == "sqlite":
         return _absolute_sqlite(given, source, cwd)
     if scheme in ("", "file"):
         return _file_store(given, source, env, cwd)
-    if scheme in ("http", "https") and not urlsplit(given).hostname:
+    if scheme in ("http", "https") and not _names_server(given):
         raise ConfigError(f"{source}={shown} names no server. Type for example http://host:5000.")
     if scheme not in _SCHEMES and scheme not in _plugins():
         allowed = ", ".join((*_SCHEMES, *_plugins()))
@@ -80,15 +88,105 @@ def resolve_experiment_id(
     return env.get("MLFLOW_EXPERIMENT_ID") or None
 
 
+def check_store(uri: str) -> None:
+    """Raise ConfigError for a store that can never be opened, however often that is tried.
+
+    The folder of a SQLite file is made. A server is not asked: it may be back in a minute.
+
+    Args:
+        uri: as resolve_uri returns it.
+    """
+    database = sqlite_path(uri)
+    if database is not None:
+        _check_writable(database.parent, database, uri)
+    elif uri.startswith("file:"):
+        folder = Path(unquote(urlsplit(uri).path))
+        _check_writable(folder, folder / "meta.yaml", uri)
+    if is_database(uri) and not uri.startswith("sqlite:"):
+        _check_driver(uri)
+    # MLflow writes this folder into its SQL, between quotes that it does not escape.
+    if is_database(uri) and {"'", '"'} <= set(str(Path.cwd())):
+        raise ConfigError(
+            f"MLflow cannot open a database from {Path.cwd()}, whose path has both kinds of "
+            "quotes. Type cd <another folder> first, or tracking=none to store nothing."
+        )
+
+
+def _check_writable(folder: Path, file: Path, uri: str) -> None:
+    """Raise ConfigError where a folder takes no files, or a file of it cannot be changed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+        with suppress(FileNotFoundError):
+            file.open("r+b").close()
+    except (OSError, ValueError) as error:
+        # A full disk may have room again: the writer tries until then.
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return
+        raise ConfigError(
+            f"The store {redact(uri)} cannot be opened: {file}: {os_error_reason(error)}. Type "
+            "tracking.uri=sqlite:///<a file that can be written>, or tracking=none to store "
+            "nothing."
+        ) from error
+
+
+def _check_driver(uri: str) -> None:
+    """Raise ConfigError for a database whose URI or driver SQLAlchemy cannot use."""
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        make_url(uri).get_dialect().import_dbapi()
+    except ValueError as error:
+        # The error's text may hold a part of the password.
+        problem = f"The store {redact(uri)} cannot be opened: its port is no number"
+        raise ConfigError(f"{problem}. Type for example postgresql://host:5432/db.") from error
+    except (ArgumentError, ImportError) as error:
+        raise ConfigError(
+            f"The store {redact(uri)} cannot be opened: {error}. Install the package, or name the "
+            "driver that you have in the URI, for example postgresql+psycopg2://."
+        ) from error
+
+
 def is_database(uri: str) -> bool:
     """Return whether a store is a database that runs access directly, without a server."""
-    return urlsplit(uri).scheme.split("+")[0] in _DATABASES
+    return _scheme(uri) in _DATABASES
+
+
+def sqlite_uri(file: Path) -> str:
+    """Return the URI of a database file for SQLAlchemy, which decodes the path in it."""
+    quoted = _quoted(file)
+    # MLflow makes the folder of a sqlite:/// URI, and takes the path as it stands in the URI.
+    # Where that is another folder, naming the driver keeps MLflow from it.
+    scheme = "sqlite" if quoted == str(file) else "sqlite+pysqlite"
+    return f"{scheme}:///{quoted}"
 
 
 def sqlite_path(uri: str) -> Path | None:
     """Return the database file of an absolute SQLite URI; None for any other store."""
     prefix, _, rest = uri.partition(":///")
-    return Path(rest.partition("?")[0]) if prefix.split("+")[0] == "sqlite" else None
+    return Path(unquote(rest.partition("?")[0])) if prefix.split("+")[0] == "sqlite" else None
+
+
+def _scheme(uri: str) -> str:
+    """Return a URI's scheme in lower case, without a driver; empty for a path."""
+    match = _SCHEME.match(uri)
+    return match[1].lower() if match else ""
+
+
+def _names_server(uri: str) -> bool:
+    """Return whether a URI has a host, and no port that is none."""
+    try:
+        parts = urlsplit(uri)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port in letters, half an IPv6 address
+        return False
+
+
+def _quoted(path: Path) -> str:
+    """Return a path with the characters encoded that mean something else in a URI."""
+    # No more than that, so that a message shows a folder's name as the user knows it.
+    return _RESERVED.sub(lambda char: f"%{ord(char[0]):02X}", str(path))
 
 
 def _absolute_sqlite(uri: str, source: str, cwd: Path) -> str:
@@ -100,7 +198,10 @@ def _absolute_sqlite(uri: str, source: str, cwd: Path) -> str:
             f"{source}={redact(uri)}: a store in memory is lost when its process ends. "
             "Type a file: tracking.uri=sqlite:///outputs/mlflow.db."
         )
-    return f"{prefix}:///{cwd.absolute() / path}{mark}{query}"
+    absolute = sqlite_uri(cwd.absolute() / unquote(path))
+    if "+" in prefix:
+        absolute = prefix + absolute[absolute.index(":") :]
+    return f"{absolute}{mark}{query}"
 
 
 def _file_store(uri: str, source: str, env: Mapping[str, str], cwd: Path) -> str:
@@ -110,7 +211,7 @@ def _file_store(uri: str, source: str, env: Mapping[str, str], cwd: Path) -> str
             "folders. Type a database or a server: tracking.uri=sqlite:///outputs/mlflow.db "
             "or tracking.uri=http://host:5000."
         )
-    path = urlsplit(uri).path if uri.startswith("file:") else uri
+    path = unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
     return (cwd.absolute() / path).as_uri()
 
 

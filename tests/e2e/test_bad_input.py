@@ -202,6 +202,35 @@ def test_subcommands_too(main, command, parts):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("uri", "parts"),
+    [
+        ("http://host:port", ["names no server"]),
+        ("sqlite:///letter.txt/mlflow.db", ["letter.txt/mlflow.db: "]),
+        ("sqlite:///folder", ["folder: Is a directory"]),
+        ("sqlite:////proc/nothing/mlflow.db", ["/proc/nothing/mlflow.db: "]),
+        ("sqlite:///a%00b.db", ["embedded null"]),
+        ("sqlite:///" + "x" * 300 + "/mlflow.db", ["File name too long"]),
+        ("postgresql+nosuch://host/db", ["postgresql.nosuch", "postgresql+psycopg2://"]),
+        ("postgresql+nosuch://ann:hunter2@host:many/db", ["its port is no number"]),
+    ],
+)
+@pytest.mark.parametrize("sweep", [(), ("-m", "seed=0,1")], ids=["run", "sweep"])
+def test_a_store_that_can_never_be_opened_is_refused_before_training(
+    quick, tmp_path, uri, parts, sweep
+):
+    (tmp_path / "letter.txt").write_text("")
+    (tmp_path / "folder").mkdir()
+    done = quick("tracking=mlflow", *sweep, f"tracking.uri={uri}")
+    assert done.rc == 2, done
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    for part in parts:
+        assert part in line
+    assert "Type " in line or "Install " in line
+    assert "hunter2" not in done.stderr + done.stdout
+    assert not list(tmp_path.glob("outputs/**/journal*"))
+
+
 def test_several_problems_come_in_one_message(quick):
     done = quick(
         "mode=fly",

@@ -263,10 +263,10 @@ def test_a_tag_of_the_runners_own_is_refused(tmp_path):
 
 def test_a_sweep_to_join_must_exist(tmp_path, store):
     with pytest.raises(ConfigError, match=r"tracking\.sweep=nowhere: there is no such sweep"):
-        MlflowTracker(uri=store.uri, sweep="nowhere").check_sweep()
+        MlflowTracker(uri=store.uri, sweep="nowhere").check_store()
     with pytest.raises(ConfigError, match="There is no store at"):
-        MlflowTracker(uri=f"sqlite:///{tmp_path}/none.db", sweep="s").check_sweep()
+        MlflowTracker(uri=f"sqlite:///{tmp_path}/none.db", sweep="s").check_store()
     parent = MlflowTracker(uri=store.uri)
     parent.open(RunInfo(tmp_path, name="a sweep", sweep="here", role="sweep"))
     parent.close("FINISHED")
-    MlflowTracker(uri=store.uri, sweep="here").check_sweep()
+    MlflowTracker(uri=store.uri, sweep="here").check_store()

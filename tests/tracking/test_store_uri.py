@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
+from runner.tracking.uri import check_store, resolve_experiment, resolve_uri, sqlite_path
+from runner.tracking.writer.store import Store
 from runner.utils.errors import ConfigError
 
 CWD = Path("/lab")
@@ -24,6 +25,11 @@ CWD = Path("/lab")
         ("databricks://profile", {}, "databricks://profile"),
         ("mlruns", {"MLFLOW_ALLOW_FILE_STORE": "true"}, "file:///lab/mlruns"),
         ("file:///data/mlruns", {"MLFLOW_ALLOW_FILE_STORE": "true"}, "file:///data/mlruns"),
+        ("file:///my%20runs", {"MLFLOW_ALLOW_FILE_STORE": "true"}, "file:///my%20runs"),
+        ("my%20runs", {"MLFLOW_ALLOW_FILE_STORE": "true"}, "file:///lab/my%2520runs"),
+        ("sqlite:///my runs/a.db", {}, "sqlite:////lab/my runs/a.db"),
+        ("sqlite:///my%20runs/a.db", {}, "sqlite:////lab/my runs/a.db"),
+        ("sqlite:///a%23b.db?timeout=9", {}, "sqlite+pysqlite:////lab/a%23b.db?timeout=9"),
     ],
 )
 def test_uri_is_absolute(given, env, expected):
@@ -35,6 +41,8 @@ def test_uri_is_absolute(given, env, expected):
     [
         ("htp://host:5000", r"tracking.uri=htp://host:5000: there is no store of kind 'htp'"),
         ("http://", "names no server"),
+        ("http://host:port", "names no server"),
+        ("http://[::1", "names no server"),
         ("mlruns", "no longer keeps runs in plain folders"),
         ("file:///data/mlruns", "tracking.uri=sqlite:///outputs/mlflow.db"),
         ("sqlite://", "in memory"),
@@ -62,3 +70,60 @@ def test_experiment_comes_from_config_then_environment():
 def test_database_file_of_a_uri():
     assert sqlite_path("sqlite:////lab/a.db?x=1") == Path("/lab/a.db")
     assert sqlite_path("http://host") is None
+
+
+FOLDERS = (
+    "a b",
+    "it's",
+    '"quoted"',
+    "two\nlines\tand a tab",
+    "$(touch CANARY) `touch CANARY`",
+    "a%41b",
+    "a%2541b 100%",
+    "a#b",
+    "ü✓ #x?y=1&z",
+    "a;b:c@d[e]{f}",
+    "${oc.env:HOME}",
+    "back\\slash",
+)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's, of SQLAlchemy
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_default_store_lies_in_the_working_directory_whatever_its_name(
+    name, tmp_path, monkeypatch, empty_store, reader
+):
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    # The first folder's tables are MLflow's own work, which takes seconds.
+    if name != FOLDERS[0]:
+        empty_store(folder / "outputs" / "mlflow.db")
+    uri = resolve_uri(None, {}, folder)
+    check_store(uri)
+    assert resolve_uri(uri, {}, CWD) == uri
+    assert sqlite_path(uri) == folder / "outputs" / "mlflow.db"
+    store = Store(uri)
+    run = store.create_run(store.experiment("odd"), "a run", 1, {})
+    store.log_points(run, [("loss", 0.5, 1, 7)])
+    (folder / "note.txt").write_text(name)
+    store.log_artifact(run, folder / "note.txt", "notes")
+
+    # By a path that needs no quoting.
+    (tmp_path / "link").symlink_to(folder)
+    there = reader(f"sqlite:///{tmp_path}/link/outputs/mlflow.db")
+    assert [(step, value) for step, _, value in there.points(run, "loss")] == [(7, 0.5)]
+    (note,) = (folder / "outputs" / "mlartifacts").rglob("note.txt")
+    assert note.read_text() == name
+    assert Path(there.client.download_artifacts(run, "notes/note.txt")).read_text() == name
+    assert {path.name for path in tmp_path.iterdir()} == {name, "link"}
+    assert not list(tmp_path.rglob("CANARY"))
+
+
+def test_a_folder_that_mlflow_cannot_name_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / 'it\'s "quoted"'
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=r"both kinds of quotes\. Type cd"):
+        check_store(resolve_uri(None, {}, folder))

@@ -6,11 +6,13 @@ store_errors.py; sending the same twice changes nothing, so that a caller may re
 """
 
 import fcntl
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -138,7 +140,8 @@ class Store:
         if database is None and not is_database(self.uri):
             return None
         folder = database.parent if database else Path.cwd() / "outputs"
-        return str(folder / "mlartifacts")
+        # MLflow decodes the path in any URI of artifacts, one without a scheme included.
+        return quote(os.fsencode(folder / "mlartifacts"))
 
     def find_run(self, experiment_id: str, tags: Mapping[str, str]) -> str | None:
         """Return the id of the newest run that has all these tags; None if there is none."""
@@ -307,7 +310,8 @@ def _create(database: Path, uri: str) -> None:
     # part of them, because the process was killed meanwhile, cannot be opened.
     draft = database.with_name(database.name + ".new")
     draft.unlink(missing_ok=True)
-    MlflowClient(tracking_uri=uri.replace(str(database), str(draft)))
+    path, mark, query = uri.partition("?")
+    MlflowClient(tracking_uri=f"{path}.new{mark}{query}")
     draft.replace(database)
 
 
