@@ -136,6 +136,7 @@ def _pretrained(
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=has_safetensors,
+            weights_only=True,
             # A head for another number of classes starts with random weights.
             ignore_mismatched_sizes=True,
             output_loading_info=True,

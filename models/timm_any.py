@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from torch import nn
@@ -55,17 +56,19 @@ def timm_any(
         raise ValueError(f"input_shape={input_shape} is no [channels, height, width]")
     if classes < 0:
         raise ValueError(f"classes={classes} is no number of logits. Allowed: 0 and up")
-    model = _made(name, classes, input_shape, checkpoint_path or "", options or {})
+    model = _made(name, classes, input_shape, options or {})
+    if checkpoint_path is not None:
+        _load_checkpoint(model, name, checkpoint_path)
     if weights is not None:
-        other = partial(_made, name, classes + 1, input_shape, "", options or {})
+        other = partial(_made, name, classes + 1, input_shape, options or {})
         load_except_head(model, weights, other)
     return model
 
 
 def _made(
-    name: str, classes: int, input_shape: Sequence[int], file: str, options: Mapping[str, Any]
+    name: str, classes: int, input_shape: Sequence[int], options: Mapping[str, Any]
 ) -> nn.Module:
-    """Return a model with the weights of a file of timm's, or random ones."""
+    """Return a model with random weights."""
     import timm
 
     channels, height, width = input_shape
@@ -75,8 +78,26 @@ def _made(
             # Models with weights for each position take the size of their images, others refuse it.
             with suppress(TypeError):
                 sized = {**keywords, "img_size": (height, width)}
-                return timm.create_model(name, pretrained=False, checkpoint_path=file, **sized)
-        return timm.create_model(name, pretrained=False, checkpoint_path=file, **keywords)
+                return timm.create_model(name, pretrained=False, **sized)
+        return timm.create_model(name, pretrained=False, **keywords)
     except (RuntimeError, AssertionError) as error:
+        first_lines = " ".join(str(error).split("\n")[:2])
+        raise ValueError(f"timm cannot build {name}: {first_lines}") from error
+
+
+def _load_checkpoint(model: nn.Module, name: str, file: str) -> None:
+    """Load a file of weights as timm does; nothing in it is executed."""
+    from timm.models import load_checkpoint
+
+    try:
+        # Said here: what timm does by default differs between its versions.
+        load_checkpoint(model, file, weights_only=True)
+    except (UnpicklingError, EOFError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"checkpoint_path={file} cannot be read as tensors alone: {reason}. Write one with "
+            "torch.save(model.state_dict(), path), or as .safetensors"
+        ) from error
+    except RuntimeError as error:
         first_lines = " ".join(str(error).split("\n")[:2])
         raise ValueError(f"timm cannot build {name}: {first_lines}") from error

@@ -22,6 +22,7 @@ from runner.training import adapters
 from runner.training.freezing import freeze_parameters
 from runner.training.initial_weights import InitialWeights, load_selected
 from runner.training.lazy_layers import materialize_lazy_layers
+from runner.training.pretrained import safe_loading
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import float32_bytes
 from runner.utils.terminal import quote_command
@@ -215,7 +216,7 @@ def _construct(
     if low_memory:
         made_on = device
     dtype = default_dtype(precision.storage) if low_memory else nullcontext()
-    with dtype, made_on or nullcontext():
+    with dtype, made_on or nullcontext(), safe_loading(spec.model):
         model = build_group("model", spec.model)
         if isinstance(model, nn.Module):
             materialize_lazy_layers(spec, model, made_on or torch.device("cpu"))

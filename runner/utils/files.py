@@ -47,6 +47,26 @@ def read_text(path: Path, max_bytes: int = 2**24) -> str:
     return data.decode()
 
 
+@contextmanager
+def tensors_only() -> Iterator[None]:
+    """Have each torch.load inside refuse a pickle that holds more than tensors and plain values.
+
+    For calls of libraries that read files of weights: what they pass to torch.load, and what it
+    does where they pass nothing, changes with their versions and the environment.
+    """
+    changes = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def read_json(path: Path) -> Any:
     """Return the value of a JSON file that may come from a stranger.
 

@@ -7,6 +7,7 @@ type.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torchvision.datasets import CIFAR10, MNIST
 
 from runner.data.splits import Splits, image_tensors
 from runner.utils.errors import ConfigError
+from runner.utils.files import tensors_only
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,14 @@ class TorchvisionDataset:
         try:
             return Splits(self._split(root, True, download), self._split(root, False, download))
         # torchvision's errors for missing files, a failed download, damaged headers and sizes.
-        except (RuntimeError, OSError, ValueError, AssertionError) as error:
+        except (RuntimeError, OSError, ValueError, AssertionError, UnpicklingError) as error:
             raise ConfigError(self._missing_files_message(root, download, error)) from error
 
     def _split(self, root: str, train: bool, download: bool) -> TensorDataset:
-        dataset = self.kind(root, train=train, download=download)
+        # torchvision compares CIFAR's pickles with their checksums before it reads them, and loads
+        # the files that its older versions made of MNIST.
+        with tensors_only():
+            dataset = self.kind(root, train=train, download=download)
         return image_tensors(
             _channels_first(dataset.data), torch.as_tensor(dataset.targets), self.mean, self.std
         )
@@ -65,10 +70,11 @@ class TorchvisionDataset:
             if download
             else "Type data.download=true to download them"
         )
+        first_line = str(error).partition("\n")[0]
         return (
             f"data={self.name}: files are missing or damaged in {folder}. Expected there, "
             f"unpacked: {', '.join(self.files)}. {advice}, or data.root=FOLDER with the folder "
-            f"that holds {self.folder}. (torchvision: {error})"
+            f"that holds {self.folder}. (torchvision: {first_line})"
         )
 
 
