@@ -1,7 +1,5 @@
 """Run the trials of mode=gate: seed after seed, until its precision is accepted or rejected."""
 
-from runner.modes.result import RunResult
-from runner.sweeps.advisor.event_log import EventLog
 from runner.sweeps.advisor.request import AdviseRequest
 from runner.sweeps.advisor.settings import AdviseSettings
 from runner.sweeps.advisor.trials import Trials
@@ -10,7 +8,6 @@ from runner.sweeps.report.ranking import rank_precisions
 from runner.sweeps.report.statistics import Verdict
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError
-from runner.utils.layout import EVENT_LOG
 
 _TRAINED = (Verdict.BASELINE, Verdict.RECOMMENDED)
 """Ratings of a baseline that trained in every trial."""
@@ -30,7 +27,6 @@ class GateRounds:
         self.trials = trials
         self.settings = settings
         self.console = plain_console()
-        self.log = EventLog(trials.folder / EVENT_LOG)
 
     def run(self) -> None:
         """Run a trial of the baseline and of the precision for each seed, until it is decided.
@@ -39,8 +35,6 @@ class GateRounds:
             ConfigError: the precision does not train.
             SystemExit: a signal has stopped the sweep.
         """
-        self.log.start_run(self.settings, self.request.precisions[1])
-        decision = "undecided"
         longest_seconds = 0.0
         for number, seed in enumerate(self.request.trial_seeds(self.settings.seeds)):
             if self.trials.remaining_seconds < longest_seconds:
@@ -52,24 +46,14 @@ class GateRounds:
             for precision in order:
                 self._run_trial(precision, seed)
             longest_seconds = max(longest_seconds, before - self.trials.remaining_seconds)
-            verdict = self._verdict()
-            decision = verdict.decision
-            if self._is_decided(verdict):
+            if self._is_decided(self._verdict()):
                 break
-        self.log.stop_run(decision)
 
     def _run_trial(self, precision: str, seed: int) -> None:
-        """Run one trial, unless the baseline's is recorded, and log its result."""
-        result = self.request.recorded_result(precision, seed)
-        if result is None:
+        """Run one trial, unless the baseline's is recorded."""
+        if self.request.recorded_result(precision, seed) is None:
             length = self.settings.length_overrides(precision)
-            result = self.trials.launch(self.request.trial_overrides(precision, seed, *length))
-        if result is not None:
-            self.log.trial(result, self.settings.metric, self._is_recorded(result))
-
-    def _is_recorded(self, result: RunResult) -> bool:
-        recorded = self.request.recorded
-        return recorded is not None and result in recorded.results
+            self.trials.launch(self.request.trial_overrides(precision, seed, *length))
 
     def _verdict(self) -> GateVerdict:
         """Return what the trials so far say.
@@ -95,10 +79,9 @@ class GateRounds:
         return verdict
 
     def _is_decided(self, verdict: GateVerdict) -> bool:
-        """Log and print the last look, and return whether no further seed is needed."""
+        """Print the last look, and return whether no further seed is needed."""
         if verdict.looks:
             look = verdict.looks[-1]
-            self.log.look(look, verdict.bar)
             self.console.print(f"{look.seeds} seeds: {verdict.decision}, {verdict.reason}")
         # More seeds do not help a precision that diverged or is too slow for a trial.
         hopeless = verdict.precision.rating in (Verdict.DIVERGED, Verdict.SLOW)

@@ -1,4 +1,4 @@
-"""Export a sweep's jobs as rows, and write them beside the report: CSV, JSON and LaTeX.
+"""Export a sweep's jobs as rows, and write them beside the report: CSV and JSON.
 
 runner/modes/result_table.py has the columns.
 """

@@ -1,4 +1,4 @@
-"""Write the report of a sweep: report.md, .html, .png, .csv, .json, .tex and the note for MLflow.
+"""Write the report of a sweep: report.md, .html, .png, .csv, .json and the note for MLflow.
 
 The parts of a page are blocks of runner.utils.markup; its tables come from columns.py, its
 sentences from conclusion.py or, for mode=advise, from advice_page.py.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.sweeps.report import advice_page
 from runner.sweeps.report.charts import chart_figures, legend_entries, overview_figure
-from runner.sweeps.report.columns import advice_table, groups_table, jobs_table
+from runner.sweeps.report.columns import groups_table, jobs_table
 from runner.sweeps.report.compare import BASELINE, Comparison, Group, compare_with_baselines
 from runner.sweeps.report.conclusion import (
     NO_BASELINE_REASON,
@@ -24,11 +24,9 @@ from runner.sweeps.report.export import job_rows, write_rows
 from runner.sweeps.report.footnotes import report_footnotes
 from runner.sweeps.report.gate import gate_verdict
 from runner.sweeps.report.jobs import Job, SweepData
-from runner.sweeps.report.latex import latex_table
 from runner.sweeps.report.number_text import join_names
 from runner.sweeps.report.settings_summary import settings_blocks
 from runner.sweeps.report.swept import swept_keys
-from runner.utils.files import write_text
 from runner.utils.formatting import format_number
 from runner.utils.markup import (
     Block,
@@ -53,7 +51,7 @@ MAX_NOTE_CHARACTERS = 7000
 
 
 def write_report(data: SweepData, folder: Path) -> list[Path]:
-    """Write the report and its tables (CSV, JSON, LaTeX) into a folder that exists.
+    """Write the report and its tables (CSV, JSON) into a folder that exists.
 
     Returns:
         The files written; no report.png if nothing was trained.
@@ -82,21 +80,10 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
     paths += write_rows(job_rows(data), folder)
-    paths.append(write_text(folder / "report.tex", _latex_page(data, compared)))
     gate = gate_verdict(data.advice) if data.advice else None
     if gate is not None:
         paths.append(gate.write(folder))
     return paths
-
-
-def _latex_page(data: SweepData, compared: Sequence[Comparison]) -> str:
-    """Return the table with one row per group, or per precision of mode=advise, as LaTeX."""
-    if data.advice:
-        table = advice_table(data.advice)
-    else:
-        table = groups_table(compared, recommended_precision(compared))
-    preamble = "% Needs \\usepackage{booktabs}. Values over seeds: mean ± standard deviation.\n"
-    return preamble + latex_table(table)
 
 
 def _fetch_failure_blocks(data: SweepData) -> Iterator[Block]:

@@ -287,7 +287,7 @@ def test_a_group_without_a_baseline_is_named(tmp_path):
 @pytest.mark.parametrize("jobs", [[], [lost("a", "failed", "x")], [lost("a", "unavailable", "y")]])
 def test_a_sweep_without_a_finished_job_has_a_report(jobs, tmp_path):
     text, _, found = pages(SweepData(jobs, is_stopped=True), tmp_path)
-    assert set(found) == {".md", ".html", ".csv", ".json", ".tex"}
+    assert set(found) == {".md", ".html", ".csv", ".json"}
     assert "The sweep was stopped before its last job" in text
     assert "How this was compared" not in text
 

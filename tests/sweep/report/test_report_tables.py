@@ -1,4 +1,4 @@
-"""The tables of a sweep beside its report: report.csv, report.json and report.tex."""
+"""The tables of a sweep beside its report: report.csv and report.json."""
 
 import contextlib
 import csv
@@ -14,10 +14,8 @@ import pytest
 from runner.modes.result import RunResult
 from runner.sweeps.report.export import FIXED_COLUMNS, job_rows, write_rows
 from runner.sweeps.report.jobs import Job, SweepData
-from runner.sweeps.report.latex import latex_table, latex_text
 from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.pages import write_report
-from runner.utils.markup import Cell, Table
 
 GOLDEN = Path(__file__).parent / "golden"
 DONE = RunResult(
@@ -74,49 +72,13 @@ def test_a_secret_in_a_jobs_texts_is_in_no_table(tmp_path):
         assert "hunter22" not in path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("text", "escaped"),
-    [
-        (r"a\b{c}_d", r"a\textbackslash{}b\{c\}\_d"),
-        ("50% & $5 #1 ~x^2", r"50\% \& \$5 \#1 \textasciitilde{}x\textasciicircum{}2"),
-        (
-            "0.1 \N{PLUS-MINUS SIGN} 0.2, 1.5 \N{MULTIPLICATION SIGN}",
-            r"0.1 $\pm$ 0.2, 1.5 $\times$",
-        ),
-        ("-0.5, 1e-05, bf16-mixed", r"$-$0.5, 1e-05, bf16-mixed"),
-        ("<a|b>\nc", r"\textless{}a\textbar{}b\textgreater{} c"),
-    ],
-)
-def test_latex_reads_no_text_as_a_command(text, escaped):
-    assert latex_text(text) == escaped
-
-
-def test_a_latex_table_has_a_row_per_row_and_a_bold_one():
-    rows = [[Cell("a_b", note="n"), Cell("1")], [Cell("[x]", note="long " * 20), Cell("")]]
-    made = latex_table(Table(["name", "value"], rows, frozenset({0}), marked=0))
-    assert made.splitlines() == [
-        r"\begin{tabular}{lr}",
-        r"\toprule",
-        r"name & value \\",
-        r"\midrule",
-        r"\textbf{a\_b (n)} & \textbf{1} \\",
-        r"{}[x] &  \\",
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
-
-
 @pytest.mark.parametrize("name", ["advise", "evaluate", "failures", "worse_and_diverged"])
 def test_stored_sweeps_have_tables_of_their_jobs(name, tmp_path):
     data = load_from_folder(GOLDEN / name)
     names = {path.name for path in write_report(data, tmp_path)}
-    assert {"report.csv", "report.json", "report.tex"} < names
+    assert {"report.csv", "report.json"} < names
     with (tmp_path / "report.csv").open(newline="") as file:
         assert [row["label"] for row in csv.DictReader(file)] == [j.result.label for j in data.jobs]
-    tex = (tmp_path / "report.tex").read_text()
-    columns = len(re.search(r"\\begin{tabular}{(\w+)}", tex)[1])
-    rows = [line for line in tex.splitlines() if line.endswith(r" \\")]
-    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {columns - 1}
 
 
 def test_the_example_of_the_docs_reads_a_sweeps_tables(quick, root):
