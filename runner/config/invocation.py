@@ -23,7 +23,6 @@ class Invocation:
         swept_overrides: those of `overrides` that differ between the jobs of the sweep.
         sweep: id of the sweep, None for a single run.
         config_dir: folder of the user's own configs.
-        prune: value of sweep.prune, empty without one.
         omitted_keys: keys that the sweep sets and that this job's precision does not take.
         composed_config: the composed config with its interpolations unresolved, so that values of
             a checkpoint can still be merged into it; None where there is only the spec.
@@ -38,7 +37,6 @@ class Invocation:
     sweep: str | None = None
     config_dir: str | None = None
     omitted_keys: tuple[str, ...] = ()
-    prune: str = ""
     composed_config: Mapping[str, Any] | None = field(default=None, repr=False)
     given: Mapping[str, str] = field(default_factory=dict)
     is_trusted: bool = True

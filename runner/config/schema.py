@@ -20,8 +20,6 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs", "regional")
 COMPILE_ROUNDINGS = ("fused", "eager")
 """Values of train.compile_rounding."""
-PRUNERS = ("median",)
-"""Values of sweep.prune."""
 OBJECTIVES = ("time", "memory", "quality")
 MIN_BUDGET_SECONDS = 10
 """Seconds; a shorter advise.budget is refused."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
-Status = Literal["finished", "failed", "unavailable", "stopped", "pruned"]
+Status = Literal["finished", "failed", "unavailable", "stopped"]
 """How a run ended."""
 
 
@@ -28,7 +28,7 @@ class RunResult:
 
     Attributes:
         status: finished, failed (`diverged` where a guard stopped it), unavailable (this machine
-            lacks what it needs), stopped (by a signal) or pruned (by sweep.prune, after `steps`).
+            lacks what it needs) or stopped (by a signal).
         group: the label without the seed; jobs of one group differ in the seed alone.
         quality: name of the metric that runs are compared by; its last value is
             metrics[quality].

@@ -16,7 +16,7 @@ FIXED_COLUMNS = {
     "group": "the label without the seed",
     "precision": "name of the precision",
     "seed": "seed; null if unknown",
-    "status": "finished, failed, unavailable, stopped or pruned",
+    "status": "finished, failed, unavailable or stopped",
     "outcome": "the status, or diverged",
     "error": "why the job did not finish",
     "model": "name of the model",

@@ -5,7 +5,6 @@ The tracker is open already; run.py closes it.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple, NoReturn
 
@@ -20,7 +19,6 @@ from runner.modes.model_folders import (
     save_model_folders,
     wants_model_folders,
 )
-from runner.modes.result import RunResult
 from runner.modes.startup_checks import (
     check_data,
     check_evaluation,
@@ -74,7 +72,6 @@ class LoopOutcome(NamedTuple):
         failure: why a guard stopped the training; empty where none did.
         diverged_step: the step for whose numbers it did; None where the hardware was at fault.
         unsaved: why files with weights could not be written, a sentence each.
-        is_pruned: whether sweep.prune ended the training.
     """
 
     summary: RunSummary
@@ -82,7 +79,6 @@ class LoopOutcome(NamedTuple):
     failure: str
     diverged_step: int | None
     unsaved: list[str]
-    is_pruned: bool = False
 
 
 def train(
@@ -130,19 +126,16 @@ def train(
         proof = FirstStepProof(run, state, built.report)
         outcome = _train_loop(run, state, loaders, resumed, proof, own_callbacks)
         summary = outcome.summary.result_values()
-        is_whole = not (outcome.failure or outcome.is_pruned)
-        if is_whole:
+        if not outcome.failure:
             summary["metrics"] = summary["metrics"] | _test_metrics(run, state, loaders)
         # Taken before the export, which has a peak of its own.
         sizes["peak_memory_mib"] = save_processes(run, summary)
-        if is_whole:
+        if not outcome.failure:
             save_model(run, state, loaders.val)
         sizes["planned_steps"] = steps
         sizes |= outcome.report.tags()  # the first step may have proven more layers
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(run, sizes | summary, perf_counter() - start)
-    if outcome.is_pruned:
-        result = _as_pruned(run, result)
     if outcome.failure:
         raise_diverged(run, result, outcome.diverged_step, [outcome.failure, *outcome.unsaved])
     if outcome.unsaved:
@@ -218,19 +211,9 @@ def _train_loop(
     failure = callbacks.failure_message
     save_dtypes(run, probe, proof.report)
     save_loss_scale(run, callbacks.summary, state.step)
-    ending = (failure, callbacks.guard.stopped_step, unsaved, callbacks.is_pruned)
-    return LoopOutcome(callbacks.summary, proof.report, *ending)
-
-
-def _as_pruned(run: RunContext, result: RunResult) -> RunResult:
-    """Return the result of a run that sweep.prune ended, after saying and recording so."""
-    quality = f"{run.task.quality} {format_number(result.objective)}"
-    run.say(
-        f"pruned at step {result.steps}: {quality} is worse than the median of the sweep's jobs at "
-        "this step (sweep.prune=median)."
+    return LoopOutcome(
+        callbacks.summary, proof.report, failure, callbacks.guard.stopped_step, unsaved
     )
-    run.tracker.tags({"pruned": str(result.steps)})
-    return replace(result, status="pruned")
 
 
 def _dispatch_records(records: Iterator[Record], callbacks: TrainingCallbacks) -> None:

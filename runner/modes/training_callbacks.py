@@ -17,7 +17,6 @@ from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
 from runner.modes.context import RunContext
-from runner.modes.pruning import Pruning
 from runner.modes.saved_run import typed_overrides
 from runner.modes.training_errors import batch_saver
 from runner.training import state_dict
@@ -92,10 +91,6 @@ class TrainingCallbacks:
         patience = run.spec.train.early_stop
         if patience:
             callbacks.append(EarlyStopping(run.task.quality, run.task.direction, patience))
-        if run.origin.prune:
-            task = run.task
-            pruning = Pruning(run.out, run.origin, task.quality, task.direction, self.planned_steps)
-            callbacks.append(pruning)
         if run.spec.debug.profile:
             callbacks.append(Profiler(run.out, run.spec.debug.profile, run.write_file))
         if self.own is not None:
@@ -112,13 +107,13 @@ class TrainingCallbacks:
         return [Checkpointing(self._save, wanted.every_steps, due, quality, task.direction)]
 
     def should_stop(self) -> bool:
-        """Return whether the training ends now, by early stopping, the guard, the sweep's pruner or
-        a callback of the user's; all processes must ask after each record.
+        """Return whether the training ends now, by early stopping, the guard or a callback of the
+        user's; all processes must ask after each record.
 
         Raises:
             HookError: a callback of the user's failed.
         """
-        stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard | Pruning)]
+        stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard)]
         is_evaluated = self.state.last_evaluation_step == self.state.step
         # Without an evaluation the next step is the last one, see should_finish.
         is_stopped = self.own is not None and self.own.agree() and is_evaluated
@@ -159,20 +154,11 @@ class TrainingCallbacks:
         reason = self.own.stop_reason
         if any(isinstance(c, EarlyStopping) and c.should_stop for c in self.callbacks):
             reason = f"train.early_stop={run.spec.train.early_stop}"
-        if self.is_pruned:
-            reason = f"sweep.prune={run.origin.prune}"
         result = self.summary.result_values()
         end = TrainingEnd(
             self.state.step, self.planned_steps, result["metrics"], result["best"], reason
         )
         self.own.end(end)
-
-    @property
-    def is_pruned(self) -> bool:
-        """Return whether the sweep's pruner has ended the training, and nothing else before."""
-        stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard | Pruning)]
-        stopped = [c for c in stoppers if c.should_stop]
-        return bool(stopped) and all(isinstance(c, Pruning) for c in stopped)
 
     @property
     def failure_message(self) -> str:

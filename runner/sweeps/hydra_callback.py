@@ -6,19 +6,17 @@ Hydra calls it in the command's process before the first job, and in every job's
 import logging
 from contextlib import suppress
 from enum import Enum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
 from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
-from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE, PRUNERS
+from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
 from runner.sweeps.manifest import Manifest
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
@@ -41,14 +39,11 @@ class SweepCallback(Callback):
     Args:
         resume: resume the sweep that the folder holds.
         fail_fast: end the sweep at its first failed job; read by the launcher.
-        prune: rule by which jobs end early, one of PRUNERS; read by the jobs.
     """
 
-    def __init__(
-        self, resume: bool = False, fail_fast: bool = False, prune: str | None = None
-    ) -> None:
+    def __init__(self, resume: bool = False, fail_fast: bool = False) -> None:
         self._resume = resume
-        self._keys = {"fail_fast": fail_fast or None, "prune": prune}
+        self._fail_fast = fail_fast
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a sweep's keys and a precision's unknown keys in a single run.
@@ -62,10 +57,9 @@ class SweepCallback(Callback):
         # A job of a sweep is a single run with a number, and has the keys of its sweep.
         if not OmegaConf.is_missing(config.hydra.job, "num"):
             return
-        typed = [name for name, value in self._keys.items() if value is not None]
         try:
-            if typed:
-                raise ConfigError(f"sweep.{typed[0]} is for sweeps. Type -m, or leave it out.")
+            if self._fail_fast:
+                raise ConfigError("sweep.fail_fast is for sweeps. Type -m, or leave it out.")
             check_run_keys(config)
         except ConfigError as error:
             raise SystemExit(error.exit_status) from error
@@ -148,7 +142,6 @@ def _prepare(config: DictConfig) -> None:
         )
     sweeper = str(config.hydra.sweeper.get("_target_"))
     _check_fail_fast(config)
-    _check_prune(config)
     if (sweeper == ADVISE) != (config.mode in ADVISE_MODES):
         raise ConfigError(ADVISE_USAGE_MESSAGE)
     if sweeper == ADVISE:
@@ -181,31 +174,6 @@ def _check_fail_fast(config: DictConfig) -> None:
             f"sweep.fail_fast=true works where this command runs the jobs itself, and "
             f"hydra/launcher={choice} hands all of them over at once. Leave it out, or type "
             "launcher=isolated."
-        )
-
-
-def _check_prune(config: DictConfig) -> None:
-    """Raise ConfigError for a sweep.prune that is unknown or has nothing to do in this sweep."""
-    prune = config.hydra.callbacks.sweep.prune
-    if prune is None:
-        return
-    if prune not in PRUNERS:
-        raise ConfigError(f"sweep.prune={prune} is not known. Allowed: {', '.join(PRUNERS)}.")
-    if config.mode != "train":
-        raise ConfigError(f"sweep.prune={prune} ends trainings; mode={config.mode}. Leave it out.")
-    parsed = OverridesParser.create().parse_overrides(override_texts(config.hydra.overrides.task))
-    swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
-    swept |= {str(key) for key in config.hydra.sweeper.get("params") or ()}
-    if not swept - {"precision", "seed"}:
-        raise ConfigError(
-            f"sweep.prune={prune} compares jobs of one precision that differ in another key than "
-            "the seed, and this sweep varies no other key. Leave it out, or add one, such as "
-            "optimizer.lr=0.1,0.01,0.001."
-        )
-    if not find_spec("optuna"):
-        raise ConfigError(
-            f"sweep.prune={prune} needs a package that is not installed here. Type pip install "
-            "'precision-runner[optuna]'."
         )
 
 

@@ -5,7 +5,6 @@ table and report are made from these files alone.
 """
 
 import os
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,9 +89,9 @@ def job_origin(sweeping: bool) -> Invocation:
     # Keys of tracking say where a run is recorded and name no job; sweep.resume may change them.
     swept = (text for key, text in keyed if key not in fixed and not key.startswith("tracking."))
     left_out = tuple(keys_left_out_of_job())
-    prune = HydraConfig.get().callbacks["sweep"].prune or ""
-    origin = Invocation(choices, overrides, tuple(swept), sweep.id, config_dir, left_out)
-    return replace(origin, prune=prune, given=given_keys())
+    return Invocation(
+        choices, overrides, tuple(swept), sweep.id, config_dir, left_out, given=given_keys()
+    )
 
 
 def record_result(config: DictConfig, folder: Path, status: "Status", message: str) -> None:

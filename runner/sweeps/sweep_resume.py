@@ -161,8 +161,8 @@ def resume_text(folder: Path) -> str:
 def final_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:
     """Return the result of a job that need not run again, None for one that must.
 
-    A job is not run again if it finished or was pruned, or if a guard stopped it for its numbers:
-    they would be the same again.
+    A job is not run again if it finished, or if a guard stopped it for its numbers: they would be
+    the same again.
 
     Args:
         folder: the job's.
@@ -171,7 +171,7 @@ def final_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:
     if not (folder / RESULT).exists():
         return None
     result = RunResult.read(folder)
-    is_final = result.status in ("finished", "pruned") or result.diverged
+    is_final = result.status == "finished" or result.diverged
     return result if is_final and have_same_settings(result.overrides, overrides) else None
 
 

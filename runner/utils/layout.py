@@ -18,8 +18,6 @@ NUMERICS = "numerics.json"
 EXPORTED_MODEL = "model.pt2"
 RANK_RECORD = "steps.jsonl"
 """Step records of a process other than rank 0, in that process's folder under ranks/."""
-EVALUATIONS = "evaluations.json"
-"""Quality of a job at each evaluation, in a sweep with sweep.prune."""
 GUARD_FOLDER = "guard"
 """Folder of the batches that a guard saved."""
 

@@ -60,7 +60,7 @@ def test_a_precision_that_is_not_here_is_no_failure(quick, tmp_path):
         (["-m", "seed=0,1", "sweep.fail_fast=maybe"], "sweep.fail_fast=maybe: type true or false."),
         (
             ["-m", "seed=0,1", "sweep.failfast=true"],
-            "sweep.resume, sweep.fail_fast, sweep.prune. Type sweep.fail_fast=<value>.",
+            "sweep.resume, sweep.fail_fast. Type sweep.fail_fast=<value>.",
         ),
         (["mode=advise", "sweep.fail_fast=true"], "in mode=advise a precision that fails is an"),
         (

@@ -261,9 +261,7 @@ def job_return(config: DictConfig, result: RunResult | None = None) -> JobReturn
         cfg=config,
         status=JobStatus.COMPLETED,
     )
-    # A pruned job's last quality is a result, too: Optuna's sampler learns that it was no good one,
-    # which it would not from a failed trial.
-    has_number = result is not None and result.status in ("finished", "pruned")
+    has_number = result is not None and result.status == "finished"
     if result is not None and has_number and not math.isnan(result.objective):
         ended.return_value = result.objective
     return ended

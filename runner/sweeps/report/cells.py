@@ -84,8 +84,8 @@ def first_title(facts: TableFacts) -> str:
 
 
 def job_status(job: RunResult, _: TableFacts) -> str:
-    """Return how a job ended; of a pruned one also when."""
-    return f"pruned at step {job.steps}" if job.status == "pruned" else job.outcome
+    """Return how a job ended."""
+    return job.outcome
 
 
 def group_status(c: Comparison, _: TableFacts) -> Cell:

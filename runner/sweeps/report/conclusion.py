@@ -33,7 +33,6 @@ FAILURE_WORDS = {
     "failed": "failed",
     "stopped": "stopped",
     "unavailable": "unavailable here",
-    "pruned": "pruned",
 }
 
 

@@ -198,8 +198,6 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
             return replace(RunResult.from_json(json.loads(data)), **location)
     seed = run.params.get("seed", "")
     status = _STATUS_BY_RUN_STATUS.get(run.status, "stopped")
-    if status == "finished" and "pruned" in run.tags:
-        status = "pruned"
     return RunResult(
         run.tags.get("precision", ""),
         run.name,

@@ -104,7 +104,6 @@ def test_the_keys_of_the_callbacks_are_those_of_the_checkpoints_that_users_have(
         "numerics",
         "stream",
         "own_callbacks",
-        "pruning",
     }
     assert {k.key for k in runners if k.is_in_every_run} == {"summary", "metric_logger", "guard"}
 
