@@ -12,7 +12,6 @@ _SPACE = "hydra_plugins.runner"
 ISOLATED = f"{_SPACE}.IsolatedLauncher"
 REMOTE = f"{_SPACE}.RemoteLauncher"
 ADVISE = f"{_SPACE}.AdviseSweeper"
-EXTENDED = f"{_SPACE}.ExtendedSweeper"
 
 
 @dataclass

@@ -17,7 +17,6 @@ from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
 from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
-from runner.sweeps.manifest import Manifest
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.secrets import redact_values
@@ -93,10 +92,6 @@ class SweepCallback(Callback):
             if config.hydra.sweeper.get("_target_") != ADVISE:
                 left_out = omitted_key_pairs(config, _needs_no_emulation)
             Sweep.begin(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
-            if Manifest.read(folder).earlier:
-                from runner.sweeps.sweep_extension import use_extended_sweeper
-
-                use_extended_sweeper(config)
             for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)
         except RunnerError as error:

@@ -29,7 +29,6 @@ class Manifest:
         finished: no job needs to run again.
         left_out: `<precision> <key>` for each key under precision that the command sets and that
             one of its precisions does not take; jobs of that precision run without it.
-        earlier: `overrides` before each time that a list of the sweep got longer, oldest first.
         signature: of the command and its working directory, with the key of the user who typed it.
     """
 
@@ -41,7 +40,6 @@ class Manifest:
     jobs: int = 0
     finished: bool = False
     left_out: Sequence[str] = ()
-    earlier: Sequence[Sequence[str]] = ()
     signature: str = ""
 
     def signed(self) -> "Manifest":
@@ -78,7 +76,6 @@ class Manifest:
             values = dataclass_fields_from_json(cls, read_json(path))
             for key in _WORD_LIST_KEYS:
                 values[key] = [str(word) for word in values.get(key, ())]
-            values["earlier"] = [[*map(str, words)] for words in values.get("earlier", ())]
             return cls(**values)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error

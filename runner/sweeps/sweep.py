@@ -32,8 +32,7 @@ from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, writ
 from runner.sweeps.report.number_text import join_names
 from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
-from runner.sweeps.sweep_extension import with_new_lists
-from runner.sweeps.sweep_resume import resume_text
+from runner.sweeps.sweep_resume import resume_text, with_longer_lists
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console
@@ -93,7 +92,7 @@ class Sweep:
         """Write the manifest, and open the parent run; the arguments are those of the class."""
         folder = self.folder
         if resume:
-            manifest = with_new_lists(Manifest.read(folder), overrides)
+            manifest = with_longer_lists(Manifest.read(folder), overrides)
         else:
             manifest = _new_manifest(overrides, tracking)
         self.manifest = replace(manifest, left_out=left_out)

@@ -3,16 +3,17 @@
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from runner.checkpoint import locate
 from runner.config.given_objects import given_keys, python_call
-from runner.config.overrides import override_key, quote_value
+from runner.config.overrides import as_typed, override_key, quote_value, rewrite_arguments
+from runner.config.schema import ADVISE_MODES
 from runner.config.signature import describe_key_location
-from runner.modes.result import RunResult
+from runner.modes.result import RunResult, read_results
 from runner.modes.run_store import resumed_sweep_store
 from runner.sweeps.manifest import Manifest
-from runner.sweeps.sweep_extension import extend_command, is_list_of_values
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.secrets import redact
@@ -25,6 +26,11 @@ _CHANGEABLE_PREFIXES = (_TRACKING, "sweep.fail_fast=")
 """Prefixes of what may change on resuming: where jobs are recorded and when the sweep ends, but not
 what jobs compute, nor how many run at once, which their speed depends on."""
 _REDACTION_MARK = "***"
+_ADVISE_MODES = tuple(f"mode={mode}" for mode in ADVISE_MODES)
+_FIXING_WORDS = ("sweep=", "hydra/sweeper=", "launcher=", "hydra/launcher=", *_ADVISE_MODES)
+"""How the words begin that let other code than Hydra's own sweeper and our launcher number the jobs
+of a sweep."""
+_NO_LISTS = ("-", "hydra.", "hydra/", "launcher=", "sweep", _TRACKING)
 
 
 def expand_resume_command(argv: Sequence[str]) -> list[str]:
@@ -39,7 +45,7 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     """
     resume = [text for text in argv if override_key(text) == RESUME_KEY]
     added = [text for text in argv if text not in (*resume, "-m", "--multirun")]
-    lists = [text for text in added if is_list_of_values(text)]
+    lists = [text for text in added if "," in text and not text.startswith(_NO_LISTS)]
     added = [text for text in added if text not in lists]
     name = resume[-1].partition("=")[2].strip("'\"")
     if name == "last":
@@ -55,13 +61,88 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     _check_trusted(manifest, [*added, *lists], name)
     # Words of the sweep's own command change nothing.
     added = [text for text in added if text not in manifest.command]
+    lists = [text for text in lists if text not in manifest.command]
     _check_added(added, manifest, name)
     _check_working_directory(manifest, name)
     # Redacted words are typed again, see _check_added().
-    command = extend_command(folder, manifest.command[3:], lists)
+    command = _with_lists(manifest.command[3:], lists)
     command = [word for word in command if _REDACTION_MARK not in word]
     _select_recorded_store(folder, [*command, *added])
     return [*command, *added, *_folder_overrides(folder)]
+
+
+def _with_lists(command: Sequence[str], lists: Sequence[str]) -> list[str]:
+    """Return the words of a sweep's command with longer lists in their places.
+
+    Raises:
+        ConfigError: a list lacks a value that the sweep has, or the sweep cannot take more jobs.
+    """
+    words = [*command]
+    fixing = [word for word in words if word.startswith(_FIXING_WORDS)]
+    if lists and fixing and not fixing[0].endswith("=isolated"):
+        raise ConfigError(
+            f"{lists[0]}: lists cannot get longer in a sweep with {fixing[0]}. Start a new sweep; "
+            "runner report <A> <B> reports both."
+        )
+    for word in map(as_typed, rewrite_arguments(lists)):
+        key = override_key(word)
+        places = [i for i, text in enumerate(words) if override_key(text) == key]
+        if not places:
+            raise ConfigError(
+                f"{word}: the sweep's command does not set {key}. Only its own lists may get "
+                "longer; another key is a new sweep, and runner report <A> <B> reports both."
+            )
+        known = words[places[-1]].partition("=")[2].split(",")
+        new = word.partition("=")[2].split(",")
+        if not {*known} <= {*new}:
+            longer = ",".join([*known, *(value for value in new if value not in known)])
+            raise ConfigError(
+                f"{word}: the sweep has {words[places[-1]]}, and a list may only get longer. Type "
+                f"{key}={longer}."
+            )
+        words[places[-1]] = word
+    return words
+
+
+def with_longer_lists(manifest: Manifest, overrides: Sequence[str]) -> Manifest:
+    """Return a resumed sweep's manifest with the lists that its command has now.
+
+    Args:
+        manifest: of the sweep as it was.
+        overrides: words that Hydra composes the jobs from now.
+    """
+    old = {*map(as_typed, manifest.overrides)}
+    lists = [text for text in map(as_typed, overrides) if "," in text and text not in old]
+    by_key = {override_key(text): text for text in lists if not text.startswith(_TRACKING)}
+    command = [by_key.get(override_key(text), text) for text in manifest.command]
+    fields = [by_key.get(override_key(text), text) for text in manifest.overrides]
+    longer = replace(manifest, command=command, overrides=fields)
+    return longer.signed() if manifest.is_signed_by_user else longer
+
+
+def resumed_numbers(
+    folder: Path, jobs: Sequence[Sequence[str]], numbers: Sequence[int]
+) -> list[int]:
+    """Return the number of each job of a resumed sweep: its result's, else the next free one.
+
+    Args:
+        folder: of the sweep.
+        jobs: overrides of each job.
+        numbers: numbers that the jobs have together.
+    """
+    # A job whose result cannot be read has no overrides.
+    ended = [result for result in read_results(folder) if result.overrides]
+    settings = {int(Path(result.folder).name): _settings(result.overrides) for result in ended}
+    resumed: list[int | None] = []
+    for words in jobs:
+        texts = _settings([*map(as_typed, words)])
+        # A result lacks the keys that the sweep leaves out for its precision.
+        number = next((n for n in numbers if n in settings and settings[n] <= texts), None)
+        resumed.append(number)
+        if number is not None:
+            del settings[number]
+    free = (number for number in numbers if number not in resumed)
+    return [next(free) if number is None else number for number in resumed]
 
 
 def _tracking_uri(words: Sequence[str]) -> str | None:

@@ -63,9 +63,16 @@ class IsolatedLauncher(Launcher):
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
         update_job_count(self._config, initial_job_idx + len(job_overrides))
+        numbers: Sequence[int] = range(initial_job_idx, initial_job_idx + len(job_overrides))
+        # Another sweeper expects the results of its jobs in their order.
+        is_basic = str(self._config.hydra.sweeper.get("_target_")).endswith(".BasicSweeper")
+        if is_basic and self._config.hydra.callbacks.sweep.resume:
+            from runner.sweeps.sweep_resume import resumed_numbers
+
+            numbers = resumed_numbers(Path(self._config.hydra.sweep.dir), job_overrides, numbers)
         jobs = (
             compose_job_config(self._context, self._config, number, overrides)
-            for number, overrides in enumerate(job_overrides, initial_job_idx)
+            for number, overrides in zip(numbers, job_overrides, strict=True)
         )
         fail_fast = bool(self._config.hydra.callbacks.sweep.fail_fast)
         return JobRunner(self._n_jobs, fail_fast=fail_fast).run(jobs)

@@ -1,0 +1,77 @@
+"""sweep.resume=<folder> seed=0,1,2: lists of a sweep that has run get longer."""
+
+import json
+
+import pytest
+from run_folders import job_results
+
+from runner.modes.result import RunResult
+from runner.sweeps.sweep_resume import resumed_numbers
+
+
+@pytest.fixture
+def swept(quick, tmp_path):
+    """The folder of a finished sweep over precision and seed."""
+    assert quick("-m", "precision=32-true,bf16-mixed", "seed=0,1").rc == 0
+    (folder,) = tmp_path.glob("outputs/sweeps/*")
+    return folder
+
+
+REFUSED = {
+    "seed=1,2": "the sweep has seed=0,1, and a list may only get longer. Type seed=0,1,2.",
+    "optimizer.lr=1,2": "the sweep's command does not set optimizer.lr. Only its own lists may",
+    "seed=3": "Leave seed=3 out: only tracking.* and sweep.fail_fast may change, and lists",
+    "hydra.launcher.n_jobs=2": "Leave hydra.launcher.n_jobs=2 out",
+}
+
+
+def test_longer_lists_add_jobs_and_keep_those_that_are_there(swept, main, tmp_path):
+    before = [(swept / str(number) / "result.json").read_bytes() for number in range(4)]
+    manifest = (swept / "sweep.json").read_bytes()
+    for word, message in REFUSED.items():
+        refused = main(f"sweep.resume={swept}", word)
+        assert (refused.rc, message in refused.stderr) == (2, True), refused.stderr
+    assert (swept / "sweep.json").read_bytes() == manifest
+    done = main(f"sweep.resume={swept}", "seed=0,1,2", "precision=32,bf16,'16'")
+    assert done.rc == 0, done.stderr
+    assert done.stdout.count("finished before") == 4
+    assert [(swept / str(n) / "result.json").read_bytes() for n in range(4)] == before
+    labels = [job["label"] for job in job_results(tmp_path)]
+    assert labels[4:] == [
+        "32-true seed=2",
+        "bf16-mixed seed=2",
+        *(f"16-mixed seed={seed}" for seed in range(3)),
+    ]
+    report = (swept / "report.md").read_text()
+    assert "9 of 9 jobs finished" in report
+    assert "(3 seeds)" in report
+    # Without a list, all is as it was.
+    again = main(f"sweep.resume={swept}")
+    assert (again.rc, again.stdout.count("finished before")) == (0, 9)
+    command = json.loads((swept / "sweep.json").read_text())["command"]
+    assert {"precision=32-true,bf16-mixed,16-mixed", "seed=0,1,2"} < {*command}
+
+
+@pytest.mark.parametrize("word", ["mode=advise", "launcher=joblib", "sweep=search"])
+def test_jobs_that_others_number_have_no_longer_lists(word, main, tmp_path):
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    words = ["python", "-m", "runner", word, "precision=32-true,bf16-mixed"]
+    manifest = {"id": "x", "command": words, "cwd": str(tmp_path)}
+    (folder / "sweep.json").write_text(json.dumps(manifest))
+    done = main(f"sweep.resume={folder}", "precision=32-true,bf16-mixed,16-mixed")
+    message = f"in a sweep with {word}. Start a new sweep;"
+    assert (done.rc, message in done.stderr) == (2, True), done.stderr
+
+
+def test_a_job_keeps_its_number_and_others_take_the_free_ones(tmp_path):
+    settings = [("precision=32-true", "seed=0", "precision.x=1"), ("precision=a", "seed=0")]
+    for number, overrides in zip((0, 3), settings, strict=True):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        RunResult("", "", str(folder), overrides=overrides).write(folder)
+    (tmp_path / "1").mkdir()  # of a job that was killed
+    pairs = [("32-true", 0), ("32-true", 1), ("a", 0), ("a", 1)]
+    jobs = [[f"precision={name}", f"seed={seed}", "++precision.x=1"] for name, seed in pairs]
+    # The second result lacks the key that its precision does not take.
+    assert resumed_numbers(tmp_path, jobs, range(4)) == [0, 1, 3, 2]
