@@ -203,9 +203,9 @@ PROVE = Command(
 )
 REPORT = Command(
     "report",
-    "rebuild a sweep's report, or compare two sweeps",
+    "rebuild a sweep's report, or make one of two sweeps",
     "Rebuilds the report of a sweep from its folder, or from an id out of MLflow alone. With two\n"
-    "sweeps, writes what differs between them and compares the second one with the first.",
+    "sweeps, writes the report over the jobs of both, compared with 32-true of the first one.",
     (
         _URI,
         _EXPERIMENT,

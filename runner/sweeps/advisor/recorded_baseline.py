@@ -9,16 +9,16 @@ from runner.config.schema import RunSpec
 from runner.modes.result import RunResult
 from runner.modes.run_metadata import config_text
 from runner.sweeps.report.compare import BASELINE
+from runner.sweeps.report.job_settings import (
+    JobSettings,
+    flat_config,
+    read_settings,
+    settings_in_folder,
+    settings_in_store,
+    stored_settings,
+)
 from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
 from runner.sweeps.report.number_text import join_names
-from runner.sweeps.report.origin import (
-    JobOrigin,
-    flat_config,
-    origins_in_folder,
-    origins_in_store,
-    read_origin,
-    stored_origin,
-)
 from runner.sweeps.report.rebuild import existing_store, find_parent_run
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST
@@ -36,7 +36,7 @@ _ABSENT_VALUES = ("", "null", "None", "false", "False", "[]", "{}")
 MAX_DIFFERING_KEYS = 5
 """Config keys that the message of a baseline with other settings names."""
 
-RecordedJob = tuple[RunResult, JobOrigin]
+RecordedJob = tuple[RunResult, JobSettings]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> R
             f"advise.baseline={name}: its runs have {join_names(map(str, sorted(lengths)))} steps, "
             "and runs of unequal lengths are no baseline. Name a sweep over seeds alone."
         )
-    _check_same_settings(name, [origin for _, origin in jobs], spec)
+    _check_same_settings(name, [settings for _, settings in jobs], spec)
     named = [
         replace(result, group=precision, label=f"{precision} seed={result.seed}")
         for result in results
@@ -93,15 +93,15 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> R
 
 
 def _read_jobs(name: str, spec: RunSpec) -> list[RecordedJob]:
-    """Return the results in a folder or in the command's store, with what each came from."""
+    """Return the results in a folder or in the command's store, with what each ran with."""
     folder = Path(name)
     if path_exists(name) and folder.is_dir():
         if (folder / MANIFEST).is_file():
             data = load_from_folder(folder)
             results = [job.result for job in data.jobs]
-            return [*zip(results, origins_in_folder(folder, data), strict=True)]
+            return [*zip(results, settings_in_folder(folder, data), strict=True)]
         try:
-            return [(RunResult.read(folder), read_origin(folder))]
+            return [(RunResult.read(folder), read_settings(folder))]
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"advise.baseline={name}: the folder holds no finished run and no sweep. Name a "
@@ -118,7 +118,7 @@ def _read_stored_jobs(name: str, spec: RunSpec) -> list[RecordedJob]:
         reader = Reader(existing_store(name, tracking))
         run = reader.run(name) if name.isalnum() else None
         if run is not None and run.tags.get("role") != "sweep":
-            return [(result_of_run(reader, run), stored_origin(reader, run))]
+            return [(result_of_run(reader, run), stored_settings(reader, run))]
         parent = find_parent_run(reader, name)
     except ConfigError as error:
         raise ConfigError(
@@ -128,7 +128,7 @@ def _read_stored_jobs(name: str, spec: RunSpec) -> list[RecordedJob]:
         ) from error
     data = load_from_store(reader, parent)
     results = [job.result for job in data.jobs]
-    return [*zip(results, origins_in_store(reader, parent, data), strict=True)]
+    return [*zip(results, settings_in_store(reader, parent, data), strict=True)]
 
 
 def _chosen_precision(name: str, precisions: Sequence[str], judged: Sequence[str]) -> str:
@@ -161,20 +161,20 @@ def _check_one_run_per_seed(name: str, results: Sequence[RunResult]) -> None:
         )
 
 
-def _check_same_settings(name: str, origins: Sequence[JobOrigin], spec: RunSpec) -> None:
+def _check_same_settings(name: str, jobs: Sequence[JobSettings], spec: RunSpec) -> None:
     """Refuse runs that trained something else than the command would."""
     own = flat_config(config_text(spec))
     differing: dict[str, None] = {}
-    for origin in origins:
-        if not origin.config:
+    for job in jobs:
+        if not job.config:
             raise ConfigError(
                 f"advise.baseline={name} has a run without its config.yaml: it cannot be known "
                 "whether it trained the same. Name a run that has one."
             )
-        differing |= dict.fromkeys(_differing_keys(origin.config, own))
+        differing |= dict.fromkeys(_differing_keys(job.config, own))
     if not differing:
         return
-    config = origins[0].config
+    config = jobs[0].config
     texts = [
         f"{key} ({config.get(key, 'none')} there, {own.get(key, 'none')} here)" for key in differing
     ]

@@ -15,6 +15,8 @@ from runner.sweeps.report.compare import (
     compare_with_baselines,
     group_name,
     pareto_front,
+    sweep_letter,
+    without_sweep,
 )
 from runner.sweeps.report.downsample import (
     ENVELOPE_BUCKETS,
@@ -53,6 +55,11 @@ MAX_MARKED_POINTS = 40
 
 def group_styles(names: Sequence[str]) -> dict[str, Style]:
     """Return colour and dash of each group: 24 pairs before one repeats; 32-true solid black."""
+    if any(sweep_letter(name) for name in names):
+        plain = group_styles([without_sweep(name) for name in names])
+        dashes = dict(zip("AB", DASH_PATTERNS, strict=False))
+        # Of two sweeps a precision has one colour.
+        return {name: (plain[without_sweep(name)][0], dashes[sweep_letter(name)]) for name in names}
     others = [name for name in dict.fromkeys(names) if name != BASELINE]
     styles: dict[str, Style] = {BASELINE: ("black", "solid")}
     for index, name in enumerate(others):

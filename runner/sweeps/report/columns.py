@@ -16,7 +16,7 @@ from runner.modes.result import RunResult
 from runner.modes.tables import memory_saving
 from runner.sweeps.report import cells
 from runner.sweeps.report.cells import TableFacts
-from runner.sweeps.report.compare import Comparison
+from runner.sweeps.report.compare import BASELINE, Comparison, sweep_letter, without_sweep
 from runner.sweeps.report.ranking import Advice, PrecisionVerdict
 from runner.sweeps.report.wording import health_words
 from runner.tracking.metric_names import VAL_LOSS
@@ -52,10 +52,16 @@ class Column:
 
 
 COLUMNS = (
-    Column("job", job=lambda job, _: job.label, is_text=True),
+    Column("job", job=lambda job, _: without_sweep(job.label), is_text=True),
+    Column(
+        "sweep",
+        job=lambda job, _: sweep_letter(job.label),
+        group=lambda c, _: Cell(sweep_letter(c.group.name)),
+        is_text=True,
+    ),
     Column(
         "precision",
-        group=lambda c, _: Cell(c.group.name),
+        group=lambda c, _: Cell(without_sweep(c.group.name)),
         verdict=lambda verdict: Cell(verdict.name),
         title=cells.first_title,
         is_text=True,
@@ -147,6 +153,7 @@ _BY_NAME = {column.name: column for column in COLUMNS}
 
 TERMINAL_JOB_COLUMNS = (
     "job",
+    "sweep",
     "status",
     "quality",
     "change",
@@ -165,6 +172,7 @@ TERMINAL_JOB_COLUMNS = (
 REPORT_JOB_COLUMNS = (*TERMINAL_JOB_COLUMNS, "best", "step ms")
 GROUP_COLUMNS = (
     "precision",
+    "sweep",
     "status",
     "device",
     "quality",
@@ -205,7 +213,8 @@ def jobs_table(results: Sequence[RunResult], names: Sequence[str] = REPORT_JOB_C
 def groups_table(compared: Sequence[Comparison], recommended: Comparison | None) -> Table:
     """Return the table with one row per group of seeds; the recommended group's row is marked."""
     jobs = [job for comparison in compared for job in comparison.group.jobs]
-    facts = TableFacts(jobs, compared)
+    is_of_two_sweeps = any(sweep_letter(job.label) for job in jobs)
+    facts = TableFacts(jobs, compared, f"A's {BASELINE}" if is_of_two_sweeps else BASELINE)
 
     def cell(column: Column, c: Comparison) -> Cell:
         assert column.group is not None

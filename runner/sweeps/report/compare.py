@@ -25,6 +25,9 @@ from runner.tracking.metric_names import VAL_LOSS
 
 BASELINE = "32-true"
 """The precision that every other one is compared with."""
+FIRST_SWEEP = "sweep=A"
+SECOND_SWEEP = "sweep=B"
+"""Words in the settings of jobs in a report on two sweeps: both are compared with 32-true of A."""
 MIN_GAIN_SEEDS = 0.05
 """Median speed ratios of several seeds that are nearer to 1 are called even: on a shared machine
 speeds vary as much."""
@@ -130,6 +133,25 @@ def group_jobs(results: Sequence[RunResult]) -> list[Group]:
 def group_name(result: RunResult) -> str:
     """Return the name of a job's group: its label without the seed."""
     return result.group or result.label
+
+
+def sweep_letter(name: str) -> str:
+    """Return the letter of the sweep that a group's or job's name has in a report on two sweeps."""
+    sweeps = {FIRST_SWEEP, SECOND_SWEEP} & {*name.split()}
+    return sweeps.pop()[-1] if sweeps else ""
+
+
+def without_sweep(name: str) -> str:
+    """Return a group's or job's name without the word of its sweep."""
+    return " ".join(word for word in name.split() if word not in (FIRST_SWEEP, SECOND_SWEEP))
+
+
+def has_several_models(groups: Sequence[Group]) -> bool:
+    """Return whether the groups train different models or data, whose qualities do not compare."""
+    jobs = [job for group in groups for job in group.jobs]
+    models = {job.model for job in jobs if job.model}
+    data = {job.data for job in jobs if job.data}
+    return len(models) > 1 or len(data) > 1
 
 
 def _group(
@@ -242,11 +264,19 @@ def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> G
         group: any group of the sweep.
         candidates: the 32-true groups by (settings, device).
     """
-    exact = candidates.get((group.settings, group.device))
-    if exact is not None:
-        return exact
+    settings = group.settings
+    is_second = settings.startswith(SECOND_SWEEP)
+    if is_second:
+        settings = FIRST_SWEEP + settings.removeprefix(SECOND_SWEEP)
     # Settings that belong to a precision, such as its keep_fp32, have no 32-true with the same.
-    return candidates.get((shared_settings(group.settings), group.device))
+    shared = shared_settings(settings)
+    for wanted in (settings, shared):
+        if (wanted, group.device) in candidates:
+            return candidates[wanted, group.device]
+    # A second sweep may have run on another machine.
+    if is_second:
+        return next((found for (each, _), found in candidates.items() if each == shared), None)
+    return None
 
 
 def compare_two_groups(group: Group, baseline: Group | None) -> Comparison:
@@ -254,7 +284,9 @@ def compare_two_groups(group: Group, baseline: Group | None) -> Comparison:
     if baseline is None or not baseline.finished_count or not group.finished_count:
         return Comparison(group, baseline)
     memory_ratio = None
-    if group.memory_mib is not None and baseline.memory_mib:
+    # A process's memory on a CPU and a device's memory are different numbers.
+    is_comparable = group.is_on_cpu == baseline.is_on_cpu
+    if group.memory_mib is not None and baseline.memory_mib and is_comparable:
         memory_ratio = group.memory_mib / baseline.memory_mib
     speed_ratio = _speed_ratio(group, baseline)
     difference = _difference(group, baseline)
@@ -267,6 +299,9 @@ def _difference(group: Group, baseline: Group) -> Difference | None:
     if group is baseline or group.is_evaluation:
         return None
     if group.quality is None or baseline.quality is None:
+        return None
+    is_same_quality = group.jobs[0].quality == baseline.jobs[0].quality
+    if not is_same_quality or has_several_models([group, baseline]):
         return None
     direction = baseline.jobs[0].direction
     return quality_difference(qualities_by_seed(group), qualities_by_seed(baseline), direction)

@@ -8,14 +8,19 @@ import math
 from collections.abc import Sequence
 
 from runner.modes.tables import shared_settings
-from runner.sweeps.report.compare import BASELINE, Comparison, Group
+from runner.sweeps.report.compare import BASELINE, Comparison, Group, sweep_letter
 from runner.sweeps.report.number_text import (
     MAX_LISTED_NAMES,
     format_mean_sd,
     format_range,
     join_names,
 )
-from runner.sweeps.report.settings_summary import best_group, settings_sentence
+from runner.sweeps.report.settings_summary import (
+    best_group,
+    settings_sentence,
+    speed_word,
+    verdict_word,
+)
 from runner.sweeps.report.wording import (
     difference_words,
     memory_name,
@@ -80,6 +85,8 @@ def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -
 
 def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return what the numbers show, one sentence per device."""
+    if any(sweep_letter(comparison.group.name) for comparison in comparisons):
+        return _two_sweeps_sentence(comparisons)
     by_device: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
         if comparison.group.quality:
@@ -97,6 +104,19 @@ def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
         name = device or "an unknown device"
         parts.append(f"On {name}: {sentence}")
     return " ".join(parts)
+
+
+def _two_sweeps_sentence(comparisons: Sequence[Comparison]) -> str:
+    """Return the verdicts on each group of two sweeps against 32-true of the first one."""
+    clauses = []
+    for comparison in comparisons:
+        if comparison.baseline is None or comparison.is_baseline:
+            continue
+        words = [verdict_word(comparison), speed_word(comparison)]
+        clauses.append(f"{comparison.group.name}: {', '.join(filter(None, words)) or 'no result'}")
+    if clauses:
+        return f"Against {BASELINE} of A: {'; '.join(clauses)}."
+    return f"Nothing is compared: A has no {BASELINE} job with the settings of another one."
 
 
 def _no_result_sentence(comparisons: Sequence[Comparison]) -> str:

@@ -6,7 +6,14 @@ A report gets the note of a number only if it shows such a number.
 from collections.abc import Iterator, Sequence
 
 from runner.config.precision_keys import omitted_key_messages
-from runner.sweeps.report.compare import MIN_GAIN_ONE_SEED, MIN_GAIN_SEEDS, Comparison, Group
+from runner.sweeps.report.compare import (
+    BASELINE,
+    MIN_GAIN_ONE_SEED,
+    MIN_GAIN_SEEDS,
+    Comparison,
+    Group,
+    sweep_letter,
+)
 
 TEST_SOURCES = {
     "paired t": "paired t, Student 1908, over equal seeds",
@@ -22,6 +29,9 @@ SPEED_NOTE = """examples/s of training, without the first block of steps and wit
 mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else of
 the medians, with the range over seeds. Called faster or slower where the range excludes 1 and the
 median is more than {several:.0%} from it ({single:.0%} with one seed)."""
+TWO_SWEEPS_NOTE = f"""the jobs of A and of B are compared with {BASELINE} of A. B's seeds are paired
+with A's where both are the same. Whatever differs between A and B may be the cause of a verdict on
+B."""
 ROUNDING_NOTE = """Compiled code with train.compile_rounding=fused leaves out the roundings of half
 precision between the operations that it fuses; eager rounds after each one, as uncompiled."""
 CPU_MEMORY_NOTE = """weights plus optimizer state, without activations. The process's resident set
@@ -34,6 +44,8 @@ def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]
     finished = [comparison.group for comparison in compared if comparison.group.finished_count]
     yield from _quality_notes(finished)
     yield from _verdict_and_speed_notes(compared)
+    if any(sweep_letter(group.name) for group in finished):
+        yield "Two sweeps", TWO_SWEEPS_NOTE
     rounding = _rounding_message(finished)
     if rounding:
         yield "Rounding between fused operations", rounding

@@ -32,6 +32,7 @@ class SweepData:
         job_count: how many jobs it has, those that never began included; 0 if unknown.
         advise_settings: of mode=advise; None for a sweep that the user laid out.
         fetch_failures: artifacts of the store that could not be fetched, and why.
+        notes: sentences on the jobs of two sweeps, see join_sweeps.
     """
 
     jobs: Sequence[Job]
@@ -41,6 +42,7 @@ class SweepData:
     job_count: int = 0
     advise_settings: AdviseSettings | None = None
     fetch_failures: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     @property
     def is_unfinished(self) -> bool:

@@ -170,6 +170,8 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     devices = _distinct(group.device for group in groups)
     sweep = f"sweep {data.sweep_id}" if data.sweep_id else ""
     yield Text(" · ".join(filter(None, [count, devices, sweep])), "small")
+    for note in data.notes:
+        yield Text(note)
     yield Text(conclusion_sentence(compared), "answer")
     failures = failure_sentence(compared, data.missing_jobs_clause)
     if failures:

@@ -1,4 +1,4 @@
-"""Make a sweep's report again, or compare two sweeps: the command `report`.
+"""Make the report of a sweep, or of two, from files: the command `report`.
 
 A sweep is read from its folder or from MLflow alone.
 """
@@ -13,12 +13,11 @@ from runner.checkpoint.locate import newest_sweeps
 from runner.config.commands import REPORT
 from runner.config.overrides import path_exists
 from runner.sweeps.manifest import Manifest
+from runner.sweeps.report.job_settings import settings_in_folder, settings_in_store
 from runner.sweeps.report.jobs import SweepData
 from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, load_from_store
-from runner.sweeps.report.origin import origins_in_folder, origins_in_store
 from runner.sweeps.report.pages import summary_markdown, write_report
-from runner.sweeps.report.two_sweeps import LoadedSweep, compare_sweeps
-from runner.sweeps.report.two_sweeps_page import write_comparison
+from runner.sweeps.report.sweep_pair import LoadedSweep, join_sweeps
 from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
@@ -36,7 +35,7 @@ def rebuild_report(argv: Sequence[str]) -> int:
 
     A sweep is a folder, a parent run's id or a sweep's id. Without one, the newest: of the store or
     experiment if one is given, else of outputs/sweeps. A report made from MLflow is stored there,
-    too. Two sweeps are compared, which is written to files alone.
+    too. The report of two sweeps is written to files alone.
 
     Args:
         argv: the words after `report`.
@@ -54,7 +53,7 @@ def rebuild_report(argv: Sequence[str]) -> int:
     upload_in_background(Path("outputs"))
     try:
         if len(arguments.words) == 2:
-            paths = _compare(arguments.words, arguments.values, out)
+            paths = _report_two(arguments.words, arguments.values, out)
         else:
             paths = _rebuild(next(iter(arguments.words), None), arguments.values, out)
     except OSError as error:
@@ -78,33 +77,35 @@ def _rebuild(sweep: str | None, typed: Mapping[str, str], out: str | None) -> li
     return write_report(load_from_folder(folder), target)
 
 
-def _compare(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None) -> list[Path]:
-    """Write the report that compares two sweeps; return the paths."""
+def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None) -> list[Path]:
+    """Write the report over the jobs of two sweeps; return the paths."""
     first, second = (_load_sweep(sweep, typed) for sweep in sweeps)
     if first.data.sweep_id and first.data.sweep_id == second.data.sweep_id:
         raise ConfigError(
             f"{first.name} and {second.name} are the same sweep. Type report <A> <B> with two "
             "sweeps."
         )
-    name = f"{Path(second.name).name}-against-{Path(first.name).name}"
+    name = f"{Path(first.name).name}-and-{Path(second.name).name}"
     folder = Path(out) if out else report_folder(name)
-    return write_comparison(compare_sweeps(first, second), folder)
+    data = join_sweeps(first, second)
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_report(data, folder)
 
 
 def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
-    """Return a sweep with what its jobs were computed from, of a folder or of the store."""
+    """Return a sweep with what its jobs ran with, of a folder or of the store."""
     folder = _sweep_folder(sweep)
     if folder is not None:
         data = load_from_folder(folder)
         began_ms = Manifest.read(folder).began_ms
-        return LoadedSweep(sweep, _date(began_ms), data, origins_in_folder(folder, data))
+        return LoadedSweep(sweep, _date(began_ms), data, settings_in_folder(folder, data))
     from runner.tracking.reader import Reader
 
     reader = Reader(existing_store(sweep, typed))
     parent = find_parent_run(reader, sweep)
     data = load_from_store(reader, parent)
-    origins = origins_in_store(reader, parent, data)
-    return LoadedSweep(sweep, _date(parent.started_ms), data, origins)
+    settings = settings_in_store(reader, parent, data)
+    return LoadedSweep(sweep, _date(parent.started_ms), data, settings)
 
 
 def _date(unix_ms: int) -> str:

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from runner.modes.tables import shared_settings
-from runner.sweeps.report.compare import BASELINE, Comparison, Group, qualities_by_seed
+from runner.sweeps.report.compare import (
+    BASELINE,
+    Comparison,
+    Group,
+    has_several_models,
+    qualities_by_seed,
+)
 from runner.sweeps.report.number_text import format_mean_sd, join_names
 from runner.sweeps.report.statistics import Verdict, quality_difference
 from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
@@ -161,11 +167,18 @@ def _summaries(grid: _Grid) -> Iterator[tuple[str, str]]:
 
 def _summary(row: dict[str, Comparison]) -> str:
     """Return for how many settings each verdict on quality and speed holds."""
-    clauses = [*_counts(row, _quality_word), *_counts(row, lambda c: c.speed_verdict)]
+    clauses = [*_counts(row, verdict_word), *_counts(row, speed_word)]
     return ", ".join(clauses)
 
 
-def _quality_word(comparison: Comparison) -> str:
+def speed_word(comparison: Comparison) -> str:
+    """Return the verdict on speed in words, empty without one."""
+    words = {"even": "about as fast", "unclear": "speed unclear"}
+    return words.get(comparison.speed_verdict, comparison.speed_verdict)
+
+
+def verdict_word(comparison: Comparison) -> str:
+    """Return the verdict on quality in words, empty for an evaluated checkpoint."""
     if comparison.group.is_evaluation:
         return ""
     if comparison.difference is None:
@@ -179,9 +192,8 @@ def _counts(row: dict[str, Comparison], word_of: Callable[[Comparison], str]) ->
     for setting, comparison in row.items():
         settings_by_word.setdefault(word_of(comparison), []).append(setting)
     settings_by_word.pop("", None)
-    words = {"even": "about as fast", "unclear": "speed unclear"}
     for word, settings in sorted(settings_by_word.items(), key=lambda item: -len(item[1])):
-        text = f"{words.get(word, word)} in {len(settings)} of {len(row)} settings"
+        text = f"{word} in {len(settings)} of {len(row)} settings"
         if word in _NAMED_WORDS and len(settings) < len(row):
             text += f" ({join_names(settings)})"
         yield text
@@ -207,14 +219,6 @@ def settings_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) 
     if not sentences:
         sentences.append("Different models or data: their qualities are not compared.")
     return " ".join(sentences)
-
-
-def has_several_models(groups: Sequence[Group]) -> bool:
-    """Return whether the groups train different models or data, whose qualities do not compare."""
-    jobs = [job for group in groups for job in group.jobs]
-    models = {job.model for job in jobs if job.model}
-    data = {job.data for job in jobs if job.data}
-    return len(models) > 1 or len(data) > 1
 
 
 def best_group(groups: Sequence[Group]) -> Group:

@@ -1,4 +1,4 @@
-"""`report A B`: what differs between two sweeps, and B's jobs against A's."""
+"""`report A B`: the report over the jobs of two sweeps, with what differs between them."""
 
 import json
 from dataclasses import replace
@@ -7,22 +7,20 @@ from pathlib import Path
 import pytest
 
 from runner.modes.result import RunResult
+from runner.sweeps.report.charts import group_styles
+from runner.sweeps.report.compare import compare_with_baselines
+from runner.sweeps.report.job_settings import JobSettings, settings_in_folder
 from runner.sweeps.report.jobs import Job, SweepData
 from runner.sweeps.report.load import load_from_folder
-from runner.sweeps.report.origin import JobOrigin, origins_in_folder
+from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.statistics import Verdict
-from runner.sweeps.report.two_sweeps import LoadedSweep, compare_sweeps
-from runner.sweeps.report.two_sweeps_page import comparison_sentence, write_comparison
+from runner.sweeps.report.sweep_pair import LoadedSweep, join_sweeps
 from runner.utils.errors import ConfigError
 
 GPU = "Some GPU"
-DATA = {"training": "aa", "validation": "bb"}
-ORIGIN = JobOrigin(
-    {"model.hidden": "[16]", "optimizer.lr": "0.1", "data.shuffle": "true", "tracking.uri": "x"},
-    {"torch": "2.14", "threads": "2"},
-    "0123456789abcdef",
-    False,
-    DATA,
+SETTINGS = JobSettings(
+    {"model.hidden": "[16]", "optimizer.lr": "0.1", "tracking.uri": "x"},
+    {"torch": "2.14", "git_commit": "0123"},
 )
 
 
@@ -40,9 +38,9 @@ def job(precision, seed, quality, speed=100.0, **more):
     return RunResult(precision, f"{precision} seed={seed}", "", **(values | more))
 
 
-def sweep(name, results, origin=ORIGIN, date="2026-11-20 10:00"):
+def sweep(name, results, settings=SETTINGS, date="2026-11-20 10:00"):
     data = SweepData([Job(result) for result in results], ["python -m runner -m"], name)
-    return LoadedSweep(name, date, data, [origin] * len(results))
+    return LoadedSweep(name, date, data, [settings] * len(results))
 
 
 FIRST = [
@@ -55,105 +53,93 @@ SECOND = [
 ]
 
 
-def text_of(compared, folder):
-    return write_comparison(compared, folder)[0].read_text()
+def compared(first, second):
+    data = join_sweeps(sweep("one", first), sweep("two", second))
+    groups = compare_with_baselines([each.result for each in data.jobs])
+    return {comparison.group.name: comparison for comparison in groups}
 
 
-def test_b_is_judged_against_a_group_by_group(tmp_path):
-    compared = compare_sweeps(sweep("one", FIRST), sweep("two", SECOND))
-    verdicts = {pair.second.name: pair.comparison.difference for pair in compared.pairs}
-    assert verdicts["32-true"].verdict is Verdict.SAME
-    assert (verdicts["16-mixed"].verdict, verdicts["16-mixed"].test) == (Verdict.WORSE, "paired t")
-    assert comparison_sentence(compared) == (
-        "B against A of 2026-11-20 10:00: no measurable difference in val/accuracy: 32-true; worse "
-        "val/accuracy: 16-mixed; faster: 16-mixed (1.30 ×); about as fast: 32-true."
+def test_jobs_of_both_are_compared_with_32_true_of_the_first(tmp_path):
+    groups = compared(FIRST, SECOND)
+    assert groups["32-true sweep=A"].is_baseline
+    assert {one.baseline.name for one in groups.values()} == {"32-true sweep=A"}
+    verdicts = {name: one.difference and one.difference.verdict for name, one in groups.items()}
+    assert verdicts == {
+        "32-true sweep=A": None,
+        "16-mixed sweep=A": Verdict.SAME,
+        "32-true sweep=B": Verdict.SAME,
+        "16-mixed sweep=B": Verdict.WORSE,
+    }
+    assert groups["16-mixed sweep=B"].difference.test == "paired t"
+    data = join_sweeps(sweep("one", FIRST), sweep("two", SECOND))
+    page = write_report(data, tmp_path)[0].read_text()
+    assert page.startswith("# Sweep over sweep: mlp\n")
+    assert "A is one, 2026-11-20 10:00; B is two, 2026-11-20 10:00." in page
+    assert "No setting, version or commit that A and B recorded differs." in page
+    assert (
+        "Against 32-true of A: 16-mixed sweep=A: no measurable difference, about as fast; "
+        "32-true sweep=B: no measurable difference, about as fast; 16-mixed sweep=B: worse, faster."
+    ) in page
+    assert "| job | sweep | " in page
+    assert "| 16-mixed | B | " in page
+    assert "| 32-true seed=0 | A | " in page
+    assert "B's seeds are paired with A's where both are the same" in page
+    assert {"report.csv", "report.html", "report.png"} < {path.name for path in tmp_path.iterdir()}
+
+
+def test_without_equal_seeds_nothing_is_paired():
+    second = [replace(result, seed=result.seed + 10) for result in SECOND]
+    tests = {name: one.difference for name, one in compared(FIRST, second).items()}
+    assert tests["16-mixed sweep=A"].test == "paired t"
+    assert {tests["32-true sweep=B"].test, tests["16-mixed sweep=B"].test} == {"Welch"}
+
+
+def test_what_differs_is_one_line():
+    other = JobSettings(
+        {"model.hidden": "[32]", "optimizer.lr": "0.2", "tracking.uri": "y"},
+        {"torch": "2.15", "git_commit": "0123"},
     )
-    page = text_of(compared, tmp_path)
-    assert "Nothing that both recorded (versions, data, config)" in page
-    assert "- 16-mixed: worse by 0.0" in page
-    assert "1.30 × as fast as A, with the same peak memory." in page
-    assert "| 2 |" in page
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"report.md", "report.html", "report.png"}
+    second = [*SECOND, job("bf16-mixed", 0, 0.5)]
+    data = join_sweeps(sweep("one", FIRST), sweep("two", second, other))
+    assert data.notes[1:] == [
+        "What differs (in A, in B): model.hidden ([16], [32]), optimizer.lr (0.1, 0.2), torch "
+        "(2.14, 2.15).",
+        "The qualities of A and B are of other models, tasks or data (model.hidden): their "
+        "difference is not that of the precisions.",
+    ]
+    unknown = join_sweeps(sweep("one", FIRST), sweep("two", SECOND, JobSettings()))
+    assert "is not known" in unknown.notes[1]
 
 
-def test_what_differs_comes_first(tmp_path):
-    other = replace(
-        ORIGIN,
-        config={**ORIGIN.config, "optimizer.lr": "0.2", "tracking.uri": "y"},
-        environment={"torch": "2.15", "threads": "2"},
-        commit="fedcba9876543210",
-        has_changes=True,
-    )
+def test_another_machine_is_compared_and_another_model_is_not():
     second = [replace(result, device="Other GPU") for result in SECOND]
-    compared = compare_sweeps(sweep("one", FIRST), sweep("two", second, other))
-    page = text_of(compared, tmp_path)
-    found = [(one.name, one.first, one.second) for one in compared.differences]
-    assert found == [
-        ("commit", "0123456789ab", "fedcba987654 with changes that no commit holds"),
-        ("torch", "2.14", "2.15"),
-        ("device", "Some GPU", "Other GPU"),
-        ("optimizer.lr", "0.1", "0.2"),
-    ]
-    assert page.index("What differs") < page.index("B against A of")
-    assert "B ran with changes that no commit holds" in page
+    assert compared(FIRST, second)["16-mixed sweep=B"].speed_verdict == "faster"
+    second = [replace(result, model="vit") for result in SECOND]
+    group = compared(FIRST, second)["16-mixed sweep=B"]
+    assert (group.difference, group.speed_verdict) == (None, "faster")
+    on_cpu = [replace(result, device="CPU (2 of 2 threads)") for result in SECOND]
+    assert compared(FIRST, on_cpu)["16-mixed sweep=B"].memory_ratio is None
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (
-            {"data": {"training": "aa", "validation": "cc"}},
-            "other data (their fingerprints differ)",
-        ),
-        ({"config": {**ORIGIN.config, "model.hidden": "[32]"}}, "other model.hidden"),
-        ({"data": {}, "config": {**ORIGIN.config, "data.n": "5"}}, "other data.n"),
-    ],
-)
-def test_qualities_of_other_data_or_models_are_not_compared(change, reason, tmp_path):
-    second = sweep("two", SECOND, replace(ORIGIN, **change))
-    compared = compare_sweeps(sweep("one", FIRST), second)
-    assert [pair.obstacle for pair in compared.pairs] == [reason] * 2
-    assert [pair.comparison.difference for pair in compared.pairs] == [None] * 2
-    page = text_of(compared, tmp_path)
-    assert f"val/accuracy is not comparable ({reason})" in page.replace("\\", "")
-    assert "val/accuracy not comparable: 32-true, 16-mixed; faster: 16-mixed" in page
+def test_without_a_baseline_in_the_first_sweep_nothing_is_compared(tmp_path):
+    data = join_sweeps(sweep("one", FIRST[3:]), sweep("two", SECOND))
+    page = write_report(data, tmp_path)[0].read_text()
+    assert "Nothing is compared: A has no 32-true job" in page
 
 
-def test_seeds_are_paired_only_where_the_batches_are_the_same():
-    other = replace(ORIGIN, config={**ORIGIN.config, "train.batch_size": "32"})
-    compared = compare_sweeps(sweep("one", FIRST), sweep("two", SECOND, other))
-    assert {pair.comparison.difference.test for pair in compared.pairs} == {"Welch"}
+def test_a_precision_has_one_colour_in_both_sweeps():
+    styles = group_styles(["32-true sweep=A", "16-mixed sweep=A", "16-mixed sweep=B"])
+    assert styles["32-true sweep=A"] == ("black", "solid")
+    assert styles["16-mixed sweep=A"][0] == styles["16-mixed sweep=B"][0]
+    assert styles["16-mixed sweep=A"] != styles["16-mixed sweep=B"]
 
 
-def test_a_job_that_ended_in_one_sweep_alone_is_named(tmp_path):
-    second = [
-        *SECOND[:3],
-        job("16-mixed", 0, 0.5, status="failed", error="boom", metrics={}),
-        job("bf16-mixed", 0, 0.5),
-    ]
-    compared = compare_sweeps(sweep("one", FIRST), sweep("two", second))
-    page = text_of(compared, tmp_path)
-    assert "- 16-mixed: not compared: A finished; B 1/1 failed." in page
-    assert "not compared, since it did not finish in both: 16-mixed." in page
-    assert "Only in B: bf16-mixed." in page
+def test_a_sweep_without_jobs_is_refused():
+    with pytest.raises(ConfigError, match=r"two has no job that wrote a result"):
+        join_sweeps(sweep("one", FIRST), sweep("two", []))
 
 
-def test_one_seed_gets_no_verdict():
-    compared = compare_sweeps(sweep("one", FIRST[:1]), sweep("two", SECOND[:1], date=""))
-    assert "no verdict on val/accuracy: 32-true" in comparison_sentence(compared)
-
-
-def test_sweeps_without_a_common_job_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"have no job in common: A has 16-mixed, 32-true; B has tf32"
-    ):
-        compare_sweeps(sweep("one", FIRST), sweep("two", [job("tf32", 0, 0.5)]))
-    with pytest.raises(ConfigError, match=r"two \(sweep B\) has no job that wrote a result"):
-        compare_sweeps(sweep("one", FIRST), sweep("two", []))
-
-
-def test_an_origin_is_read_from_whatever_a_folder_holds(tmp_path):
+def test_settings_are_read_from_whatever_a_folder_holds(tmp_path):
     (tmp_path / "sweep.json").write_text(json.dumps({"id": "s", "command": ["x"]}))
     for number, config in enumerate(["a: {b: [1, x], c: {}}\n", "{damaged"]):
         folder = RunResult("32-true", "a", str(tmp_path / str(number))).write(
@@ -164,10 +150,10 @@ def test_an_origin_is_read_from_whatever_a_folder_holds(tmp_path):
         '{"packages": {"torch": "2"}, "git_commit": "c"}'
     )
     (tmp_path / "1" / "environment.json").write_text("[1]")
-    first, second = origins_in_folder(tmp_path, load_from_folder(tmp_path))
+    first, second = settings_in_folder(tmp_path, load_from_folder(tmp_path))
     assert first.config == {"a.b": "[1, x]", "a.c": "{}"}
-    assert (first.environment, first.commit, first.has_changes) == ({"torch": "2"}, "c", None)
-    assert second == JobOrigin()
+    assert first.environment == {"torch": "2", "git_commit": "c"}
+    assert second == JobSettings()
 
 
 @pytest.fixture(scope="module")
@@ -179,27 +165,25 @@ def two_swept(tmp_path_factory, inside, empty_store):
     with inside(home) as main:
         for rate in ("0.01", "0.02"):
             typed = (*quick, f"tracking.uri={uri}", f"optimizer.lr={rate}")
-            done = main("-m", "precision=bf16-mixed", *typed, "hydra/launcher=basic")
+            done = main("-m", "precision=32-true", *typed, "hydra/launcher=basic")
             assert done.rc == 0, done.stderr
     return home, sorted(home.glob("outputs/sweeps/*")), uri
 
 
-def test_two_folders_or_two_ids_are_compared(two_swept, main, tmp_path):
+def test_two_folders_or_two_ids_are_reported(two_swept, main, tmp_path):
     _, (one, two), uri = two_swept
-    done = main("report", one, two, "--out", "compared")
+    done = main("report", one, two, "--out", "both")
     assert done.rc == 0, done.stderr
-    assert "| optimizer.lr | 0.01 | 0.02 |" in done.stdout
-    assert "no verdict on val/accuracy: bf16-mixed" in done.stdout
-    assert (tmp_path / "compared" / "report.html").exists()
+    differs = "What differs (in A, in B): optimizer.lr (0.01, 0.02)."
+    assert differs in done.stdout.replace("\\", "")
+    assert "Against 32-true of A: 32-true sweep=B: no verdict" in done.stdout
+    assert (tmp_path / "both" / "report.html").exists()
     ids = [json.loads((folder / "sweep.json").read_text())["id"] for folder in (one, two)]
     stored = main("report", *ids, f"tracking.uri={uri}")
     assert stored.rc == 0, stored.stderr
-    assert "| optimizer.lr | 0.01 | 0.02 |" in stored.stdout
-    folder = Path("outputs/reports") / f"{ids[1]}-against-{ids[0]}"
+    assert differs in stored.stdout.replace("\\", "")
+    folder = Path("outputs/reports") / f"{ids[0]}-and-{ids[1]}"
     assert f"{folder}/report.md" in stored.stdout
-    # The same facts from both places, but for the names of the sweeps.
-    section = slice(done.stdout.index("## What differs"), done.stdout.index("## Commands"))
-    assert done.stdout[section] in stored.stdout
 
 
 def test_one_sweeps_report_goes_to_another_folder(two_swept, main, tmp_path):
