@@ -72,6 +72,12 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def own_command() -> str:
+    """Return the command of this process, which runs a module of bench."""
+    module = sys.modules["__main__"].__spec__.name.removesuffix(".__main__")
+    return f"python -m {module} {' '.join(sys.argv[1:])}".strip()
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -85,8 +91,8 @@ def write(name: str, question: str, body: str, command: str = "", at: str = "") 
         command: what was run, if it is not this process's own command.
         at: the commit that was measured, if it is not the present one.
     """
-    own = f"python -m bench.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip()
-    text = f"# {question}\n\n`{command or own}`, commit {at or commit()}, {machine()}\n\n{body}\n"
+    run = f"`{command or own_command()}`, commit {at or commit()}, {machine()}"
+    text = f"# {question}\n\n{run}\n\n{body}\n"
     print(text)
     (RESULTS / f"{name}.md").write_text(text)
 

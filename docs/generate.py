@@ -19,7 +19,6 @@ from unittest.mock import patch
 import torch
 from omegaconf import OmegaConf
 
-from runner.claims.claim import Measurement
 from runner.config.commands import COMMANDS
 from runner.config.schema import RunSpec
 from runner.precision.registry import load_precision, precision_names, yaml_header
@@ -115,26 +114,6 @@ def memory_plan() -> str:
     """Return the table of memory forecasts that bench/memory_plan.py measured."""
     results = json.loads((RESULTS / "memory_plan.json").read_text())
     return table(results["head"], results["rows"])
-
-
-def prove() -> str:
-    """Return the table of claims that `runner prove` has measured, with its command."""
-    results = json.loads((RESULTS / "prove.json").read_text())
-    rows = []
-    for claim in results["claims"]:
-        deciding = {name: claim["values"][name] for name in claim["bounds"]}
-        measured = str(Measurement(deciding))
-        if claim["note"]:
-            measured += f" ({claim['note']})"
-        holds = "yes" if claim["passed"] else "**no**"
-        source = f"{claim['source']} ({claim['checked']})"
-        rows.append([f"`{claim['name']}`", claim["published"], measured, holds, source])
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    head = ["claim", "the paper says", "measured", "holds", "source"]
-    line = (
-        f"`{results['command']}` in {results['seconds']:.0f} s on {results['machine']}; {versions}"
-    )
-    return f"{table(head, rows)}\n\n{line}."
 
 
 def gpu() -> str:
@@ -234,7 +213,6 @@ TABLES = {
     "measured": measured,
     "optimizers": optimizers,
     "memory_plan": memory_plan,
-    "prove": prove,
     "gpu": gpu,
     "commands": commands,
     "keys": keys,

@@ -1,1 +1,1 @@
-"""Turn argv into an exit status: the run command and doctor, prove, report, sync, ui."""
+"""Turn argv into an exit status: the run command and doctor, report, sync, ui."""

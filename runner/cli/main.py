@@ -377,7 +377,6 @@ def _imported(module: str, function: str) -> Callable[[Sequence[str]], int]:
 # The first word of a command that is no run, and the function that takes the other words.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _imported("runner.cli.doctor", "doctor"),
-    "prove": _imported("runner.cli.prove", "prove"),
     "report": _imported("runner.sweeps.report.rebuild", "rebuild_report"),
     "sync": _imported("runner.cli.sync", "sync"),
     "ui": _imported("runner.cli.ui", "ui"),

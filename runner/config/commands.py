@@ -1,4 +1,4 @@
-"""Declare the commands doctor, explain, prove, report, sync and ui, and parse their arguments.
+"""Declare the commands doctor, explain, report, sync and ui, and parse their arguments.
 
 argparse does not fit: it knows no `key=value`, so that its help, errors and defaults would all be
 overridden. The help of a command, its errors and its rows in docs/commands.md come from one
@@ -15,11 +15,11 @@ from runner.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Option:
-    """An argument `key=value`, or a flag.
+    """An argument `key=value`, or a flag with a value.
 
     Attributes:
         key: what is typed before the value; a flag begins with `--`.
-        value: placeholder of the value; empty for a flag that takes none.
+        value: placeholder of the value.
         meaning: for the help.
         short: another spelling of a flag; None for none.
     """
@@ -37,7 +37,7 @@ class Option:
     @property
     def usage(self) -> str:
         """Return the option as it is typed."""
-        return f"{self.key}{' ' if self.is_flag else '='}{self.value}".rstrip()
+        return f"{self.key}{' ' if self.is_flag else '='}{self.value}"
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,9 @@ class Command:
             word = rest.pop(0)
             key, equals, value = word.partition("=")
             option = next((each for each in self.options if key in (each.key, each.short)), None)
-            if option is not None and not option.value and not equals:
-                arguments.values[option.key] = ""
-            elif option is not None and option.value and equals:
+            if option is not None and equals:
                 arguments.values[option.key] = value
-            elif option is not None and option.value and option.is_flag and rest:
+            elif option is not None and option.is_flag and rest:
                 arguments.values[option.key] = rest.pop(0)
             else:
                 arguments.words.append(word)
@@ -129,7 +127,7 @@ class Command:
             raise ConfigError(f"{self.name} takes {allowed}, and was given: {' '.join(words)}.")
 
     def _refusal(self, word: str, reason: str = "") -> ConfigError:
-        allowed = [f"{o.key}=..." if o.value else o.key for o in self.options]
+        allowed = [f"{option.key}=..." for option in self.options]
         if self.positional:
             allowed.insert(0, self.positional.allowed)
         return ConfigError(
@@ -183,24 +181,6 @@ EXPLAIN = Command(
         max_words=None,
     ),
 )
-PROVE = Command(
-    "prove",
-    "published claims about low precision, measured here",
-    "Measures published claims about low precision on this machine's CPU, in less than a minute,\n"
-    "and prints what the paper says, what came out and whether the claim holds. Exit status 1 if\n"
-    "one does not.",
-    (
-        Option(
-            "--out",
-            "<folder>",
-            "where prove.html and prove.json are written; by default outputs/prove",
-        ),
-        Option("--list", "", "only prints the names of the claims and what they say"),
-    ),
-    Positional(
-        "<claim> ...", "names of claims", "those that are measured; by default all", max_words=None
-    ),
-)
 REPORT = Command(
     "report",
     "rebuild a sweep's report, or make one of two sweeps",
@@ -245,5 +225,5 @@ UI = Command(
     "Starts MLflow's server on 127.0.0.1 and prints the URLs of its pages.",
     (_URI, _EXPERIMENT, Option("port", "<number>", "by default the first free one from 5000 on")),
 )
-COMMANDS = {command.name: command for command in (DOCTOR, EXPLAIN, PROVE, REPORT, SYNC, UI)}
+COMMANDS = {command.name: command for command in (DOCTOR, EXPLAIN, REPORT, SYNC, UI)}
 """Every command other than a run, by the first word after `python -m runner`."""

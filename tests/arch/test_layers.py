@@ -18,7 +18,6 @@ ORDER = (
     "checkpoint",
     "training",
     "diagnostics",
-    "claims",
     "modes",
     "sweeps",
     "integrations",

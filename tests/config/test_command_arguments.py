@@ -13,7 +13,7 @@ from runner.utils.errors import ConfigError
         ("doctor --config-dir lab", [], {"--config-dir": "lab"}),
         ("doctor --config-dir=lab", [], {"--config-dir": "lab"}),
         ("doctor -cd lab", [], {"--config-dir": "lab"}),
-        ("prove --list a --out b c", ["a", "c"], {"--list": "", "--out": "b"}),
+        ("report a --out b c", ["a", "c"], {"--out": "b"}),
         ("report tracking.uri=a b", ["b"], {"tracking.uri": "a"}),
         ("report run=1", ["run=1"], {}),
         ("sync run=1 .", ["run=1", "."], {}),

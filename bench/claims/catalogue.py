@@ -1,10 +1,19 @@
 """The claims: what each paper says, what is computed here, and when the claim holds."""
 
-from runner.claims.claim import Bound, Claim, exactly
-from runner.claims.networks import half_log_probabilities, loss_scale
-from runner.claims.packed_weights import double_quantization, nf4_error, nvfp4_error
-from runner.claims.products import hopper_sums, int8_outliers
-from runner.claims.rounding import fp8_range, lost_updates, stalled_weights, stopped_sums
+from bench.claims.claim import Bound, Claim, exactly
+from bench.claims.measurements import (
+    double_quantization,
+    fp8_range,
+    half_log_probabilities,
+    hopper_sums,
+    int8_outliers,
+    loss_scale,
+    lost_updates,
+    nf4_error,
+    nvfp4_error,
+    stalled_weights,
+    stopped_sums,
+)
 
 # 0.9, and as far from it as half a unit in the last place of a bfloat16 number below 1.
 _NEAR_0_9 = Bound(0.9 - 2.0**-9, 0.9 + 2.0**-9)
@@ -149,7 +158,7 @@ CLAIMS = (
         "the paragraph on float16's precision re-read",
         "2^10 / 2^7 = 8",
         "root mean squares of the differences to float32's log-probabilities, precision=16-true "
-        "and bf16-true",
+        "and bf16-true, of a GPT with random weights",
         half_log_probabilities,
         {"bfloat16 / float16": Bound(6, 10.5)},
     ),

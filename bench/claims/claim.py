@@ -38,22 +38,6 @@ def exactly(value: float) -> Bound:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """Numbers measured on this machine.
-
-    Attributes:
-        values: each with a short name.
-        note: what the numbers were measured on, where that depends on the machine.
-    """
-
-    values: Mapping[str, float]
-    note: str = ""
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {format_number(value)}" for name, value in self.values.items())
-
-
-@dataclass(frozen=True)
 class Claim:
     """A published claim.
 
@@ -74,7 +58,7 @@ class Claim:
     checked: str
     published: str
     method: str
-    measure: Callable[[], Measurement]
+    measure: Callable[[], Mapping[str, float]]
     bounds: Mapping[str, Bound]
 
 
@@ -84,13 +68,13 @@ class ClaimResult:
 
     Attributes:
         claim: the claim.
-        measurement: what was measured; without values if that failed.
+        values: the measured numbers by name; none if that failed.
         seconds: that it took.
         problems: a sentence for each reason why the claim does not hold.
     """
 
     claim: Claim
-    measurement: Measurement
+    values: Mapping[str, float]
     seconds: float
     problems: tuple[str, ...] = ()
 
@@ -98,6 +82,12 @@ class ClaimResult:
     def holds(self) -> bool:
         """Return whether the claim holds."""
         return not self.problems
+
+    @property
+    def measured(self) -> str:
+        """Return the text of the measured numbers."""
+        values = [f"{name} {format_number(value)}" for name, value in self.values.items()]
+        return ", ".join(values) or "nothing"
 
 
 def check_claim(claim: Claim) -> ClaimResult:
@@ -112,14 +102,13 @@ def check_claim(claim: Claim) -> ClaimResult:
             torch.manual_seed(0)
             # The tensors are small: on a busy machine several threads take a hundred times longer.
             torch.set_num_threads(1)
-            measurement = claim.measure()
+            values = claim.measure()
     except Exception as error:
         text = str(error).partition("\n")[0]
         problem = f"nothing was measured: {type(error).__name__}: {text}"
-        return ClaimResult(claim, Measurement({}), perf_counter() - start, (problem,))
+        return ClaimResult(claim, {}, perf_counter() - start, (problem,))
     problems = []
     for name, bound in claim.bounds.items():
-        value = measurement.values[name]
-        if not bound.holds(value):
-            problems.append(f"{name} is {format_number(value)}, and has to be {bound}")
-    return ClaimResult(claim, measurement, perf_counter() - start, tuple(problems))
+        if not bound.holds(values[name]):
+            problems.append(f"{name} is {format_number(values[name])}, and has to be {bound}")
+    return ClaimResult(claim, values, perf_counter() - start, tuple(problems))

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runner.claims import networks, packed_weights, products, rounding
-from runner.claims.catalogue import CLAIMS
-from runner.claims.claim import Bound, Measurement, check_claim
-from runner.claims.networks import half_log_probabilities
+from bench import common
+from bench.claims import __main__ as command
+from bench.claims import measurements
+from bench.claims.catalogue import CLAIMS
+from bench.claims.claim import Bound, check_claim
 from runner.precision.emulation import hopper
 from runner.precision.emulation.formats import E2M1
 from runner.precision.emulation.quantizers import BlockQuantizer, power_of_two_scale
-from runner.precision.layers import linear_4bit
+from runner.precision.layers.linear_4bit import dequantize_4bit
 from runner.precision.registry import load_precision
 from runner.precision.weight_updates import Kahan, Nearest
-from runner.utils.packages import package_file
 
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 
@@ -30,15 +30,15 @@ def results():
 def test_a_claim_holds(name, results):
     result = results[name]
     assert result.problems == ()
-    assert result.claim.bounds.keys() <= result.measurement.values.keys()
+    assert result.claim.bounds.keys() <= result.values.keys()
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_wrong_bound_makes_the_claim_fail(name, results):
-    measured = results[name].measurement
+    measured = results[name].values
     claim = replace(BY_NAME[name], measure=lambda: measured)
     for key, bound in claim.bounds.items():
-        value = measured.values[key]
+        value = measured[key]
         # Just beside the measured value, on the side of the limit that the bound has.
         missed = Bound(value + 1e-9 + abs(value) * 1e-9, bound.greatest)
         if bound.least == -torch.inf:
@@ -58,30 +58,34 @@ BROKEN = {
     "lost-updates": (torch, "ones", lambda size, dtype: torch.full(size, 1.0)),
     "stalled-weights": (Kahan, "store", Nearest.store),
     "stopped-sums": (
-        rounding,
+        measurements,
         "FLOAT_1_6_9",
-        replace(rounding.FLOAT_1_6_9, mantissa=10),
+        replace(measurements.FLOAT_1_6_9, mantissa=10),
     ),
-    "fp8-range": (rounding, "round_to_format", lambda x, fmt: x.clamp(-fmt.largest, fmt.largest)),
+    "fp8-range": (
+        measurements,
+        "round_to_format",
+        lambda x, fmt: x.clamp(-fmt.largest, fmt.largest),
+    ),
     "double-quantization": (
-        packed_weights,
+        measurements,
         "load_precision",
         lambda name: load_precision("bnb-nf4"),
     ),
     "nf4-error": (
-        linear_4bit,
+        measurements,
         "unpack_4bit",
-        lambda packed, state, dtype: linear_4bit.dequantize_4bit(packed, state) * 0.9,
+        lambda packed, state, dtype: dequantize_4bit(packed, state) * 0.9,
     ),
-    "int8-outliers": (products, "OUTLIER_THRESHOLD", 0.0),
+    "int8-outliers": (measurements, "OUTLIER_THRESHOLD", 0.0),
     "nvfp4-error": (
-        packed_weights,
+        measurements,
         "Nvfp4Quantizer",
         lambda shape: BlockQuantizer(E2M1, power_of_two_scale, shape),
     ),
     "hopper-sums": (hopper, "FRACTION_BITS", 22),
-    "log-probabilities": (networks, "load_precision", bf16_only),
-    "loss-scale": (networks, "LOSS_SCALE", 1.0),
+    "log-probabilities": (measurements, "load_precision", bf16_only),
+    "loss-scale": (measurements, "LOSS_SCALE", 1.0),
 }
 
 
@@ -102,13 +106,13 @@ def test_a_kernel_that_raises_makes_the_claim_fail():
 
     result = check_claim(replace(CLAIMS[0], measure=measure))
     assert result.problems == ("nothing was measured: RuntimeError: no kernel",)
-    assert result.measurement == Measurement({})
+    assert result.values == {}
 
 
 def test_a_check_leaves_the_process_as_it_was():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     drawn = []
-    claim = replace(CLAIMS[0], measure=lambda: drawn.append(torch.rand(())) or Measurement({}))
+    claim = replace(CLAIMS[0], measure=lambda: drawn.append(torch.rand(())) or {})
     check_claim(replace(claim, bounds={}))
     check_claim(replace(claim, bounds={}))
     assert drawn[0] == drawn[1]
@@ -141,9 +145,52 @@ def test_every_claim_names_its_source():
         assert claim.bounds
 
 
-def test_the_pretrained_network_is_used_where_it_is_installed():
-    if not package_file("rxnmapper", "models") or not package_file("chemicals", "Identifiers"):
-        pytest.skip("the packages rxnmapper and chemicals, of experiment=molecules, are missing")
-    measured = half_log_probabilities()
-    assert measured.note == "pretrained ALBERT, 64 molecules"
-    assert 6 < measured.values["bfloat16 / float16"] < 10.5
+QUICK = ["lost-updates", "fp8-range"]
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """Where the command writes its table."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    return tmp_path / "claims.md"
+
+
+def test_the_command_prints_a_line_for_each_claim(page, capsys):
+    assert command.main(QUICK) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["ok", name] for name in QUICK]
+    assert "2048; bfloat16 256 " in lines[0]
+    assert " float16 2048, bfloat16 256 (" in lines[0]
+    assert not page.exists()
+
+
+def test_the_command_says_which_claim_does_not_hold(page, capsys, monkeypatch):
+    wrong = replace(
+        CLAIMS[0],
+        measure=lambda: {"float16": 1024.0, "bfloat16": 256.0},
+        bounds={"float16": Bound(2048, 2048), "bfloat16": Bound(least=0)},
+    )
+    monkeypatch.setattr(command, "CLAIMS", (wrong, CLAIMS[3]))
+    monkeypatch.setattr(common, "own_command", lambda: "python -m bench.claims")
+    assert command.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("FAILED  lost-updates")
+    assert lines[1].strip() == "float16 is 1024, and has to be 2048"
+    assert lines[2].startswith("ok ")
+    text = page.read_text()
+    assert "| float16 2048, bfloat16 at least 0 | **no**: float16 is 1024, and has to be" in text
+    assert "arXiv:2209.05433" in text
+
+
+def test_the_list_measures_nothing(page, capsys):
+    assert command.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BY_NAME)
+    assert not page.exists()
+
+
+def test_a_claim_that_does_not_exist_is_refused(page, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["hopper"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "there is no claim hopper. Allowed: lost-updates, " in error
