@@ -10,19 +10,19 @@ are not in it. CPU time is the training process's own; wall time depends on the 
 Writes bench/results/callback_cost.md.
 """
 
-import argparse
 import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from bench.common import ROOT, spread, table, versions, write
+from bench.common import ROOT, parse_options, run_in_turn, spread, table, versions, write
 from runner.integrations.transformers import PrecisionCallback
 
 WARM_UP_STEPS = 100
@@ -73,7 +73,9 @@ class HandWritten(TrainerCallback):
         mlflow.end_run()
 
 
-def train(steps: int, folder: Path, *callbacks: TrainerCallback) -> tuple[float, float]:
+def train(
+    steps: int, folder: Path, callbacks: Callable[[], Sequence[TrainerCallback]]
+) -> tuple[float, float]:
     """Train a small GPT-2; return the milliseconds of a step: CPU and wall time."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=512, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4)
@@ -91,7 +93,7 @@ def train(steps: int, folder: Path, *callbacks: TrainerCallback) -> tuple[float,
     )
     clock = StepClock()
     trainer = Trainer(
-        GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[*callbacks, clock]
+        GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[*callbacks(), clock]
     )
     trainer.train()
     return clock.step_ms
@@ -99,35 +101,27 @@ def train(steps: int, folder: Path, *callbacks: TrainerCallback) -> tuple[float,
 
 def main() -> None:
     """Measure, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    chosen = parse_options(__doc__, steps=160, rounds=5)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.chdir(folder)
-        ways: dict[str, Callable[[], tuple[TrainerCallback, ...]]] = {
-            "no callback": lambda: (),
-            "PrecisionCallback": lambda: (PrecisionCallback(),),
-            "mlflow.log_metrics in each step": lambda: (
-                HandWritten(f"sqlite:///{folder}/by_hand.db"),
-            ),
+        by_hand = f"sqlite:///{folder}/by_hand.db"
+        ways: dict[str, Callable[[], Sequence[TrainerCallback]]] = {
+            "no callback": list,
+            "PrecisionCallback": lambda: [PrecisionCallback()],
+            "mlflow.log_metrics in each step": lambda: [HandWritten(by_hand)],
         }
-        times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-        for turn in range(given.rounds + 1):
-            for way, callbacks in ways.items():
-                found = train(given.steps, folder, *callbacks())
-                if turn:  # the first round makes the stores
-                    times[way].append(found)
+        timed = {way: partial(train, chosen.steps, folder, make) for way, make in ways.items()}
+        times = run_in_turn(timed, chosen.rounds)  # the round that is not counted makes the stores
         os.chdir(ROOT)
     plain = times["no callback"]
     rows = [[way, *_cells(found, plain)] for way, found in times.items()]
     header = ["way", "CPU ms per step", "ratio", "wall ms per step", "ratio"]
     body = table(header, rows)
     body += (
-        f"\n\nMedian (least to greatest) of {given.rounds} rounds of {given.steps} steps; ratios "
+        f"\n\nMedian (least to greatest) of {chosen.rounds} rounds of {chosen.steps} steps; ratios "
         f"to no callback in the same round; load average {os.getloadavg()[1]:.1f}. "
         f"{versions('transformers', 'mlflow')}."
     )

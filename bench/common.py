@@ -1,5 +1,6 @@
-"""Helpers of the benchmarks: interleaved timing, machine and versions, result files."""
+"""Helpers of the benchmarks: options, timing in turn, machine and versions, result files."""
 
+import argparse
 import json
 import platform
 import statistics
@@ -7,53 +8,90 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 
 
-def interleave(
-    contenders: Mapping[str, Callable[[], None]], rounds: int
-) -> dict[str, list[tuple[float, float]]]:
+T = TypeVar("T")
+
+
+def parse_options(text: str | None, **defaults: Any) -> argparse.Namespace:
+    """Return the options of this process's command.
+
+    Args:
+        text: the script's docstring, for --help.
+        defaults: by option. The option takes a value of the default's type, and several where the
+            default is a list, texts where it is empty; False stands for a flag.
+    """
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(option, action="store_true")
+        elif isinstance(default, list):
+            kind = type(default[0]) if default else str
+            parser.add_argument(option, nargs="+", type=kind, default=default)
+        else:
+            parser.add_argument(option, type=type(default), default=default)
+    return parser.parse_args()
+
+
+def run_in_turn(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Run the contenders in turn, A B C A B C ..., after one round that is not counted.
+
+    Returns:
+        What each contender returned, per round.
+    """
+    results: dict[str, list[T]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, run in contenders.items():
+            result = run()
+            if turn:
+                results[name].append(result)
+    return results
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]], rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Time the contenders in turn, after one round that is not counted.
 
     Returns:
         For each contender, (CPU seconds of the process, wall seconds) per round.
     """
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, run in contenders.items():
-            cpu, wall = time.process_time(), time.perf_counter()
-            run()
-            spent = time.process_time() - cpu, time.perf_counter() - wall
-            if turn:
-                times[name].append(spent)
-    return times
 
+    def time_once(run: Callable[[], object]) -> tuple[float, float]:
+        cpu, wall = time.process_time(), time.perf_counter()
+        run()
+        return time.process_time() - cpu, time.perf_counter() - wall
 
-def median(values: Sequence[float]) -> float:
-    """Return the median."""
-    return statistics.median(values)
+    return run_in_turn({name: partial(time_once, run) for name, run in contenders.items()}, rounds)
 
 
 def spread(values: Sequence[float], form: str = ".1f") -> str:
     """Return the text of the median with the least and the greatest value."""
     low, high = min(values), max(values)
-    return f"{median(values):{form}} ({low:{form}} to {high:{form}})"
+    return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
+
+
+def version_of(package: str) -> str:
+    """Return the installed version of a package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def versions(*packages: str) -> str:
     """Return the names of packages with their installed versions."""
-    texts = []
-    for package in packages:
-        try:
-            texts.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            texts.append(f"{package} not installed")
-    return ", ".join(texts)
+    return ", ".join(f"{package} {version_of(package)}" for package in packages)
 
 
 def machine() -> str:

@@ -8,7 +8,6 @@ highest resident set, each in a process of its own whose allocator returns each 
 Writes bench/results/diff_cost.md.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,11 +15,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from bench.common import interleave, median, table, write
+from bench.common import interleave, parse_options, table, write
+from bench.training import CPU, VOCABULARY, random_tokens
 from models.gpt import GPT
 from runner.config.schema import RunSpec
 from runner.diagnostics.divergence.compare import compare_batch
@@ -31,8 +32,6 @@ from runner.training.state import TrainState
 from runner.training.step import train_step
 from runner.training.tasks.language import Language
 
-CPU = torch.device("cpu")
-VOCABULARY = 256
 CONTEXT = 128
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
 PRECISIONS = ("bf16-mixed", "32-true")
@@ -51,9 +50,7 @@ def build(name: str, trains: bool) -> TrainState:
 
 def contenders(batch_size: int, wanted: str = "") -> dict[str, Callable[[], Any]]:
     """Return what is timed: a step in each precision, and a comparison; with a name that alone."""
-    torch.manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT + 1))
-    batch = (tokens[:, :-1], tokens[:, 1:])
+    batch = random_tokens(batch_size, CONTEXT)
     found: dict[str, Callable[[], Any]] = {}
     for name in PRECISIONS:
         if wanted in ("", f"a step in {name}"):
@@ -92,11 +89,7 @@ def growth_mib(name: str, batch_size: int) -> float:
 
 def main() -> None:
     """Measure, print and write the table; or be the process of one contender."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--only", default="")
-    chosen = parser.parse_args()
+    chosen = parse_options(__doc__, rounds=5, batch_size=16, only="")
     torch.set_num_threads(1)
     if chosen.only:
         for run in contenders(1, chosen.only).values():  # libraries and kernels

@@ -9,14 +9,14 @@ judges one of six precisions. Below, the verdicts on simulated normal difference
 which say what the test finds.
 """
 
-import argparse
 import random
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from bench.common import table, write
+from bench.common import parse_options, table, write
+from bench.training import CPU, training_state
 from models.mlp import MLP
 from runner.config.schema import TrainSpec
 from runner.data.datasets.digits import digits
@@ -26,10 +26,8 @@ from runner.sweeps.report.statistics import ERROR_RATE, baseline_spread, non_inf
 from runner.tracking.metric_names import VAL_LOSS
 from runner.training.loop import fit
 from runner.training.records import EvalRecord
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.classification import Classification
 
-CPU = torch.device("cpu")
 SEEDS, JUDGED = 5, 6
 ORDER = ("indistinguishable", "unclear", "worse", "better")
 SPLITS = digits()
@@ -48,8 +46,7 @@ def validation_loss(seed: int, nudge: int = 0, steps: int = 60) -> float:
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + (torch.rand(p.shape, generator=turn) - 0.5) * 2**-22)
-    optimizers = [ScheduledOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))]
-    state = TrainState(model, precision, Classification(), precision.scale(CPU), optimizers, CPU)
+    state = training_state(model, precision, Classification(), lr=3e-3)
     loader = Loader(SPLITS.train, 32, shuffle=True, seed=seed, device=CPU)
     validation = Loader(SPLITS.val, 512, shuffle=False, seed=0, device=CPU)
     train = TrainSpec(max_steps=steps, eval_every=steps, log_every=steps)
@@ -90,9 +87,7 @@ def row(name: Sequence[str], counts: Counter[str]) -> list[str]:
 
 def main() -> None:
     """Count the verdicts on trained and on simulated comparisons."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--comparisons", type=int, default=120)
-    chosen = parser.parse_args()
+    chosen = parse_options(__doc__, comparisons=120)
     torch.set_num_threads(1)
     trained = [
         row(["last bits of the weights"], count_trained(chosen.comparisons, paired=True)),

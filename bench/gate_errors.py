@@ -10,14 +10,13 @@ difference: a wide bar is decided soon, a narrow one late or never. Each compari
 MAX_SEEDS seeds; the same trainings serve every bar and gap.
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
 import torch
 
-from bench.common import table, write
+from bench.common import parse_options, table, write
 from bench.false_alarms import validation_loss
 from runner.sweeps.report.sequential_test import look_until_decided
 from runner.sweeps.report.statistics import ERROR_RATE
@@ -59,9 +58,7 @@ def judge(made: Sequence[Sequence[float]], bar: float, planted: float) -> list[s
 
 def main() -> None:
     """Judge null comparisons and planted gaps."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--comparisons", type=int, default=200)
-    chosen = parser.parse_args()
+    chosen = parse_options(__doc__, comparisons=200)
     torch.set_num_threads(1)
     rows = []
     for kind, made in differences(chosen.comparisons).items():

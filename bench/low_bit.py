@@ -10,25 +10,33 @@ tokens) against 32-true, contenders in turn, one thread; optimizer: bytes of sta
 AdamW, for a model without embeddings. Steps of emulated FP8 and FP4 are timed apart, in CPU time.
 """
 
-import argparse
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-from bench.common import RESULTS, interleave, median, spread, table, versions, write, write_rows
+from bench.common import (
+    RESULTS,
+    interleave,
+    parse_options,
+    spread,
+    table,
+    versions,
+    write,
+    write_rows,
+)
+from bench.training import CPU, VOCABULARY, random_tokens, training_state
 from models.gpt import GPT
 from runner.precision.contract import Precision
 from runner.precision.registry import load_precision, precision_names
 from runner.training import lowbit_optimizers
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.language import Language
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import stored_bytes, tensor_bytes
 
-CPU = torch.device("cpu")
 WIDTH = 1024
 STEPS = 2  # of a round
 EMULATED = ("tf32", "float8", "transformer-engine")
@@ -94,16 +102,14 @@ def training_steps(name: str) -> Callable[[], None]:
     """Return a function that trains a small GPT for STEPS steps."""
     precision = load(name)
     torch.manual_seed(0)
-    model, _ = precision.convert(GPT(256, 64, layers=4, width=128, heads=4))
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizers = [ScheduledOptimizer(torch.optim.AdamW(params, lr=1e-3, eps=1e-4))]
-    state = TrainState(model, precision, Language(), precision.scale(CPU), optimizers, CPU)
-    tokens = torch.randint(256, (8, 65))
+    model, _ = precision.convert(GPT(VOCABULARY, 64, layers=4, width=128, heads=4))
+    state = training_state(model, precision, Language(), lr=1e-3, eps=1e-4)
+    batch = random_tokens(8, 64)
 
     def run() -> None:
         with precision.session(model, CPU):
             for _ in range(STEPS):
-                train_step(state, [(tokens[:, :-1], tokens[:, 1:])])
+                train_step(state, [batch])
 
     return run
 
@@ -167,10 +173,7 @@ def measure_emulated(rounds: int) -> None:
 
 def main() -> None:
     """Measure the precisions, or the emulated ones."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--emulated", action="store_true")
-    args = parser.parse_args()
+    args = parse_options(__doc__, rounds=9, emulated=False)
     torch.set_num_threads(1)
     if args.emulated:
         measure_emulated(args.rounds)

@@ -1,14 +1,14 @@
 """How far is the predicted peak memory of training from the measured one?
 
+    python -m bench.memory_plan [--runs mlp gpt ...] [--device cuda]
+
 predicted: runner.diagnostics.memory.forecast, before anything runs. measured: the most that
 torch's allocator held while the runner's own loop trained four steps and evaluated after the last,
 from before the model was built, the data set left out; on a CPU from torch.profiler's record
 of every allocation, on CUDA torch.cuda.max_memory_allocated. MiB of 2^20 bytes.
 """
 
-import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from hydra import compose, initialize_config_module
 
-from bench.common import RESULTS, table, versions, write, write_rows
+from bench.common import RESULTS, parse_options, table, versions, write, write_rows
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
@@ -193,15 +193,12 @@ def summary(rows: list[Row]) -> list[list[str]]:
 
 def main() -> None:
     """Predict and measure every case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", nargs="+", default=list(RUNS))
-    parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
+    chosen = parse_options(__doc__, runs=list(RUNS), device="cpu")
     register_schema()
     torch.set_num_threads(1)
-    device, rows, failures = torch.device(given.device), [], []
-    for run, name, size, more in cases(given.runs):
-        spec = build_spec(run, name, size, more, given.device)
+    device, rows, failures = torch.device(chosen.device), [], []
+    for run, name, size, more in cases(chosen.runs):
+        spec = build_spec(run, name, size, more, chosen.device)
         precision: Precision = build_group("precision", spec.precision)
         case = " ".join([name, *more])
         try:
@@ -215,20 +212,10 @@ def main() -> None:
         rows.append(Row(run, case, size, peak, measured))
         print(*rows[-1].cells(), flush=True)
     means, head = summary(rows), ["trained", "cases", "MiB", "median", "worst", "where"]
-    body = "\n\n".join(
-        filter(
-            None,
-            [
-                table(head, means),
-                WHY,
-                table(HEAD, [row.cells() for row in rows]),
-                "\n".join(failures),
-                f"{versions('torch', 'bitsandbytes')}, one thread, {given.device}",
-            ],
-        )
-    )
-    command = f"python -m bench.memory_plan {' '.join(sys.argv[1:])}".strip()
-    write("memory_plan", (__doc__ or "").strip().splitlines()[0], body, command)
+    setting = f"{versions('torch', 'bitsandbytes')}, one thread, {chosen.device}"
+    cells = table(HEAD, [row.cells() for row in rows])
+    body = "\n\n".join([table(head, means), WHY, cells, *failures, setting])
+    write("memory_plan", (__doc__ or "").splitlines()[0], body)
     write_rows(RESULTS / "memory_plan.json", {"head": head, "rows": means})
 
 

@@ -12,7 +12,6 @@
 Writes bench/results/record.md.
 """
 
-import argparse
 import math
 import os
 import queue
@@ -27,12 +26,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from bench.common import median, spread, table, versions, write
+from bench.common import parse_options, run_in_turn, spread, table, versions, write
+from bench.training import CPU
 from runner.precision.registry import load_precision
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
@@ -137,10 +138,9 @@ def open_run(uri: str, folder: Path) -> tuple[MlflowTracker, MetricLogger]:
     while tracker.run_id is None:
         tracker.check()
         time.sleep(0.05)
-    cpu = torch.device("cpu")
     precision = load_precision("32-true")
-    state = TrainState(nn.Linear(2, 2), precision, Regression(), precision.scale(cpu), [], cpu)
-    return tracker, MetricLogger(tracker, state, Accelerator(cpu))
+    state = TrainState(nn.Linear(2, 2), precision, Regression(), precision.scale(CPU), [], CPU)
+    return tracker, MetricLogger(tracker, state, Accelerator(CPU))
 
 
 def in_list() -> Recording:
@@ -212,14 +212,14 @@ def overhead_table(uris: dict[str, str], folder: Path, steps: int, rounds: int) 
         "SQLite, by mlflow.log_metrics": partial(in_calls, sqlite),
     }
     work = matrix_products(20)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, start in ways.items():
-            recording = start()
-            walls, cpus = zip(*run_loop(steps, work, recording.record), strict=True)
-            recording.close()
-            if turn:  # the first round warms up
-                times[name].append((median(walls) / BLOCK * 1e3, median(cpus) / BLOCK * 1e3))
+
+    def step_ms(start: Callable[[], Recording]) -> tuple[float, float]:
+        recording = start()
+        walls, cpus = zip(*run_loop(steps, work, recording.record), strict=True)
+        recording.close()
+        return median(walls) / BLOCK * 1e3, median(cpus) / BLOCK * 1e3
+
+    times = run_in_turn({name: partial(step_ms, start) for name, start in ways.items()}, rounds)
     rows = []
     for name, durations in times.items():
         pairs = list(zip(durations, times["a list"], strict=True))
@@ -296,12 +296,7 @@ def resident_mib(pid: int) -> float:
 
 def main() -> None:
     """Measure all parts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--close", type=int, default=10_000)
-    parser.add_argument("--long", type=int, default=100_000)
-    args = parser.parse_args()
+    args = parse_options(__doc__, steps=500, rounds=5, close=10_000, long=100_000)
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     with stores(folder) as uris:

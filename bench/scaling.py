@@ -9,7 +9,6 @@ memory. gloo works on the cores that compute, so no collective hides behind the 
 predicted as the step without collectives plus the collectives. Writes bench/results/scaling.md.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import psutil
@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
-from bench.common import ROOT, median, table, write
+from bench.common import ROOT, parse_options, table, write
+from bench.training import CPU, VOCABULARY, random_tokens, training_state
 from models.gpt import GPT
 from runner.config.schema import TrainSpec
 from runner.data.loader import Loader, LoaderOptions
@@ -38,13 +39,11 @@ from runner.distributed.strategy import Single, Strategy
 from runner.distributed.torchrun import ProcessRank
 from runner.precision.registry import load_precision
 from runner.training.loop import fit
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.language import Language
 from runner.utils.accelerator import Accelerator
 from runner.utils.tensors import MIB
 
-CPU = torch.device("cpu")
-VOCABULARY, CONTEXT, LAYERS = 256, 64, 4
+CONTEXT, LAYERS = 64, 4
 EXAMPLES = 2  # of each process in a step
 STEPS = 2  # of a round
 SMALL, LARGE = 4096, 16 * MIB  # bytes of the collectives that are timed
@@ -147,19 +146,10 @@ class Training:
         model: Any = self.precision.convert(GPT(VOCABULARY, CONTEXT, LAYERS, 4, width))[0]
         self.size = Size(count_weights(model), count_weights(model.blocks[0]))
         wrapped = strategy.wrap(model, CPU)
-        adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.state = TrainState(
-            wrapped,
-            self.precision,
-            Language(),
-            self.precision.scale(CPU),
-            [ScheduledOptimizer(adam)],
-            CPU,
-            strategy=strategy,
-        )
+        self.state = training_state(wrapped, self.precision, Language(), lr=1e-4)
+        self.state.strategy = strategy
         place = strategy.place
-        tokens = torch.randint(VOCABULARY, (64 * place.world_size, CONTEXT + 1))
-        data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        data = TensorDataset(*random_tokens(64 * place.world_size, CONTEXT))
         options = LoaderOptions(place=place)
         batch = EXAMPLES * place.world_size
         loader = Loader(data, batch, shuffle=True, seed=0, device=CPU, options=options)
@@ -309,14 +299,10 @@ def compared(predicted: float, measured: float, unit: float) -> str:
 
 def main() -> None:
     """Measure, or be one of the processes that do."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 384])
-    parser.add_argument("--file", type=Path, help="where a process of torchrun writes its rows")
-    args = parser.parse_args()
+    # A process of torchrun writes its rows to the file.
+    args = parse_options(__doc__, processes=2, rounds=5, widths=[128, 256, 384], file="")
     if args.file:
-        work(args.file, args.rounds, args.widths)
+        work(Path(args.file), args.rounds, args.widths)
         return
     steps = launch(args.processes, args.rounds, args.widths)
     # So that the allocator returns each tensor's memory, and none of one case is left for the next.

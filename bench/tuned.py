@@ -1,13 +1,12 @@
 """What does each option of docs/performance.md buy on a CPU?
 
-    python -m bench.tuned [part ...]
+    python -m bench.tuned [--parts compilation checkpointing ...]
 
 One thread, contenders in turn, medians of CPU time; cold starts with torch's own caches off and the
 compiler's time counted. Parts that are not named stay as bench/results/tuned.json has them. Nothing
 here needs a GPU, and nothing here says what a GPU does.
 """
 
-import argparse
 import gc
 import json
 import resource
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from bench.common import RESULTS, interleave, median, table, write, write_rows
+from bench.common import RESULTS, interleave, parse_options, table, write, write_rows
+from bench.training import CPU, VOCABULARY, random_tokens
 from models.gpt import GPT
 from models.resnet import resnet
 from runner.config.schema import RunSpec, TrainSpec
@@ -32,7 +33,6 @@ from runner.precision.registry import load_precision
 from runner.training.compile import prepare_model
 from runner.training.optimizers import build_optimizer
 
-CPU = torch.device("cpu")
 PRECISION = load_precision("32-true")
 LEARNING_RATES = {
     "AdamW": 1e-3,
@@ -48,13 +48,7 @@ Rows = list[list[str]]
 def gpt(**sizes: float) -> nn.Module:
     """Return a GPT of four layers, or of other sizes."""
     torch.manual_seed(0)
-    return GPT(256, 128, **{"layers": 4, "heads": 4, "width": 128, **sizes})
-
-
-def random_tokens() -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of eight sequences."""
-    tokens = torch.randint(256, (8, 129), generator=torch.Generator().manual_seed(0))
-    return tokens[:, :-1], tokens[:, 1:]
+    return GPT(VOCABULARY, 128, **{"layers": 4, "heads": 4, "width": 128, **sizes})
 
 
 class TrainingStep:
@@ -106,7 +100,7 @@ def compilation() -> Rows:
     """Time steps of model=gpt, and the first of them, with its 4 layers and with 12."""
     torch._inductor.config.force_disable_caches = True
     torch._inductor.config.compile_threads = 1
-    x, y = random_tokens()
+    x, y = random_tokens(8, 128)
     eager = TrainingStep(gpt(), x, y)
     torch.compile(nn.Linear(128, 128))(torch.ones(8, 128)).sum().backward()  # loads the compiler
     rows = [["`train.compile=false`", "1.00", "none", "none"]]
@@ -145,7 +139,7 @@ def bytes_for_backward(model: nn.Module, run: Callable[[], object]) -> int:
 
 def checkpointing() -> Rows:
     """Time steps of model=gpt with 12 layers; measure what they keep for the backward."""
-    x, y = random_tokens()
+    x, y = random_tokens(8, 128)
     steps, saved = {}, {}
     for name, is_on in (("false", False), ("true", True)):
         model = gpt(layers=12, dropout=0.1)
@@ -282,9 +276,7 @@ PARTS = {
 
 def main() -> None:
     """Measure the chosen parts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
-    chosen = parser.parse_args().parts or list(PARTS)
+    chosen = parse_options(__doc__, parts=list(PARTS)).parts
     torch.set_num_threads(1)
     path = RESULTS / "tuned.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

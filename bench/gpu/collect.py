@@ -7,13 +7,12 @@ import json
 import os
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.common import write_rows
+from bench.common import table, version_of, write_rows
 from runner.modes.run_metadata import git_tags
 
 PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
@@ -37,7 +36,7 @@ def collect(folder: Path, sweep: Path) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         "capability": torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
-        "versions": {name: _version(name) for name in PACKAGES} | {"cuda": torch.version.cuda},
+        "versions": {name: version_of(name) for name in PACKAGES} | {"cuda": torch.version.cuda},
         "commit": _commit(),
         "command": "bench/gpu/run.sh WHEELS OUT",
         "stages": dict(line.split() for line in status),
@@ -71,13 +70,6 @@ def _test_counts(log: str) -> str:
     return counts[-1] if counts else "cut off before its end"
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def _commit() -> str:
     tags = git_tags(Path.cwd())
     commit = os.environ.get("COMMIT") or tags.get("git_commit", "unknown")
@@ -97,10 +89,8 @@ def markdown(results: dict[str, Any]) -> str:
         parts.append(
             f"Ceilings: bfloat16 product {c['tflops']:.0f} TFLOP/s, copy {c['tbps']:.2f} TB/s."
         )
-    return (
-        "\n\n".join([*parts, _throughput_table(results["gpt"]), _sweep_table(results["sweep"])])
-        + "\n"
-    )
+    tables = (_throughput_table(results["gpt"]), _sweep_table(results["sweep"]))
+    return "\n\n".join([*parts, *tables]) + "\n"
 
 
 def _throughput_table(rows: list[dict[str, Any]]) -> str:
@@ -109,47 +99,38 @@ def _throughput_table(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if row["precision"] == "bf16-mixed" and row["compiled"] and "error" not in row
     }
-    lines = [
-        "## GPT, tokens per second",
-        "",
-        "| width | precision | compiled | tokens/s (least to greatest) | against compiled "
-        "bf16-mixed | peak GiB | converted |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        start = f"| {row['width']} | {row['precision']} | {'yes' if row['compiled'] else 'no'} |"
+        case = [str(row["width"]), row["precision"], "yes" if row["compiled"] else "no"]
         if "error" in row:
-            lines.append(f"{start} {row['error'].splitlines()[0]} | | | |")
+            lines.append([*case, row["error"].splitlines()[0], "", "", ""])
             continue
         rate = row["tokens_per_second"]
+        rates = f"{rate:,.0f} ({row['least']:,.0f} to {row['greatest']:,.0f})"
         ratio = f"{rate / base[row['width']]:.2f}" if row["width"] in base else ""
-        lines.append(
-            f"{start} {rate:,.0f} ({row['least']:,.0f} to {row['greatest']:,.0f}) | {ratio} | "
-            f"{row['peak_gib']:.1f} | {row['converted']} |"
-        )
-    return "\n".join(lines)
+        lines.append([*case, rates, ratio, f"{row['peak_gib']:.1f}", row["converted"]])
+    head = ["width", "precision", "compiled", "tokens/s (least to greatest)"]
+    head += ["against compiled bf16-mixed", "peak GiB", "converted"]
+    return f"## GPT, tokens per second\n\n{table(head, lines)}"
 
 
 def _sweep_table(jobs: list[dict[str, Any]]) -> str:
-    lines = [
-        "## Every precision, GPT on text, 100 steps",
-        "",
-        "| precision | status | val/loss | weights MiB | peak MiB | converted | reason |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for job in jobs:
         loss = (job["metrics"] or {}).get("val/loss")
         sizes = (job["weights_mib"], job["peak_memory_mib"])
-        cells = [
-            job["label"],
-            job["status"],
-            "" if loss is None else f"{loss:.4f}",
-            *("" if size is None else f"{size:.1f}" for size in sizes),
-            job["converted"] or "",
-            (job["error"] or "").replace("\n", " "),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(
+            [
+                job["label"],
+                job["status"],
+                "" if loss is None else f"{loss:.4f}",
+                *("" if size is None else f"{size:.1f}" for size in sizes),
+                job["converted"] or "",
+                (job["error"] or "").replace("\n", " "),
+            ]
+        )
+    head = ["precision", "status", "val/loss", "weights MiB", "peak MiB", "converted", "reason"]
+    return f"## Every precision, GPT on text, 100 steps\n\n{table(head, lines)}"
 
 
 if __name__ == "__main__":

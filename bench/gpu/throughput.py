@@ -6,7 +6,6 @@ The card's own ceilings (a large bfloat16 product, a copy) are measured first. O
 written as it comes.
 """
 
-import argparse
 import gc
 import json
 import statistics
@@ -17,9 +16,10 @@ from typing import Any
 
 import torch
 
+from bench.common import parse_options
+from bench.training import training_state
 from models.gpt import GPT
 from runner.precision.registry import load_precision, supported_precisions
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.language import Language
 
@@ -30,18 +30,20 @@ COMPILED = ("bf16-mixed", "float8-")  # what compiling is compared for
 
 def main() -> None:
     """Write one JSON line for each measurement."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--widths", type=int, nargs="+", default=[4096, 2048, 1024])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=16384, help="in a batch")
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="in a block")
-    options = parser.parse_args()
+    # Tokens are those of a batch, steps those of a block.
+    options = parse_options(
+        __doc__,
+        out="throughput.jsonl",
+        device="cuda",
+        widths=[4096, 2048, 1024],
+        layers=4,
+        tokens=16384,
+        context=1024,
+        blocks=5,
+        steps=4,
+    )
     device = torch.device(options.device)
-    with options.out.open("w") as file:
+    with Path(options.out).open("w") as file:
         for line in measure(options, device):
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -114,17 +116,8 @@ def measure_gpt(
     parameters = sum(p.numel() for p in model.parameters())
     model, report = precision.convert(model, device)
     model.to(device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    fused = device.type == "cuda"
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, eps=1e-4, fused=fused)
-    state = TrainState(
-        torch.compile(model) if compiled else model,  # type: ignore[arg-type]
-        precision,
-        Language(),
-        precision.scale(device),
-        [ScheduledOptimizer(optimizer)],
-        device,
-    )
+    trained: Any = torch.compile(model) if compiled else model
+    state = training_state(trained, precision, Language(), device, lr=1e-4, eps=1e-4)
     batches = [
         tuple(torch.randint(VOCABULARY, (batch, length), device=device) for _ in range(2))
         for _ in range(3)

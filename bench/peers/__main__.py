@@ -1,7 +1,10 @@
 """Is a training step as fast as in hand-written PyTorch, and how do other frameworks compare?
 
     make bench
-    python -m bench.peers [--quick] [--device cuda] [--jobs mlp resnet18 gpt]
+    python -m bench.peers [--quick] [--device cuda] [--jobs mlp resnet18 gpt] [--threads 1]
+    python -m bench.peers --render     writes the report of peers.json again
+
+--quick takes few rounds, to see that it works.
 
 One job by hand in PyTorch, with this runner, Lightning Fabric, Lightning Trainer and Hugging Face
 Accelerate: the same model, batches, optimizer and seed, each in a process of its own, segment by
@@ -13,7 +16,6 @@ is reported, too. CPU time is the whole process's.
 Writes bench/results/peers.md, peers.json and peers.png.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -22,7 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, commit, table, write, write_rows
+from bench.common import RESULTS, commit, parse_options, table, write, write_rows
 from bench.peers import measure
 from bench.peers.contenders import CONTENDERS
 from bench.peers.environment import interpreter, versions
@@ -36,21 +38,7 @@ BUSY = 3.0  # load average above what two contenders and a writer make
 QUESTION = "As fast as hand-written PyTorch?"
 
 
-def parse_options() -> argparse.Namespace:
-    """Return the command's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it works")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--jobs", nargs="+", help="mlp, resnet18, resnet50, gpt; with cuda gpt124m")
-    parser.add_argument("--threads", type=int, default=1, help="of each contender")
-    parser.add_argument("--venv", type=Path, default=Path("outputs/peers-venv"))
-    parser.add_argument("--render", action="store_true", help="write peers.json's report again")
-    return parser.parse_args()
-
-
-def plan(chosen: argparse.Namespace) -> Iterator[tuple[Job, str]]:
+def plan(chosen: Any) -> Iterator[tuple[Job, str]]:
     """Yield every job in every precision that can train it."""
     for name in chosen.jobs or DEFAULT[chosen.device]:
         job = jobs(chosen.device)[name]
@@ -66,9 +54,9 @@ def plan(chosen: argparse.Namespace) -> Iterator[tuple[Job, str]]:
             )
 
 
-def run(chosen: argparse.Namespace) -> dict[str, Any]:
+def run(chosen: Any) -> dict[str, Any]:
     """Measure everything."""
-    python = interpreter(chosen.venv).absolute()
+    python = interpreter(Path(chosen.venv)).absolute()
     os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else we are compiled anew at every start
     names, device, rows = list(CONTENDERS), chosen.device, []
@@ -155,7 +143,15 @@ def write_report(results: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, unless --render is given, and write the report."""
-    chosen = parse_options()
+    chosen = parse_options(
+        __doc__,
+        quick=False,
+        device="cpu",
+        jobs=[],
+        threads=1,
+        venv="outputs/peers-venv",
+        render=False,
+    )
     path = RESULTS / "peers.json"
     if not chosen.render:
         write_rows(path, run(chosen))

@@ -5,7 +5,7 @@ float32 and round the result to float16; they are 3 to 60 times slower than the 
 float32 kernels. Inside `float32_accumulate()` the operators in KERNELS take float16 tensors,
 compute with the float32 kernel and round its result to float16, as tensor cores do. Weights,
 activations and gradients stay float16, so range and rounding are float16's: a result above 65504
-is inf, one under 6e-8 is 0. bench/cpu_float16.py measures the speed.
+is inf, one under 6e-8 is 0. bench/results/cpu_float16.md has the speed.
 
 One difference to the native kernels: their convolution backward also rounds partial sums to
 float16 (the unfolded columns, the sum over the batch), so they are less exact, and can overflow
