@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.cli.help import print_help
 from runner.config import commands
-from runner.config.hydra_mode import single_composition
 from runner.config.hydra_plugins import ADVISE
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import (
@@ -169,8 +168,7 @@ def call_hydra(argv: Sequence[str]) -> None:
         as_main = hydra.main(
             version_base="1.3", config_path="pkg://runner.conf", config_name="config"
         )
-        with single_composition(argv):
-            as_main(run_job)()
+        as_main(run_job)()
     except COMPOSE_ERRORS as error:
         raise ConfigError(explain(error, argv)) from error
     except SystemExit as stop:

@@ -123,3 +123,17 @@ def test_a_stream_of_hugging_face(documented, root, tmp_path):
     assert done.rc == 0, done.stderr
     assert "the train set is a stream (IterableDataset), read in its own order" in done.stdout
     assert "epoch 2  step 4" in done.stdout
+
+
+def test_an_own_preset_of_a_sweep_is_one(main, tmp_path):
+    """Its yaml alone makes the command a sweep."""
+    preset = tmp_path / "conf" / "experiment" / "grid.yaml"
+    preset.parent.mkdir(parents=True)
+    preset.write_text(
+        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  launcher:\n    n_jobs: 1\n"
+        "  sweeper:\n    params:\n      seed: 0,1\n"
+    )
+    tiny = ["model=mlp", "model.hidden=[4]", "train.max_steps=1", "tracking=none"]
+    done = main("--config-dir", str(preset.parents[1]), "experiment=grid", *tiny)
+    assert done.rc == 0, done.stderr
+    assert "job 1" in done.stdout
