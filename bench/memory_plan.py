@@ -122,7 +122,7 @@ def build_spec(run: str, precision: str, size: int, more: tuple[str, ...], devic
 def train(
     spec: RunSpec, precision: Precision, device: torch.device, loaders: tuple[Loader, Loader]
 ) -> None:
-    """Train a model as runner.modes.train does, without observers and checkpoints."""
+    """Train a model as runner.modes.train does, without callbacks and checkpoints."""
     model = build_model(spec, precision, device).model
     task = build_group("task", spec.task)
     optimizers = build_scheduled_optimizers(spec, model, precision, STEPS)

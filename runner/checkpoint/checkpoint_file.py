@@ -16,15 +16,17 @@ from runner.checkpoint.locate import checkpoints_in
 from runner.config.signature import is_signed
 from runner.config.trusted_targets import SavedConfig, interpolation_problem
 from runner.utils.errors import ConfigError
-from runner.utils.files import write_with_torch
+from runner.utils.files import check_version, write_with_torch
 from runner.utils.tpu import is_tpu
 
-FORMAT = 1
+FORMAT = 2
+"""Version of a checkpoint; raised where a key changes its meaning or goes away."""
 _KEY_TYPES = {
     "spec": dict,
     "choices": dict,
     "precision": str,
     "layout": str,
+    "bypassed": dict,
     "precision_state": dict,
     "metrics": dict,
     "step": int,
@@ -159,8 +161,16 @@ def load(path: Path) -> dict[str, Any]:
     content = _unpickle(path)
     if isinstance(content, dict) and any(isinstance(v, Tensor) for v in content.values()):
         raise _lone_weights(path, "was not written by this runner: it holds")
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f"checkpoint={path} was not written by this runner (format {FORMAT}).")
+    if not isinstance(content, dict):
+        raise ConfigError(f"checkpoint={path} was not written by this runner: it is no dict.")
+    check_version(
+        f"checkpoint={path}",
+        "checkpoint",
+        content.get("format"),
+        FORMAT,
+        "Give a checkpoint that this version of precision-runner wrote, or use the version that "
+        "wrote this one.",
+    )
     problem = next(_format_problems(content), None)
     if problem:
         raise ConfigError(f"checkpoint={path} was not written by this runner: {problem}.")
@@ -230,9 +240,7 @@ def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"its {key} is no {kind.__name__}"
     if not _holds_strings(content["choices"]):
         yield "its choices are no names"
-    # Older files have no `bypassed`.
-    bypassed = content.get("bypassed", {})
-    if not isinstance(bypassed, dict) or not _holds_strings(bypassed):
+    if not _holds_strings(content["bypassed"]):
         yield "its bypassed are no names"
     yield from _average_problems(content)
     for key in _SPEC_MAPPINGS:

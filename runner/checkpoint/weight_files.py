@@ -18,7 +18,6 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import torch
 from torch import Tensor
 
-from runner.checkpoint.checkpoint_file import FORMAT
 from runner.precision.layers.quantized_linear import packed_label
 from runner.utils.errors import ConfigError
 from runner.utils.files import os_error_reason, read_json
@@ -152,7 +151,7 @@ def _read_safetensors(path: Path) -> WeightFile:
 def _read_torch(path: Path) -> WeightFile | None:
     """Return the state dict of a file of torch.save; None for a checkpoint of this runner."""
     content = _unpickle(path)
-    if isinstance(content, dict) and content.get("format") == FORMAT and "spec" in content:
+    if isinstance(content, dict) and {"format", "spec"} <= content.keys():
         return None
     if not isinstance(content, dict):
         raise _refusal(path, f"holds a {type(content).__name__} and no state dict")

@@ -188,15 +188,15 @@ class TrainingCallbacks:
             )
         if self.own is not None:
             self.own.agree()
-        messages += self._own_callback_messages(saved.content["observers"])
+        messages += self._own_callback_messages(saved.content["callbacks"])
         # Checkpoints of later steps would be taken for this run's newest ones.
         if run.strategy.place.is_main:
             checkpoint_file.rename_superseded(run.checkpoint_folder, self.state.step)
         return messages
 
-    def _own_callback_messages(self, observers: Mapping[str, Any]) -> list[str]:
+    def _own_callback_messages(self, states: Mapping[str, Any]) -> list[str]:
         """Return a sentence for each of the user's callbacks that does not continue."""
-        saved = observers.get(OwnCallbackCaller.key, {})
+        saved = states.get(OwnCallbackCaller.key, {})
         nodes = self.run.spec.callbacks
         messages = []
         for name in nodes:

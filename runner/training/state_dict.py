@@ -26,7 +26,7 @@ def state_dict(state: TrainState, callbacks: Sequence[Callback]) -> dict[str, An
         "evaluated": state.last_evaluation_step,
         "stagnant": state.stagnant_share,
         "rng": state.strategy.gather_object(rng_state(state.device)),
-        "observers": {callback.key: callback.state_dict() for callback in callbacks},
+        "callbacks": {callback.key: callback.state_dict() for callback in callbacks},
     }
 
 
@@ -76,7 +76,7 @@ def _restore_progress(
     state.skipped = content["skipped_steps"]
     state.last_evaluation_step = content["evaluated"]
     state.stagnant_share = content["stagnant"]
-    _restore_callbacks(callbacks, content["observers"])
+    _restore_callbacks(callbacks, content["callbacks"])
     generators = content["rng"]
     rank = state.strategy.place.rank
     # A run may resume with more processes than before. The further ones have no saved state and
@@ -93,7 +93,7 @@ def _restore_callbacks(
         saved = content.get(callback.key)
         current = callback.state_dict()
         if saved is None and callback.is_in_every_run:
-            raise KeyError(f"observers.{callback.key}")
+            raise KeyError(f"callbacks.{callback.key}")
         if saved is None:
             # The first run had no such callback: this command asked for it, for example with
             # train.early_stop=3, and it begins with no history. Its load_state_dict is still
@@ -102,7 +102,7 @@ def _restore_callbacks(
         # A value of another type would be accepted here and break the run at its next use.
         odd = [name for name in saved if not _is_same_kind(saved[name], current.get(name))]
         if odd:
-            raise TypeError(f"observers.{callback.key}.{odd[0]} is of another kind")
+            raise TypeError(f"callbacks.{callback.key}.{odd[0]} is of another kind")
         callback.load_state_dict(saved)
 
 

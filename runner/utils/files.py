@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact_values
 
 
@@ -78,6 +79,28 @@ def read_json(path: Path) -> Any:
         return json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
+
+
+def check_version(file: str, kind: str, version: object, expected: object, remedy: str) -> None:
+    """Refuse a file whose format has another version than the one that this program reads.
+
+    Args:
+        file: the file as the command names it, key=path.
+        kind: what it is, in one noun.
+        version: that it names; None where it names none.
+        expected: the only version that is read.
+        remedy: what to do instead.
+
+    Raises:
+        ConfigError: the versions differ.
+    """
+    # Of one type first: a file from elsewhere may hold a value whose comparison fails.
+    if type(version) is type(expected) and version == expected:
+        return
+    given = "without a version" if version is None else f"of version {str(version)[:40]}"
+    raise ConfigError(
+        f"{file} is a {kind} {given}; this program reads version {expected}. {remedy}"
+    )
 
 
 class _ErrorBuffer(io.RawIOBase):

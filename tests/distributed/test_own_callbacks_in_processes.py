@@ -29,7 +29,7 @@ def test_all_processes_stop_together(several):
         assert list(found.values("val/loss", rank)) == [3]
     assert list(found.values("stop/loss")) == [1, 2, 3]
     assert found.values("stop/loss", 1) == {}
-    assert found.content()["observers"]["own_callbacks"] == {"stop": {"at": 2}}
+    assert found.content()["callbacks"]["own_callbacks"] == {"stop": {"at": 2}}
     written = sorted(path.name for path in found.folder.rglob("callbacks/stop/*.txt"))
     assert written == ["step-1.txt", "step-2.txt", "step-3.txt"]
 

@@ -67,9 +67,14 @@ def test_a_dump_is_compared_with_its_own_weights_and_batch_only(main, tmp_path, 
     with safe_open(dump, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         save_file(tensors, folder / "spoilt.safetensors", {**file.metadata(), "precision": "[1]"})
+        old = {**file.metadata(), "format": "runner-diff-1"}
+        save_file(tensors, folder / "old.safetensors", old)
     spoilt = main("mode=diff", *SMALL, *alone, f"against={folder / 'spoilt.safetensors'}")
     assert spoilt.rc == 2
     assert "is damaged (TypeError)" in spoilt.stderr
+    refused = main("mode=diff", *SMALL, *alone, f"against={folder / 'old.safetensors'}")
+    assert refused.rc == 2
+    assert "is a dump of version 1; this program reads version 2. Write it" in refused.stderr
 
 
 TRAINED = (

@@ -177,7 +177,7 @@ def test_anything_in_its_place(stranger, place, way, number):
     done = load_by(main, way, write_checkpoint(theirs))
     assert nothing_was_called()
     # State of other shapes or kinds than its owner's fails in a step: status 1, with a traceback.
-    owned = {"optimizers", "schedulers", "observers"} & {*path[:1]}
+    owned = {"optimizers", "schedulers", "callbacks"} & {*path[:1]}
     if not (owned and done.rc == 1):
         ended_well(done)
 
@@ -207,7 +207,7 @@ class Bomb:
     "wrap",
     [
         lambda path: torch.save(Bomb(), path),
-        lambda path: torch.save({"format": 1, "spec": Bomb()}, path),
+        lambda path: torch.save({"format": 2, "spec": Bomb()}, path),
         lambda path: torch.save([Bomb()], path, _use_new_zipfile_serialization=False),
         lambda path: path.write_bytes(pickle.dumps(Bomb())),
     ],

@@ -23,9 +23,9 @@ def test_artifacts_and_metrics_are_in_the_store(main, store, run_named, reader, 
     fetched.mkdir()
     client.download_artifacts(run.info.run_id, "numerics.json", str(fetched))
     found = read(fetched)
-    assert [look.step for look in found.looks] == [5, 10]
+    assert [probe.step for probe in found.probes] == [5, 10]
     worst = max(
-        m.formats["bfloat16"].swallowed for m in found.looks[-1].measured if m.kind == "updates"
+        m.formats["bfloat16"].swallowed for m in found.probes[-1].measured if m.kind == "updates"
     )
     assert worst == points[-1].value
 
@@ -38,6 +38,6 @@ def test_two_processes_leave_one(tmp_path, start_command):
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err
     (path,) = tmp_path.rglob("numerics.json")
-    numbers = {(m.module, m.kind): m for m in read(path.parent).looks[0].measured}
+    numbers = {(m.module, m.kind): m for m in read(path.parent).probes[0].measured}
     assert numbers["head", "activations"].elements == 32 * 10  # of a batch of 64, half
     assert ("head", "updates") in numbers

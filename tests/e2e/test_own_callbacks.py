@@ -180,7 +180,7 @@ def test_a_callback_sees_every_step_and_changes_none(called, lab):
     written = sorted(str(p.relative_to(lab / "run")) for p in (lab / "run").glob("callbacks/**/*"))
     assert "callbacks/note/text-3.txt" in written
     assert (lab / "run" / "callbacks/note/more/bytes").read_bytes() == b"x"
-    assert "own_callbacks" not in load(lab / "plain/checkpoints/step-00000006.pt")["observers"]
+    assert "own_callbacks" not in load(lab / "plain/checkpoints/step-00000006.pt")["callbacks"]
 
 
 def test_metrics_are_recorded_at_their_steps(called, lab):

@@ -80,8 +80,8 @@ def records(monkeypatch):
     """The records of the loop, without times."""
     seen = []
 
-    def spy(observers, record):
-        dispatch(observers, record)
+    def spy(callbacks, record):
+        dispatch(callbacks, record)
         if isinstance(record, EvalRecord):
             seen.append(record._replace(time_ms=0))
         else:

@@ -17,10 +17,11 @@ from runner.diagnostics.divergence.boundaries import Boundary
 from runner.diagnostics.divergence.narrow_code import NarrowCode
 from runner.diagnostics.divergence.reference import Reference
 from runner.utils.errors import ConfigError
+from runner.utils.files import check_version
 from runner.utils.tensors import dtype_name
 
 _FORMAT_FAMILY = "runner-diff-"
-FORMAT = f"{_FORMAT_FAMILY}2"
+VERSION = "2"
 _SUFFIX = ".safetensors"
 
 
@@ -110,7 +111,7 @@ def write_dump(
         {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()},
         path,
         {
-            "format": FORMAT,
+            "format": f"{_FORMAT_FAMILY}{VERSION}",
             "label": label,
             "precision": json.dumps(precision),
             "weights": weights_digest(model),
@@ -156,12 +157,13 @@ def read_dump(path: Path, device: torch.device) -> Dump:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
-            if metadata["format"] != FORMAT:
-                raise ConfigError(
-                    f"against={path} is of another version of precision-runner "
-                    f"({metadata['format']}; this one reads {FORMAT}). Write it again: mode=diff "
-                    "diff.dump=true."
-                )
+            check_version(
+                f"against={path}",
+                "dump",
+                metadata["format"].removeprefix(_FORMAT_FAMILY),
+                VERSION,
+                "Write it again: mode=diff diff.dump=true.",
+            )
             # Moved once, so that what modules pass on stays one tensor.
             tensors = {
                 name: file.get_tensor(name).to("cpu" if name.startswith("generator|") else device)

@@ -43,7 +43,7 @@ def loss_scales(numerics: Numerics) -> LossScaleRange | None:
         Their range; None where no scale would do.
     """
     modules: dict[str, list[tuple[TensorStats, float]]] = defaultdict(list)
-    for snapshot in numerics.looks:
+    for snapshot in numerics.probes:
         for stats in snapshot.measured:
             if stats.kind == "gradients":
                 modules[stats.module].append((stats, snapshot.loss_scale or 1.0))

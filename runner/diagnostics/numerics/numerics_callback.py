@@ -118,7 +118,7 @@ class NumericsCallback(Callback):
         """On resume, read the snapshots up to the checkpoint's step from the run's folder."""
         # Later ones are measured again, of the steps that are trained again.
         with suppress(ConfigError):  # the file is missing or damaged: the report begins here
-            earlier = read(self.output.folder).looks
+            earlier = read(self.output.folder).probes
             self.snapshots = [snap for snap in earlier if snap.step <= self.state.step]
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ def format_share(value: float) -> str:
 
 def _top(numerics: Numerics, order: Sequence[str]) -> Iterator[Block]:
     """Yield the summary, and a table with a verdict for each format."""
-    steps = [snapshot.step for snapshot in numerics.looks]
+    steps = [snapshot.step for snapshot in numerics.probes]
     yield Text(
         f"precision={numerics.precision}, stores {numerics.storage}, computes {numerics.compute} · "
         f"{len(steps)} looks, steps {steps[0]} to {steps[-1]}",
@@ -157,7 +157,7 @@ def loss_scale_sentence(numerics: Numerics) -> str:
 
 def _scales_in_force(numerics: Numerics) -> str:
     """Return the loss scales of the snapshots in words, empty where there was none."""
-    scales = [look.loss_scale for look in numerics.looks if look.loss_scale is not None]
+    scales = [probe.loss_scale for probe in numerics.probes if probe.loss_scale is not None]
     if not scales:
         return ""
     low = min(scales)
@@ -213,11 +213,11 @@ def lost_shares(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDA
         The modules in the model's order, and the shares, [modules, snapshots]; NaN where a module
         was not measured.
     """
-    measured = [stats for snapshot in numerics.looks for stats in snapshot.measured]
+    measured = [stats for snapshot in numerics.probes for stats in snapshot.measured]
     # A dict keeps the order and, unlike a set, drops repetitions with it.
     names = list(dict.fromkeys(stats.module for stats in measured))
-    shares = np.full((len(names), len(numerics.looks)), np.nan)
-    for column, snapshot in enumerate(numerics.looks):
+    shares = np.full((len(names), len(numerics.probes)), np.nan)
+    for column, snapshot in enumerate(numerics.probes):
         for stats in snapshot.measured:
             if stats.kind == kind:
                 shares[names.index(stats.module), column] = _lost_share(numerics, fmt, stats)
@@ -239,9 +239,9 @@ def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
     names, _ = tables[KINDS[0]]  # the modules are the same for every kind
     shown = {kind: shares for kind, (_, shares) in tables.items() if not np.isnan(shares).all()}
     rows = _most_lossy_rows(list(shown.values()))
-    columns = min(MAX_MAP_STEPS, len(numerics.looks))
-    groups = np.array_split(np.arange(len(numerics.looks)), columns)
-    steps = [numerics.looks[group[-1]].step for group in groups]
+    columns = min(MAX_MAP_STEPS, len(numerics.probes))
+    groups = np.array_split(np.arange(len(numerics.probes)), columns)
+    steps = [numerics.probes[group[-1]].step for group in groups]
     with chart_style(font_size=8):
         size = (2.6 + 2.4 * len(shown), 1.3 + 0.19 * len(rows))
         figure = Figure(figsize=size, layout="constrained")

@@ -1,6 +1,6 @@
 """Hold what was measured of a run's numbers, write it as numerics.json, and judge formats by it.
 
-A snapshot holds the measurements of one optimizer step; the file calls the snapshots `looks`.
+A snapshot holds the measurements of one optimizer step; the file calls the snapshots `probes`.
 """
 
 import json
@@ -125,14 +125,14 @@ class Numerics:
         every: optimizer steps between two snapshots.
         precision: name of the run's precision.
         storage, compute: torch's names of the dtypes that it stores and computes in.
-        looks: the snapshots, in the order of their steps.
+        probes: the snapshots, in the order of their steps.
     """
 
     every: int
     precision: str
     storage: str
     compute: str
-    looks: Sequence[NumericsSnapshot]
+    probes: Sequence[NumericsSnapshot]
 
     @property
     def computed_in(self) -> str:
@@ -204,7 +204,7 @@ class Numerics:
     def _mean_losses(self, fmt: str) -> dict[tuple[str, str], QuantizationLoss]:
         """Return the mean loss of each module and kind over the snapshots."""
         rows: dict[tuple[str, str], list[QuantizationLoss]] = defaultdict(list)
-        for snapshot in self.looks:
+        for snapshot in self.probes:
             for stats in snapshot.measured:
                 if fmt not in stats.formats:
                     known = ", ".join(stats.formats)
@@ -242,8 +242,8 @@ def read(folder: Path) -> Numerics:
         raise ConfigError(f"{path} is no file. Train with numerics.every=<steps> to have it.")
     try:
         content = json.loads(path.read_text())
-        snapshots = [_read_snapshot(look) for look in content["looks"]]
-        return Numerics(**{**content, "looks": snapshots})
+        snapshots = [_read_snapshot(probe) for probe in content["probes"]]
+        return Numerics(**{**content, "probes": snapshots})
     # A file of another version has other fields: TypeError or KeyError, no traceback for the user.
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(

@@ -193,7 +193,7 @@ class TrialScheduler:
             suspects[name] = suspect_modules(numbers, precision)
             if swallows_updates(numbers, precision):
                 losing.append(name)
-        self._write(replace(self.settings, found=findings))
+        self._write(replace(self.settings, diagnoses=findings))
         return Diagnosis(suspects, losing)
 
     def _choose_steps(self, timing: BaselineTiming) -> int:
@@ -232,8 +232,8 @@ class TrialScheduler:
             # As typed: the mark of a new key is the program's own.
             command=[*request.command, *map(as_typed, request.overrides), *request.seed_override],
             emulated=request.emulated_precisions,
-            own={name: words for name, words in request.precision_overrides.items() if words},
-            absent=request.missing_precisions,
+            overrides={name: words for name, words in request.precision_overrides.items() if words},
+            unavailable=request.missing_precisions,
             # No job runs now, so that what is measured are other programs.
             busy=other_programs_load(request.device),
             metric=timing.metric,

@@ -49,9 +49,9 @@ class AdviseSettings:
         budget: as it was typed.
         command: words of the command, without precision and mode, that trains the config.
         emulated: precisions that this machine emulates, whose speed is unknown.
-        own: further overrides of each precision that has some.
-        absent: precisions that this machine lacks, with the reason.
-        found: what float32's numbers say of each precision that fails.
+        overrides: further overrides of each precision that has some.
+        unavailable: precisions that this machine lacks, with the reason.
+        diagnoses: what float32's numbers say of each precision that fails.
         memory: forecast for each precision that trains as well; see memory_forecast().
         busy: share of the processors that other programs kept busy when the command began, 0 to 1.
         metric: that precisions are judged by: val/loss, or the one that task.quality names.
@@ -71,9 +71,9 @@ class AdviseSettings:
     budget: str
     command: Sequence[str]
     emulated: Sequence[str] = field(default_factory=list)
-    own: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    absent: Mapping[str, str] = field(default_factory=dict)
-    found: Mapping[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    diagnoses: Mapping[str, str] = field(default_factory=dict)
     memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     busy: float = 0.0
     metric: str = VAL_LOSS

@@ -185,10 +185,10 @@ def _alternatives(advice: Advice) -> Iterator[Block]:
 
 def _unavailable(advice: Advice) -> Iterator[Block]:
     """Yield the precisions that this machine lacks, with the reasons."""
-    if not advice.settings.absent:
+    if not advice.settings.unavailable:
         return
     yield Heading("Not on this machine")
-    yield Items(list(advice.settings.absent.items()))
+    yield Items(list(advice.settings.unavailable.items()))
     if not advice.settings.emulated:
         yield Text(
             "precision.emulate=true tries the numbers of those that can be emulated, "

@@ -53,7 +53,7 @@ class GateVerdict:
     @property
     def name(self) -> str:
         """Return the precision with the keys that were typed for it."""
-        overrides = self.advice.settings.own.get(self.precision.group.precision, ())
+        overrides = self.advice.settings.overrides.get(self.precision.group.precision, ())
         return " ".join([self.precision.name, *overrides])
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class GateVerdict:
             "exit_status": self.exit_status,
             "reason": self.reason,
             "precision": self.precision.name,
-            "overrides": list(settings.own.get(self.precision.group.precision, ())),
+            "overrides": list(settings.overrides.get(self.precision.group.precision, ())),
             "baseline": settings.baseline,
             "baseline_recorded_in": settings.recorded_in or None,
             "metric": settings.metric,

@@ -67,9 +67,9 @@ class _StoredFacts:
         self.commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
         self.is_stopped |= bool(content.get("stopped"))
         self.advise_settings = (
-            AdviseSettings.from_json(content.get("question")) or self.advise_settings
+            AdviseSettings.from_json(content.get("request")) or self.advise_settings
         )
-        job_count = content.get("asked")
+        job_count = content.get("requested_jobs")
         if isinstance(job_count, int):
             self.job_count += job_count
 
@@ -96,8 +96,8 @@ def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
     content = {
         "commands": list(data.commands),
         "stopped": data.is_stopped,
-        "asked": data.job_count,
-        "question": asdict(data.advise_settings) if data.advise_settings else None,
+        "requested_jobs": data.job_count,
+        "request": asdict(data.advise_settings) if data.advise_settings else None,
         "results": [asdict(job.result) for job in data.jobs],
     }
     path.write_text(json.dumps(redact_values(content), indent=2) + "\n")

@@ -250,7 +250,7 @@ def _verdict(
         diverged_step,
         group.precision in settings.emulated,
         _command(group, settings),
-        settings.found.get(group.precision, "") if is_plain else "",
+        settings.diagnoses.get(group.precision, "") if is_plain else "",
         settings.memory.get(group.precision) if is_plain else None,
         metric=settings.metric,
         sign=1 if settings.direction == "min" else -1,
@@ -287,7 +287,7 @@ def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> 
 def _command(group: Group, settings: AdviseSettings) -> Sequence[str]:
     """Return the words of the command that trains in a group's precision and settings."""
     precision = group.precision
-    overrides = settings.own.get(precision, ())
+    overrides = settings.overrides.get(precision, ())
     return [*settings.command, f"precision={precision}", *overrides, *group.settings.split()]
 
 

@@ -39,8 +39,8 @@ def test_a_written_file_is_read_back(tmp_path):
     one = numerics([measured(), measured("a", "updates", swallowed=1 / 3, sqnr_db=None)], [])
     one.write(tmp_path / NUMERICS)
     again = read(tmp_path)
-    assert again.looks[0].measured[1].formats["float16"].swallowed == 1 / 3
-    assert again.looks[0].measured[0].exponents == {-3: 60, 1: 15}
+    assert again.probes[0].measured[1].formats["float16"].swallowed == 1 / 3
+    assert again.probes[0].measured[0].exponents == {-3: 60, 1: 15}
     assert again.sensitivity("float16") == one.sensitivity("float16")
     again.write(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == (tmp_path / NUMERICS).read_text()
@@ -52,7 +52,7 @@ def test_a_missing_file_is_a_config_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"looks": 3}', '{"looks": [{"measured": [{}]}]}', '{"looks": []}']
+    "text", ["", "[]", "{}", '{"probes": 3}', '{"probes": [{"measured": [{}]}]}', '{"probes": []}']
 )
 def test_a_damaged_file_is_a_config_error(tmp_path, text):
     (tmp_path / NUMERICS).write_text(text)
@@ -141,7 +141,7 @@ def test_the_reasons_are_those_of_the_verdict():
 def test_a_file_of_an_earlier_version_is_read(tmp_path):
     path = numerics([measured(underflow=0.2)]).write(tmp_path / NUMERICS)
     content = json.loads(path.read_text())
-    formats = content["looks"][0]["measured"][0]["formats"]
+    formats = content["probes"][0]["measured"][0]["formats"]
     for name, found in formats.items():
         formats[name] = found[:5]
     path.write_text(json.dumps(content))

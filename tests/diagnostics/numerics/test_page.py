@@ -113,7 +113,7 @@ def test_odd_names_are_shown_as_they_are(tmp_path):
 
 
 def test_a_picture_of_one_look_where_nothing_is_lost(tmp_path):
-    nothing = Numerics(5, "32-true", "float32", "float32", make_numerics(1, 1, {}).looks)
+    nothing = Numerics(5, "32-true", "float32", "float32", make_numerics(1, 1, {}).probes)
     assert draw_heat_maps(nothing, tmp_path / "numerics.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -125,10 +125,10 @@ def test_the_summary_has_every_format():
 
 def test_noise_is_more_than_a_matter_of_storage():
     noisy = make_numerics(2)
-    part = noisy.looks[0].measured[0]
+    part = noisy.probes[0].measured[0]
     lost = part.formats["float16"]._replace(sqnr_db=10.0)
     worse = replace(part, formats={**part.formats, "float16": lost})
-    looks = [replace(look, measured=(worse, *look.measured[1:])) for look in noisy.looks]
-    assert numerics_summary(replace(noisy, looks=looks)).startswith(
+    looks = [replace(look, measured=(worse, *look.measured[1:])) for look in noisy.probes]
+    assert numerics_summary(replace(noisy, probes=looks)).startswith(
         "float16 lacks precision, bfloat16 would"
     )

@@ -121,7 +121,7 @@ def test_a_gradient_that_is_zero_in_exact_arithmetic_needs_nothing(width):
     torch.manual_seed(0)
     model, (ids, targets) = bert(hidden_size=width)
     numerics = seen(model, (ids, targets), task=Language(), scale=DynamicLossScale(CPU, 2.0**16))
-    keys = [m for m in numerics.looks[0].measured if m.module.endswith(".key")]
+    keys = [m for m in numerics.probes[0].measured if m.module.endswith(".key")]
     gradients = [m.formats["float16"] for m in keys if m.kind == "gradients"]
     assert max(found.underflow for found in gradients) > 0.8 / (width + 1)
     assert max(found.vanishing for found in gradients) < 0.8 / (width + 1)
@@ -235,7 +235,7 @@ class Masked(nn.Module):
 def test_the_entries_of_a_mask_leave_no_range(fill):
     numerics = seen(Masked(fill), batch())
     assert both(numerics) == ["none", "none"]
-    assert all(m.largest is not None and m.largest < 100 for m in numerics.looks[0].measured)
+    assert all(m.largest is not None and m.largest < 100 for m in numerics.probes[0].measured)
 
 
 def test_a_mask_that_float16_cannot_hold_needs_range():
@@ -261,7 +261,7 @@ class Words(nn.Module):
 def test_sparse_gradients_are_those_of_a_dense_table():
     ids = torch.randint(0, 20, (16, 6), generator=torch.Generator().manual_seed(0)).float()
     sets = [seen(Words(sparse), (ids, normal(16, 2)), lr=0.1) for sparse in (False, True)]
-    dense, sparse = ([m for m in n.looks[0].measured if m.module == "table"] for n in sets)
+    dense, sparse = ([m for m in n.probes[0].measured if m.module == "table"] for n in sets)
     assert [m.kind for m in sparse] == ["activations", "weights", "gradients", "updates"]
     for one, other in zip(dense, sparse, strict=True):
         assert (one.elements, one.zeros) == (other.elements, other.zeros)
@@ -274,7 +274,7 @@ def test_sparse_gradients_are_those_of_a_dense_table():
 def test_a_tied_weight_counts_once():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 2))
     model[1].weight = model[0].weight
-    numbers = {(m.module, m.kind): m for m in seen(model, batch()).looks[0].measured}
+    numbers = {(m.module, m.kind): m for m in seen(model, batch()).probes[0].measured}
     assert numbers["0", "gradients"].elements == 32 * 32 + 32
     assert numbers["1", "gradients"].elements == 32
 
@@ -285,7 +285,7 @@ def test_what_a_learning_rate_of_zero_leaves_is_not_swallowed():
     groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters()}]
     numerics = seen(model, batch(), lr=1.0, groups=groups)
     assert both(numerics, ["updates"]) == ["none", "none"]
-    found = {m.module: m for m in numerics.looks[0].measured if m.kind == "updates"}
+    found = {m.module: m for m in numerics.probes[0].measured if m.kind == "updates"}
     assert found["0"].formats["bfloat16"].swallowed is None
 
 

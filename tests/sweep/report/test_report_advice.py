@@ -171,7 +171,7 @@ def test_an_emulated_precision_has_a_verdict_on_quality_and_no_speed() -> None:
     question = replace(
         ASKED,
         emulated=["float8-tensorwise"],
-        own={"float8-tensorwise": ["precision.emulate=true"]},
+        overrides={"float8-tensorwise": ["precision.emulate=true"]},
     )
     found = asked(BASE, trials("float8-tensorwise", 0.001, 900.0, 1.0), question=question)
     assert found.recommendation is not None
@@ -253,9 +253,9 @@ def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path
     question = replace(
         ASKED,
         emulated=["a"],
-        own={"a": ["b=1", "c=2"]},
-        absent={"tf32": "needs: a GPU"},
-        found={"a": "short of range"},
+        overrides={"a": ["b=1", "c=2"]},
+        unavailable={"tf32": "needs: a GPU"},
+        diagnoses={"a": "short of range"},
         memory={"a": memory_forecast(12.5, 64)},
     )
     question.write(tmp_path)

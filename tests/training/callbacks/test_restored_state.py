@@ -53,7 +53,7 @@ def restored(monkeypatch):
 def test_every_callback_continues_with_the_state_of_the_checkpoint(main, interrupted, restored):
     folder, said = interrupted(*OVERFLOWS, "train.early_stop=9")
     assert "steps in a row overflowed" in said
-    saved = checkpoint_file.load(locate.find_checkpoint(str(folder)))["observers"]
+    saved = checkpoint_file.load(locate.find_checkpoint(str(folder)))["callbacks"]
     done = main(f"checkpoint.resume={folder}", "train.max_steps=14")
     assert done.rc == 0, done.stderr
     assert restored == saved
@@ -76,11 +76,11 @@ def test_a_checkpoint_without_the_state_of_a_callback_of_every_run_is_refused(
     folder, _ = interrupted()
     path = locate.find_checkpoint(str(folder))
     content = torch.load(path, weights_only=True)
-    del content["observers"][key]
+    del content["callbacks"][key]
     torch.save(content, path)
     done = main(f"checkpoint.resume={path}", "train.max_steps=14")
     assert done.rc == 2
-    assert f"observers.{key}" in done.stderr
+    assert f"callbacks.{key}" in done.stderr
     assert "init.weights" in done.stderr
 
 

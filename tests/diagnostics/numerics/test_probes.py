@@ -30,7 +30,7 @@ def undrawn(monkeypatch):
 
 
 def measured_steps(numerics):
-    return [look.step for look in numerics.looks]
+    return [probe.step for probe in numerics.probes]
 
 
 def losses(done):
@@ -44,7 +44,7 @@ def test_a_run_writes_its_measurements(quick, folder):
     found = read(folder())
     assert measured_steps(found) == [2, 4]
     assert (found.every, found.precision, found.compute) == (2, "32-true", "float32")
-    assert {m.module for m in found.looks[0].measured} == {"layers.0", "head", "(model)"}
+    assert {m.module for m in found.probes[0].measured} == {"layers.0", "head", "(model)"}
     assert all((folder() / name).stat().st_size for name in FILES)
     assert re.search(r"numerics: float16 .*, bfloat16 .*numerics\.html", done.stdout)
 
@@ -77,7 +77,7 @@ def test_a_resumed_run_holds_the_snapshots_up_to_its_checkpoint(quick, folder):
     assert "resumed at step 3" in done.stdout, done.stderr
     again = read(begun)
     assert measured_steps(again) == [2, 4, 6, 8]
-    assert again.looks[:2] == first.looks
+    assert again.probes[:2] == first.probes
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -90,9 +90,9 @@ def test_every_kind_of_precision(quick, folder, precision):
     done = quick("numerics.every=2", f"precision={precision}", "model.hidden=[64,64]", *more)
     assert done.rc == 0, done.stderr
     found = read(folder())
-    kinds = {m.kind for m in found.looks[0].measured}
+    kinds = {m.kind for m in found.probes[0].measured}
     assert {"activations", "weights"} <= kinds
-    assert (found.looks[0].loss_scale is not None) == (precision == "16-mixed")
+    assert (found.probes[0].loss_scale is not None) == (precision == "16-mixed")
 
 
 @pytest.mark.usefixtures("undrawn")
