@@ -251,9 +251,6 @@ class GuardSpec:
         spike_factor: factor above the running median of the loss at which guard.spike acts.
         data: action (stop, warn or ignore) if a check before training finds inputs that are not
             finite, labels outside the classes, or a data set none of whose labels counts.
-        replay_every: number of optimizer steps after which a step is computed twice before its
-            update, to compare the gradients bit by bit; null computes every step once.
-        corruption: action (stop, warn or ignore) if the two computations of such a step differ.
     """
 
     non_finite: str = "stop"
@@ -263,12 +260,10 @@ class GuardSpec:
     spike: str = "warn"
     spike_factor: float = 10.0
     data: str = "stop"
-    replay_every: int | None = None
-    corruption: str = "stop"
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each action or factor that is not allowed."""
-        for key in ("non_finite", "overflow", "scale_floor", "spike", "data", "corruption"):
+        for key in ("non_finite", "overflow", "scale_floor", "spike", "data"):
             action = getattr(self, key)
             if action not in GUARD_ACTIONS:
                 yield f"guard.{key}={action} is not known. Allowed: {', '.join(GUARD_ACTIONS)}."
@@ -375,7 +370,7 @@ _AT_LEAST_ONE = (
     ("train", ("eval_every", "log_every", "early_stop")),
     ("checkpoint", ("every_steps", "keep")),
     ("debug", ("overfit", "profile")),
-    ("guard", ("overflow_steps", "replay_every")),
+    ("guard", ("overflow_steps",)),
     ("numerics", ("every",)),
     ("advise", ("steps",)),
 )
@@ -457,8 +452,6 @@ class RunSpec:
             yield "mode=evaluate needs a checkpoint: checkpoint=<file, folder or run id>."
         if self.mode == "evaluate" and self.init.weights is not None:
             yield "mode=evaluate loads checkpoint=, not init.weights=. Leave init.weights= out."
-        if self.mode == "evaluate" and self.guard.replay_every is not None:
-            yield "mode=evaluate computes no gradients to compare. Leave guard.replay_every= out."
         if self.mode != "evaluate" and self.checkpoint.path is not None:
             yield (
                 f"mode={self.mode} does not load checkpoint={self.checkpoint.path}. Type "

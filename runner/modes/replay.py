@@ -39,7 +39,6 @@ from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.step import backpropagate, examples_in, loss_of
-from runner.training.step_replay import repeat_step
 from runner.training.tasks.task import labels_of, mean
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_number
@@ -124,8 +123,6 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
             Path(spec.batch or ""), checkpoint_state_dict(state, run_spec)
         )
         rng = rng_state(run.device)
-        if run_spec.guard.replay_every is not None:
-            run.console.print(repeat_step(state, batches))
         for line in _nonfinite_weight_warnings(state.plain_model):
             run.console.print(line)
         result = None

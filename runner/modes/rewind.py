@@ -34,9 +34,8 @@ from runner.training.evaluation import evaluate_validation
 from runner.training.evaluation_hook import EvaluationHook, HookOutput
 from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
 from runner.training.setup import TrainingSetup, build_state, model_builder
-from runner.training.state import TrainState
+from runner.training.state import TrainState, saved_state
 from runner.training.step import train_step
-from runner.training.step_replay import saved_state
 from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import make_deterministic, seed_all

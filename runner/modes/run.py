@@ -37,7 +37,6 @@ from runner.tracking.upload_state import stored_run_id
 from runner.training.adapters import check_adapter
 from runner.training.callbacks.own_callback_nodes import build_own_callbacks, callback_problems
 from runner.training.optimizers import check_arguments
-from runner.training.step_replay import check_replay
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
 from runner.utils.console import plain_console, silent_console
@@ -187,7 +186,6 @@ def _build_context(
     _check_trains(spec, precision)
     _check_reduce_dtype(strategy, precision)
     check_numerics(spec, strategy)
-    check_replay(spec)
     task: Task = build_task(spec.task)
     check_arguments(spec)
     check_adapter(spec, precision)

@@ -54,7 +54,6 @@ from runner.training.loop import fit, total_steps
 from runner.training.records import Record
 from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState
-from runner.training.step_replay import CorruptedStep, check_replay_optimizer
 from runner.utils.errors import CheckpointError, HookError
 from runner.utils.formatting import format_number, now_ms, relative_path
 from runner.utils.reproducibility import seed_all
@@ -70,7 +69,7 @@ class LoopOutcome(NamedTuple):
         summary: best, last and speed of the training.
         report: the conversion, with the layers that the first step proved.
         failure: why a guard stopped the training; empty where none did.
-        diverged_step: the step for whose numbers it did; None where the hardware was at fault.
+        diverged_step: the step for whose numbers it did; None where it did not.
         unsaved: why files with weights could not be written, a sentence each.
     """
 
@@ -116,7 +115,6 @@ def train(
             setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
             state = build_state(setup, built.model, steps)
             check_strategy(state, spec.train)
-            check_replay_optimizer(spec, state)
             describe_optimizers(run, state, steps)
             _separate_random_streams(run)
             memory.begin_steps(state, loaders.train)
@@ -190,7 +188,6 @@ def _train_loop(
         flush_every=spec.checkpoint.every_steps,
         should_stop=run.stop_requested,
         should_finish=callbacks.should_finish,
-        take_step=callbacks.step_function(),
     )
     hook_error = None
     try:
@@ -218,13 +215,10 @@ def _train_loop(
 
 def _dispatch_records(records: Iterator[Record], callbacks: TrainingCallbacks) -> None:
     """Have every callback read the records, until the loop or a callback ends the training."""
-    try:
-        for record in records:
-            dispatch(callbacks.callbacks, record)
-            if callbacks.should_stop():
-                break
-    except CorruptedStep as error:
-        callbacks.report_corruption(error.mismatch)
+    for record in records:
+        dispatch(callbacks.callbacks, record)
+        if callbacks.should_stop():
+            break
     callbacks.end()
 
 

@@ -30,14 +30,11 @@ from runner.training.callbacks.own_callback_caller import OwnCallbackCaller
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress
 from runner.training.callbacks.summary import RunSummary
-from runner.training.compile import compiled_modules
 from runner.training.loop import is_evaluation_step, total_steps
 from runner.training.records import StepRecord
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
-from runner.training.step import StepFunction, train_step
-from runner.training.step_replay import StepMismatch, StepReplay
-from runner.utils.formatting import now_ms, relative_path
+from runner.utils.formatting import relative_path
 from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 
 
@@ -119,22 +116,6 @@ class TrainingCallbacks:
         is_stopped = self.own is not None and self.own.agree() and is_evaluated
         return is_stopped or any(callback.should_stop for callback in stoppers)
 
-    def step_function(self) -> StepFunction:
-        """Return what takes the steps: train_step, or with guard.replay_every what checks it."""
-        spec = self.run.spec
-        if spec.guard.replay_every is None:
-            return train_step
-        compiled = compiled_modules(spec.train, self.state.plain_model)
-        warn = None if spec.guard.corruption == "stop" else self.report_corruption
-        return StepReplay(spec.guard.replay_every, compiled, warn).train_step
-
-    def report_corruption(self, mismatch: StepMismatch) -> None:
-        """Have the guard act on a step whose two computations differ, and record the step."""
-        tracker = self.run.tracker
-        tracker.log_metrics([(mismatch.step, now_ms(), {"guard/corruption": 1.0})])
-        tracker.tags({"corruption": mismatch.description})
-        self.guard.corrupted_step(mismatch)
-
     def should_finish(self) -> bool:
         """Return whether the next step is to be the last one."""
         return self.own is not None and self.own.is_stopping
@@ -165,12 +146,7 @@ class TrainingCallbacks:
         """Why the guard stopped the run, and the last good checkpoint; empty where it did not."""
         if not self.guard.message:
             return ""
-        run = self.run
-        hint = _last_checkpoint_hint(run.checkpoint_folder)
-        # Without a step whose numbers are at fault, the checkpoint is of the step before.
-        if hint and self.guard.stopped_step is None and run.origin.sweep is None:
-            hint += f"\nResume on another device with: {run.origin.resume_text(run.out)}"
-        return f"{self.guard.message}{hint}"
+        return f"{self.guard.message}{_last_checkpoint_hint(self.run.checkpoint_folder)}"
 
     def restore(self, saved: LoadedCheckpoint) -> list[str]:
         """Restore everything but the weights, which the model was built with.
@@ -283,7 +259,7 @@ def _guard(run: RunContext, loader: BatchLoader, start_step: int) -> Guard:
     """
     saver = batch_saver(run, loader)
 
-    def save(record: StepRecord | StepMismatch, why: str) -> str:
+    def save(record: StepRecord, why: str) -> str:
         return saver.save(record.step, why, record.loss_scale, begun=start_step)
 
     def cause(record: StepRecord) -> str | None:

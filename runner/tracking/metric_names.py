@@ -14,8 +14,6 @@ METRICS = {
     "loss_scale/skipped_steps": "skipped steps so far, this one included",
     "perf/step_ms": "mean host milliseconds per step since the last transfer of records",
     "perf/examples_per_second": "over the same steps, evaluations not counted",
-    "perf/replay_ms": "milliseconds in which a step was computed a first time, to be compared; not "
-    "in perf/step_ms (guard.replay_every)",
     "memory/peak_mib": "peak so far: allocated device memory, or a CPU process's resident set",
     "memory/weights_mib": "parameters and buffers after conversion, once",
     "memory/optimizer_mib": "optimizer state after the first steps, once",
@@ -33,7 +31,6 @@ METRICS = {
     "test/<name>/<metric> of several",
     "guard/stagnant_share": "share of half-precision elements with a gradient that a step left "
     "where they were (true half precisions, at each evaluation)",
-    "guard/corruption": "1 at a step whose two computations differ (guard.replay_every)",
     "numerics/underflow_share": "share of values that become zero in the format that the run "
     "computes in (float16 for a wider one) and are not negligible, of the worst module "
     "(numerics.every)",

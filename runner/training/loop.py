@@ -13,8 +13,7 @@ from runner.training.evaluation import Stagnation, evaluate_validation
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import EvalRecord, Record
 from runner.training.state import TrainState
-from runner.training.step import StepFunction, train_step
-from runner.training.step_replay import CorruptedStep
+from runner.training.step import train_step
 from runner.utils.errors import HookError
 from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 from runner.utils.stop_signals import until_interrupted
@@ -84,7 +83,6 @@ def fit(  # noqa: PLR0913
     should_stop: Callable[[], bool] = lambda: False,
     should_finish: Callable[[], bool] = lambda: False,
     step_context: Callable[[int], AbstractContextManager[object]] = lambda step: _NO_CONTEXT,
-    take_step: StepFunction = train_step,
 ) -> Iterator[Record]:
     """Train, and yield blocks of step records as they reach the host, and evaluations.
 
@@ -104,7 +102,6 @@ def fit(  # noqa: PLR0913
             loop after a last block.
         should_finish: asked before each step; True makes it the last one, which is evaluated.
         step_context: returns the context in which the step of a number runs (probes).
-        take_step: takes one step, as train_step does.
     """
     blocks = RecordBuffer(state)
     if not isinstance(validation, Mapping):
@@ -112,12 +109,12 @@ def fit(  # noqa: PLR0913
     try:
         yield from _steps(
             *(state, blocks, loader, validation, train, flush_every),
-            *(should_stop, should_finish, step_context, take_step),
+            *(should_stop, should_finish, step_context),
         )
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt):
         # With several processes a flush reduces values over all of them, and the others may not
-        # have failed: it would wait for them for ever. All of them refuse a corrupted step.
-        if state.strategy.place.world_size == 1 or isinstance(error, CorruptedStep):
+        # have failed: it would wait for them for ever.
+        if state.strategy.place.world_size == 1:
             with suppress(Exception):  # what ended the loop must not be hidden by its last records
                 yield from blocks.flush()
         raise
@@ -133,7 +130,6 @@ def _steps(  # noqa: PLR0913 - those of fit, and its buffer
     should_stop: Callable[[], bool],
     should_finish: Callable[[], bool],
     step_context: Callable[[int], AbstractContextManager[object]],
-    take_step: StepFunction,
 ) -> Iterator[Record]:
     last = total_steps(train, loader)
     deadline = perf_counter() + (train.max_seconds or inf)
@@ -152,7 +148,7 @@ def _steps(  # noqa: PLR0913 - those of fit, and its buffer
         if evaluates and state.precision.loses_updates:
             counter = Stagnation(state)
         with step_context(step):
-            blocks.add(take_step(state, micros, sizes))
+            blocks.add(train_step(state, micros, sizes))
         state.stagnant_share = None if counter is None else counter.stagnant_share()
         # All processes ask at the same points of the loop, so they agree, one question late.
         is_stopped = should_stop()

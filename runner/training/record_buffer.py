@@ -145,7 +145,7 @@ class HostTransfer:
         records: list[StepRecord] = []
         for i, step in enumerate(self.pending):
             values = {field: column[i] for field, column in columns.items()}
-            step_ms = (step.ended_at - previous_end) * 1e3 - (step.replay_ms or 0)
+            step_ms = (step.ended_at - previous_end) * 1e3
             previous_end = step.ended_at
             # The count runs on the host, over blocks in order: the device holds flags only.
             if "overflow" in values:
@@ -171,7 +171,6 @@ def _host_record(step: DeviceStepRecord, step_ms: float, values: dict[str, float
         examples=step.examples,
         measured=measured or None,
         rates=step.rates or None,
-        replay_ms=step.replay_ms,
         **values,  # type: ignore[arg-type]
     )
 

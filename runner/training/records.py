@@ -26,8 +26,6 @@ class DeviceStepRecord(NamedTuple):
         found_inf: 1 where a gradient was not finite; scalar, None for a precision without a scale.
         measured: values of further metrics, by field; see step_metrics.py.
         rates: learning rate in force of each named group of parameters.
-        replay_ms: milliseconds of this step in which it was computed a first time, only to be
-            compared (step_replay.py); None of other steps.
     """
 
     step: int
@@ -42,7 +40,6 @@ class DeviceStepRecord(NamedTuple):
     found_inf: Tensor | None
     measured: Mapping[str, Tensor] = {}
     rates: Mapping[str, float] = {}
-    replay_ms: float | None = None
 
 
 class StepRecord(NamedTuple):
@@ -55,8 +52,7 @@ class StepRecord(NamedTuple):
         loss: mean over the step's examples, unscaled.
         lr: learning rate in force in this step, of the first optimizer.
         grad_norm: 2-norm of all gradients, unscaled, before clipping.
-        step_ms: host time from the end of the step before to the end of this one, without
-            replay_ms.
+        step_ms: host time from the end of the step before to the end of this one.
         examples: in this step, all micro-batches together.
         loss_scale: scale in force during this step; None for a precision without one.
         overflow: 1.0 where this step's gradients were not finite and it was skipped.
@@ -64,8 +60,6 @@ class StepRecord(NamedTuple):
         gauges: what the precision shows after it; on the last step of a block only.
         measured: values of further metrics, by field; see step_metrics.py.
         rates: learning rate in force of each named group of parameters; None without any.
-        replay_ms: host time in which the step was computed a first time, only to be compared; None
-            of other steps.
     """
 
     step: int
@@ -82,7 +76,6 @@ class StepRecord(NamedTuple):
     gauges: Mapping[str, float] | None = None
     measured: Mapping[str, float] | None = None
     rates: Mapping[str, float] | None = None
-    replay_ms: float | None = None
 
 
 class EvalRecord(NamedTuple):
@@ -107,7 +100,7 @@ class EvalRecord(NamedTuple):
 Steps = tuple[StepRecord, ...]
 Record = Steps | EvalRecord
 
-_NOT_STORED = ("gauges", "measured", "rates", "replay_ms")
+_NOT_STORED = ("gauges", "measured", "rates")
 """Fields that a checkpoint leaves out: nothing reads them after a resume."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
@@ -17,6 +18,7 @@ from runner.training.model_call import plain_module
 from runner.training.sparse_gradients import sparse_parameters
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
+from runner.utils.reproducibility import saved_forward_state
 
 EvaluationCall = Callable[[str, Mapping[str, float], tuple[Any, Any]], Mapping[str, float]]
 """Takes the label of a set, its metrics and its first batch, and returns further metrics."""
@@ -220,3 +222,19 @@ class TrainState:
                 for value in values.values():
                     if isinstance(value, Tensor):
                         yield value
+
+
+def saved_state(state: TrainState) -> Callable[[], None]:
+    """Return a function that restores what a computation changes, and drops its gradients."""
+    model = state.plain_model
+    restore_modules = saved_forward_state(model, state.device)
+    # Scales of FP8, which are no buffers.
+    scales = tree_map_only(Tensor, Tensor.clone, state.precision.state_dict(model))
+
+    def restore() -> None:
+        for p in model.parameters():
+            p.grad = None
+        restore_modules()
+        state.precision.load_state_dict(model, scales)
+
+    return restore

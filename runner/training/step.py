@@ -5,7 +5,7 @@ for the device in every step, and the device for the host's next launch. The val
 on the device until record_buffer.py copies a block of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import nan
 from time import perf_counter, time
@@ -124,19 +124,8 @@ def compute_gradients(state: TrainState, micros: Sequence[Batch], sizes: Sequenc
     return total
 
 
-GradientFunction = Callable[[TrainState, Sequence[Batch], Sequence[int]], StepMean]
-"""Sets the gradients of a step, as compute_gradients does."""
-
-
-StepFunction = Callable[[TrainState, Sequence[Batch], Sequence[int]], DeviceStepRecord]
-"""Takes a step, as train_step does."""
-
-
 def train_step(
-    state: TrainState,
-    micros: Sequence[Batch],
-    sizes: Sequence[int] | None = None,
-    gradients: GradientFunction = compute_gradients,
+    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int] | None = None
 ) -> DeviceStepRecord:
     """Train on the micro-batches of one step; gradients add up to those of one large batch.
 
@@ -144,15 +133,13 @@ def train_step(
         state: changed in place.
         micros: this process's part of each.
         sizes: their examples in all processes; None where there is one.
-        gradients: computes the gradients of the step; of an optimizer that takes a closure they
-            are computed by compute_gradients in any case.
     """
     state.step += 1
     sizes = sizes or [examples_in(micro) for micro in micros]
     if state.takes_closure:
         values = _closure_step(state, micros, sizes)
     else:
-        values = _plain_step(state, micros, sizes, gradients)
+        values = _plain_step(state, micros, sizes)
     measured = measure_step(state)  # before the gradients are dropped
     if values.terms:
         measured = {**measured, **recorded_terms(values.terms)}
@@ -187,16 +174,11 @@ class _StepValues(NamedTuple):
     terms: Mapping[str, Tensor] = NO_TERMS
 
 
-def _plain_step(
-    state: TrainState,
-    micros: Sequence[Batch],
-    sizes: Sequence[int],
-    gradients: GradientFunction,
-) -> _StepValues:
+def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _StepValues:
     """Take a step of optimizers that use gradients alone."""
     strategy = state.strategy
     scale = state.scale.value  # in force in this step; the update at its end may change it
-    mean = gradients(state, micros, sizes)
+    mean = compute_gradients(state, micros, sizes)
     grads = [strategy.local_shards(_gradients(scheduled)) for scheduled in state.optimizers]
     # Unscaled first, in place: the norms that are clipped and recorded are the gradients' own. A
     # flag per optimizer, and over all processes, which must skip a step together.

@@ -117,7 +117,6 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric(field="loss_scale", metric="loss_scale/value", read=lambda step: step.scale),
     StepMetric(field="overflow", metric="loss_scale/overflow", read=lambda step: step.found_inf),
     StepMetric(field="skipped_steps", metric="loss_scale/skipped_steps"),
-    StepMetric(field="replay_ms", metric="perf/replay_ms"),
 )
 
 

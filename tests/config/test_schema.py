@@ -62,17 +62,6 @@ def test_the_defaults_have_no_problem():
         ({"guard": GuardSpec(non_finite="off")}, ["guard.non_finite=off", "stop, warn, ignore"]),
         ({"guard": GuardSpec(data="False")}, ["guard.data=False", "stop, warn, ignore"]),
         ({"guard": GuardSpec(overflow_steps=0)}, ["guard.overflow_steps=0", "1 and up"]),
-        ({"guard": GuardSpec(replay_every=0)}, ["guard.replay_every=0", "1 and up"]),
-        ({"guard": GuardSpec(replay_every=-2)}, ["guard.replay_every=-2", "1 and up"]),
-        ({"guard": GuardSpec(corruption="off")}, ["guard.corruption=off", "stop, warn, ignore"]),
-        (
-            {
-                "mode": "evaluate",
-                "checkpoint": CheckpointSpec(path="x"),
-                "guard": GuardSpec(replay_every=2),
-            },
-            ["mode=evaluate computes no gradients", "Leave guard.replay_every= out"],
-        ),
         ({"guard": GuardSpec(spike_factor=1.0)}, ["guard.spike_factor=1.0", "above 1"]),
         ({"guard": GuardSpec(spike_factor=float("nan"))}, ["guard.spike_factor=nan"]),
         ({"numerics": NumericsSpec(every=0)}, ["numerics.every=0", "1 and up"]),

@@ -1,12 +1,10 @@
 """Planted faults: each stops the run or warns as the guard section says; its batch is replayed."""
 
-import inspect
 import json
 import re
 import shlex
 from dataclasses import replace
 
-import bit_flips
 import pytest
 import torch
 from rich.console import Console
@@ -458,90 +456,6 @@ def test_a_sweep_continues_and_reports_the_jobs_that_diverged(faults, main):
     report = (out / "report.md").read_text()
     assert "guard.non_finite: the loss is nan at step 3" in report
     assert "Diverged: 32-true model.factor=nan" in done.stdout
-
-
-FLIPS = """_target_: lab.bit_flips.Net
-flip_forward: []
-flip_backward: []
-"""
-REPLAYED = ("model=flips", "data.meta.input=[1,8,8]", "deterministic=true", "guard.replay_every=2")
-
-
-@pytest.fixture
-def flips(faults):
-    (faults / "lab" / "bit_flips.py").write_text(inspect.getsource(bit_flips))
-    (faults / "lab" / "conf" / "model" / "flips.yaml").write_text(FLIPS)
-    return faults
-
-
-def last_weights(folder):
-    return torch.load(max(folder.glob("checkpoints/*.pt")), weights_only=True)["model"]
-
-
-def test_a_corrupted_step_ends_the_run_which_resumes_to_the_bits_of_a_healthy_one(flips, cli):
-    # Steps 1 and 3 are one computation each, step 2 is two: step 4 is the fifth and the sixth.
-    done = cli(*OWN, *REPLAYED, "model.flip_forward=[5]", "hydra.run.dir=bad")
-    check_stopped(
-        done,
-        "error: guard.corruption: step 4 was computed twice, and the output of body.3 differs.",
-        "agrees with the second one: a transient fault of the hardware in the first one",
-        "guard.corruption=warn continues regardless",
-        "debug=replay batch=bad/guard/batch-000004.json",
-        "init.weights=bad/checkpoints/step-00000003.pt",
-        "Resume on another device with: python -m runner --config-dir lab/conf checkpoint.resume=",
-    )
-    batch = json.loads((flips / "bad" / "guard" / "batch-000004.json").read_text())
-    assert batch["micro_batches"] == samples(4)
-    assert batch["why"] == "step 4 was computed twice, and the output of body.3 differs"
-    result = json.loads((flips / "bad" / "result.json").read_text())
-    assert (result["status"], result["diverged"], result["steps"]) == ("failed", False, 3)
-    # It starts at the checkpoint before step 4: its computations are the first ones.
-    replayed = cli("--config-dir", "lab/conf", "debug=replay", "batch=bad/guard/batch-000004.json")
-    text = "differs in computations 1 and 5 on this device: the output of body.3 first."
-    assert text in replayed.stdout
-    resumed = cli(
-        "--config-dir", "lab/conf", "model=flips", "checkpoint.resume=bad", "model.flip_forward=[]"
-    )
-    assert resumed.rc == 0, resumed.stderr
-    assert cli(*OWN, *REPLAYED[:-1], "hydra.run.dir=good").rc == 0
-    weights, expected = last_weights(flips / "bad"), last_weights(flips / "good")
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def test_a_corrupted_step_is_in_the_store_and_may_be_warned_of(flips, main, store, reader):
-    words = (*OWN, *REPLAYED, "model.flip_backward=[3]", "guard.corruption=warn")
-    done = main(
-        *words, "tracking=mlflow", f"tracking.uri={store}", "tracking.experiment=corruption"
-    )
-    assert done.rc == 0, done.stderr
-    text = "step 2 was computed twice, and the gradient of the input of body.3 differs"
-    assert f"warning: {text}." in done.stdout
-    client = reader()
-    (run,) = client.search_runs([client.get_experiment_by_name("corruption").experiment_id])
-    assert run.data.tags["corruption"] == text
-    (point,) = client.get_metric_history(run.info.run_id, "guard/corruption")
-    assert (point.step, point.value) == (2, 1.0)
-    replayed = client.get_metric_history(run.info.run_id, "perf/replay_ms")
-    assert [point.step for point in replayed] == [2, 4, 6, 8, 10, 12]
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["deterministic=false"], ["with deterministic=false torch", "Type deterministic=true"]),
-        (["guard.replay_every=0"], ["guard.replay_every=0 is too small. Allowed: 1 and up"]),
-        (["guard.replay_every=-1"], ["guard.replay_every=-1 is too small. Allowed: 1 and up"]),
-        (["guard.corruption=off"], ["guard.corruption=off is not known. Allowed: stop, warn"]),
-        (["numerics.every=3"], ["numerics.every=3 would measure both"]),
-        (["optimizer=lbfgs"], ["optimizer=lbfgs updates weights between several backwards"]),
-        (["mode=evaluate", "checkpoint=x"], ["mode=evaluate computes no gradients to compare"]),
-    ],
-)
-def test_steps_that_cannot_be_compared_are_refused_before_training(flips, main, words, parts):
-    done = main(*OWN, *REPLAYED, *words)
-    assert done.rc == 2
-    for part in parts:
-        assert part in done.stderr
 
 
 def test_a_file_that_is_no_batch_gets_one_message(faulty, faults):

@@ -48,18 +48,6 @@ def test_records_are_exact_and_in_order():
     assert all(r.step_ms > 0 for r in records)
 
 
-def test_the_first_computation_of_a_step_that_is_computed_twice_is_no_part_of_its_time():
-    state = small_state("32-true")
-    step = train_step(state, [regression_batch(4)])
-    started = step.ended_at - 0.5
-    (record,) = HostTransfer([step._replace(replay_ms=200.0)], started).records(0)
-    assert record.step_ms == pytest.approx(300)
-    assert step_metrics.tracker_values(record)["perf/replay_ms"] == 200.0
-    (record,) = HostTransfer([step], started).records(0)
-    assert record.step_ms == pytest.approx(500)
-    assert "perf/replay_ms" not in step_metrics.tracker_values(record)
-
-
 def test_float64_comes_over_whole():
     state = small_state("64-true")
     pending = [train_step(state, [regression_batch(4)])]

@@ -10,8 +10,8 @@ from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.reference import set_generator_states
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.precision.contract import Precision
+from runner.training.state import saved_state
 from runner.training.step import backpropagate, loss_of
-from runner.training.step_replay import saved_state
 
 
 @contextmanager

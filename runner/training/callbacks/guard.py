@@ -1,7 +1,7 @@
 """Check the records by the guard section of the config: stop the run or warn once.
 
 The guard reads records, which the host has anyway, and nothing on the device, so that it costs the
-loop no wait. A step whose two computations differ has no record: step_replay.py reports it.
+loop no wait.
 """
 
 import math
@@ -14,7 +14,6 @@ from runner.config.schema import RunSpec
 from runner.precision.contract import Precision
 from runner.training.callbacks.callback import Callback
 from runner.training.records import EvalRecord, StepRecord, Steps
-from runner.training.step_replay import StepMismatch
 
 MAX_STAGNANT_SHARE = 0.5
 """Share of unchanged parameter elements above which an evaluation warns: most of the update is
@@ -49,15 +48,15 @@ class Guard(Callback):
         spec: of the run; its guard section decides.
         precision: of the run.
         warn: prints a warning.
-        save_samples: saves the samples of the step of a record or a mismatch, with the finding's
-            description; returns where they are and how to replay them.
+        save_samples: saves the samples of the step of a record, with the finding's description;
+            returns where they are and how to replay them.
         explain: returns why the loss of a record's step is not finite, and what to do about it;
             None where the samples show no reason.
 
     Attributes:
         finding: the finding that stops the run; None while there is none.
         message: the text for the user about that finding.
-        stopped_step: the step whose numbers stop the run; None where its hardware does.
+        stopped_step: the step whose numbers stop the run; None while there is none.
     """
 
     key = "guard"
@@ -68,7 +67,7 @@ class Guard(Callback):
         spec: RunSpec,
         precision: Precision,
         warn: Callable[[str], None],
-        save_samples: Callable[[StepRecord | StepMismatch, str], str],
+        save_samples: Callable[[StepRecord, str], str],
         explain: Callable[[StepRecord], str | None] = lambda _: None,
     ) -> None:
         self.spec = spec
@@ -91,9 +90,8 @@ class Guard(Callback):
     @property
     def weights_are_good(self) -> bool:
         """Return whether the weights are those of the last good step, and may be saved."""
-        # A step that overflows is skipped and a corrupted one is refused, so that both leave the
-        # weights as they were.
-        return self.finding is None or self.finding.key in ("overflow", "scale_floor", "corruption")
+        # A step that overflows is skipped, so that it leaves the weights as they were.
+        return self.finding is None or self.finding.key in ("overflow", "scale_floor")
 
     def steps(self, block: Steps) -> None:
         for record in block:
@@ -103,10 +101,6 @@ class Guard(Callback):
                 if self.should_stop:
                     self.stopped_step = record.step
                     return
-
-    def corrupted_step(self, mismatch: StepMismatch) -> None:
-        """Act on a step whose two computations differ."""
-        self._act(Finding("corruption", mismatch.description), mismatch)
 
     def _findings(self, record: StepRecord) -> Iterator[Finding]:
         yield from self._scale_findings(record)
@@ -150,7 +144,7 @@ class Guard(Callback):
             yield Finding("spike", f"{description}, {ratio:.0f} times its running median")
         usual.append(loss)
 
-    def _act(self, finding: Finding, record: StepRecord | StepMismatch) -> None:
+    def _act(self, finding: Finding, record: StepRecord) -> None:
         key = finding.key
         action = getattr(self.spec.guard, key)
         if action == "ignore" or (action == "warn" and key in self._warned_keys):
@@ -166,9 +160,7 @@ class Guard(Callback):
         else:
             self._warn_once(key, message)
 
-    def _advice(self, key: str, record: StepRecord | StepMismatch) -> str:
-        if isinstance(record, StepMismatch):
-            return record.conclusion
+    def _advice(self, key: str, record: StepRecord) -> str:
         explanation = self.explain(record) if key == "non_finite" else None
         return explanation or "Try " + " or ".join(guard_remedies(self.spec, self.precision, key))
 

@@ -6,7 +6,6 @@ import pytest
 from runner.config.schema import GuardSpec, RunSpec, TrainSpec
 from runner.precision.registry import load_precision
 from runner.training.callbacks.guard import MIN_SPIKE_STEPS, Guard
-from runner.training.step_replay import StepMismatch
 
 SAMPLES_NOTE = "The samples are in x.json"
 
@@ -73,30 +72,6 @@ def test_gradients_that_are_not_finite_stop_a_step_before_the_loss_does(messages
     guard.steps((step(1), step(2, grad_norm=math.nan), step(3, loss=math.nan)))
     assert "the gradient norm is nan at step 2 (loss 0.5)" in guard.message
     assert "precision=32-true or optimizer.lr=0.01" in guard.message
-
-
-CORRUPTED = StepMismatch(4, 8.0, "the output of body.2", 2)
-
-
-def test_a_corrupted_step_stops_a_run_whose_numbers_are_good(messages):
-    guard = make_guard(messages, "32-true")
-    guard.corrupted_step(CORRUPTED)
-    assert (guard.should_stop, guard.weights_are_good, guard.stopped_step) == (True, True, None)
-    assert messages.saved == [(4, CORRUPTED.description)]
-    assert guard.message == (
-        "guard.corruption: step 4 was computed twice, and the output of body.2 differs.\n"
-        "A third computation agrees with the second one: a transient fault of the hardware in the "
-        "first one; guard.corruption=warn continues regardless.\n"
-        f"{SAMPLES_NOTE}"
-    )
-
-
-@pytest.mark.parametrize(("action", "count"), [("warn", 1), ("ignore", 0)])
-def test_a_corrupted_step_that_does_not_stop(messages, action, count):
-    guard = make_guard(messages, corruption=action)
-    guard.corrupted_step(CORRUPTED._replace(agreeing=None))
-    assert (len(messages), len(messages.saved), guard.should_stop) == (count, count, False)
-    assert all("agrees with neither" in message for message in messages)
 
 
 def test_a_warning_comes_once_and_the_run_continues(messages, step):
