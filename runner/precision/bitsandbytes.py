@@ -4,8 +4,7 @@ Packed weights are frozen, so they need an adapter to train; `bnb-int8-training`
 that train, and products of int8 copies.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, final
@@ -13,18 +12,19 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.precision.casting import autocast, cast_nest, float64_to_float32
-from runner.precision.contract import CPU_DEVICE, ConversionReport, Precision
-from runner.precision.conversion import ConversionRules, convert_modules
+from runner.precision.contract import ConversionReport
+from runner.precision.conversion import ConversionRules, convert_linear
+from runner.precision.converting import ConvertingPrecision
 from runner.precision.cuda_half import (
     native_half_prefix,
     require_bfloat16,
 )
 from runner.precision.emulation.float16 import KernelChoice
-from runner.precision.keep_fp32 import find_islands, make_islands
-from runner.precision.layers.conv1d import layer_widths, linear_classes
+from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
+from runner.precision.layers.conv1d import layer_widths
 from runner.precision.options import DTYPES, PrecisionOptions
 from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.tensors import unit_roundoff
 from runner.utils.tpu import accelerator_kind
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
@@ -32,7 +32,7 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @final
-class BitsandbytesPrecision(Precision):
+class BitsandbytesPrecision(ConvertingPrecision):
     """Quantised weights in every nn.Linear and Conv1D; the rest keeps its dtype, under autocast.
 
     Args:
@@ -53,6 +53,8 @@ class BitsandbytesPrecision(Precision):
     Raises:
         ConfigError: a value that is not allowed.
     """
+
+    keeps_dtypes = True
 
     def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
         self,
@@ -82,7 +84,6 @@ class BitsandbytesPrecision(Precision):
         if mode != "int8-training":
             self.freezes = True
             self.layout = f"bnb-{mode}"
-        self._kernels = ""
 
     def require(self, device: torch.device) -> None:
         # Compute capabilities of the library's kernels: Turing for int8, Pascal for 4 bits.
@@ -121,31 +122,13 @@ class BitsandbytesPrecision(Precision):
                 "Type precision.compute_dtype=float16, or precision.compute_dtype=float32.",
             )
 
-    @contextmanager
-    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        with self.options.session(self.compute, model, device) as self._kernels:
-            yield
+    def find_obstacle(self, module: nn.Module) -> str:
+        return bnb_obstacle(module, int8=self._is_int8, frozen=self.freezes)
 
-    def kernels(self) -> str:
-        return self._kernels
-
-    def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE
-    ) -> tuple[nn.Module, ConversionReport]:
-        islands = find_islands(model, self.keep_fp32, self.storage)
-        rules = ConversionRules(
-            self.name,
-            self.ignore_modules,
-            islands,
-            partial(bnb_obstacle, int8=self._is_int8, frozen=self.freezes),
-            # A packed weight is a new object; the plain one of int8-training stays.
-            new_weights=self.freezes,
-            bypassed=self.bypassed,
-        )
-        convert_layer = partial(self._convert_layer, device=device)
-        report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
-        make_islands(model, self.keep_fp32, self.storage)
-        return model, report
+    def convert_layers(
+        self, model: nn.Module, rules: ConversionRules, device: torch.device
+    ) -> ConversionReport:
+        return convert_linear(model, partial(self._convert_layer, device=device), rules)
 
     def _convert_layer(self, module: nn.Module, device: torch.device) -> None:
         # Imported here, because both modules import bitsandbytes, which may not be installed.
@@ -181,21 +164,15 @@ class BitsandbytesPrecision(Precision):
         return (-1, 2) if self._is_int8 else (-0.5,)
 
     @property
+    def operand_roundoffs(self) -> tuple[float, float]:
+        if not self.freezes:
+            return super().operand_roundoffs
+        bits = EIGHT_BITS_ROUNDOFF if self._is_int8 else FOUR_BITS_ROUNDOFF
+        return bits, unit_roundoff(self.compute)
+
+    @property
     def _is_int8(self) -> bool:
         return self.mode.startswith("int8")
-
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        if self.compute is torch.float32:
-            return nullcontext()
-        return autocast(device.type, self.compute)
-
-    def cast(self, inputs: Any) -> Any:
-        """Return the inputs in the compute dtype if that is float32. Under autocast they are not
-        cast, so that islands and unconverted layers get the original values; only float64, which
-        autocast does not cast, becomes float32."""
-        if self.compute is torch.float32:
-            return cast_nest(inputs, self.compute)
-        return float64_to_float32(inputs)
 
 
 def bnb_obstacle(module: Any, int8: bool, frozen: bool) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import cast_floats
-from runner.precision.emulation.formats import FORMATS
+from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import make_islands
 from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.weight_updates import UpdateRule
@@ -342,6 +342,12 @@ class Precision(ABC):
         if self.storage == self.compute and self.update == "nearest":
             kinds.append("updates")
         return (ComputeFormat(name, tuple(kinds)),)
+
+    @property
+    def operand_roundoffs(self) -> tuple[float, float]:
+        """Return the unit roundoffs of a converted layer's operands and of its output gradients, up
+        to which mode=diff takes differences for rounding."""
+        return FP8_ROUNDOFFS
 
     @property
     def has_limited_range(self) -> bool:

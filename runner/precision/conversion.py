@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from runner.precision.contract import ConversionReport, ModuleConversion, summarize_modules
 from runner.precision.keep_fp32 import ISLAND_REASON, no_op_hook
+from runner.precision.layers.conv1d import linear_classes
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
 
@@ -102,6 +103,13 @@ def convert_modules(
                 f"{type(error).__name__}: {error} Type precision.ignore_modules=[{where}]."
             ) from error
     return report
+
+
+def convert_linear(
+    model: nn.Module, convert_layer: LayerConverter, rules: ConversionRules
+) -> ConversionReport:
+    """Convert every linear layer that the rules allow, in place; as convert_modules."""
+    return convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
 
 
 def classify_modules(

@@ -4,8 +4,7 @@ torchao's Float8Linear replaces nn.Linear and Conv1D, and scales its operands an
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -14,19 +13,13 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.precision.casting import (
-    DefaultDtype,
-    autocast,
-    cast_floats,
-    cast_nest,
-    float64_to_float32,
-)
-from runner.precision.contract import CPU_DEVICE, ComputeFormat, ConversionReport, Precision
-from runner.precision.conversion import ConversionRules, convert_modules, replace_in_place
+from runner.precision.casting import DefaultDtype
+from runner.precision.contract import ComputeFormat, ConversionReport
+from runner.precision.conversion import ConversionRules, convert_linear, replace_in_place
+from runner.precision.converting import ConvertingPrecision
 from runner.precision.cuda_half import native_half_prefix
-from runner.precision.keep_fp32 import find_islands, make_islands
 from runner.precision.layers.backward_checks import forbid_second_derivative
-from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
+from runner.precision.layers.conv1d import is_transposed, layer_widths
 from runner.precision.layers.padding import pad_rows
 from runner.precision.options import DTYPES, FP8_LAYERS, PrecisionOptions, switch_problems
 from runner.utils.errors import ConfigError, Unavailable
@@ -42,7 +35,7 @@ SCALED_MM_MULTIPLE = 16  # of every dimension that torch._scaled_mm takes
 
 
 @final
-class Float8Precision(Precision):
+class Float8Precision(ConvertingPrecision):
     """torchao's Float8Linear for nn.Linear and Conv1D, bfloat16 elsewhere.
 
     A converted layer scales activations, weights and output gradients to FP8 anew in every step
@@ -98,8 +91,8 @@ class Float8Precision(Precision):
         self.emulated = emulate
         self.ignore_modules = ignore_modules
         self.min_features = min_features
-        # A model's own checkpointing recomputes forwards there; autocast restores itself.
-        self._backward = nullcontext() if self._is_mixed else DefaultDtype(self.storage)
+        if not self.has_autocast:
+            self._plain_context = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         _require_device(self.name, device, self.emulated)
@@ -108,30 +101,14 @@ class Float8Precision(Precision):
                 f"precision={self.name} needs the package torchao.", "Type pip install torchao."
             )
 
-    @contextmanager
-    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        with self.options.session(self.compute, model, device):
-            yield
+    def find_obstacle(self, module: nn.Module) -> str:
+        return float8_obstacle(module, self.min_features)
 
-    def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE
-    ) -> tuple[nn.Module, ConversionReport]:
+    def convert_layers(
+        self, model: nn.Module, rules: ConversionRules, device: torch.device
+    ) -> ConversionReport:
         config = _library_config(self.recipe, self.emulated)
-        # Found here and made after the conversion: what either refuses leaves the model unchanged.
-        islands = find_islands(model, self.keep_fp32, self.storage)
-        find_obstacle = partial(float8_obstacle, min_features=self.min_features)
-        rules = ConversionRules(
-            self.name,
-            self.ignore_modules,
-            islands,
-            find_obstacle,
-            bypassed=self.bypassed,
-        )
-        convert_layer = partial(_convert_layer, config=config)
-        report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
-        make_islands(model, self.keep_fp32, self.storage)
-        cast_floats(model, self.storage, islands)
-        return model, report
+        return convert_linear(model, partial(_convert_layer, config=config), rules)
 
     @property
     def compute_format(self) -> str:
@@ -144,25 +121,6 @@ class Float8Precision(Precision):
     @property
     def sort_key(self) -> tuple[float, ...]:
         return (-1, 1)  # after TransformerEngine's
-
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        if self._is_mixed:
-            return autocast(device.type, self.compute)
-        return self._backward
-
-    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
-        return self._backward
-
-    def cast(self, inputs: Any) -> Any:
-        # Under autocast islands get the original values; float64 is what autocast does not cast.
-        if self._is_mixed:
-            return float64_to_float32(inputs)
-        return cast_nest(inputs, self.storage)
-
-    @property
-    def _is_mixed(self) -> bool:
-        """Return whether weights are float32 and the rest of the model computes by autocast."""
-        return self.storage is torch.float32
 
 
 # The built-in name of each recipe. A result is labelled with it, so it may not have another recipe.

@@ -4,19 +4,17 @@ Linear layers round their weights (and, but for int4, their inputs) in every for
 that the packed layers compute with. Weights are stored and trained in float32.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
 
-from runner.precision.casting import autocast, cast_floats, cast_nest, float64_to_float32
-from runner.precision.contract import CPU_DEVICE, ConversionReport, Precision
-from runner.precision.conversion import ConversionRules, convert_modules
-from runner.precision.keep_fp32 import find_islands, make_islands
-from runner.precision.layers.conv1d import linear_classes
+from runner.precision.contract import ConversionReport
+from runner.precision.conversion import ConversionRules, convert_linear
+from runner.precision.converting import ConvertingPrecision
+from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.quantized_linear import FakeQuantizedLinear
 from runner.precision.layers.weight_formats import weight_format
 from runner.precision.options import DTYPES, PrecisionOptions
@@ -26,10 +24,11 @@ from runner.precision.quantized import (
     require_format,
     width_obstacle,
 )
+from runner.utils.tensors import unit_roundoff
 
 
 @final
-class QatPrecision(Precision):
+class QatPrecision(ConvertingPrecision):
     """Fake quantisation in every nn.Linear and Conv1D that `quantized` would pack.
 
     Args:
@@ -50,6 +49,9 @@ class QatPrecision(Precision):
 
     Source: Jacob et al., arXiv:1712.05877; torchao.quantization.qat.
     """
+
+    # Packed layers cannot share a weight, so what would not be packed is not rounded.
+    skips_shared = True
 
     def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
         self,
@@ -79,29 +81,14 @@ class QatPrecision(Precision):
     def require(self, device: torch.device) -> None:
         require_format(self.name, self.trains_for, device, self.compute)
 
-    @contextmanager
-    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        with self.options.session(self.compute, model, device):
-            yield
+    def find_obstacle(self, module: nn.Module) -> str:
+        return width_obstacle(module, self.format)
 
-    def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE
-    ) -> tuple[nn.Module, ConversionReport]:
-        islands = find_islands(model, self.keep_fp32, self.storage)
-        rules = ConversionRules(
-            self.name,
-            self.ignore_modules,
-            islands,
-            partial(width_obstacle, fmt=self.format),
-            bypassed=self.bypassed,
-            # Packed layers cannot share a weight, so what would not be packed is not rounded.
-            skips_shared=True,
-        )
+    def convert_layers(
+        self, model: nn.Module, rules: ConversionRules, device: torch.device
+    ) -> ConversionReport:
         convert_layer = partial(FakeQuantizedLinear.convert_in_place, fmt=self.format)
-        report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
-        make_islands(model, self.keep_fp32, self.storage)
-        cast_floats(model, self.storage, islands)
-        return model, report
+        return convert_linear(model, convert_layer, rules)
 
     @property
     def compute_format(self) -> str:
@@ -114,16 +101,11 @@ class QatPrecision(Precision):
         return format_sort_key(self.trains_for)
 
     @property
+    def operand_roundoffs(self) -> tuple[float, float]:
+        if self.trains_for == "int8":
+            return EIGHT_BITS_ROUNDOFF, unit_roundoff(self.compute)
+        return FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
+
+    @property
     def wider_precision(self) -> str:
         return "32-true"
-
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        if self.compute is torch.float32:
-            return nullcontext()
-        return autocast(device.type, self.compute)
-
-    def cast(self, inputs: Any) -> Any:
-        # Under autocast islands get the original values; float64 is what autocast does not cast.
-        if self.compute is torch.float32:
-            return cast_nest(inputs, self.compute)
-        return float64_to_float32(inputs)

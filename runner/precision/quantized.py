@@ -4,32 +4,31 @@ Plain weights are packed when the model is converted (post-training quantisation
 qat-* train weights for it.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from runner.precision.casting import autocast, cast_nest, float64_to_float32
-from runner.precision.contract import CPU_DEVICE, ConversionReport, Precision
-from runner.precision.conversion import ConversionRules, convert_modules
+from runner.precision.contract import ConversionReport
+from runner.precision.conversion import ConversionRules, convert_linear
+from runner.precision.converting import ConvertingPrecision
 from runner.precision.cuda_half import require_bfloat16
-from runner.precision.keep_fp32 import find_islands, make_islands
-from runner.precision.layers.conv1d import layer_widths, linear_classes
+from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
+from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.precision.layers.weight_formats import FORMAT_NAMES, WeightFormat, weight_format
 from runner.precision.options import DTYPES, PrecisionOptions
 from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.tensors import unit_roundoff
 from runner.utils.tpu import accelerator_kind
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
 @final
-class QuantizedPrecision(Precision):
+class QuantizedPrecision(ConvertingPrecision):
     """Packed weights in every nn.Linear and Conv1D; the rest keeps its dtype.
 
     Args:
@@ -47,6 +46,9 @@ class QuantizedPrecision(Precision):
     Raises:
         ConfigError: a value that is not allowed.
     """
+
+    freezes = True
+    keeps_dtypes = True
 
     def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
         self,
@@ -72,38 +74,23 @@ class QuantizedPrecision(Precision):
         self.keep_fp32 = keep_fp32
         self.autocast_loss = autocast_loss
         self.emulated = format == "nvfp4"
-        self.freezes = True
         self.trained_in = f"qat-{format}"
         self.layout = self.format.label
 
     def require(self, device: torch.device) -> None:
         require_format(self.name, self.format_name, device, self.compute)
 
-    @contextmanager
-    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        with self.options.session(self.compute, model, device):
-            yield
+    def find_obstacle(self, module: nn.Module) -> str:
+        return _packing_obstacle(module, self.format)
 
-    def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE
-    ) -> tuple[nn.Module, ConversionReport]:
-        islands = find_islands(model, self.keep_fp32, self.storage)
-        rules = ConversionRules(
-            self.name,
-            self.ignore_modules,
-            islands,
-            partial(_packing_obstacle, fmt=self.format),
-            new_weights=True,
-            bypassed=self.bypassed,
-        )
-        convert_layer = partial(self._convert_layer, device=device)
-        report = convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
-        make_islands(model, self.keep_fp32, self.storage)
-        return model, report
+    def convert_layers(
+        self, model: nn.Module, rules: ConversionRules, device: torch.device
+    ) -> ConversionReport:
+        def pack(module: nn.Module) -> None:
+            module.to(device)
+            QuantizedLinear.convert_in_place(module, self.format)
 
-    def _convert_layer(self, module: nn.Module, device: torch.device) -> None:
-        module.to(device)
-        QuantizedLinear.convert_in_place(module, self.format)
+        return convert_linear(model, pack, rules)
 
     @property
     def storage_format(self) -> str:
@@ -122,19 +109,13 @@ class QuantizedPrecision(Precision):
         return format_sort_key(self.format_name)
 
     @property
+    def operand_roundoffs(self) -> tuple[float, float]:
+        bits = EIGHT_BITS_ROUNDOFF if self.format_name == "int8" else FOUR_BITS_ROUNDOFF
+        return bits, unit_roundoff(self.compute)
+
+    @property
     def wider_precision(self) -> str:
         return "32-true"
-
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        if self.compute is torch.float32:
-            return nullcontext()
-        return autocast(device.type, self.compute)
-
-    def cast(self, inputs: Any) -> Any:
-        # Under autocast islands get the original values; float64 is what autocast does not cast.
-        if self.compute is torch.float32:
-            return cast_nest(inputs, self.compute)
-        return float64_to_float32(inputs)
 
 
 def width_obstacle(module: nn.Module, fmt: WeightFormat) -> str:

@@ -7,7 +7,6 @@ scales of later steps, so evaluation, checkpoints and recomputation are treated 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -16,13 +15,13 @@ from torch.nn import functional as F
 
 from runner.distributed.strategy import Strategy
 from runner.precision import te_recipes
-from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
-from runner.precision.contract import CPU_DEVICE, ComputeFormat, ConversionReport, Precision
+from runner.precision.casting import DefaultDtype
+from runner.precision.contract import ComputeFormat, ConversionReport
 from runner.precision.conversion import ROOT_NAME, ConversionRules
+from runner.precision.converting import ConvertingPrecision
 from runner.precision.cuda_half import reduced_precision_sums
 from runner.precision.emulation import te_emulation
-from runner.precision.emulation.formats import E4M3
-from runner.precision.keep_fp32 import find_islands, make_islands
+from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.backward_checks import refuse_recompute
 from runner.precision.layers.te_layers import convert_layers, te_obstacle
 from runner.precision.options import (
@@ -45,7 +44,7 @@ SCALING_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 @final
-class TransformerEnginePrecision(Precision):
+class TransformerEnginePrecision(ConvertingPrecision):
     """TransformerEngine's layers for nn.Linear and nn.LayerNorm, half precision elsewhere.
 
     Parameters, gradients, optimizer state and buffers are in the weights' dtype; a converted
@@ -140,27 +139,17 @@ class TransformerEnginePrecision(Precision):
         with float32_matmul("highest"), sums, amaxes:
             yield
 
-    def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE
-    ) -> tuple[nn.Module, ConversionReport]:
-        library = self._library
-        # Found here and made after the conversion: what either refuses leaves the model unchanged.
-        islands = find_islands(model, self.keep_fp32, self.storage)
-        find_obstacle = partial(te_obstacle, multiple=self.kind.multiple)
-        rules = ConversionRules(
-            self.name,
-            self.ignore_modules,
-            islands,
-            find_obstacle,
-            bypassed=self.bypassed,
-        )
-        report = convert_layers(model, library, self.kind.multiple, rules, self.fuse)
+    def find_obstacle(self, module: nn.Module) -> str:
+        return te_obstacle(module, self.kind.multiple)
+
+    def convert_layers(
+        self, model: nn.Module, rules: ConversionRules, device: torch.device
+    ) -> ConversionReport:
+        report = convert_layers(model, self._library, self.kind.multiple, rules, self.fuse)
         if self._is_delayed:
             for layer in _fp8_layers(model).values():
                 layer.register_forward_pre_hook(refuse_recompute)
-        make_islands(model, self.keep_fp32, self.storage)
-        cast_floats(model, self.storage, islands)
-        return model, report
+        return report
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # The optimizer's state has the weights' dtype.
@@ -169,12 +158,18 @@ class TransformerEnginePrecision(Precision):
 
     @property
     def compute_format(self) -> str:
-        width = "FP4" if self.recipe["kind"] == "nvfp4" else "FP8"
+        width = "FP4" if self._is_fp4 else "FP8"
         return f"{width} in linear layers, {super().compute_format} elsewhere"
 
     @property
     def formats(self) -> tuple[ComputeFormat, ...]:
         return (FP8_LAYERS, *super().formats)
+
+    @property
+    def operand_roundoffs(self) -> tuple[float, float]:
+        if self._is_fp4:
+            return FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
+        return super().operand_roundoffs
 
     @property
     def sort_key(self) -> tuple[float, ...]:
@@ -194,9 +189,6 @@ class TransformerEnginePrecision(Precision):
         # Entering the library's context again would move the scales of delayed scaling; a layer
         # that is recomputed there raises (refuse_recompute).
         return self._default_dtype if self._is_delayed else self.forward(device)
-
-    def cast(self, inputs: Any) -> Any:
-        return cast_nest(inputs, self.storage)
 
     def eval_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         # Other recipes have no state that a forward changes.
@@ -278,6 +270,10 @@ class TransformerEnginePrecision(Precision):
             gauges[f"fp8/amax/{name}"] = amax
             gauges[f"fp8/scale/{name}"] = scale.clone()
         return gauges
+
+    @property
+    def _is_fp4(self) -> bool:
+        return self.recipe["kind"] == "nvfp4"
 
     @property
     def _is_delayed(self) -> bool:

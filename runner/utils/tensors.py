@@ -1,4 +1,5 @@
-"""Count the elements and bytes that tensors hold in memory, packed and wrapped ones included."""
+"""Name and measure dtypes, and count the elements and bytes that tensors hold in memory, packed and
+wrapped ones included."""
 
 import math
 from collections.abc import Iterator
@@ -15,6 +16,14 @@ _SCALES = ("absmax", "code", "offset", "state2")
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name without torch's prefix, as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Return the largest relative error of rounding to nearest: half the spacing at 1; 0 for
+    integers."""
+    if not dtype.is_floating_point:
+        return 0.0
+    return torch.finfo(dtype).eps / 2
 
 
 def tensor_bytes(*tensors: Tensor) -> int:

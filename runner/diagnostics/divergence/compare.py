@@ -16,7 +16,7 @@ from runner.diagnostics.divergence.boundaries import (
     functions_are_seen,
     visited_modules,
 )
-from runner.diagnostics.divergence.expected_error import Perturber, unit_roundoff
+from runner.diagnostics.divergence.expected_error import Perturber
 from runner.diagnostics.divergence.findings import (
     MeasuredErrors,
     ModuleErrors,
@@ -50,6 +50,7 @@ from runner.diagnostics.divergence.trial_runs import (
     with_settled_scale,
 )
 from runner.training.step import backpropagate, loss_of
+from runner.utils.tensors import unit_roundoff
 
 _KINK_PEAK = 0.05
 """Share of a tensor's squared error in one element from which on the error may be that of a kink:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from runner.diagnostics.divergence.boundaries import Boundary
 from runner.diagnostics.divergence.reference import Reference
-from runner.precision.emulation.formats import E4M3, E5M2
 
 SEED = 2**40 + 1
 """Of the generator that draws the perturbations."""
@@ -24,14 +23,6 @@ POOL_SIZE = 2**20
 """Random numbers that are drawn; drawing them for every tensor would take as long as a step."""
 POOL_STEP = 1_000_003
 """By how many numbers the next tensor begins later in the pool: a prime, so that places differ."""
-
-
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the largest relative error of rounding to nearest: half the spacing at 1; 0 for
-    integers."""
-    if not dtype.is_floating_point:
-        return 0.0
-    return torch.finfo(dtype).eps / 2
 
 
 @dataclass
@@ -55,8 +46,6 @@ class Roundoffs:
 
 
 _FLOAT32_ROUNDOFF = 2.0**-24
-FP8_ROUNDOFFS = (2.0 ** -(E4M3.mantissa + 1), 2.0 ** -(E5M2.mantissa + 1))
-"""Unit roundoffs of the operands of FP8 layers: of weights and activations, and of gradients."""
 
 
 class Perturber:

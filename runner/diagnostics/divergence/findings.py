@@ -13,9 +13,10 @@ from runner.diagnostics.divergence.added_error import (
     AddedError,
 )
 from runner.diagnostics.divergence.boundaries import CHOICES, ROOT, WRITTEN, Boundary
-from runner.diagnostics.divergence.expected_error import unit_roundoff, with_rounding
+from runner.diagnostics.divergence.expected_error import with_rounding
 from runner.diagnostics.divergence.network import Network
 from runner.diagnostics.divergence.tensor_error import TensorError
+from runner.utils.tensors import unit_roundoff
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from runner.diagnostics.divergence.boundaries import ROOT, Boundary
-from runner.diagnostics.divergence.expected_error import (
-    FP8_ROUNDOFFS,
-    Roundoffs,
-    unit_roundoff,
-)
+from runner.diagnostics.divergence.expected_error import Roundoffs
 from runner.diagnostics.divergence.narrow_code import NarrowCode
 from runner.diagnostics.divergence.reference import Reference
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
 from runner.precision.keep_fp32 import Float32Island
 from runner.training.state import TrainState
+from runner.utils.tensors import unit_roundoff
 
-FOUR_BITS = 2.0**-2
-"""Unit roundoff that stands for formats of 4 bits with a scale for each block, whose error of
-normal weights is near 0.1 in norm (Dettmers et al., arXiv:2305.14314)."""
 TF32 = 2.0**-11
 """Unit roundoff of float32 operands in TF32 products, which have 10 stored bits of significand."""
-EIGHT_BITS = 2.0**-6
-"""The same for integers of 8 bits with a scale for each row."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +153,7 @@ def _add_modules(execution: Execution, code: dict[str, float], gradients: dict[s
         if products:
             code[name] = max(code.get(name, 0.0), products)
         if is_converted(module):
-            forward, backward = operand_roundoffs(precision, module)
+            forward, backward = precision.operand_roundoffs
             code[name] = max(code.get(name, 0.0), forward)
             gradients[name] = max(gradients.get(name, 0.0), backward)
 
@@ -175,18 +167,3 @@ def _autocast_roundoff(execution: Execution) -> float:
         if not torch.is_autocast_enabled(device.type):
             return 0.0
         return unit_roundoff(torch.get_autocast_dtype(device.type))
-
-
-def operand_roundoffs(precision: Precision, layer: nn.Module) -> tuple[float, float]:
-    """Return the unit roundoffs of a converted layer's operands, and of its output gradients."""
-    base = unit_roundoff(precision.compute)
-    if hasattr(layer, "unpacked_weight"):
-        weight = layer._parameters["weight"]
-        unpacked = layer.unpacked_weight()  # type: ignore[operator]
-        bits = 8 * weight.nbytes / unpacked.numel() if weight is not None else 8
-        return (FOUR_BITS if bits < 8 else EIGHT_BITS), base
-    if "FP4" in precision.compute_format or "4" in precision.trains_for:
-        return FOUR_BITS, FOUR_BITS
-    if precision.trains_for:
-        return EIGHT_BITS, base
-    return FP8_ROUNDOFFS

@@ -52,6 +52,13 @@ E4M3: Final = Format(
 )
 E5M2: Final = Format("float8_e5m2", torch.float8_e5m2, 2, -14, 57344.0, 61440.0)
 E2M1: Final = Format("float4_e2m1fn", torch.float4_e2m1fn_x2, 1, 0, 6.0, 7.0, saturates=True)
+FP8_ROUNDOFFS: Final = (2.0 ** -(E4M3.mantissa + 1), 2.0 ** -(E5M2.mantissa + 1))
+"""Unit roundoffs of the operands of FP8 layers: of weights and activations, and of gradients."""
+FOUR_BITS_ROUNDOFF: Final = 2.0**-2
+"""Unit roundoff that stands for formats of 4 bits with a scale for each block, whose error of
+normal weights is near 0.1 in norm (Dettmers et al., arXiv:2305.14314)."""
+EIGHT_BITS_ROUNDOFF: Final = 2.0**-6
+"""Unit roundoff that stands for integers of 8 bits with a scale for each row."""
 FORMATS: Final = {f.name: f for f in (FLOAT16, BFLOAT16, E4M3, E5M2)}
 
 

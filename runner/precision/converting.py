@@ -1,0 +1,97 @@
+"""The base of the precisions that replace a model's linear layers by low-precision ones."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.precision.casting import autocast, cast_floats, cast_nest, float64_to_float32
+from runner.precision.contract import CPU_DEVICE, ConversionReport, Precision
+from runner.precision.conversion import ConversionRules
+from runner.precision.keep_fp32 import find_islands, make_islands
+from runner.precision.options import PrecisionOptions
+
+
+class ConvertingPrecision(Precision):
+    """Low-precision linear layers; the rest of the model computes by autocast, or as it is stored.
+
+    A subclass says which layers it cannot hold, and replaces the others. It has autocast where it
+    computes in another dtype than it stores.
+
+    Attributes:
+        options: how the products that remain are computed.
+        ignore_modules: patterns of modules that are not converted.
+        keeps_dtypes: what is not converted keeps the dtype that it was built in; else it is cast
+            to the storage dtype.
+        skips_shared: layers that share a parameter are not converted.
+    """
+
+    options: PrecisionOptions
+    ignore_modules: Sequence[str] = ()
+    keeps_dtypes: bool = False
+    skips_shared: bool = False
+    _kernels: str = ""
+    # Around forward and backward without autocast, in which a model's own checkpointing recomputes
+    # forwards; autocast restores itself there.
+    _plain_context: AbstractContextManager[Any] = nullcontext()
+
+    @abstractmethod
+    def find_obstacle(self, module: nn.Module) -> str:
+        """Return why a linear layer that is not converted cannot be; empty where it can."""
+
+    @abstractmethod
+    def convert_layers(
+        self, model: nn.Module, rules: ConversionRules, device: torch.device
+    ) -> ConversionReport:
+        """Replace the layers that the rules allow, in place, on the device where they will run."""
+
+    def convert(
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
+    ) -> tuple[nn.Module, ConversionReport]:
+        # Found here and made after the conversion: what either refuses leaves the model unchanged.
+        islands = find_islands(model, self.keep_fp32, self.storage)
+        rules = ConversionRules(
+            self.name,
+            self.ignore_modules,
+            islands,
+            self.find_obstacle,
+            # A packed weight is a new object.
+            new_weights=self.freezes,
+            bypassed=self.bypassed,
+            skips_shared=self.skips_shared,
+        )
+        report = self.convert_layers(model, rules, device)
+        make_islands(model, self.keep_fp32, self.storage)
+        if not self.keeps_dtypes:
+            cast_floats(model, self.storage, islands)
+        return model, report
+
+    @contextmanager
+    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        with self.options.session(self.compute, model, device) as self._kernels:
+            yield
+
+    def kernels(self) -> str:
+        return self._kernels
+
+    @property
+    def has_autocast(self) -> bool:
+        """Return whether the model's forward runs under autocast."""
+        return self.compute is not self.storage
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        return autocast(device.type, self.compute) if self.has_autocast else self._plain_context
+
+    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
+        return self._plain_context
+
+    def cast(self, inputs: Any) -> Any:
+        """Return the inputs in the storage dtype. Under autocast they are not cast, so that islands
+        and unconverted layers get the original values; only float64, which autocast does not cast,
+        becomes float32."""
+        if self.has_autocast:
+            return float64_to_float32(inputs)
+        return cast_nest(inputs, self.storage)
