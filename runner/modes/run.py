@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, rename_superseded
@@ -29,12 +28,11 @@ from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
 from runner.modes.result import RunResult
 from runner.modes.tables import print_result
-from runner.precision.contract import Precision
+from runner.precision.build import build_precision
 from runner.tracking import journal
 from runner.tracking.rank_journal import ProcessJournal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.tracking.upload_state import stored_run_id
-from runner.training.adapters import check_adapter
 from runner.training.callbacks.own_callback_nodes import build_own_callbacks, callback_problems
 from runner.training.optimizers import check_arguments
 from runner.training.tasks.task import Task
@@ -179,44 +177,16 @@ def _build_context(
 
         saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
         spec, origin = with_run_config(spec, origin, saved)
-    precision: Precision = build_group("precision", spec.precision)
-    # What this machine or the strategy lacks is refused before data and model take time.
-    precision.require(accelerator.device)
-    precision.require_strategy(strategy)
-    _check_trains(spec, precision)
-    _check_reduce_dtype(strategy, precision)
+    precision = build_precision(spec, accelerator.device, strategy)
     check_numerics(spec, strategy)
     task: Task = build_task(spec.task)
     check_arguments(spec)
-    check_adapter(spec, precision)
     tracker: Tracker = build_group("tracking", spec.tracking)
     # One run in the store for all processes: the first one records it.
     if not strategy.place.is_main:
         tracker = ProcessJournal()
     return RunContext(
         spec, origin, out, console, accelerator, precision, task, tracker, signals, strategy
-    )
-
-
-def _check_trains(spec: RunSpec, precision: Precision) -> None:
-    """Raise ConfigError for a training of weights that a precision packs, without an adapter."""
-    if spec.mode != "train" or not precision.trained_in or spec.adapter.get("_target_"):
-        return
-    raise ConfigError(
-        f"mode=train with precision={precision.name}: its weights are packed and do not train. "
-        f"Type precision={precision.trained_in} to train weights for it, mode=evaluate "
-        "checkpoint=<run> to evaluate trained ones, or adapter=lora init.weights=<run> to tune an "
-        "adapter."
-    )
-
-
-def _check_reduce_dtype(strategy: Strategy, precision: Precision) -> None:
-    """Raise ConfigError for a strategy that would round a precision's gradients."""
-    if strategy.reduce_dtype is None or precision.storage is not torch.float64:
-        return
-    raise ConfigError(
-        f"strategy.reduce_dtype={strategy.reduce_dtype} would round the float64 gradients of "
-        f"precision={precision.name}. Allowed here: null. Type strategy.reduce_dtype=null."
     )
 
 

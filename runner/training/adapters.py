@@ -13,8 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.config.schema import RunSpec
-from runner.config.targets import build_group, instantiate
+from runner.config.targets import instantiate
 from runner.precision.contract import Precision
 from runner.precision.conversion import find_shared_weights
 from runner.precision.layers.conv1d import is_packed, linear_classes, weight_matrix
@@ -85,16 +84,6 @@ class Adapter(ABC):
 def build_adapter(node: Mapping[str, Any]) -> Adapter | None:
     """Build the adapter of a config node; None where it names none."""
     return instantiate(node) if node.get("_target_") else None
-
-
-def check_adapter(spec: RunSpec, precision: Precision) -> None:
-    """Raise ConfigError for what an adapter refuses, before the data and the model are loaded."""
-    if not spec.adapter.get("_target_"):
-        return
-    adapter = build_group("adapter", spec.adapter)
-    # Other modes add nothing: they load a run's adapter, or merge it where it does not fit.
-    if isinstance(adapter, Adapter) and spec.mode in ("train", "plan", "explain"):
-        adapter.check_precision(precision)
 
 
 @final
