@@ -5,8 +5,7 @@ own is a subclass of Precision.
 """
 
 from runner.precision.contract import ConversionReport, Precision
-from runner.precision.named_policy import precision
-from runner.precision.policy import Policy
+from runner.precision.policy import Policy, precision
 from runner.utils.errors import ConfigError, PolicyError, Unavailable
 
 __all__ = [

@@ -15,14 +15,15 @@ from torch import nn
 from runner.precision.contract import ConversionReport
 from runner.precision.conversion import ConversionRules, convert_linear
 from runner.precision.converting import ConvertingPrecision
-from runner.precision.cuda_half import (
-    native_half_prefix,
-    require_bfloat16,
-)
 from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
-from runner.precision.options import DTYPES, PrecisionOptions
+from runner.precision.options import (
+    DTYPES,
+    PrecisionOptions,
+    native_half_prefix,
+    require_bfloat16,
+)
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tensors import unit_roundoff
 from runner.utils.tpu import accelerator_kind

@@ -17,11 +17,16 @@ from runner.precision.casting import DefaultDtype
 from runner.precision.contract import ComputeFormat, ConversionReport
 from runner.precision.conversion import ConversionRules, convert_linear, replace_in_place
 from runner.precision.converting import ConvertingPrecision
-from runner.precision.cuda_half import native_half_prefix
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths
 from runner.precision.layers.padding import pad_rows
-from runner.precision.options import DTYPES, FP8_LAYERS, PrecisionOptions, switch_problems
+from runner.precision.options import (
+    DTYPES,
+    FP8_LAYERS,
+    PrecisionOptions,
+    native_half_prefix,
+    switch_problems,
+)
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tpu import accelerator_kind, is_tpu

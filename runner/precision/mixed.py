@@ -13,13 +13,16 @@ from torch import nn
 
 from runner.precision.casting import autocast, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, ConversionReport, Precision
-from runner.precision.cuda_half import (
-    lacks_bfloat16,
-    require_bfloat16,
-)
 from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
-from runner.precision.options import DTYPES, PrecisionOptions, require_cpu, switch_problems
+from runner.precision.options import (
+    DTYPES,
+    PrecisionOptions,
+    lacks_bfloat16,
+    require_bfloat16,
+    require_cpu,
+    switch_problems,
+)
 from runner.precision.true import EMULATE_BFLOAT16_REMEDY
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import is_tpu

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.precision.conversion_proof import ForwardWatch
-from runner.precision.state_dtype import STATE_DTYPES, check_state_dtype
-from runner.precision.wide_step import attach_update
+from runner.precision.wide_step import STATE_DTYPES, attach_update, check_state_dtype
 from runner.utils.accelerator import KINDS, choose_accelerator
 from runner.utils.errors import ConfigError, PolicyError, Unavailable
 from runner.utils.tpu import is_tpu

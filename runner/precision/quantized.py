@@ -14,12 +14,11 @@ from torch import nn
 from runner.precision.contract import ConversionReport
 from runner.precision.conversion import ConversionRules, convert_linear
 from runner.precision.converting import ConvertingPrecision
-from runner.precision.cuda_half import require_bfloat16
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.precision.layers.weight_formats import FORMAT_NAMES, WeightFormat, weight_format
-from runner.precision.options import DTYPES, PrecisionOptions
+from runner.precision.options import DTYPES, PrecisionOptions, require_bfloat16
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tensors import unit_roundoff
 from runner.utils.tpu import accelerator_kind

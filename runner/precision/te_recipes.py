@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from runner.precision.cuda_half import native_half_prefix
+from runner.precision.options import native_half_prefix
 from runner.utils import tpu
 from runner.utils.errors import Unavailable
 

@@ -19,7 +19,6 @@ from runner.precision.casting import DefaultDtype
 from runner.precision.contract import ComputeFormat, ConversionReport
 from runner.precision.conversion import ROOT_NAME, ConversionRules
 from runner.precision.converting import ConvertingPrecision
-from runner.precision.cuda_half import reduced_precision_sums
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.backward_checks import refuse_recompute
@@ -29,6 +28,7 @@ from runner.precision.options import (
     FP8_LAYERS,
     check_eps,
     float32_matmul,
+    reduced_precision_sums,
     switch_problems,
 )
 from runner.precision.weight_updates import UpdateRule, check_update

@@ -12,11 +12,6 @@ from torch import nn
 
 from runner.precision.casting import DefaultDtype, cast_nest
 from runner.precision.contract import Precision
-from runner.precision.cuda_half import (
-    lacks_bfloat16,
-    reduced_precision_sums,
-    require_bfloat16,
-)
 from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.emulation.tf32 import tf32_products
 from runner.precision.options import (
@@ -25,6 +20,9 @@ from runner.precision.options import (
     check_eps,
     check_line_search,
     float32_matmul,
+    lacks_bfloat16,
+    reduced_precision_sums,
+    require_bfloat16,
     require_cpu,
     require_tf32,
 )

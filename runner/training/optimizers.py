@@ -19,8 +19,12 @@ from runner.config.targets import (
 )
 from runner.distributed.strategy import is_sharded
 from runner.precision.contract import Precision
-from runner.precision.state_dtype import STATE_DTYPES, check_state_dtype, stuck_averages
-from runner.precision.wide_step import attach_update
+from runner.precision.wide_step import (
+    STATE_DTYPES,
+    attach_update,
+    check_state_dtype,
+    stuck_averages,
+)
 from runner.training.parameter_groups import (
     divide_parameters,
     entry_options,

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from runner.precision import PolicyError, precision
-from runner.precision.state_dtype import check_state_dtype, stuck_averages
-from runner.precision.wide_step import attach_update
+from runner.precision.wide_step import attach_update, check_state_dtype, stuck_averages
 from runner.training.lowbit_optimizers import AdamW4bit
 from runner.utils.errors import ConfigError
 
