@@ -17,7 +17,7 @@ remainders are those of NVIDIA's fused Adam in TransformerEngine.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal, final, get_args
+from typing import ClassVar, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +30,22 @@ UPDATE_RULES: tuple[str, ...] = get_args(UpdateRule)
 
 _LOW_BITS = 16
 _HALF_UNIT = 1 << (_LOW_BITS - 1)
+
+
+class SteppedWeights(NamedTuple):
+    """Weights after a step, in lists of equal length, an item for each parameter.
+
+    Attributes:
+        weights: the stored ones, as before the step.
+        kept: what is kept beside each; empty for nothing.
+        wide: float32, stepped.
+        generator: for rules that draw; on the weights' device.
+    """
+
+    weights: list[Tensor]
+    kept: list[Tensor]
+    wide: list[Tensor]
+    generator: torch.Generator | None
 
 
 class WeightStore(ABC):
@@ -57,21 +73,9 @@ class WeightStore(ABC):
         """Return the weights in float32, as tensors that the step may change."""
 
     @abstractmethod
-    def store(
-        self,
-        weights: list[Tensor],
-        kept: list[Tensor],
-        wide: list[Tensor],
-        generator: torch.Generator | None,
-    ) -> None:
-        """Write stepped weights into the stored ones, and what is left into what is kept.
-
-        Args:
-            weights: the stored ones; changed in place.
-            kept: changed in place.
-            wide: float32, after the step.
-            generator: for rules that draw; on the weights' device.
-        """
+    def store(self, stepped: SteppedWeights) -> None:
+        """Write stepped weights into the stored ones, and what is left into what is kept; both in
+        place."""
 
 
 @final
@@ -83,14 +87,8 @@ class Nearest(WeightStore):
     def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
         return _to_float32(weights)
 
-    def store(
-        self,
-        weights: list[Tensor],
-        kept: list[Tensor],
-        wide: list[Tensor],
-        generator: torch.Generator | None,
-    ) -> None:
-        torch._foreach_copy_(weights, wide)
+    def store(self, stepped: SteppedWeights) -> None:
+        torch._foreach_copy_(stepped.weights, stepped.wide)
 
 
 @final
@@ -107,14 +105,8 @@ class MasterWeights(WeightStore):
     def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
         return [*kept]
 
-    def store(
-        self,
-        weights: list[Tensor],
-        kept: list[Tensor],
-        wide: list[Tensor],
-        generator: torch.Generator | None,
-    ) -> None:
-        torch._foreach_copy_(weights, wide)
+    def store(self, stepped: SteppedWeights) -> None:
+        torch._foreach_copy_(stepped.weights, stepped.wide)
 
 
 @final
@@ -141,14 +133,9 @@ class Remainders(WeightStore):
             wide.append(bits.view(torch.float32))
         return wide
 
-    def store(
-        self,
-        weights: list[Tensor],
-        kept: list[Tensor],
-        wide: list[Tensor],
-        generator: torch.Generator | None,
-    ) -> None:
-        for weight, remainder, value in zip(weights, kept, wide, strict=True):
+    def store(self, stepped: SteppedWeights) -> None:
+        shards = zip(stepped.weights, stepped.kept, stepped.wide, strict=True)
+        for weight, remainder, value in shards:
             bits = value.view(torch.int32)
             upper = (bits + _HALF_UNIT).bitwise_right_shift_(_LOW_BITS)
             # Both fit: an int16 takes the lower half of an int32.
@@ -171,16 +158,10 @@ class Kahan(WeightStore):
         torch._foreach_add_(wide, kept)
         return wide
 
-    def store(
-        self,
-        weights: list[Tensor],
-        kept: list[Tensor],
-        wide: list[Tensor],
-        generator: torch.Generator | None,
-    ) -> None:
-        torch._foreach_copy_(weights, wide)
-        left = torch._foreach_sub(wide, weights)
-        torch._foreach_copy_(kept, left)
+    def store(self, stepped: SteppedWeights) -> None:
+        torch._foreach_copy_(stepped.weights, stepped.wide)
+        left = torch._foreach_sub(stepped.wide, stepped.weights)
+        torch._foreach_copy_(stepped.kept, left)
 
 
 @final
@@ -192,15 +173,9 @@ class StochasticRounding(WeightStore):
     def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
         return _to_float32(weights)
 
-    def store(
-        self,
-        weights: list[Tensor],
-        kept: list[Tensor],
-        wide: list[Tensor],
-        generator: torch.Generator | None,
-    ) -> None:
-        for weight, value in zip(weights, wide, strict=True):
-            weight.copy_(round_stochastically(value, weight.dtype, generator))
+    def store(self, stepped: SteppedWeights) -> None:
+        for weight, value in zip(stepped.weights, stepped.wide, strict=True):
+            weight.copy_(round_stochastically(value, weight.dtype, stepped.generator))
 
 
 STORES: dict[str, type[WeightStore]] = {

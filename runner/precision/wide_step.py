@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.distributed.strategy import is_sharded
-from runner.precision.weight_updates import STORES, Nearest, StochasticRounding, WeightStore
+from runner.precision.weight_updates import (
+    STORES,
+    Nearest,
+    SteppedWeights,
+    StochasticRounding,
+    WeightStore,
+)
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import dtype_name
 
@@ -267,7 +273,7 @@ class _WideStep:
                 weights, kept, wide = widened.shards
                 if weights:
                     generator = self._generators.get(weights[0].device)
-                    self.store.store(weights, kept, wide, generator)
+                    self.store.store(SteppedWeights(weights, kept, wide, generator))
         finally:
             for p, stand_in in pairs.items():
                 if stand_in in state:
