@@ -15,6 +15,7 @@ from runner.config.overrides import DTYPE_PRECISIONS, PRECISION_ALIASES, path_ex
 from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
+from runner.config.trusted_targets import interpolation_problem
 from runner.diagnostics.divergence.dump import dump_precision, is_dump
 from runner.precision import registry
 from runner.utils.accelerator import choose_accelerator
@@ -90,6 +91,9 @@ def _dump_reference(spec: RunSpec, path: Path) -> DiffReference:
     """Return a dump as the reference, and the execution here that shows what rounding explains: in
     the precision that the dump was written in, emulated where this device lacks it."""
     saved = dump_precision(path)
+    problem = interpolation_problem(saved)
+    if problem:
+        raise ConfigError(f"against={path} {problem}.")
     name = saved.get("name")
     if name not in registry.precision_names():
         return DiffReference(str(path), spec, dump=path)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
@@ -205,3 +207,25 @@ def test_reports_call_nothing(stranger, command):
 
         runner.load("theirs")
     assert not Path(CANARY).exists()
+
+
+def test_a_strangers_dump_brings_plain_values_alone(stranger, monkeypatch):
+    main, write = stranger
+    write({})
+    monkeypatch.setenv("SOME_NAME", "canary-1")
+    assert main(*QUICK, "mode=diff", "diff.dump=true").rc == 0
+    (path,) = Path("outputs").rglob("diff-*.safetensors")
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    precision = json.loads(metadata["precision"])
+    for change, status in (
+        ({"_target_": "theirs.evil.Net"}, 0),
+        ({"keep_fp32": ["${oc.env:SOME_NAME}"]}, 2),
+    ):
+        save_file(tensors, path, {**metadata, "precision": json.dumps({**precision, **change})})
+        done = main(*QUICK, "mode=diff", "precision=bf16-mixed", f"against={path}")
+        assert done.rc == status, done
+        assert not Path(CANARY).exists()
+        assert "canary-1" not in done.stdout + done.stderr
+    assert "holds an interpolation, which would be resolved here" in done.stderr
