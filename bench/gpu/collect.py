@@ -56,7 +56,6 @@ def _job(result: dict[str, Any]) -> dict[str, Any]:
         "converted",
         "weights_mib",
         "peak_memory_mib",
-        "examples_per_second",
         "skipped_steps",
     )
     return {key: result.get(key) for key in keys}

@@ -3,8 +3,9 @@
 #
 # Needs python3 (3.11 or 3.12) with torch and torchvision, one NVIDIA GPU and no network. Installs
 # every wheel of the folder WHEELS (bench/gpu/wheels.sh makes one) beside them, runs the tests marked
-# gpu, sweeps every precision, measures throughput, and writes gpu.json, gpu.md and a log per stage to
-# the folder OUT: after each stage, so that a run that is cut off leaves what it had.
+# gpu beside a sweep of every precision, then measures throughput alone, and writes gpu.json, gpu.md
+# and a log per stage to the folder OUT: after each stage, so that a run that is cut off leaves what
+# it had.
 #
 # STAGES="tests sweep throughput" chooses, LIMIT is each stage's limit in seconds, WIDTHS the hidden
 # sizes (the largest first), COMMIT names the commit where there is no git.
@@ -32,10 +33,11 @@ stage() {  # name, command...
 }
 
 rm -f "$out/status.txt" "$out/throughput.jsonl"
-stage tests python3 -m pytest -m gpu tests/gpu -rs -p no:cacheprovider
-stage throughput python3 bench/gpu/throughput.py --out "$out/throughput.jsonl" \
-  --widths ${WIDTHS:-4096 2048 1024}
 stage sweep python3 -m runner sweep=every_precision model=gpt data=text tracking=none \
   train.max_steps=100 model.width=256 optimizer.eps=1e-4 checkpoint.final=false \
-  "hydra.sweep.dir=$scratch/sweep"
+  "hydra.sweep.dir=$scratch/sweep" &
+stage tests python3 -m pytest -m gpu tests/gpu -rs -p no:cacheprovider
+wait
+stage throughput python3 bench/gpu/throughput.py --out "$out/throughput.jsonl" \
+  --widths ${WIDTHS:-4096 2048 1024}
 cat "$out/gpu.md"
