@@ -19,6 +19,9 @@ trap 'rm -rf "$scratch"' EXIT
 python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
   --target "$scratch/site" "$wheels"/*.whl || exit 2
 export PYTHONPATH="$scratch/site:$PWD" PYTHONUNBUFFERED=1
+# torch's own libraries, not the system's: a process that mixes two versions of cuDNN cannot load.
+libraries=$(python3 -c 'import glob, sysconfig; print(":".join(glob.glob(sysconfig.get_path("purelib") + "/nvidia/*/lib")))')
+export LD_LIBRARY_PATH="$libraries:${LD_LIBRARY_PATH:-}"
 unset LD_BIND_NOW  # TransformerEngine resolves one symbol that cuBLAS may lack when it is called
 
 stage() {  # name, command...
@@ -34,7 +37,7 @@ stage() {  # name, command...
 
 rm -f "$out/status.txt" "$out/throughput.jsonl"
 stage sweep python3 -m runner sweep=every_precision model=gpt data=text tracking=none \
-  train.max_steps=100 model.width=256 optimizer.eps=1e-4 checkpoint.final=false \
+  train.max_steps=100 model.width=256 optimizer.lr=3e-4 optimizer.eps=1e-4 checkpoint.final=false \
   "hydra.sweep.dir=$scratch/sweep" &
 stage tests python3 -m pytest -m gpu tests/gpu -rs -p no:cacheprovider
 wait

@@ -112,7 +112,8 @@ def measure_gpt(
     precision = load_precision(name)
     torch.manual_seed(0)
     batch, length = options.tokens // options.context, options.context
-    model = GPT(VOCABULARY, length, options.layers, max(1, width // 128), width)
+    with device:
+        model = GPT(VOCABULARY, length, options.layers, max(1, width // 128), width)
     parameters = sum(p.numel() for p in model.parameters())
     model, report = precision.convert(model, device)
     model.to(device)

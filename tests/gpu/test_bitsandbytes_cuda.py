@@ -11,6 +11,9 @@ from runner.utils.errors import Unavailable
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+    # bitsandbytes says that it takes a slower kernel, torch's compiler imports a deprecated module.
+    pytest.mark.filterwarnings("ignore:inner dimension:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
 ]
 DEVICE = torch.device("cuda", 0)
 BOUND = {
@@ -62,5 +65,7 @@ def test_a_compiled_model_computes_the_same(name):
     model.cuda()
     x = precision.cast(torch.randn(16, 64, device=DEVICE))
     with torch.no_grad(), precision.session(model, DEVICE), precision.forward(DEVICE):
-        wanted, made = model(x), torch.compile(model)(x)
-    assert (made.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
+        eager, compiled = model(x).float(), torch.compile(model)(x).float()
+    # A compiler keeps values between two products wider, which moves some to another FP8 number.
+    bound = 0.02 if name == "bnb-nf4" else 2**-4
+    assert (compiled - eager).norm() < bound * eager.norm()

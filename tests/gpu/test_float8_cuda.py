@@ -30,7 +30,11 @@ def _why() -> str:
     return ""
 
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(_why()), reason=_why())]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(_why()), reason=_why()),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+]
 
 
 def layer(name, **changes):

@@ -42,7 +42,7 @@ def test_a_strategy_trains_as_a_single_process_does(tmp_path, root, precision):
                 f"hydra.run.dir={folder}",
             ],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
             capture_output=True,
             text=True,
             timeout=300,

@@ -273,16 +273,13 @@ def test_an_evaluation_before_the_first_step_leaves_a_fresh_state():
             assert held["forward_scale"].unique().tolist() == [1.0]
 
 
-def test_gauges_follow_the_inputs_without_a_synchronisation():
+def test_gauges_follow_the_inputs_without_a_synchronisation(refused_waits):
     precision, model, _ = made(DELAYED)
     state, (x, target) = state_of(precision, model), batch()
     with precision.session(model, DEVICE):
         train_step(state, [(x, target)])
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with refused_waits():
             gauges = precision.gauges(model)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert len(gauges) == 2 * 5
     amax = x.to(precision.storage).abs().max().item()
     assert gauges["fp8/amax/0"].item() == pytest.approx(amax)
@@ -307,18 +304,15 @@ def test_a_second_run_leaves_the_first_ones_scales():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_does_not_synchronise(name):
+def test_a_step_does_not_synchronise(name, refused_waits):
     precision, model, _ = made(name)
     state, batches = state_of(precision, model), [batch(seed=seed) for seed in range(5)]
     with precision.session(model, DEVICE):
         for b in batches[:2]:
             train_step(state, [b])
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with refused_waits():
             for b in batches[2:]:
                 train_step(state, [b])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", NAMES)

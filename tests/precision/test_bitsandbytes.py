@@ -367,22 +367,10 @@ def test_gradients_accumulate_to_those_of_the_whole():
 
 
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
-def test_a_product_within_float16_has_the_gradients_of_the_plain_one(size):
-    """On a GPU, where the library quantises gradients by way of float16; here it does not."""
-    from runner.precision.layers.bnb_library import bnb
-    from runner.precision.layers.linear_8bit import int8_product, pack_int8
-
-    def gradients(product):
-        x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-        state = bnb.MatmulLtState()
-        state.CB, state.SCB = pack_int8(w)
-        state.is_training, state.has_fp16_weights = True, False
-        output = product(x, w, state)
-        (size * output).sum().backward()
-        return output, x.grad, w.grad
-
-    rows, weight = torch.randn(8, 64), torch.randn(48, 64)
-    scaled = gradients(int8_product)
-    plain = gradients(lambda x, w, state: bnb.matmul(x, w, state=state))
-    for one, other in zip(scaled, plain, strict=True):
-        assert relative_error(one, other) < 1e-6
+@pytest.mark.parametrize("rows", [3, 8])
+def test_the_gradient_of_a_weight_that_trains_is_not_quantised(rows, size):
+    layer, _ = converted_layer("int8-training")
+    x = torch.randn(rows, 64)
+    grad = size * torch.randn(rows, layer.out_features)
+    layer(x).backward(grad)
+    assert torch.equal(layer.weight.grad, (x.t() @ grad).t())

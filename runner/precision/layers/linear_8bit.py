@@ -1,10 +1,10 @@
 """Compute linear layers in int8 on bitsandbytes' kernels.
 
 Each layer is a torch.nn.Linear or a Conv1D whose class was changed in place. They differ from the
-library's own module where that misleads: weights, inputs and gradients are
-scaled into float16's range, through which the library quantises; a trainable bias keeps its
-dtype; the quantised copy of a weight that trains is made in every forward, so that none sees the
-weight of an earlier step; and scales are a buffer, which moves, copies and loads like any other.
+library's own module where that misleads: weights and inputs are scaled into float16's range,
+through which the library quantises; a trainable bias keeps its dtype; the quantised copy of a
+weight that trains is made in every forward, so that none sees the weight of an earlier step, and
+its gradient is not quantised; and scales are a buffer, which moves, copies and loads like others.
 
 Source: Dettmers et al., LLM.int8(), arXiv:2208.07339 (row-wise int8, outlier columns).
 """
@@ -78,7 +78,7 @@ class Linear8bit(nn.Linear):
         state.CB = self.weight.data  # type: ignore[assignment]
         state.SCB = self.SCB  # type: ignore[assignment]
         state.is_training = self.training
-        return _product_int8(self, input, self.weight, state)
+        return _product_int8(self, input, state)
 
     def unpacked_weight(self) -> Tensor:
         """Return the weight that the codes stand for: float32 [out, in], a Conv1D's [in, out]."""
@@ -131,21 +131,22 @@ class Linear8bitTrained(nn.Linear):
         state.CB, state.SCB = pack_int8(weight)  # type: ignore[assignment]
         # A reentrant checkpoint's first forward has no gradients; it must multiply as its second.
         state.is_training = self.training or torch.is_grad_enabled()
-        # Without gradients the library asks for a kernel that CPUs lack if the weight may train.
-        weight = weight if torch.is_grad_enabled() else weight.detach()
-        return forbid_second_derivative(_product_int8(self, input, weight, state))
+        return forbid_second_derivative(_product_int8(self, input, state, weight))
 
 
 def _product_int8(
-    module: Linear8bit | Linear8bitTrained, x: Tensor, weight: Tensor, state: bnb.MatmulLtState
+    module: Linear8bit | Linear8bitTrained,
+    x: Tensor,
+    state: bnb.MatmulLtState,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """Return a layer's output: the library's product, plus bias, in x's dtype.
 
     Args:
         module: the layer.
         x: float [..., in].
-        weight: [out, in], int8, or the plain weight that trains.
         state: of the library, with the int8 weight and its scales.
+        trained: the plain weight [out, in] that gets a gradient.
     """
     state.threshold = module.threshold
     state.has_fp16_weights = False
@@ -156,37 +157,47 @@ def _product_int8(
         rows = x.reshape(-1, x.shape[-1]).to(module.compute_dtype)
         if x.device.type == "cpu" and state.is_training:
             # There the library multiplies unpacked weights and quantises nothing.
-            output = bnb.matmul(rows, weight, state=state)
+            output = bnb.matmul(rows, state.CB, state=state)  # type: ignore[arg-type]
         else:
-            output = int8_product(rows, weight, state)
+            output = _product_of_scaled_rows(rows, state)
+        if trained is not None:
+            output = _TrainWeight.apply(output, rows.detach(), trained)
         if module.bias is not None:
             output = output + module.bias.to(module.compute_dtype)
         return output.view(*x.shape[:-1], module.out_features).to(x.dtype)
 
 
-def int8_product(rows: Tensor, weight: Any, state: bnb.MatmulLtState) -> Tensor:
+def _product_of_scaled_rows(rows: Tensor, state: bnb.MatmulLtState) -> Tensor:
     """Return the library's product without bias: rows [rows, in] to [rows, out].
 
     The library quantises by way of float16, whose range is narrow. So rows are multiplied by a
     power of two before and the product is divided by it, which changes nothing else, because each
-    row has a scale of its own. Gradients, which are quantised for the weight's gradient, are
-    treated likewise. With a threshold the rows stay as they are, since it is in their units.
-
-    Args:
-        rows: float.
-        weight: [out, in], int8, or the plain weight that trains.
-        state: of the library, with the int8 weight and its scales.
+    row has a scale of its own. With a threshold the rows stay as they are, since it is in their
+    units.
     """
     factor = _normalizing_factor(rows) if state.threshold == 0 else 1.0
-    rows = rows * factor
-    grad_factor: list[Tensor] = []  # one value, which the backward sets
-    if weight.requires_grad:
-        rows = _RestoreGrad.apply(rows, grad_factor)
-        weight = _RestoreGrad.apply(weight, grad_factor)
-    output = bnb.matmul(rows, weight, state=state)
-    if weight.requires_grad:
-        output = _NormalizeGrad.apply(output, grad_factor)
-    return output / factor  # type: ignore[operator]
+    return bnb.matmul(rows * factor, state.CB, state=state) / factor  # type: ignore[arg-type, operator]
+
+
+class _TrainWeight(torch.autograd.Function):
+    """The identity of a product, which gives the weight that was quantised for it a gradient.
+
+    It is the product of the gradient and the rows as they are. The library's own, of codes, is
+    wrong by its own size on a GPU (0.50): it scales the codes of rows by the columns' scales, and
+    its kernel reads a transposed matrix as if it were contiguous. Source of a weight gradient in
+    16 bit beside int8 products: Wortsman et al., SwitchBack, arXiv:2304.13013.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.rows = rows
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        weight_grad = (ctx.rows.t() @ grad).t() if ctx.needs_input_grad[2] else None
+        return grad, None, weight_grad
 
 
 def _normalizing_factor(tensor: Tensor) -> Tensor:
@@ -197,33 +208,3 @@ def _normalizing_factor(tensor: Tensor) -> Tensor:
         return one
     largest = tensor.detach().abs().amax().float()
     return torch.ldexp(one, -torch.frexp(largest).exponent)
-
-
-class _NormalizeGrad(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a power of two that brings it below 1.
-
-    The power of two is stored in a list that _RestoreGrad shares.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, grad_factor: list[Tensor]) -> Tensor:
-        ctx.grad_factor = grad_factor
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.grad_factor[:] = [_normalizing_factor(grads[0])]
-        return grads[0] * ctx.grad_factor[0], None
-
-
-class _RestoreGrad(torch.autograd.Function):
-    """The identity, whose gradient is divided by the power of two of _NormalizeGrad."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, grad_factor: list[Tensor]) -> Tensor:
-        ctx.grad_factor = grad_factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].float() / ctx.grad_factor[0], None
