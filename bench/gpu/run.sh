@@ -28,7 +28,7 @@ stage() {  # name, command...
   local name=$1 rc; shift
   case " ${STAGES:-tests sweep throughput} " in *" $name "*) ;; *) return ;; esac
   echo "== $name: $*"
-  timeout --kill-after=20 "$limit" "$@" >"$out/$name.log" 2>&1
+  timeout --signal=INT --kill-after=20 "$limit" "$@" >"$out/$name.log" 2>&1
   rc=$?
   tail -n 30 "$out/$name.log"
   echo "$name $rc" >>"$out/status.txt"
@@ -39,7 +39,9 @@ rm -f "$out/status.txt" "$out/throughput.jsonl"
 stage sweep python3 -m runner sweep=every_precision model=gpt data=text tracking=none \
   train.max_steps=100 model.width=256 optimizer.lr=3e-4 optimizer.eps=1e-4 checkpoint.final=false \
   "hydra.sweep.dir=$scratch/sweep" &
-stage tests python3 -m pytest -m gpu tests/gpu -rs -p no:cacheprovider
+# Libraries there warn of one another; a file per process, since some train in processes of their own.
+stage tests python3 -m pytest -m gpu tests/gpu -rs -p no:cacheprovider --tb=short -W default \
+  -n 4 --dist loadfile
 wait
 stage throughput python3 bench/gpu/throughput.py --out "$out/throughput.jsonl" \
   --widths ${WIDTHS:-4096 2048 1024}
