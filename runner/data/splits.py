@@ -1,8 +1,9 @@
-"""Define Splits, which a data target returns, and the helpers that several targets share."""
+"""Define Splits, which a data target returns, and what several targets share."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
@@ -10,6 +11,8 @@ from torch.utils.data import Dataset, TensorDataset
 from runner.utils.errors import ConfigError
 
 _Set = TypeVar("_Set")
+IGNORED_LABEL = -100
+"""The label of padding, which torch's cross entropy leaves out."""
 
 
 class Splits(NamedTuple):
@@ -49,6 +52,112 @@ class RunData(NamedTuple):
 def set_labels(kind: str, sets: Mapping[str, _Set]) -> dict[str, _Set]:
     """Return sets by the text that messages and metrics name them by: `val`, or `val/<name>`."""
     return {f"{kind}/{name}" if name else kind: found for name, found in sets.items()}
+
+
+class TensorFields(Dataset):
+    """A data set of examples that are dicts of tensors, gathered a whole batch at a time.
+
+    Args:
+        fields: tensors [N, ...] by name, all of the same N.
+
+    Raises:
+        ValueError: there is no field, or they differ in N.
+    """
+
+    def __init__(self, fields: Mapping[str, Tensor]) -> None:
+        if len({len(tensor) for tensor in fields.values()}) != 1:
+            sizes = ", ".join(f"{name}: {len(tensor)}" for name, tensor in fields.items())
+            raise ValueError(f"fields need one number of examples, got {sizes or 'no field'}")
+        self.fields = dict(fields)
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(next(iter(self.fields.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one example: the fields' tensors [...] by name."""
+        return {name: tensor[index] for name, tensor in self.fields.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fields in memory."""
+        return sum(tensor.nbytes for tensor in self.fields.values())
+
+    def to(self, device: torch.device) -> "TensorFields":
+        """Return a copy on a device; its `batch` takes indices on that device."""
+        return TensorFields({name: tensor.to(device) for name, tensor in self.fields.items()})
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        """Return many examples, indices int64 [B]: tensors [B, ...] by name."""
+        return {name: tensor.index_select(0, indices) for name, tensor in self.fields.items()}
+
+
+def split_rows(count: int, val: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of training and those of `val` examples for validation, drawn at random.
+
+    Args:
+        count: rows of the data.
+        val: examples for validation.
+        seed: of the split alone.
+
+    Returns:
+        Two parts of the numbers below count, int64, each in ascending order.
+    """
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return order[val:].sort().values, order[:val].sort().values
+
+
+def split_fields(fields: Mapping[str, Tensor], val: int, seed: int) -> Splits:
+    """Split examples at random.
+
+    Args:
+        fields: tensors [N, ...] by name.
+        val: examples for validation.
+        seed: of the split alone.
+
+    Raises:
+        ValueError: the fields differ in N.
+    """
+    dataset = TensorFields(fields)
+    rows, val_rows = split_rows(len(dataset), val, seed)
+    return Splits(TensorFields(dataset.batch(rows)), TensorFields(dataset.batch(val_rows)))
+
+
+def first_for_validation(inputs: Tensor, targets: Tensor, val: int) -> Splits:
+    """Return data sets of tensors [N, ...], whose first `val` examples are for validation."""
+    return Splits(
+        TensorDataset(inputs[val:], targets[val:]), TensorDataset(inputs[:val], targets[:val])
+    )
+
+
+def split_by_class(
+    pixels: np.ndarray, labels: np.ndarray, val_fraction: float, seed: int, name: str
+) -> list[Tensor]:
+    """Split images at random, each class in the same proportion.
+
+    Args:
+        pixels: [N, ...].
+        labels: integers [N], of ten classes.
+        val_fraction: share for validation, between 0 and 1.
+        seed: of the split alone.
+        name: the data config's name, for the messages.
+
+    Returns:
+        Pixels for training and for validation, then labels for training and for validation.
+
+    Raises:
+        ConfigError: the fraction leaves fewer than ten images on one side.
+    """
+    from sklearn.model_selection import train_test_split
+
+    val = held_out(len(labels), val_fraction, name)
+    if min(val, len(labels) - val) < 10:
+        raise ConfigError(
+            f"data={name}: val_fraction={val_fraction} leaves fewer than 10 images on one side, "
+            "too few for one of each class. Type data.val_fraction=0.2."
+        )
+    parts = train_test_split(pixels, labels, test_size=val, random_state=seed, stratify=labels)
+    return [torch.from_numpy(part) for part in parts]
 
 
 def image_tensors(

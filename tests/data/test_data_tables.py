@@ -10,7 +10,7 @@ from pyarrow import parquet as pq
 
 from runner.data.datasets.npz import npz
 from runner.data.datasets.parquet import parquet
-from runner.data.fields import split_fields
+from runner.data.splits import split_fields
 from runner.utils.errors import ConfigError
 
 TEXTS = ["one two", "two", "three one two three", "one", "two two two two two two", "three"]

@@ -9,11 +9,9 @@ from functools import cache
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch.utils.data import TensorDataset
 
-from runner.data.splits import Splits, held_out
-from runner.utils.errors import ConfigError
+from runner.data.splits import Splits, split_by_class
 
 
 def digits(val_fraction: float = 0.2, seed: int = 0) -> Splits:
@@ -31,15 +29,8 @@ def digits(val_fraction: float = 0.2, seed: int = 0) -> Splits:
     Raises:
         ConfigError: val_fraction leaves fewer than ten images on one side.
     """
-    pixels, labels = _pixels_and_labels()
-    val = held_out(len(labels), val_fraction, "digits")
-    if min(val, len(labels) - val) < 10:
-        raise ConfigError(
-            f"data=digits: val_fraction={val_fraction} leaves fewer than 10 images on one side, "
-            "too few for one of each class. Type data.val_fraction=0.2."
-        )
-    parts = train_test_split(pixels, labels, test_size=val, random_state=seed, stratify=labels)
-    train_pixels, val_pixels, train_labels, val_labels = map(torch.from_numpy, parts)
+    parts = split_by_class(*_pixels_and_labels(), val_fraction, seed, "digits")
+    train_pixels, val_pixels, train_labels, val_labels = parts
     # Statistics of the training part alone: the validation part must not leak into them.
     mean = train_pixels.mean()
     std = train_pixels.std()

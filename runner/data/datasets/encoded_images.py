@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -78,17 +77,14 @@ class EncodedImages(Dataset):
         try:
             with Image.open(io.BytesIO(_encoded(value))) as image:
                 return image.convert("RGB")
-        except UnidentifiedImageError as error:  # its text holds an address
-            raise ConfigError(self._problem(row, "it is in no format that Pillow knows")) from error
         except (OSError, SyntaxError, ValueError, TypeError) as error:
             reason = str(error).split("\n")[0].rstrip(".")
-            raise ConfigError(self._problem(row, reason)) from error
-
-    def _problem(self, row: int, reason: str) -> str:
-        return (
-            f"{self.source}, row {row}: its image cannot be decoded: {reason}. Take that row out "
-            "of the table, or write its image again as PNG or JPEG."
-        )
+            if isinstance(error, UnidentifiedImageError):  # its text holds an address
+                reason = "it is in no format that Pillow knows"
+            raise ConfigError(
+                f"{self.source}, row {row}: its image cannot be decoded: {reason}. Take that row "
+                "out of the table, or write its image again as PNG or JPEG."
+            ) from error
 
 
 def _encoded(value: Any) -> bytes:
@@ -100,20 +96,3 @@ def _encoded(value: Any) -> bytes:
     if isinstance(value, Mapping) and value.get("path"):
         return Path(value["path"]).read_bytes()
     raise TypeError(f"the value is {'empty' if value is None else type(value).__name__}")
-
-
-def image_splits(
-    make: Callable[[bool, Tensor], EncodedImages], count: int, val_count: int, seed: int
-) -> tuple[Dataset, Dataset]:
-    """Split images at random; only those of training may be augmented.
-
-    Args:
-        make: makes a data set of rows, given whether it is for training.
-        count: rows of the table.
-        val_count: examples of the second data set.
-        seed: of the split alone.
-    """
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    rows = order[val_count:].sort().values
-    held_rows = order[:val_count].sort().values
-    return make(True, rows), make(False, held_rows)

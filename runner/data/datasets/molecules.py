@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runner.data.fields import IGNORED_LABEL, split_fields
-from runner.data.splits import Splits, held_out, require_at_least
+from runner.data.splits import IGNORED_LABEL, Splits, held_out, require_at_least, split_fields
 from runner.utils.errors import ConfigError
 from runner.utils.packages import package_file
 
@@ -67,7 +66,7 @@ def molecules(
     rows = [*islice(_encoded(_smiles(path), tokens, length), count)]
     val = held_out(len(rows), val_fraction, "molecules")
     fields = _masked_fields(torch.tensor(rows), tokens, masked, seed)
-    return Splits(*split_fields(fields, val, seed))
+    return split_fields(fields, val, seed)
 
 
 def _masked_fields(

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.data.fields import TensorFields, split_fields
-from runner.data.splits import Splits, held_out
+from runner.data.splits import Splits, TensorFields, held_out, split_fields
 from runner.utils.errors import ConfigError
 
 
@@ -42,7 +41,7 @@ def npz(
     if val_path is not None:
         return Splits(TensorFields(fields), TensorFields(_fields(val_path, target, inputs)))
     val = held_out(len(fields["labels"]), val_fraction, "npz")
-    return Splits(*split_fields(fields, val, seed))
+    return split_fields(fields, val, seed)
 
 
 def _fields(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, Tensor]:

@@ -7,9 +7,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
-from runner.data.splits import Splits, held_out, require_at_least
+from runner.data.splits import Splits, first_for_validation, held_out, require_at_least
 
 
 def signals(
@@ -50,9 +49,7 @@ def signals(
     samples = _sample(window + horizon, poles, count, torch.Generator().manual_seed(seed))
     inputs = samples[:, :window].contiguous()
     targets = samples[:, window:].contiguous()
-    return Splits(
-        TensorDataset(inputs[val:], targets[val:]), TensorDataset(inputs[:val], targets[:val])
-    )
+    return first_for_validation(inputs, targets, val)
 
 
 def _sample(length: int, poles: int, count: int, generator: torch.Generator) -> Tensor:

@@ -4,9 +4,8 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.utils.data import TensorDataset
 
-from runner.data.splits import Splits, held_out, require_at_least
+from runner.data.splits import Splits, first_for_validation, held_out, require_at_least
 
 
 def synthetic_images(
@@ -41,6 +40,4 @@ def synthetic_images(
     labels = (torch.arange(count) % classes)[torch.randperm(count, generator=generator)]
     images = torch.randn(count, *shape, generator=generator).mul_(noise).add_(templates[labels])
     images.div_(math.sqrt(1 + noise**2))  # to unit variance
-    return Splits(
-        TensorDataset(images[val:], labels[val:]), TensorDataset(images[:val], labels[:val])
-    )
+    return first_for_validation(images, labels, val)

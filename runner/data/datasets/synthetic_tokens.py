@@ -2,9 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
-from runner.data.splits import Splits, held_out, require_at_least
+from runner.data.splits import Splits, first_for_validation, held_out, require_at_least
 from runner.utils.errors import ConfigError
 
 
@@ -37,22 +36,16 @@ def synthetic_tokens(
         ConfigError: a size is too small or too large, or a split would be empty.
     """
     require_at_least("synthetic_tokens", vocab=(vocab, 2), context=(context, 1), count=(count, 2))
-    _check_branches(branches, vocab)
-    val = held_out(count, val_fraction, "synthetic_tokens")
-    sequences = _sample(vocab, context + 1, count, branches, seed)
-    inputs = sequences[:, :-1].contiguous()
-    targets = sequences[:, 1:].contiguous()
-    return Splits(
-        TensorDataset(inputs[val:], targets[val:]), TensorDataset(inputs[:val], targets[:val])
-    )
-
-
-def _check_branches(branches: int, vocab: int) -> None:
     if not 1 <= branches <= vocab:
         raise ConfigError(
             f"data=synthetic_tokens: branches={branches} is not between 1 and vocab={vocab}. "
             f"Type data.branches={min(4, vocab)}."
         )
+    val = held_out(count, val_fraction, "synthetic_tokens")
+    sequences = _sample(vocab, context + 1, count, branches, seed)
+    inputs = sequences[:, :-1].contiguous()
+    targets = sequences[:, 1:].contiguous()
+    return first_for_validation(inputs, targets, val)
 
 
 def _sample(vocab: int, length: int, count: int, branches: int, seed: int) -> Tensor:
