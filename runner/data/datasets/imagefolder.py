@@ -52,15 +52,14 @@ def imagefolder(
             f"data=imagefolder: there is no folder {base.absolute()}. {_LAYOUT} "
             "Type data.root=FOLDER."
         )
-    if (base / "train").is_dir() or (base / "val").is_dir():
-        return _two_folders(base, size, augment)
-    return _one_folder(base, size, augment, val_fraction, seed)
-
-
-def _two_folders(base: Path, size: int, augment: bool) -> Splits:
-    """Load the splits from train/ and val/."""
-    train = _folder(base / "train", size, augment)
-    val = _folder(base / "val", size, False)
+    has_two_folders = (base / "train").is_dir() or (base / "val").is_dir()
+    # Two data sets of the same files, too: only the training one is augmented.
+    train = _folder(base / "train" if has_two_folders else base, size, augment)
+    val = _folder(base / "val" if has_two_folders else base, size, False)
+    if not has_two_folders:
+        val_count = held_out(len(train), val_fraction, "imagefolder")
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
+        return Splits(Subset(train, order[val_count:]), Subset(val, order[:val_count]))
     if train.classes != val.classes:
         # ImageFolder numbers the classes of each side by itself: labels would not match.
         different = sorted(set(train.classes) ^ set(val.classes))
@@ -69,16 +68,6 @@ def _two_folders(base: Path, size: int, augment: bool) -> Splits:
             f"{', '.join(different[:5])} on one side only. Make the same folders on both sides."
         )
     return Splits(train, val)
-
-
-def _one_folder(base: Path, size: int, augment: bool, fraction: float, seed: int) -> Splits:
-    """Split one set of class folders at random."""
-    # Two data sets of the same files: only the training one is augmented.
-    train = _folder(base, size, augment)
-    val = _folder(base, size, False)
-    val_count = held_out(len(train), fraction, "imagefolder")
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
-    return Splits(Subset(train, order[val_count:]), Subset(val, order[:val_count]))
 
 
 def _folder(path: Path, size: int, augment: bool) -> ImageFolder:

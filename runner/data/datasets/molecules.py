@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from runner.data.splits import IGNORED_LABEL, Splits, held_out, require_at_least, split_fields
 from runner.utils.errors import ConfigError
@@ -62,37 +61,37 @@ def molecules(
         raise ConfigError(
             f"data=molecules: masked={masked} is no share between 0 and 1. Type data.masked=0.15."
         )
-    tokens = _read_vocabulary()
+    vocabulary = package_file(*_VOCABULARY)
+    if vocabulary is None:
+        raise ConfigError(
+            "data=molecules: the package rxnmapper, which ships the vocabulary (3 MB), is not "
+            "installed. Type pip install --no-deps rxnmapper."
+        )
+    names = vocabulary.read_text(encoding="utf-8").splitlines()
+    tokens = {name: i for i, name in enumerate(names)}
     rows = [*islice(_encoded(_smiles(path), tokens, length), count)]
     val = held_out(len(rows), val_fraction, "molecules")
-    fields = _masked_fields(torch.tensor(rows), tokens, masked, seed)
-    return split_fields(fields, val, seed)
-
-
-def _masked_fields(
-    ids: Tensor, tokens: dict[str, int], masked: float, seed: int
-) -> dict[str, Tensor]:
-    """Return the fields of a batch for tokens int64 [N, T]."""
-    generator = torch.Generator().manual_seed(seed)
+    ids = torch.tensor(rows)
     special = torch.tensor([tokens[name] for name in _SPECIAL])
+    generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(ids.shape, generator=generator, dtype=torch.float32) < masked
     chosen = drawn & ~torch.isin(ids, special)
-    return {
+    fields = {
         "input_ids": ids.masked_fill(chosen, tokens["[MASK]"]),
         "attention_mask": (ids != tokens["[PAD]"]).long(),
         "labels": ids.masked_fill(~chosen, IGNORED_LABEL),
     }
+    return split_fields(fields, val, seed)
 
 
 def _encoded(lines: Iterator[str], tokens: dict[str, int], length: int) -> Iterator[list[int]]:
     """Yield the tokens [length] of each SMILES that fits and has known characters only."""
     for smiles in lines:
-        found = _TOKEN.findall(smiles)
-        if not _SHORTEST <= len(found) <= length - 2 or "".join(found) != smiles:
-            continue
-        known = [tokens.get(token, tokens["[UNK]"]) for token in found]
-        padding = [tokens["[PAD]"]] * (length - 2 - len(found))
-        yield [tokens["[CLS]"], *known, tokens["[SEP]"], *padding]
+        parts = _TOKEN.findall(smiles)
+        if _SHORTEST <= len(parts) <= length - 2 and "".join(parts) == smiles:
+            numbers = [tokens.get(part, tokens["[UNK]"]) for part in parts]
+            padding = [tokens["[PAD]"]] * (length - 2 - len(parts))
+            yield [tokens["[CLS]"], *numbers, tokens["[SEP]"], *padding]
 
 
 def _smiles(path: str | None) -> Iterator[str]:
@@ -116,14 +115,3 @@ def _smiles(path: str | None) -> Iterator[str]:
     with table.open(encoding="utf-8") as file:
         for line in file:
             yield line.split("\t")[_SMILES_COLUMN]
-
-
-def _read_vocabulary() -> dict[str, int]:
-    """Return the places of the tokens of rxnmapper's vocabulary by name."""
-    file = package_file(*_VOCABULARY)
-    if file is None:
-        raise ConfigError(
-            "data=molecules: the package rxnmapper, which ships the vocabulary (3 MB), is not "
-            "installed. Type pip install --no-deps rxnmapper."
-        )
-    return {token: i for i, token in enumerate(file.read_text(encoding="utf-8").splitlines())}

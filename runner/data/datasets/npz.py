@@ -49,7 +49,8 @@ def _fields(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, T
         raise ConfigError(f"data=npz: {path} is no file. Type data.path=<file.npz>.")
     arrays = _arrays(path)
     names = [name for name in arrays if name != target] if inputs is None else [*inputs]
-    missing = [name for name in (*names, target) if name not in arrays]
+    used = (*names, target)
+    missing = [name for name in used if name not in arrays]
     if missing:
         raise ConfigError(
             f"data=npz: {path} has no array {', '.join(missing)}; it has {', '.join(arrays)}. "
@@ -60,19 +61,19 @@ def _fields(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, T
             f"data=npz: {path} has an array labels, and data.target={target} becomes the field of "
             "that name. Type data.target=labels, or data.inputs=[<the others>]."
         )
-    for name in (*names, target):
-        problem = _array_problem(arrays[name])
+    for name in used:
+        problem = ""
+        if arrays[name].dtype.kind not in "biufc":
+            problem = f"holds {arrays[name].dtype}, no numbers"
+        elif arrays[name].ndim == 0:
+            problem = "is one number, not one for each example"
         if problem:
             advice = "data.target=<another>" if name == target else "data.inputs=[<the others>]"
             raise ConfigError(f"data=npz: array {name} of {path} {problem}. Type {advice}.")
-    sizes = {name: len(arrays[name]) for name in (*names, target)}
-    if len(set(sizes.values())) != 1:
-        counts = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+    if len({len(arrays[name]) for name in used}) != 1:
+        counts = ", ".join(f"{name}: {len(arrays[name])}" for name in dict.fromkeys(used))
         raise ConfigError(f"data=npz: the arrays of {path} differ in their length: {counts}.")
-    return {
-        **{name: as_input(arrays[name]) for name in names},
-        "labels": as_target(arrays[target]),
-    }
+    return {name: as_input(arrays[name]) for name in names} | {"labels": as_target(arrays[target])}
 
 
 def _arrays(path: str) -> dict[str, np.ndarray]:
@@ -89,15 +90,6 @@ def _arrays(path: str) -> dict[str, np.ndarray]:
         f"data=npz: {path} holds one array without a name. Write it with numpy.savez(path, x=..., "
         "y=...)."
     )
-
-
-def _array_problem(array: np.ndarray) -> str:
-    """Return why an array cannot be a field of a batch; empty where it can."""
-    if array.dtype.kind not in "biufc":
-        return f"holds {array.dtype}, no numbers"
-    if array.ndim == 0:
-        return "is one number, not one for each example"
-    return ""
 
 
 def as_input(array: np.ndarray) -> Tensor:

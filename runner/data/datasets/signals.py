@@ -6,7 +6,6 @@ It shows what double precision is for: float32 stops at a loss far above what fl
 import math
 
 import torch
-from torch import Tensor
 
 from runner.data.splits import Splits, first_for_validation, held_out, require_at_least
 
@@ -46,17 +45,13 @@ def signals(
     require_at_least("signals", poles=(poles, 1), horizon=(horizon, 1), count=(count, 2))
     require_at_least("signals", window=(window, 2 * poles))
     val = held_out(count, val_fraction, "signals")
-    samples = _sample(window + horizon, poles, count, torch.Generator().manual_seed(seed))
+    frequency = torch.linspace(0.3, 2.2, poles, dtype=torch.float64)  # radians per sample
+    damping = torch.linspace(0.02, 0.08, poles, dtype=torch.float64)  # nepers per sample
+    time = torch.arange(window + horizon, dtype=torch.float64)
+    modes = torch.exp(torch.complex(-damping, frequency)[:, None] * time)
+    generator = torch.Generator().manual_seed(seed)
+    amplitude = torch.randn(count, poles, generator=generator, dtype=torch.complex128)
+    samples = (amplitude @ modes).real * math.sqrt(2 / poles)
     inputs = samples[:, :window].contiguous()
     targets = samples[:, window:].contiguous()
     return first_for_validation(inputs, targets, val)
-
-
-def _sample(length: int, poles: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return random signals, float64 [count, length], of unit order."""
-    frequency = torch.linspace(0.3, 2.2, poles, dtype=torch.float64)  # radians per sample
-    damping = torch.linspace(0.02, 0.08, poles, dtype=torch.float64)  # nepers per sample
-    time = torch.arange(length, dtype=torch.float64)
-    modes = torch.exp(torch.complex(-damping, frequency)[:, None] * time)
-    amplitude = torch.randn(count, poles, generator=generator, dtype=torch.complex128)
-    return (amplitude @ modes).real * math.sqrt(2 / poles)

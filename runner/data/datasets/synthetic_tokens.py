@@ -1,7 +1,6 @@
 """Generate token sequences whose best possible loss is known, without files."""
 
 import torch
-from torch import Tensor
 
 from runner.data.splits import Splits, first_for_validation, held_out, require_at_least
 from runner.utils.errors import ConfigError
@@ -42,19 +41,13 @@ def synthetic_tokens(
             f"Type data.branches={min(4, vocab)}."
         )
     val = held_out(count, val_fraction, "synthetic_tokens")
-    sequences = _sample(vocab, context + 1, count, branches, seed)
+    generator = torch.Generator().manual_seed(seed)
+    successors = torch.rand(vocab, vocab, generator=generator).argsort(1)[:, :branches]
+    choices = torch.randint(branches, (count, context + 1), generator=generator)
+    sequences = torch.empty(count, context + 1, dtype=torch.int64)
+    sequences[:, 0] = torch.randint(vocab, (count,), generator=generator)
+    for step in range(1, context + 1):
+        sequences[:, step] = successors[sequences[:, step - 1], choices[:, step]]
     inputs = sequences[:, :-1].contiguous()
     targets = sequences[:, 1:].contiguous()
     return first_for_validation(inputs, targets, val)
-
-
-def _sample(vocab: int, length: int, count: int, branches: int, seed: int) -> Tensor:
-    """Return sequences of the chain, int64 [count, length]."""
-    generator = torch.Generator().manual_seed(seed)
-    successors = torch.rand(vocab, vocab, generator=generator).argsort(1)[:, :branches]
-    choices = torch.randint(branches, (count, length), generator=generator)
-    sequences = torch.empty(count, length, dtype=torch.int64)
-    sequences[:, 0] = torch.randint(vocab, (count,), generator=generator)
-    for step in range(1, length):
-        sequences[:, step] = successors[sequences[:, step - 1], choices[:, step]]
-    return sequences

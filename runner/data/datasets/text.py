@@ -13,8 +13,6 @@ from torch.utils.data import Dataset
 from runner.data.splits import Splits, held_out, require_at_least
 from runner.utils.errors import ConfigError
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
-
 
 class TextWindows(Dataset):
     """A data set of consecutive windows of a byte sequence; targets are shifted by one byte.
@@ -74,10 +72,24 @@ def text(path: str | None = None, context: int = 128, val_fraction: float = 0.1)
         ConfigError: the file cannot be read or is too short for one window on each side.
     """
     require_at_least("text", context=(context, 1))
-    tokens = _python_documentation() if path is None else _read(Path(path))
+    if path is None:
+        from pydoc_data.topics import topics
+
+        content = "\n".join(topics[name] for name in sorted(topics)).encode()
+    else:
+        content = _read(Path(path))
+    tokens = torch.empty(0, dtype=torch.uint8)
+    if content:
+        # frombuffer refuses an empty buffer and warns about a read-only one.
+        tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     window_bytes = context + 1  # with the last target
     if len(tokens) < 2 * window_bytes:
-        raise ConfigError(_too_short_message(path, len(tokens), context, 2 * window_bytes))
+        size = f"has {len(tokens)} bytes" if content else "is empty"
+        raise ConfigError(
+            f"data=text: {path or 'the built-in text'} {size}; context={context} needs "
+            f"{2 * window_bytes} bytes or more. Type data.path=FILE with a longer file, or a "
+            "smaller data.context=N."
+        )
     cut = len(tokens) - held_out(len(tokens), val_fraction, "text")
     if min(cut, len(tokens) - cut) < window_bytes:
         raise ConfigError(
@@ -88,16 +100,8 @@ def text(path: str | None = None, context: int = 128, val_fraction: float = 0.1)
     return Splits(TextWindows(tokens[:cut], context), TextWindows(tokens[cut:], context))
 
 
-def _too_short_message(path: str | None, length: int, context: int, needed: int) -> str:
-    size = "is empty" if length == 0 else f"has {length} bytes"
-    return (
-        f"data=text: {path or 'the built-in text'} {size}; context={context} needs {needed} bytes "
-        "or more. Type data.path=FILE with a longer file, or a smaller data.context=N."
-    )
-
-
-def _read(path: Path) -> Tensor:
-    """Return a file's bytes, uint8 [N].
+def _read(path: Path) -> bytes:
+    """Return a file's bytes.
 
     Raises:
         ConfigError: it cannot be read.
@@ -105,22 +109,9 @@ def _read(path: Path) -> Tensor:
     try:
         if path.exists() and not path.is_file():
             raise OSError(errno.EINVAL, "it is not a file")  # a pipe would never end
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError(
             f"data=text: cannot read {path.absolute()} ({error.strerror}). "
             "Type data.path=FILE with a file that exists, or data.path=null for the built-in text."
         ) from error
-    return _tokens(content)
-
-
-def _python_documentation() -> Tensor:
-    """Return the topics of Python's own documentation in alphabetical order, uint8 [N]."""
-    from pydoc_data.topics import topics
-
-    return _tokens("\n".join(topics[name] for name in sorted(topics)).encode())
-
-
-def _tokens(content: bytes) -> Tensor:
-    # frombuffer refuses an empty buffer and warns about a read-only one.
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else _EMPTY

@@ -10,7 +10,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
-from torch import Tensor
 from torch.utils.data import TensorDataset
 from torchvision.datasets import CIFAR10, MNIST
 
@@ -52,33 +51,24 @@ class TorchvisionDataset:
             return Splits(self._split(root, True, download), self._split(root, False, download))
         # torchvision's errors for missing files, a failed download, damaged headers and sizes.
         except (RuntimeError, OSError, ValueError, AssertionError, UnpicklingError) as error:
-            raise ConfigError(self._missing_files_message(root, download, error)) from error
+            folder = Path(root).absolute() / self.folder
+            advice = (
+                "The download did not succeed: put the files there yourself"
+                if download
+                else "Type data.download=true to download them"
+            )
+            first_line = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"data={self.name}: files are missing or damaged in {folder}. Expected there, "
+                f"unpacked: {', '.join(self.files)}. {advice}, or data.root=FOLDER with the folder "
+                f"that holds {self.folder}. (torchvision: {first_line})"
+            ) from error
 
     def _split(self, root: str, train: bool, download: bool) -> TensorDataset:
         # torchvision compares CIFAR's pickles with their checksums before it reads them, and loads
         # the files that its older versions made of MNIST.
         with tensors_only():
             dataset = self.kind(root, train=train, download=download)
-        return image_tensors(
-            _channels_first(dataset.data), torch.as_tensor(dataset.targets), self.mean, self.std
-        )
-
-    def _missing_files_message(self, root: str, download: bool, error: Exception) -> str:
-        folder = Path(root).absolute() / self.folder
-        advice = (
-            "The download did not succeed: put the files there yourself"
-            if download
-            else "Type data.download=true to download them"
-        )
-        first_line = str(error).partition("\n")[0]
-        return (
-            f"data={self.name}: files are missing or damaged in {folder}. Expected there, "
-            f"unpacked: {', '.join(self.files)}. {advice}, or data.root=FOLDER with the folder "
-            f"that holds {self.folder}. (torchvision: {first_line})"
-        )
-
-
-def _channels_first(data: object) -> Tensor:
-    """Return uint8 [N, H, W] or [N, H, W, C] as uint8 [N, C, H, W]."""
-    pixels = torch.as_tensor(data)
-    return pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
+        pixels = torch.as_tensor(dataset.data)  # uint8 [N, H, W] or [N, H, W, C]
+        pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
+        return image_tensors(pixels, torch.as_tensor(dataset.targets), self.mean, self.std)
