@@ -1,7 +1,7 @@
 """Name the keys of the data and the task group that the runner reads itself.
 
 Those of the data group are data.collate and data.sampler, which targets.py builds; those of
-the task group are TASK_KEYS, which data/task_additions.py builds. They are not passed to the
+the task group are TASK_KEYS, which data/task_target.py builds. They are not passed to the
 group's own target. A target among them is a node with a `_target_`, or a dotted path as text.
 """
 

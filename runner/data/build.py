@@ -4,28 +4,40 @@
 before any data are read, so a wrong value is refused here.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.config.loading_keys import data_target_node, target_name
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, build_loading_target
-from runner.data.batch_layout import PAIRS, BatchLayout
-from runner.data.collate import Collator
+from runner.data.batch_layout import PAIRS
+from runner.data.collate import Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
-from runner.data.split_checks import first_samples, named_sets, splits_problems
-from runner.data.splits import RunData, Splits, set_labels
-from runner.data.stream import example_problem, is_stream, stream_problems
-from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.data.splits import RunData, Splits, evaluated_sets
+from runner.data.stream_loader import (
+    BatchLoader,
+    StreamLoader,
+    example_problem,
+    first_examples,
+    is_stream,
+    stream_problems,
+)
 from runner.data.task_target import build_task
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError, RunnerError
+
+_RETURN = "return (train, val), two map-style data sets, or (train, val, test)"
+_DOCS = "See docs/own-code.md."
+_KINDS = ("train", "val", "test")
+_SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_METRIC_NAMES = ("loss", "accuracy", "perplexity", "iou")
 
 
 def build_splits(spec: RunSpec) -> Splits:
@@ -41,87 +53,177 @@ def build_data(spec: RunSpec) -> RunData:
             data.meta contradicts them, or a stream cannot obey the settings.
     """
     returned = build_group("data", data_target_node(spec.data))
-    problems = list(splits_problems(returned, spec.data["_target_"]))
-    if problems:
-        raise ConfigError(*problems)
+    _refuse(splits_problems(returned, spec.data["_target_"]))
     train, val, *test = returned
-    test_sets = named_sets(test[0]) if test else {}
-    evaluated = {**set_labels("val", named_sets(val)), **set_labels("test", test_sets)}
-    problems = list(stream_problems(spec, train, evaluated))
-    if problems:
-        raise ConfigError(*problems)
-    _check_meta(spec, train)
+    validation = _named_sets(val)
+    test_sets = _named_sets(test[0]) if test else {}
+    _refuse(stream_problems(spec, train, evaluated_sets(validation, test_sets)))
+    _refuse(_meta_problems(spec, train))
     if spec.debug.overfit:
-        few = first_samples(train, spec.debug.overfit)
+        few = _first_samples(train, spec.debug.overfit)
         return RunData(Splits(few, few), {"": few}, test_sets)
-    validation = named_sets(val)
     return RunData(Splits(train, next(iter(validation.values()))), validation, test_sets)
 
 
-def _check_meta(spec: RunSpec, dataset: Any) -> None:
-    """Raise ConfigError where data.meta states another input shape or fewer classes than the data.
+def _refuse(problems: Iterable[str]) -> None:
+    """Raise ConfigError where there is a problem."""
+    messages = list(problems)
+    if messages:
+        raise ConfigError(*messages)
+
+
+def splits_problems(returned: Any, target: str) -> Iterator[str]:
+    """Yield what is wrong with what a data target returned, one message for each data set.
+
+    It is to return data sets with __len__ and __getitem__, or streams.
+
+    Args:
+        returned: by the target; anything, if it is a user's.
+        target: its dotted path, for the messages.
+    """
+    if isinstance(returned, Mapping):
+        keys = ", ".join(map(str, returned))
+        yield f"data: {target} returned a dict with the keys {keys}; it must {_RETURN}. {_DOCS}"
+    elif isinstance(returned, tuple) and len(returned) > 3:
+        yield (
+            f"data: {target} returned {len(returned)} values; it must {_RETURN}. Several sets of "
+            "one kind go into a dict: (train, {name: set, ...}, {name: set, ...})."
+        )
+    elif not (isinstance(returned, tuple) and len(returned) > 1):
+        kind = type(returned).__name__
+        yield f"data: {target} must {_RETURN}; it returned a {kind}. {_DOCS}"
+    else:
+        for kind, sets in zip(_KINDS, returned, strict=False):
+            yield from _set_problems(kind, sets)
+
+
+def _set_problems(kind: str, sets: Any) -> Iterator[str]:
+    """Yield what is wrong with the train, val or test set, or with a dict of such sets."""
+    if kind == "train" or not isinstance(sets, Mapping):
+        yield from _dataset_problems(kind, sets)
+        return
+    if not sets:
+        yield f"data: the dict of {kind} sets is empty. Return at least one set in it."
+    for name, dataset in sets.items():
+        # Metrics are called `val/<name>/loss` beside `val/loss`.
+        is_text = isinstance(name, str)
+        if not is_text or not _SET_NAME.fullmatch(name) or name in _METRIC_NAMES:
+            yield (
+                f"data: a {kind} set is called {name!r}, which cannot be part of a metric's name. "
+                "Allowed: letters, digits, _, - and ., and no name of a metric, such as loss."
+            )
+        yield from _dataset_problems(f"{kind}/{name}", dataset)
+
+
+def _named_sets(sets: Any) -> dict[str, Any]:
+    """Return the val or test sets of a data target by name; the name of an only one is empty."""
+    return dict(sets) if isinstance(sets, Mapping) else {"": sets}
+
+
+def _dataset_problems(name: str, dataset: Any) -> Iterator[str]:
+    """Yield why a data set cannot be the train, val or test set."""
+    kind = type(dataset)
+    if isinstance(dataset, Mapping):
+        yield (
+            f"data: the {name} set is a dict with the keys {', '.join(map(str, dataset))}; it must "
+            "be one data set. Return one of them, or torch.utils.data.ConcatDataset(list of them). "
+            "Only validation and test sets may be dicts."
+        )
+        return
+    if is_stream(dataset):
+        return
+    missing = [each for each in ("__len__", "__getitem__") if not hasattr(dataset, each)]
+    # torch's Dataset defines a __getitem__ that only raises NotImplementedError.
+    if getattr(kind, "__getitem__", None) is Dataset.__getitem__:
+        missing.append("__getitem__")
+    if missing:
+        yield (
+            f"data: the {name} set is a {kind.__name__}; it needs __len__ and __getitem__ that "
+            f"yields (input, target), and lacks {' and '.join(missing)}. A stream is a "
+            "torch.utils.data.IterableDataset."
+        )
+
+
+def _first_samples(dataset: Any, count: int) -> Dataset[Any]:
+    """Return the first examples of a data set, with its `batch(indices)` where it has that."""
+    if is_stream(dataset):
+        dataset = first_examples(dataset, count)
+    few = range(min(count, len(dataset)))
+    return _BatchSubset(dataset, few) if makes_batches(dataset) else Subset(dataset, few)
+
+
+class _BatchSubset(Subset[Any]):
+    """A subset whose batches its data set gathers."""
+
+    def batch(self, indices: Tensor) -> Any:
+        """Return the batch of these examples of the subset, indices int64 [B]."""
+        dataset: Any = self.dataset
+        return dataset.batch(torch.as_tensor(self.indices)[indices])
+
+
+def _meta_problems(spec: RunSpec, dataset: Any) -> Iterator[str]:
+    """Yield where data.meta states another input shape or fewer classes than the data.
 
     Args:
         spec: of the run.
         dataset: the training set.
+
+    Raises:
+        ConfigError: the first example has no layout that is known.
     """
-    first = first_samples(dataset, 1)
-    if not len(first):  # type: ignore[arg-type]
+    examples = _first_samples(dataset, 1)
+    if not len(examples):  # type: ignore[arg-type]
         return  # build_loaders refuses it
     meta = spec.data.get("meta") or {}
     if not isinstance(meta, Mapping):
-        raise ConfigError(
+        yield (
             f"data.meta={meta}: it is a mapping that the model's config reads. Type for example "
             "data.meta.classes=10."
         )
-    if is_stream(dataset) and not spec.data.get("collate"):
-        problem = example_problem(first[0])
-        if problem:
-            raise ConfigError(problem)
+        return
     # A collator takes examples of any kind, and may give its batches another shape.
-    first_input = None if spec.data.get("collate") else _first_input(first)
-    answers = (_shape_problem(meta, first_input), _classes_problem(meta, dataset))
-    problems = [answer for answer in answers if answer]
-    if problems:
-        raise ConfigError(*problems)
+    if not spec.data.get("collate"):
+        problem = example_problem(examples[0]) if is_stream(dataset) else ""
+        if problem:
+            yield problem
+            return
+        yield from _shape_problems(meta, _first_input(examples))
+    yield from _classes_problems(meta, dataset)
 
 
-def _shape_problem(meta: Mapping[str, Any], example: Any) -> str:
-    """Return why data.meta.input is wrong; empty where it is right or not stated."""
-    shape = list(getattr(example, "shape", []))
+def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
+    """Yield why data.meta.input is wrong."""
     stated = meta.get("input")
     if stated is None or not isinstance(example, Tensor):
-        return ""
-    if isinstance(stated, Sequence) and shape == list(stated):
-        return ""
-    return (
-        f"data.meta.input={stated}, but an example has the shape {shape}. "
-        f"Type data.meta.input={str(shape).replace(' ', '')}."
-    )
+        return
+    shape = list(example.shape)
+    if not isinstance(stated, Sequence) or shape != list(stated):
+        yield (
+            f"data.meta.input={stated}, but an example has the shape {shape}. "
+            f"Type data.meta.input={str(shape).replace(' ', '')}."
+        )
 
 
-def _classes_problem(meta: Mapping[str, Any], dataset: Any) -> str:
-    """Return why data.meta.classes is too small; empty where it is right or not stated."""
+def _classes_problems(meta: Mapping[str, Any], dataset: Any) -> Iterator[str]:
+    """Yield why data.meta.classes is too small."""
+    stated = meta.get("classes")
+    if not stated:
+        return
+    if not isinstance(stated, int):
+        yield f"data.meta.classes={stated}: type a whole number, for example 10."
+        return
+    # torchvision's data sets list their class names.
+    classes = len(getattr(dataset, "classes", None) or ())
+    sample = ""
     if isinstance(dataset, TensorDataset) and not dataset.tensors[-1].is_floating_point():
         largest_label, index = dataset.tensors[-1].flatten().max(0)
         classes = int(largest_label) + 1
         sample = f": sample {int(index)} has the label {int(largest_label)}"
-    else:
-        # torchvision's data sets list their class names.
-        names = getattr(dataset, "classes", None)
-        classes = len(names) if names else 0
-        sample = ""
-    stated = meta.get("classes")
-    if not stated:
-        return ""
-    if not isinstance(stated, int):
-        return f"data.meta.classes={stated}: type a whole number, for example 10."
-    if classes <= stated:
-        return ""
-    return (
-        f"data.meta.classes={stated}, but the data have {classes} classes{sample}. "
-        f"Type data.meta.classes={classes}."
-    )
+    if classes > stated:
+        yield (
+            f"data.meta.classes={stated}, but the data have {classes} classes{sample}. "
+            f"Type data.meta.classes={classes}."
+        )
 
 
 def _first_input(dataset: Any) -> Any:
@@ -186,8 +288,7 @@ class RunLoaders(NamedTuple):
     @property
     def labelled(self) -> dict[str, BatchLoader]:
         """Return every loader, by the labels of set_labels."""
-        evaluated = {**set_labels("val", self.validation), **set_labels("test", self.test)}
-        return {"train": self.train, **evaluated}
+        return {"train": self.train, **evaluated_sets(self.validation, self.test)}
 
     def close(self) -> None:
         """End the loading processes."""
@@ -216,19 +317,21 @@ def build_run_loaders(
     """
     if spec.debug.overfit:
         data = data._replace(test={})
-    empty = [label for label, dataset in data.labelled.items() if _is_empty(dataset)]
-    if empty:
-        raise ConfigError(
-            *(
-                f"data: the {label} set is empty: it yields no example to work on."
-                for label in empty
-            )
-        )
+    _refuse(
+        f"data: the {label} set is empty: it yields no example to work on."
+        for label, dataset in data.labelled.items()
+        if not len(_first_samples(dataset, 1))  # type: ignore[arg-type]
+    )
+    layout = PAIRS
+    if task is not None or "_target_" in spec.task:
+        # The task itself is asked, as a class of the user's may name its fields.
+        task = build_task(spec.task) if task is None else task
+        layout = task.layout(task.input_fields, task.target_field, task.passes_target)
     options = LoaderOptions(
         spec.train.num_workers,
         place,
         spec.train.data_on_device,
-        layout=_batch_layout(spec, task),
+        layout=layout,
         collator=_collator(spec),
     )
     train_options = replace(options, sampler=_sampler(spec, data.splits.train))
@@ -245,11 +348,6 @@ def build_run_loaders(
 
     train = loader_of(data.splits.train, shuffle, train_options)
     return RunLoaders(train, in_order(data.validation), in_order(data.test))
-
-
-def _is_empty(dataset: Any) -> bool:
-    """Return whether a data set yields no example; of a stream the first one is read."""
-    return not len(first_samples(dataset, 1))  # type: ignore[arg-type]
 
 
 def _collator(spec: RunSpec) -> Collator | None:
@@ -286,12 +384,3 @@ def _sampler(spec: RunSpec, dataset: Any) -> SamplerOrder | None:
             "(docs/own-code.md)."
         ) from error
     return SamplerOrder(name, sampler, len(dataset))
-
-
-def _batch_layout(spec: RunSpec, task: Any) -> BatchLayout:
-    """Return how the run's task splits a batch."""
-    if task is None and "_target_" not in spec.task:
-        return PAIRS
-    # The task itself is asked, as a class of the user's may name its fields.
-    task = build_task(spec.task) if task is None else task
-    return task.layout(task.input_fields, task.target_field, task.passes_target)

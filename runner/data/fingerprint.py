@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 
 from runner.config.targets import target_arguments
 from runner.data.splits import RunData, Splits
-from runner.data.stream import first_examples, is_stream
+from runner.data.stream_loader import first_examples, is_stream
 from runner.data.value_hash import hash_value
 
 SAMPLE_COUNT = 64  # examples that a digest covers at most

@@ -7,7 +7,7 @@ so, too: what a collator draws (masked tokens) depends neither on the number of 
 dropout, and a validation batch is the same in each evaluation.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from runner.data.batch_layout import PAIRS, Batch, BatchLayout
 from runner.data.collate import CollateFailure, Collator, WholeBatch, collate, makes_batches
 from runner.data.device_transfer import hold_on_device, move_batches
-from runner.data.sampling import SamplerOrder
+from runner.data.sampling import SamplerOrder, batch_seed, epoch_seed, restored_random_state
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError
-from runner.utils.reproducibility import host_rng_state, seed_host, set_host_rng_state
-
-# A prime above the number of epochs and of an epoch's batches: no two of them share a seed.
-_SEED_STRIDE = 1_000_003
+from runner.utils.reproducibility import seed_host
 
 
 @dataclass(frozen=True)
@@ -100,6 +97,8 @@ class Loader:
         self.layout = options.layout
         self.collator = options.collator
         self.sampler = options.sampler
+        # Makes a batch, or a CollateFailure, of a list of examples.
+        self._make_batch: Callable[[Any], Any] = options.collator or collate
         self.wait_context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.has_failed = False
         self.examples = len(dataset)  # type: ignore[arg-type]
@@ -110,8 +109,18 @@ class Loader:
         self.device_dataset = None
         if self.collator is None:
             self.device_dataset = hold_on_device(dataset, device, options.on_device)
-        else:
-            _check_collator(self.collator, dataset, options.on_device)
+        elif makes_batches(dataset):
+            raise ConfigError(
+                f"data.collate={self.collator.name}: the data set, a {type(dataset).__name__}, "
+                "makes its own batches by batch(indices). Leave data.collate out, or take that "
+                "method out."
+            )
+        elif options.on_device is True:
+            raise ConfigError(
+                f"train.data_on_device=true slices batches on the device, and data.collate="
+                f"{self.collator.name} makes them on the host of single examples. Type "
+                "train.data_on_device=auto, or leave data.collate out."
+            )
         self._worker_batches: list[list[int]] = []  # of the epoch that the processes load
         self._worker_loader: DataLoader[Any] | None = None
 
@@ -137,11 +146,12 @@ class Loader:
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of an epoch's examples, int64 [epoch_examples]."""
+        seed = epoch_seed(self.seed, epoch)
         if self.sampler is not None:
-            return self.sampler.indices(self.seed * _SEED_STRIDE + epoch, epoch)
+            return self.sampler.indices(seed, epoch)
         if not self.shuffle:
             return torch.arange(self.examples)
-        generator = torch.Generator().manual_seed(self.seed * _SEED_STRIDE + epoch)
+        generator = torch.Generator().manual_seed(seed)
         return torch.randperm(self.examples, generator=generator)
 
     def examples_in(self, number: int) -> int:
@@ -157,11 +167,10 @@ class Loader:
         return self.batches(batches, epoch, start)
 
     def _process_part(self, indices: Tensor) -> Tensor:
-        """Return the indices that this process loads of a batch's; at least one, for collectives
-        need every process to run a step."""
-        if self.place.batch_share(len(indices)):
-            return indices[self.place.batch_slice(len(indices))]
-        return indices[:1]
+        """Return the indices that this process loads of a batch's."""
+        part = indices[self.place.batch_slice(len(indices))]
+        # At least one, for collectives need every process to run a step.
+        return part if len(part) else indices[:1]
 
     def batches(self, chosen: Sequence[Tensor], epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Return a batch of each of these tensors of indices, on the device.
@@ -195,8 +204,7 @@ class Loader:
         Raises:
             ConfigError: the batch cannot be made of its examples.
         """
-        seeded_batches = self._seeded([indices], epoch, number)
-        (batch,) = _raise_collate_failures(self._load_seeded(seeded_batches))
+        (batch,) = self._load_seeded(self._seeded([indices], epoch, number))
         return self.layout.split(batch)
 
     def close(self) -> None:
@@ -207,25 +215,25 @@ class Loader:
         """Return the batches of these indices, where the data set is."""
         dataset: Any = self.dataset if self.device_dataset is None else self.device_dataset
         if self.slices_tensors:
-            return (_gather(dataset, indices) for indices in chosen)
+            return (
+                tuple(tensor.index_select(0, indices) for tensor in dataset.tensors)
+                for indices in chosen
+            )
         if makes_batches(dataset) and not self.uses_workers:
             return (dataset.batch(indices) for indices in chosen)
         if not self.workers and self.collator is None:
             batches = [indices.tolist() for indices in chosen]
-            return _raise_collate_failures(self._dataloader(dataset, batches))
+            return map(checked_batch, self._dataloader(dataset, batches))
         seeded_batches = self._seeded(chosen, epoch, start)
         if not self.workers:
-            return _raise_collate_failures(self._load_seeded(seeded_batches))
+            return self._load_seeded(seeded_batches)
         return self._load_in_workers(seeded_batches)
 
     def _seeded(self, chosen: Sequence[Tensor], epoch: int, start: int) -> list[list[int]]:
         """Return of each batch its seed, then its indices; see batches for the arguments."""
-        # 2**40: processes draw from seeds that no epoch of another process has.
-        process_seed = self.seed * _SEED_STRIDE + epoch + self.place.rank * 2**40
-        first_seed = process_seed * _SEED_STRIDE + start
         return [
-            [(first_seed + position) % 2**63, *indices.tolist()]
-            for position, indices in enumerate(chosen)
+            [batch_seed(self.seed, epoch, number, self.place.rank), *indices.tolist()]
+            for number, indices in enumerate(chosen, start)
         ]
 
     def _load_seeded(self, seeded_batches: list[list[int]]) -> Iterator[Any]:
@@ -236,17 +244,9 @@ class Loader:
         """
         dataset = _SeededDataset(self.dataset)
         for seeded_batch in seeded_batches:
-            random_state = host_rng_state()
-            try:
+            with restored_random_state():
                 batch = self._make_batch(dataset.__getitems__(seeded_batch))
-            finally:
-                set_host_rng_state(random_state)
-            yield batch
-
-    @property
-    def _make_batch(self) -> Callable[[Any], Any]:
-        """Return the function that makes a batch, or a CollateFailure, of a list of examples."""
-        return self.collator or collate
+            yield checked_batch(batch)
 
     def _load_in_workers(self, seeded_batches: list[list[int]]) -> Iterator[Any]:
         """Yield batches from the loading processes, which load those of one epoch at a time.
@@ -255,14 +255,12 @@ class Loader:
             seeded_batches: of each batch its seed, then its indices.
         """
         if self._worker_loader is None:
-            self._worker_loader = self._dataloader(
-                _SeededDataset(self.dataset), self._worker_batches
-            )
+            dataset = _SeededDataset(self.dataset)
+            self._worker_loader = self._dataloader(dataset, self._worker_batches)
         # In place: the DataLoader of persistent processes holds this list as its batch sampler.
         self._worker_batches[:] = seeded_batches
         try:
-            batches = wait_for_batch(self._worker_loader, self.wait_context)
-            yield from _raise_collate_failures(batches)
+            yield from map(checked_batch, wait_for_batch(self._worker_loader, self.wait_context))
         except Exception:
             self.has_failed = True
             self.close()  # the next epoch needs other processes: those of this one have ended
@@ -286,31 +284,15 @@ def _gather(dataset: TensorDataset, indices: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.index_select(0, indices) for tensor in dataset.tensors)
 
 
-def _check_collator(collator: Collator, dataset: Any, on_device: bool | str) -> None:
-    """Raise ConfigError where a collator has nothing to do, or contradicts train.data_on_device."""
-    if makes_batches(dataset):
-        raise ConfigError(
-            f"data.collate={collator.name}: the data set, a {type(dataset).__name__}, makes its "
-            "own batches by batch(indices). Leave data.collate out, or take that method out."
-        )
-    if on_device is True:
-        raise ConfigError(
-            f"train.data_on_device=true slices batches on the device, and data.collate="
-            f"{collator.name} makes them on the host of single examples. Type "
-            "train.data_on_device=auto, or leave data.collate out."
-        )
-
-
-def _raise_collate_failures(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches.
+def checked_batch(batch: Any) -> Any:
+    """Return a batch.
 
     Raises:
-        ConfigError: a batch cannot be made of its examples.
+        ConfigError: it could not be made of its examples.
     """
-    for batch in batches:
-        if isinstance(batch, CollateFailure):
-            raise ConfigError(batch.problem)
-        yield batch
+    if isinstance(batch, CollateFailure):
+        raise ConfigError(batch.problem)
+    return batch
 
 
 class _SeededDataset(Dataset[Any]):

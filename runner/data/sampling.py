@@ -1,6 +1,7 @@
-"""Take the order of training examples from a sampler of the user's: data.sampler."""
+"""Take the order of training examples from a sampler of the user's, and seed what batches draw."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from operator import index
 from typing import Any
@@ -16,6 +17,36 @@ from runner.utils.reproducibility import (
     seed_host,
     set_host_rng_state,
 )
+
+# A prime above the number of epochs and of an epoch's batches: no two of them share a seed.
+_SEED_STRIDE = 1_000_003
+
+
+def epoch_seed(seed: int, epoch: int, use: int = 0) -> int:
+    """Return the seed of an epoch; epochs of another use share none with it."""
+    return seed * _SEED_STRIDE + epoch + use * 2**40
+
+
+def batch_seed(seed: int, epoch: int, number: int, use: int = 0) -> int:
+    """Return the seed of a batch.
+
+    Args:
+        seed: of the run.
+        epoch: that the batch belongs to.
+        number: of the batch in its epoch, from 0.
+        use: what is drawn, or which process draws it.
+    """
+    return (epoch_seed(seed, epoch, use) * _SEED_STRIDE + number) % 2**63
+
+
+@contextmanager
+def restored_random_state() -> Iterator[None]:
+    """Restore the states of the host's random generators on exit."""
+    random_state = host_rng_state()
+    try:
+        yield
+    finally:
+        set_host_rng_state(random_state)
 
 
 class SamplerOrder:
@@ -74,35 +105,29 @@ class SamplerOrder:
         Raises:
             ConfigError: the sampler raises, or yields something else than `length` indices.
         """
-        random_state = host_rng_state()
         try:
-            return self._drawn(seed, epoch)
+            with restored_random_state():
+                seed_host(seed)
+                seed_generator(getattr(self.sampler, "generator", None), seed)
+                if hasattr(self.sampler, "set_epoch"):
+                    self.sampler.set_epoch(epoch)
+                # One more than there should be: a sampler may be endless.
+                drawn = list(islice(iter(self.sampler), self.length + 1))
+                numbers = [self._index(value) for value in drawn]
         except RunnerError:
             raise
         except Exception as error:
             raise self._error(f"{type(error).__name__}: {error}") from error
-        finally:
-            set_host_rng_state(random_state)
-
-    def _drawn(self, seed: int, epoch: int) -> Tensor:
-        seed_host(seed)
-        seed_generator(getattr(self.sampler, "generator", None), seed)
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-        # One more than there should be: a sampler may be endless.
-        drawn = list(islice(iter(self.sampler), self.length + 1))
-        for value in drawn:
-            self._check_index(value)
         if len(drawn) != self.length:
             count = "more" if len(drawn) > self.length else str(len(drawn))
             raise self._error(
                 f"its length is {self.length}, and it yields {count}. Have it yield as many "
                 "indices in each epoch as len() says"
             )
-        return torch.tensor([index(value) for value in drawn])
+        return torch.tensor(numbers)
 
-    def _check_index(self, value: Any) -> None:
-        """Raise ConfigError where a value is no index of the training set."""
+    def _index(self, value: Any) -> int:
+        """Return a value as a number; raise ConfigError if it is no index of the training set."""
         if isinstance(value, list | tuple):
             raise self._error(
                 f"it yields a {type(value).__name__}. Yield one index at a time, not batches: "
@@ -118,6 +143,7 @@ class SamplerOrder:
                 f"it yields {number}, and the training set has the indices 0 to "
                 f"{self.examples - 1}. Yield those"
             )
+        return number
 
     def _error(self, reason: str) -> ConfigError:
         return ConfigError(f"data.sampler={self.name} cannot be used: {reason}.")

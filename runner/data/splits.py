@@ -45,13 +45,17 @@ class RunData(NamedTuple):
     @property
     def labelled(self) -> dict[str, Dataset]:
         """Return every data set, by the labels of set_labels."""
-        evaluated = {**set_labels("val", self.validation), **set_labels("test", self.test)}
-        return {"train": self.splits.train, **evaluated}
+        return {"train": self.splits.train, **evaluated_sets(self.validation, self.test)}
 
 
 def set_labels(kind: str, sets: Mapping[str, _Set]) -> dict[str, _Set]:
     """Return sets by the text that messages and metrics name them by: `val`, or `val/<name>`."""
-    return {f"{kind}/{name}" if name else kind: found for name, found in sets.items()}
+    return {f"{kind}/{name}" if name else kind: part for name, part in sets.items()}
+
+
+def evaluated_sets(validation: Mapping[str, _Set], test: Mapping[str, _Set]) -> dict[str, _Set]:
+    """Return validation and test sets by the labels of set_labels."""
+    return set_labels("val", validation) | set_labels("test", test)
 
 
 class TensorFields(Dataset):

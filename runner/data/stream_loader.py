@@ -1,27 +1,201 @@
-"""Iterate over a stream in batches, pass after pass, as Loader does over a map-style data set.
+"""Iterate over a data set without indices, an IterableDataset, in batches, pass after pass.
 
-A stream has no indices: a batch is reached by reading the pass up to it. A resumed run counts and
-skips batches; that the stream repeats itself is the user's word.
+A batch is reached by reading the pass up to it. A resumed run counts and skips batches; that the
+stream repeats itself is the user's word.
+
+The random generators of the host are seeded for each batch, by the seed, the number of the pass and
+that of the batch. So what a stream or a collator draws from them depends neither on dropout nor on
+the batch that a resumed run begins with, and a validation pass is the same in each evaluation.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
-from typing import Any
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from runner.data.batch_layout import Batch, BatchLayout
-from runner.data.collate import CollateFailure, Collator, collate
+from runner.config.loading_keys import target_name
+from runner.config.schema import RunSpec
+from runner.data.batch_layout import Batch
+from runner.data.collate import collate
 from runner.data.device_transfer import move_batches
-from runner.data.loader import DEFAULT_OPTIONS, Loader, LoaderOptions
-from runner.data.stream import StreamBatch, StreamPass, explain_stream_errors
+from runner.data.loader import DEFAULT_OPTIONS, Loader, LoaderOptions, checked_batch
+from runner.data.sampling import batch_seed, restored_random_state
 from runner.data.value_hash import hash_value
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, DataError, RunnerError
+from runner.utils.reproducibility import seed_host
+from runner.utils.stop_signals import Stopped
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a data set is iterated, as torch's and Hugging Face's IterableDataset are."""
+    # datasets.IterableDataset takes torch's class as a base once torch is there.
+    return isinstance(dataset, IterableDataset)
+
+
+def begin_pass(stream: Any, number: int) -> Iterator[Any]:
+    """Return the examples of a pass over a stream, whose `set_epoch(number)` is called if it has
+    that."""
+    if hasattr(stream, "set_epoch"):
+        stream.set_epoch(number)
+    return iter(stream)
+
+
+class StreamBatch(NamedTuple):
+    """A batch of a stream.
+
+    Attributes:
+        number: of the batch in its pass, from 0.
+        size: examples in all processes.
+        content: this process's part, collated.
+    """
+
+    number: int
+    size: int
+    content: Any
+
+
+@dataclass(frozen=True, eq=False)
+class StreamPass(IterableDataset[StreamBatch]):
+    """The batches of one pass over a stream, from one of them on.
+
+    Every process reads the whole stream, and collates its part of each batch.
+
+    Attributes:
+        stream: the data set.
+        batch_size: examples in a batch of all processes; the last of a pass may have fewer.
+        collate: makes a batch of a list of examples.
+        seed: of the run.
+        number: of the pass.
+        start: number of the first batch that is collated; those before it are read and dropped.
+        place: this process.
+    """
+
+    stream: Any
+    batch_size: int
+    collate: Callable[[list[Any]], Any]
+    seed: int
+    number: int
+    start: int = 0
+    place: ProcessRank = SINGLE_PROCESS
+
+    def __iter__(self) -> Iterator[StreamBatch]:
+        """Yield the batches of the pass."""
+        stream: Iterator[Any] | None = None
+        for number in count():
+            batch = None
+            # Around both: to save and restore numpy's state takes longer than a small batch.
+            with restored_random_state():
+                seed_host(batch_seed(self.seed, self.number, number))
+                if stream is None:
+                    stream = begin_pass(self.stream, self.number)
+                examples = list(islice(stream, self.batch_size))
+                if examples and number >= self.start:
+                    # At least one example, for collectives need every process to run a step.
+                    part = examples[self.place.batch_slice(len(examples))] or examples[:1]
+                    seed_host(batch_seed(self.seed, self.number, number, self.place.rank + 1))
+                    batch = StreamBatch(number, len(examples), self.collate(part))
+            if batch is not None:
+                yield batch
+            if len(examples) < self.batch_size:
+                return
+
+
+def first_examples(stream: Any, count: int) -> list[Any]:
+    """Return the first examples of a stream, fewer where it has no more.
+
+    Raises:
+        DataError: the stream fails.
+    """
+    with explain_stream_errors(stream):
+        return list(islice(begin_pass(stream, 1), count))
+
+
+@contextmanager
+def explain_stream_errors(stream: Any) -> Iterator[None]:
+    """Return a context in which an error that a stream raises is a DataError.
+
+    A connection that is lost is such an error, so that the message suffices without a traceback.
+    """
+    try:
+        yield
+    except (RunnerError, Stopped, MemoryError):
+        raise  # these have messages of their own
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split()).rstrip(".")
+        raise DataError(
+            f"data: the stream, a {type(stream).__name__}, fails: {type(error).__name__}: {text} "
+            f"({Path(place.filename).name}, line {place.lineno})."
+        ) from error
+
+
+def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each setting that streams among the data sets cannot obey.
+
+    Args:
+        spec: of the run.
+        train: the training set.
+        evaluated: the validation and test sets, by their labels in messages.
+    """
+    if spec.debug.overfit:
+        return  # a list of a few training examples takes the place of all sets
+    streams = [label for label, dataset in evaluated.items() if is_stream(dataset)]
+    # An evaluation reads no training examples.
+    if is_stream(train) and spec.mode != "evaluate":
+        streams.insert(0, "train")
+        sampler = spec.data.get("sampler")
+        if spec.train.max_steps is None:
+            yield (
+                f"train.epochs={spec.train.epochs}: the train set is a stream, whose length is not "
+                "known. Type train.max_steps=<steps>; the stream is begun anew where it ends "
+                "before."
+            )
+        if sampler is not None:
+            yield (
+                f"data.sampler={target_name(sampler)}: the train set is a stream, which gives no "
+                "example by its index. Leave data.sampler out, and choose the examples in the "
+                "stream."
+            )
+    if not streams:
+        return
+    name = f"the {streams[0]} set is a stream"
+    if spec.train.num_workers > 1:
+        yield (
+            f"train.num_workers={spec.train.num_workers}: {name}, and each process would read all "
+            "of it. Type train.num_workers=1, which reads ahead in one process."
+        )
+    if spec.train.data_on_device is True:
+        yield (
+            f"train.data_on_device=true: {name}, which is not in memory. Type "
+            "train.data_on_device=auto."
+        )
+
+
+def example_problem(example: Any) -> str:
+    """Return why examples of a stream cannot be stacked as they are meant; empty where they can.
+
+    Args:
+        example: the first one. Rows of Hugging Face's datasets hold lists where no format is set.
+    """
+    fields = example if isinstance(example, Mapping) else {}
+    lists = [name for name, value in fields.items() if isinstance(value, list)]
+    if not lists:
+        return ""
+    return (
+        f"data: the train set is a stream whose examples hold lists, not tensors, in "
+        f"{', '.join(map(str, lists))}; stacked, these would be lists of columns. Return "
+        'stream.with_format("torch") of a stream of Hugging Face\'s datasets, or type '
+        "data.collate=runner.data.padding.pad."
+    )
 
 
 class StreamLoader:
@@ -54,26 +228,14 @@ class StreamLoader:
         self.batch_size = batch_size
         self.seed = seed
         self.device = device
-        self.options = options
+        self.workers = options.workers
+        self.place = options.place
+        self.layout = options.layout
+        self.collator = options.collator
         self.wait_context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.examples = 0
         self.has_failed = False
         self._last_batch = (0, batch_size)  # number and size of the batch that was read last
-
-    @property
-    def workers(self) -> int:
-        """Return the number of loading processes."""
-        return self.options.workers
-
-    @property
-    def layout(self) -> BatchLayout:
-        """Return what splits a batch into inputs and target."""
-        return self.options.layout
-
-    @property
-    def collator(self) -> Collator | None:
-        """Return what makes a batch of examples; None where they are stacked."""
-        return self.options.collator
 
     def examples_in(self, number: int) -> int:
         """Return how many examples a batch that has been read has in all processes.
@@ -107,7 +269,7 @@ class StreamLoader:
             for read in islice(self._pass(1), count):
                 first = read.number * self.batch_size
                 places = torch.arange(first, first + read.size)
-                yield places, self.layout.split(_checked(read.content))
+                yield places, self.layout.split(checked_batch(read.content))
 
     def first_digest(self) -> int:
         """Return a hash of the first whole batch, of 31 bits; 0 where it cannot be hashed."""
@@ -129,9 +291,9 @@ class StreamLoader:
     def _read(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield this process's part of the batches of a pass, as they are collated."""
         read = None
-        for read in self._received(self._pass(epoch, start, self.options.place)):
+        for read in self._received(self._pass(epoch, start, self.place)):
             self._last_batch = (read.number, read.size)
-            yield _checked(read.content)
+            yield checked_batch(read.content)
         if read is not None:
             self.examples = read.number * self.batch_size + read.size
         elif start == 0:
@@ -170,10 +332,3 @@ BatchLoader = Loader | StreamLoader
 def _unchanged(batch: Any) -> Any:
     """Return a batch as it is, where torch's DataLoader would convert it."""
     return batch
-
-
-def _checked(content: Any) -> Any:
-    """Return a batch; raise ConfigError where it could not be made of its examples."""
-    if isinstance(content, CollateFailure):
-        raise ConfigError(content.problem)
-    return content

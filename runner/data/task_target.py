@@ -1,12 +1,16 @@
-"""Check and build the task with what the config adds to it: task.loss, task.metrics, ..."""
+"""Check and build the task with what the config adds to it: its loss, metrics, quality, a hook."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+from runner.config.loading_keys import MetricItem, metric_items, target_name
 from runner.config.targets import (
     build_group,
     locate,
@@ -14,24 +18,75 @@ from runner.config.targets import (
     runner_values,
     without_runner_keys,
 )
-from runner.data.task_additions import addition_problems, build_additions
 from runner.utils.errors import ConfigError
+
+DIRECTIONS: Mapping[str, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
+"""The values of task.direction."""
+
+_NAME = re.compile(r"\w[\w.-]*")
+
+
+@dataclass(frozen=True)
+class TaskAdditions:
+    """What the keys task.metrics, task.quality, task.direction and task.after_evaluation name.
+
+    Attributes:
+        metrics: objects of torchmetrics.Metric, by the names under which they are recorded.
+        quality: name of the metric that runs are compared by, "val/..."; None for the task's own.
+        direction: whichever of it is better; None where it follows from the metric.
+        hook: called after each evaluation with the model and an EvaluationInfo; None for none.
+        hook_name: the dotted path of the hook.
+    """
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    quality: str | None = None
+    direction: Literal["max", "min"] | None = None
+    hook: Callable[..., Any] | None = None
+    hook_name: str = ""
 
 
 def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with these keys, their nodes' arguments left out."""
-    yield from addition_problems(runner_values("task", task))
-    loss = task.get("loss")
+    added = runner_values("task", task)
+    node_words = "a dotted path, package.module.Name, or a node with _target_ and keywords"
+    items = metric_items(added.get("metrics"))
+    for item in items:
+        yield from _target_problems(item.key, item.value, node_words)
+    for item in items:
+        if not _NAME.fullmatch(item.name):
+            yield (
+                f"{item.key}: {item.name} is no name of a metric. Allowed: letters, digits, "
+                "underscores, dots and dashes."
+            )
+    for name, count in Counter(item.name for item in items).items():
+        if count > 1:
+            yield (
+                f"task.metrics has {count} metrics of the name {name}. Give each its own name: "
+                f"task.metrics={{{name}_a: {{_target_: ...}}, {name}_b: {{_target_: ...}}}}."
+            )
+    quality = added.get("quality")
+    if quality is not None and not isinstance(quality, str):
+        yield f"task.quality={quality} does not fit. Allowed: a metric's name, as in val/loss."
+    direction = added.get("direction")
+    if direction is not None and direction not in DIRECTIONS:
+        yield f"task.direction={direction} is not known. Allowed: {', '.join(DIRECTIONS)}."
+    if "after_evaluation" in added:
+        yield from _target_problems("task.after_evaluation", added["after_evaluation"], node_words)
     # A task of the user's own may have a key of this name for something else.
-    if loss is None or not _is_builtin(task):
-        return
-    if isinstance(loss, str):
-        yield from path_problems("task.loss", loss)
-    elif not (isinstance(loss, Mapping) and "_target_" in loss):
-        yield (
-            f"task.loss={loss} does not fit. Allowed: a dotted path, package.module.name, or a "
-            "node with _target_ and keywords, as in {_target_: torch.nn.CrossEntropyLoss}."
+    if task.get("loss") is not None and _is_builtin(task):
+        allowed = (
+            "a dotted path, package.module.name, or a node with _target_ and keywords, as in "
+            "{_target_: torch.nn.CrossEntropyLoss}"
         )
+        yield from _target_problems("task.loss", task["loss"], allowed)
+
+
+def _target_problems(key: str, value: Any, allowed: str) -> Iterator[str]:
+    """Yield why a value names no target."""
+    if isinstance(value, str):
+        yield from path_problems(key, value)
+    elif not (isinstance(value, Mapping) and "_target_" in value):
+        yield f"{key}={value} does not fit. Allowed: {allowed}."
 
 
 def build_task(task: Mapping[str, Any]) -> Any:
@@ -46,8 +101,9 @@ def build_task(task: Mapping[str, Any]) -> Any:
     node = without_runner_keys("task", task)
     loss = node.get("loss")
     if isinstance(loss, str) and _is_builtin(task):
-        found = locate(loss)
-        node["loss"] = build_group("task.loss", {"_target_": loss}) if _is_class(found) else found
+        target = locate(loss)
+        is_class = isinstance(target, type)
+        node["loss"] = build_group("task.loss", {"_target_": loss}) if is_class else target
     elif isinstance(loss, Mapping) and "_target_" in loss:
         node["loss"] = build_group("task.loss", with_tensors("task.loss", loss))
     built = build_group("task", node)
@@ -58,7 +114,7 @@ def build_task(task: Mapping[str, Any]) -> Any:
                 f"task.{next(iter(added))} fits tasks that derive from "
                 f"runner.training.tasks.task.Task, which {task['_target_']} does not."
             )
-        built.extend(build_additions(added))
+        built.extend(_build_additions(added))
     return built
 
 
@@ -79,7 +135,11 @@ def with_tensors(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
     }
     items = node.get("_args_")
     if isinstance(items, list):
-        names = [*_parameter_names(target), *([""] * len(items))]
+        try:
+            names = [*signature(target).parameters]
+        except (TypeError, ValueError):
+            names = []  # a builtin without a signature
+        names += [""] * len(items)
         values["_args_"] = [
             _with_tensor(f"{key}._args_[{i}]", item, hints.get(names[i]))
             for i, item in enumerate(items)
@@ -103,16 +163,64 @@ def _with_tensor(key: str, value: Any, hint: Any) -> Any:
         ) from error
 
 
-def _parameter_names(target: Any) -> list[str]:
-    try:
-        return [*signature(target).parameters]
-    except (TypeError, ValueError):
-        return []  # a builtin without a signature
-
-
 def _is_builtin(task: Mapping[str, Any]) -> bool:
     return str(task.get("_target_")).startswith("runner.training.tasks.")
 
 
-def _is_class(found: Any) -> bool:
-    return isinstance(found, type)
+def _build_additions(values: Mapping[str, Any]) -> TaskAdditions:
+    """Build what the keys that the runner reads name.
+
+    Raises:
+        ConfigError: a target does not import or refuses its arguments, a metric is no
+            torchmetrics.Metric, or a hook cannot be called.
+    """
+    metrics = {item.name: _metric(item) for item in metric_items(values.get("metrics"))}
+    quality = values.get("quality")
+    if quality is not None and not quality.startswith("val/"):
+        quality = f"val/{quality}"
+    direction = DIRECTIONS[values["direction"]] if "direction" in values else None
+    hook = values.get("after_evaluation")
+    if hook is None:
+        return TaskAdditions(metrics, quality, direction)
+    return TaskAdditions(metrics, quality, direction, _hook(hook), target_name(hook))
+
+
+def _metric(item: MetricItem) -> Any:
+    """Return the metric that an item names."""
+    path = target_name(item.value)
+    metric: Any = None
+    kind = "a function"
+    # Without a call for a function, which may do anything.
+    if isinstance(item.value, Mapping) or isinstance(locate(path), type):
+        node = item.value if isinstance(item.value, Mapping) else {"_target_": path}
+        try:
+            metric = build_group(item.key, node)
+        except ConfigError:
+            raise
+        except Exception as error:  # of whatever type: torchmetrics raises ImportErrors, too
+            text = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(f"{item.key}: {path} cannot be made: {text}.") from error
+        kind = f"a {type(metric).__name__}"
+    metric_class: Any = None if metric is None else locate("torchmetrics.Metric")
+    if metric_class is None or not isinstance(metric, metric_class):
+        more = " List its metrics one by one." if "Collection" in kind else ""
+        raise ConfigError(
+            f"{item.key}={path} is {kind}, no torchmetrics.Metric.{more} Allowed: classes that "
+            "derive from it, as in torchmetrics.classification.MulticlassF1Score."
+        )
+    return metric
+
+
+def _hook(value: str | Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function or the object that task.after_evaluation names."""
+    key = "task.after_evaluation"
+    node = value if isinstance(value, Mapping) else {"_target_": value}
+    hook: Any = locate(value) if isinstance(value, str) else None
+    if hook is None or isinstance(hook, type):
+        hook = build_group(key, node)
+    if not callable(hook):
+        raise ConfigError(
+            f"{key}={target_name(value)} gives a {type(hook).__name__}, which cannot be called. "
+            "Name a function of (model, info), or a class whose objects are called with them."
+        )
+    return hook

@@ -11,8 +11,7 @@ from torch.utils.data import TensorDataset
 
 from runner.data import fingerprint
 from runner.data.splits import RunData
-from runner.data.stream import is_stream
-from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.data.stream_loader import BatchLoader, StreamLoader, is_stream
 from runner.modes.context import RunContext
 from runner.training.compile import fused_rounding
 from runner.training.freezing import describe_frozen

@@ -7,8 +7,13 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from runner.config.schema import DebugSpec, RunSpec, TrainSpec
-from runner.data.build import build_data, build_loaders, build_run_loaders, build_splits
-from runner.data.split_checks import splits_problems
+from runner.data.build import (
+    build_data,
+    build_loaders,
+    build_run_loaders,
+    build_splits,
+    splits_problems,
+)
 from runner.data.splits import Splits
 from runner.training.tasks.classification import Classification
 from runner.utils.errors import ConfigError

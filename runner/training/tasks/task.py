@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.data.batch_layout import BatchLayout
-from runner.data.task_additions import TaskAdditions
+from runner.data.task_target import TaskAdditions
 from runner.training.tasks.added_metrics import AddedMetrics
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import widest_float
