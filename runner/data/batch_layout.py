@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from torch.utils._pytree import (
-    MappingKey,
-    SequenceKey,
+    _dict_flatten,
+    _dict_flatten_with_keys,
+    _list_flatten_with_keys,
     register_pytree_node,
 )
 
@@ -40,32 +41,22 @@ def _register_containers() -> None:
     for container in (KeywordInputs, WideFields):
         register_pytree_node(
             container,
-            lambda inputs: ([*inputs.values()], [*inputs]),
+            _dict_flatten,
             partial(_mapping_of, container),
             serialized_type_name=f"{container.__module__}.{container.__name__}",
-            flatten_with_keys_fn=_flatten_keywords,
+            flatten_with_keys_fn=_dict_flatten_with_keys,
         )
     register_pytree_node(
         PositionalInputs,
         lambda inputs: ([*inputs], None),
         lambda values, _: PositionalInputs(values),
         serialized_type_name="runner.data.batch_layout.PositionalInputs",
-        flatten_with_keys_fn=_flatten_positions,
+        flatten_with_keys_fn=_list_flatten_with_keys,
     )
 
 
 def _mapping_of(container: type[Any], values: Any, names: Any) -> Any:
     return container(zip(names, values, strict=True))
-
-
-def _flatten_keywords(inputs: Any) -> Any:
-    keyed = [(MappingKey(name), v) for name, v in inputs.items()]
-    return keyed, [*inputs]
-
-
-def _flatten_positions(inputs: Any) -> Any:
-    keyed = [(SequenceKey(i), v) for i, v in enumerate(inputs)]
-    return keyed, None
 
 
 _register_containers()
@@ -153,19 +144,17 @@ class BatchLayout:
 
     def _split_sequence(self, batch: Sequence[Any]) -> Batch:
         *inputs, target = batch
-        if self.inputs is not None:
-            if len(self.inputs) != len(inputs):
-                raise ConfigError(
-                    f"task.inputs={_typed(self.inputs)} names {len(self.inputs)} inputs, and a "
-                    f"batch has {len(inputs)} before its target. Name each."
-                )
-            named = KeywordInputs(zip(self.inputs, inputs, strict=True))
-            if self.passes_target:
-                named[self.target or TARGET_FIELDS[0]] = target
-            return named, target
+        if self.inputs is None:
+            return PositionalInputs(batch if self.passes_target else inputs), target
+        if len(self.inputs) != len(inputs):
+            raise ConfigError(
+                f"task.inputs=[{','.join(self.inputs)}] names {len(self.inputs)} inputs, and a "
+                f"batch has {len(inputs)} before its target. Name each."
+            )
+        named = KeywordInputs(zip(self.inputs, inputs, strict=True))
         if self.passes_target:
-            inputs.append(target)
-        return PositionalInputs(inputs), target
+            named[self.target or TARGET_FIELDS[0]] = target
+        return named, target
 
 
 PAIRS = BatchLayout()
@@ -174,7 +163,3 @@ PAIRS = BatchLayout()
 
 def _listed(batch: Sequence[str]) -> str:
     return ", ".join(map(str, batch)) or "(none)"
-
-
-def _typed(names: Sequence[str]) -> str:
-    return f"[{','.join(names)}]"

@@ -5,7 +5,7 @@ boundary loses its type, and the explanation with it.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import signature
@@ -63,16 +63,24 @@ class Collator:
     def __call__(self, examples: Any) -> Any:
         """Return the batch of a list of examples, or a CollateFailure that explains."""
         examples = list(examples)
+        batch = None
+        reason = "it returns None"
         try:
             batch = self._made(examples) if self._is_checked else self._compared(examples)
         except Stopped:
             raise  # a signal, which is no failure of the function
         except Exception as error:  # of whatever type the function raises
-            return CollateFailure(self._problem(len(examples), _reason(error)))
-        if batch is None:
-            return CollateFailure(self._problem(len(examples), "it returns None"))
-        self._is_checked = True
-        return batch
+            reason = " ".join(str(error).split()).rstrip(".")
+            if not isinstance(error, RunnerError):
+                reason = error_with_line(error)
+        if batch is not None:
+            self._is_checked = True
+            return batch
+        return CollateFailure(
+            f"data.collate={self.name} fails on {len(examples)} examples: {reason}. It is called "
+            "with a list of examples, each as the data set yields it, and returns their batch "
+            "(docs/own-code.md)."
+        )
 
     def _made(self, examples: list[Any]) -> Any:
         seed_generator(getattr(self.function, "generator", None), torch.initial_seed())
@@ -80,14 +88,20 @@ class Collator:
 
     def _compared(self, examples: list[Any]) -> Any:
         """Return the batch of examples, or a CollateFailure if the same seed makes another one."""
-        copies = [_copied(examples) for _ in range(2)]
+        try:
+            # A collator may change its examples.
+            copies = [deepcopy(examples) for _ in range(2)]
+        except Stopped:
+            raise
+        except Exception:  # of whatever type the examples' own classes raise
+            return self._made(examples)
         random_state = host_rng_state()
         # Before its first batch an object may have no generator yet, and make one with a seed of
         # its own, as transformers.DataCollatorForLanguageModeling(seed=3) does.
         batches = [self._made(examples)]
         for copy in copies:
-            if batches[-1] is None or copy is None:
-                return batches[-1]
+            if batches[-1] is None:
+                return None
             set_host_rng_state(random_state)
             batches.append(self._made(copy))
         if _is_same(batches[1], batches[2]):
@@ -98,23 +112,6 @@ class Collator:
             "numbers from torch's, numpy's or Python's global generators, which are seeded for "
             "each batch, or from an attribute `generator`."
         )
-
-    def _problem(self, count: int, reason: str) -> str:
-        return (
-            f"data.collate={self.name} fails on {count} examples: {reason}. It is called with a "
-            "list of examples, each as the data set yields it, and returns their batch "
-            "(docs/own-code.md)."
-        )
-
-
-def _copied(examples: list[Any]) -> list[Any] | None:
-    """Return a copy of examples, which a collator may change; None where they have none."""
-    try:
-        return deepcopy(examples)
-    except Stopped:
-        raise
-    except Exception:  # of whatever type the examples' own classes raise
-        return None
 
 
 def _is_same(first: Any, second: Any) -> bool:
@@ -135,11 +132,9 @@ def _is_same(first: Any, second: Any) -> bool:
     return True
 
 
-def _reason(error: Exception) -> str:
+def error_with_line(error: Exception) -> str:
     """Return an error's type and text, and the line of code that raised it."""
     text = " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, RunnerError):
-        return text
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {text} ({Path(place.filename).name}, line {place.lineno})"
 
@@ -192,13 +187,15 @@ def collate_problem(examples: Sequence[Any], error: Exception) -> str:
                 f"data: the examples of a batch cannot be stacked: {mismatch}. Pad or crop them to "
                 f"one size in __getitem__, or pad them in each batch: {_OWN_COLLATOR}"
             )
-    for part in range(2):
-        value = _unstackable_value(pairs[0][part], _PARTS[part])
-        if value:
-            return (
-                f"data: the examples of a batch are not tensors: {value}. Return tensors from "
-                f"__getitem__ (torch.as_tensor(...)), or make them in each batch: {_OWN_COLLATOR}"
-            )
+    for name, nest in zip(_PARTS, pairs[0], strict=True):
+        for path, leaf in tree_flatten_with_path(nest)[0]:
+            if not isinstance(leaf, _STACKABLE):
+                kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+                return (
+                    f"data: the examples of a batch are not tensors: {name}{keystr(path)} is a "
+                    f"{kind}. Return tensors from __getitem__ (torch.as_tensor(...)), or make them "
+                    f"in each batch: {_OWN_COLLATOR}"
+                )
     text = str(error).strip()
     reason = text.splitlines()[0].rstrip(".") if text else ""
     return (
@@ -217,9 +214,9 @@ def _pair(example: Any) -> Any:
 
 def _shape_mismatch(pairs: Sequence[Any], part: int) -> str | None:
     """Return two different shapes or structures of the examples' inputs (0) or targets (1)."""
-    first = dict(_leaf_shapes(pairs[0][part]))
+    first = _leaf_shapes(pairs[0][part])
     for pair in pairs[1:]:
-        shapes = dict(_leaf_shapes(pair[part]))
+        shapes = _leaf_shapes(pair[part])
         if shapes.keys() != first.keys():
             structures = f"{_leaf_names(first)} and {_leaf_names(shapes)}"
             return f"{_PARTS[part]}s of different structure ({structures})"
@@ -233,16 +230,7 @@ def _leaf_names(shapes: dict[str, list[int]]) -> str:
     return ", ".join(path or "one value" for path in shapes) or "nothing"
 
 
-def _leaf_shapes(nest: Any) -> Iterator[tuple[str, list[int]]]:
-    """Yield the path and the shape of each value of a nested input or target."""
-    for path, leaf in tree_flatten_with_path(nest)[0]:
-        yield keystr(path), list(getattr(leaf, "shape", []))
-
-
-def _unstackable_value(nest: Any, name: str) -> str | None:
-    """Return the path and the type of the first value that cannot become a tensor."""
-    for path, leaf in tree_flatten_with_path(nest)[0]:
-        if not isinstance(leaf, _STACKABLE):
-            kind = type(leaf)
-            return f"{name}{keystr(path)} is a {kind.__module__}.{kind.__qualname__}"
-    return None
+def _leaf_shapes(nest: Any) -> dict[str, list[int]]:
+    """Return the shape of each value of a nested input or target by its path."""
+    leaves = tree_flatten_with_path(nest)[0]
+    return {keystr(path): list(getattr(leaf, "shape", [])) for path, leaf in leaves}

@@ -34,19 +34,15 @@ def collate_detection(examples: Sequence[Any]) -> tuple[list[Tensor], list[dict[
         if not isinstance(example, tuple | list) or len(example) != 2:
             raise ConfigError(f"example {i} is a {_kind(example)}. Yield (image, target)")
         image, target = example
-        images.append(_image(i, image))
+        if not (isinstance(image, Tensor) and image.ndim == 3 and image.is_floating_point()):
+            raise ConfigError(
+                f"the image of example {i} is a {_kind(image)}. Yield float [channels, height, "
+                "width] in [0, 1], for example by torchvision.transforms.v2.functional.to_dtype("
+                "image, torch.float32, scale=True)"
+            )
+        images.append(image.as_subclass(Tensor))  # of a torchvision.tv_tensors.Image, too
         targets.append(_target(i, target))
     return images, targets
-
-
-def _image(i: int, image: Any) -> Tensor:
-    if isinstance(image, Tensor) and image.ndim == 3 and image.is_floating_point():
-        return image.as_subclass(Tensor)  # of a torchvision.tv_tensors.Image, too
-    raise ConfigError(
-        f"the image of example {i} is a {_kind(image)}. Yield float [channels, height, width] in "
-        "[0, 1], for example by torchvision.transforms.v2.functional.to_dtype(image, "
-        "torch.float32, scale=True)"
-    )
 
 
 def _target(i: int, target: Any) -> dict[str, Any]:
@@ -90,24 +86,19 @@ class DetectionLayout(BatchLayout):
         """
         inputs, targets = super().split(batch)
         images = inputs[0] if isinstance(inputs, PositionalInputs) else next(iter(inputs.values()))
-        _check_lists(images, targets)
+        are_lists = isinstance(images, tuple | list) and isinstance(targets, tuple | list)
+        match = are_lists and len(images) == len(targets)
+        if not match or not all(isinstance(target, Mapping) for target in targets):
+            raise ConfigError(
+                f"task=detection takes a list of images and a list of as many dicts, and a batch "
+                f"has a {_kind(images)} and a {_kind(targets)}. Type {_COLLATE}, or name a "
+                "function of your own that returns such lists."
+            )
         wide = [WideFields(target) for target in targets]
         if isinstance(inputs, KeywordInputs):
             named = {name: wide if part is targets else part for name, part in inputs.items()}
             return KeywordInputs(named), targets
         return PositionalInputs([*inputs[:-1], wide]), targets
-
-
-def _check_lists(images: Any, targets: Any) -> None:
-    are_lists = isinstance(images, tuple | list) and isinstance(targets, tuple | list)
-    match = are_lists and len(images) == len(targets)
-    if match and all(isinstance(target, Mapping) for target in targets):
-        return
-    raise ConfigError(
-        f"task=detection takes a list of images and a list of as many dicts, and a batch has a "
-        f"{_kind(images)} and a {_kind(targets)}. Type {_COLLATE}, or name a function of your own "
-        "that returns such lists."
-    )
 
 
 def _kind(value: Any) -> str:

@@ -5,23 +5,23 @@ cheap for large data sets, so the digest covers a sample of the examples.
 """
 
 import json
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import Subset
 
 from runner.config.targets import target_arguments
+from runner.data.sampling import restored_random_state
 from runner.data.splits import RunData, Splits
 from runner.data.stream_loader import first_examples, is_stream
 from runner.data.value_hash import hash_value
+from runner.utils.reproducibility import seed_host
 
 SAMPLE_COUNT = 64  # examples that a digest covers at most
 DIGEST_BYTES = 8
@@ -52,22 +52,20 @@ def describe_data(
     """
     kind, source = _source(node)
     sets = data.labelled if isinstance(data, RunData) else data._asdict()
-    return [
-        {
-            "name": name,
-            "context": _mlflow_context(label),
-            "source_type": kind,
-            "source": json.dumps(source, default=str),
-            **_dataset_facts(dataset, node),
-        }
-        for label, dataset in sets.items()
-    ]
-
-
-def _mlflow_context(label: str) -> str:
-    """Return what a data set is used for, in MLflow's words: `validation`, `validation/<name>`."""
-    kind, slash, name = label.partition("/")
-    return f"{_MLFLOW_CONTEXTS[kind]}{slash}{name}"
+    descriptions = []
+    for label, dataset in sets.items():
+        use, slash, set_name = label.partition("/")
+        facts = _stream_facts if is_stream(dataset) else _dataset_facts
+        descriptions.append(
+            {
+                "name": name,
+                "context": f"{_MLFLOW_CONTEXTS[use]}{slash}{set_name}",
+                "source_type": kind,
+                "source": json.dumps(source, default=str),
+                **facts(dataset, node),
+            }
+        )
+    return descriptions
 
 
 def _source(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -82,9 +80,8 @@ def _source(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _dataset_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the digest, schema and profile of one data set."""
-    if is_stream(dataset):
-        return _stream_facts(dataset, node)
-    with _fixed_seed():
+    with restored_random_state():
+        seed_host(0)
         try:
             digest = _digest(dataset)
         except Exception:  # a user's data set with one sample that cannot be read, for example
@@ -110,7 +107,8 @@ def _stream_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
     examples: list[Any] = []
     schema = None
     # As in _dataset_facts: a stream that fails here fails in the training, with a message.
-    with _fixed_seed(), suppress(Exception):
+    with restored_random_state(), suppress(Exception):
+        seed_host(0)
         examples = first_examples(dataset, SAMPLE_COUNT)
         for example in examples:
             hash_value(content, example)
@@ -123,23 +121,6 @@ def _stream_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config_bytes(node: Mapping[str, Any]) -> bytes:
     return repr(sorted((str(key), str(value)) for key, value in node.items())).encode()
-
-
-@contextmanager
-def _fixed_seed() -> Iterator[None]:
-    """Seed all random generators of the CPU with 0, and restore their states on exit."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    # Data sets compute on the CPU: GPUs' generators are neither seeded nor restored.
-    with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 def _digest(dataset: Any) -> str:
@@ -215,12 +196,7 @@ def _class_count(dataset: Any, first: Any, node: Mapping[str, Any]) -> int | Non
     if names:
         return len(names)
     target = first[1] if isinstance(first, tuple | list) and len(first) == 2 else None
-    if not _is_integer(target):
-        return None
-    return (node.get("meta") or {}).get("classes")
-
-
-def _is_integer(target: Any) -> bool:
+    is_integer = isinstance(target, int)
     if isinstance(target, Tensor):
-        return not target.is_floating_point() and not target.is_complex()
-    return isinstance(target, int)
+        is_integer = not target.is_floating_point() and not target.is_complex()
+    return (node.get("meta") or {}).get("classes") if is_integer else None

@@ -5,25 +5,30 @@ resume and replay rely on it. So the order never depends on the global random st
 process draws its random numbers from a seed of the batch. With data.collate the main process does
 so, too: what a collator draws (masked tokens) depends neither on the number of processes nor on
 dropout, and a validation batch is the same in each evaluation.
+
+Data that fit are held on the device, so that an epoch copies indices only. Other batches are copied
+on a stream of their own while the previous batch is computed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from runner.config.schema import AUTO
 from runner.data.batch_layout import PAIRS, Batch, BatchLayout
 from runner.data.collate import CollateFailure, Collator, WholeBatch, collate, makes_batches
-from runner.data.device_transfer import hold_on_device, move_batches
 from runner.data.sampling import SamplerOrder, batch_seed, epoch_seed, restored_random_state
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import seed_host
+from runner.utils.tpu import launch_operations
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class LoaderOptions:
         place: this process, which loads its part of each batch. A process without a part, where a
             batch has fewer examples than there are processes, gets the batch's first example.
         on_device: true, false or auto: hold data that are in memory on the device; see
-            device_transfer.hold_on_device.
+            hold_on_device.
         layout: splits each batch into the inputs of the model and the target.
         collator: makes the batches of lists of examples; None stacks them.
         sampler: decides which examples an epoch has and in which order; None takes each once.
@@ -50,6 +55,7 @@ class LoaderOptions:
 
 
 DEFAULT_OPTIONS = LoaderOptions()
+MAX_MEMORY_SHARE = 0.1  # of a GPU's free memory that train.data_on_device=auto takes
 
 
 class Loader:
@@ -293,6 +299,75 @@ def checked_batch(batch: Any) -> Any:
     if isinstance(batch, CollateFailure):
         raise ConfigError(batch.problem)
     return batch
+
+
+def hold_on_device(dataset: Any, device: torch.device, wanted: bool | str) -> Any:
+    """Return a copy of an in-memory data set on the device, or None where it stays on the host.
+
+    Args:
+        dataset: a TensorDataset, or one with `batch(indices)`, `nbytes` and `to(device)`.
+        device: of the run.
+        wanted: train.data_on_device: true, false, or auto, which holds data on a GPU where they
+            take less than MAX_MEMORY_SHARE of its free memory.
+
+    Raises:
+        ConfigError: wanted is true, and the data are not in memory.
+    """
+    # A subclass of TensorDataset may override __getitem__, so only the class itself is sliced.
+    is_tensors = type(dataset) is TensorDataset
+    size = getattr(dataset, "nbytes", None)
+    if is_tensors:
+        size = sum(tensor.nbytes for tensor in dataset.tensors)
+    if wanted is True and size is None:
+        raise ConfigError(
+            "train.data_on_device=true needs data that are in memory, a TensorDataset; this is a "
+            f"{type(dataset).__name__}. Type train.data_on_device=auto."
+        )
+    if wanted == AUTO:
+        wanted = False
+        # On a CPU there is nothing to gain, and other accelerators do not report free memory.
+        if size is not None and device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(device)
+            wanted = size < MAX_MEMORY_SHARE * free_bytes
+    if not wanted:
+        return None
+    if is_tensors:
+        return TensorDataset(*(tensor.to(device) for tensor in dataset.tensors))
+    return dataset.to(device)
+
+
+def move_batches(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Yield batches, nested or not, with their tensors on the device."""
+    if device.type == "cuda":
+        yield from _copy_to_gpu(batches, device)
+        return
+    for batch in batches:
+        # A TPU collects operations: those on the previous batch start here.
+        launch_operations(device)
+        yield tree_map(lambda value: _to_device(value, device), batch)
+
+
+def _copy_to_gpu(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Yield batches that are copied from pinned memory while the GPU computes the previous one."""
+    copy_stream = torch.cuda.Stream(device)
+    for batch in batches:
+        with torch.cuda.stream(copy_stream):
+            copied = tree_map(lambda value: _to_device(value, device, pin=True), batch)
+        compute_stream = torch.cuda.current_stream(device)
+        compute_stream.wait_stream(copy_stream)
+        for value in tree_leaves(copied):
+            if isinstance(value, Tensor):
+                # The allocator must not reuse the memory before the computation has read it.
+                value.record_stream(compute_stream)
+        yield copied
+
+
+def _to_device(value: Any, device: torch.device, pin: bool = False) -> Any:
+    """Return a tensor on the device, copied without waiting; any other value unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    source = value.pin_memory() if pin else value
+    return source.to(device, non_blocking=True)
 
 
 class _SeededDataset(Dataset[Any]):

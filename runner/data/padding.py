@@ -1,6 +1,6 @@
 """Pad examples of different lengths to one batch: data.collate=runner.data.padding.pad."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,48 +51,27 @@ def pad(
             pad, input_value=input_value, target_value=target_value, multiple_of=multiple_of
         )
 
-    def column(name: str, values: Sequence[Any], fill: float) -> Any:
-        return _stacked(name, values, fill, multiple_of)
-
     first = examples[0]
     if isinstance(first, Mapping):
-        return _padded_fields(examples, column, input_value, target_value)
+        fills = dict.fromkeys(_LABEL_FIELDS, target_value) | dict.fromkeys(_MASK_FIELDS, 0)
+        batch = {}
+        for name in first:
+            missing = [i for i, example in enumerate(examples) if name not in example]
+            if missing:
+                raise ConfigError(f"example {missing[0]} of the batch lacks the field {name}")
+            values = [example[name] for example in examples]
+            batch[name] = _stacked(name, values, fills.get(name, input_value), multiple_of)
+        return batch
     if not isinstance(first, tuple | list) or len(first) < 2:
         kind = type(first).__name__
         raise ConfigError(
             f"an example is a {kind}. Yield (input, target), or a dict of fields with labels"
         )
-    columns = list(zip(*examples, strict=True))
-    inputs = [column(f"input {i}", values, input_value) for i, values in enumerate(columns[:-1])]
-    return (*inputs, column("the target", columns[-1], target_value))
-
-
-def _padded_fields(
-    examples: Sequence[Mapping[str, Any]],
-    column: Callable[[str, Sequence[Any], float], Any],
-    input_value: float,
-    target_value: float,
-) -> dict[str, Any]:
-    """Return a dict of the batch of each field.
-
-    Args:
-        examples: dicts with the same fields.
-        column: makes the batch of one field, given its name, its values and what fills it.
-        input_value: fills inputs.
-        target_value: fills labels.
-    """
-    batch = {}
-    for name in examples[0]:
-        fill = input_value
-        if name in _LABEL_FIELDS:
-            fill = target_value
-        elif name in _MASK_FIELDS:
-            fill = 0
-        missing = [i for i, example in enumerate(examples) if name not in example]
-        if missing:
-            raise ConfigError(f"example {missing[0]} of the batch lacks the field {name}")
-        batch[name] = column(name, [example[name] for example in examples], fill)
-    return batch
+    *inputs, targets = zip(*examples, strict=True)
+    columns = [
+        _stacked(f"input {i}", values, input_value, multiple_of) for i, values in enumerate(inputs)
+    ]
+    return (*columns, _stacked("the target", targets, target_value, multiple_of))
 
 
 def _stacked(name: str, values: Sequence[Any], fill: float, multiple_of: int) -> Any:

@@ -8,13 +8,11 @@ that of the batch. So what a stream or a collator draws from them depends neithe
 the batch that a resumed run begins with, and a validation pass is the same in each evaluation.
 """
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count, islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from runner.config.loading_keys import target_name
 from runner.config.schema import RunSpec
 from runner.data.batch_layout import Batch
-from runner.data.collate import collate
-from runner.data.device_transfer import move_batches
-from runner.data.loader import DEFAULT_OPTIONS, Loader, LoaderOptions, checked_batch
+from runner.data.collate import collate, error_with_line
+from runner.data.loader import DEFAULT_OPTIONS, Loader, LoaderOptions, checked_batch, move_batches
 from runner.data.sampling import batch_seed, restored_random_state
 from runner.data.value_hash import hash_value
 from runner.data.workers import init_worker, wait_for_batch
@@ -130,12 +127,8 @@ def explain_stream_errors(stream: Any) -> Iterator[None]:
     except (RunnerError, Stopped, MemoryError):
         raise  # these have messages of their own
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split()).rstrip(".")
-        raise DataError(
-            f"data: the stream, a {type(stream).__name__}, fails: {type(error).__name__}: {text} "
-            f"({Path(place.filename).name}, line {place.lineno})."
-        ) from error
+        kind = type(stream).__name__
+        raise DataError(f"data: the stream, a {kind}, fails: {error_with_line(error)}.") from error
 
 
 def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> Iterator[str]:

@@ -22,7 +22,6 @@ from runner.utils.stop_signals import Stopped, ignore_signals
 
 PREFETCH = 2  # batches that each process loads ahead: torch's default
 _DATASET_RAISED = re.compile(r"in DataLoader worker process \d+")
-_PROCESS_DIED = re.compile(r"DataLoader worker \(pid")
 _DEATH_DELAY = 10.0  # seconds between a broken connection and the end of its process, at most
 
 
@@ -103,7 +102,7 @@ def is_dataset_error(error: BaseException) -> bool:
 
 def is_process_death(error: BaseException) -> bool:
     """Return whether torch reports by an error that a loading process died."""
-    return bool(_PROCESS_DIED.search(str(error)))
+    return "DataLoader worker (pid" in str(error)
 
 
 def worker_failure(error: BaseException) -> str | None:
@@ -114,7 +113,9 @@ def worker_failure(error: BaseException) -> str | None:
         return text.strip().splitlines()[-1].rstrip(".")
     if is_process_death(error):
         return text.partition(". ")[0].rstrip(".")
-    if isinstance(error, OSError | EOFError) and _raised_while_fetching(error):
+    # Raised while the main process fetched a loaded batch.
+    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, OSError | EOFError) and "_try_get_data" in functions:
         return _death_of_worker() or f"it died ({type(error).__name__})"
     return None
 
@@ -134,21 +135,12 @@ def _death_of_worker() -> str | None:
             for sentinel in wait([*running], _DEATH_DELAY):
                 running[sentinel].join(_DEATH_DELAY)  # its connection ends before the process
         for worker in workers:
-            if worker.exitcode:
-                return f"DataLoader worker (pid {worker.pid}) {_describe_exit(worker.exitcode)}"
+            code = worker.exitcode
+            if code:
+                end = f"exited unexpectedly with exit code {code}"
+                if code < 0:
+                    end = f"is killed by signal: {signal.strsignal(-code)}"
+                return f"DataLoader worker (pid {worker.pid}) {end}"
     except RuntimeError as error:
         return worker_failure(error)
     return None
-
-
-def _describe_exit(code: int) -> str:
-    """Return in words how a process ended, by its exit code, which is negative for a signal."""
-    if code < 0:
-        return f"is killed by signal: {signal.strsignal(-code)}"
-    return f"exited unexpectedly with exit code {code}"
-
-
-def _raised_while_fetching(error: BaseException) -> bool:
-    """Return whether an error was raised while the main process fetched a loaded batch."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_code.co_name == "_try_get_data" for frame in frames)

@@ -7,8 +7,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from runner.data.datasets.text import TextWindows
-from runner.data.device_transfer import hold_on_device
-from runner.data.loader import Loader, LoaderOptions
+from runner.data.loader import Loader, LoaderOptions, hold_on_device
 from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")

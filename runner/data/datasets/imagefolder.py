@@ -4,19 +4,38 @@ The files are decoded when an example is read, so the data need not fit in memor
 train.num_workers=N to decode in processes.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Subset
+from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from runner.data.datasets.encoded_images import image_transform
 from runner.data.splits import Splits, held_out, require_at_least
 from runner.utils.errors import ConfigError
 
 _LAYOUT = (
     "It must hold train/ and val/ with one folder for each class, or the class folders themselves."
 )
+# ImageNet's statistics, which torchvision's own training and weights use.
+_NORMALISE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def image_transform(size: int, augment: bool) -> Callable[[Any], Tensor]:
+    """Return the preprocessing: Pillow image to normalised float32 [3, size, size].
+
+    Args:
+        size: side in pixels: the shorter side is resized to it, then the centre is cropped.
+        augment: crop and resize at random, and mirror half of the images, instead.
+    """
+    if augment:
+        crop = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    else:
+        crop = [transforms.Resize(size), transforms.CenterCrop(size)]
+    return transforms.Compose([*crop, transforms.ToTensor(), _NORMALISE])
 
 
 def imagefolder(
