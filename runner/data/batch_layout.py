@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -76,9 +76,6 @@ class BatchLayout:
     inputs: tuple[str, ...] | None = None
     target: str | None = None
     passes_target: bool = False
-    _parts: dict[tuple[str, ...], tuple[str, Sequence[str], bool]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def split(self, batch: Any) -> Batch:
         """Return the inputs and the target of a batch.
@@ -99,16 +96,7 @@ class BatchLayout:
         )
 
     def _split_fields(self, batch: Mapping[str, Any]) -> Batch:
-        fields = tuple(batch)
-        parts = self._parts.get(fields)
-        if parts is None:
-            target_field, names = self.field_names(fields)
-            others = [name for name in fields if name != target_field]
-            parts = self._parts[fields] = target_field, names, [*names] == others
-        target_field, names, takes_rest = parts
-        if takes_rest:
-            inputs = KeywordInputs(batch)
-            return inputs, inputs.pop(target_field)
+        target_field, names = self.field_names(tuple(batch))
         return KeywordInputs({name: batch[name] for name in names}), batch[target_field]
 
     def field_names(self, batch: Sequence[str]) -> tuple[str, Sequence[str]]:

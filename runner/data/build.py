@@ -187,16 +187,30 @@ def _meta_problems(spec: RunSpec, dataset: Any) -> Iterator[str]:
         if problem:
             yield problem
             return
-        yield from _shape_problems(meta, _first_input(examples))
+        yield from _shape_problems(meta, examples[0])
     yield from _classes_problems(meta, dataset)
 
 
 def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
-    """Yield why data.meta.input is wrong."""
+    """Yield why data.meta.input is wrong; of several inputs or fields nothing.
+
+    Raises:
+        ConfigError: the example has another layout than those of runner.data.batch_layout.
+    """
+    is_sequence = isinstance(example, tuple | list)
+    if not isinstance(example, Mapping) and not (is_sequence and len(example) > 1):
+        received = type(example).__name__
+        if is_sequence:
+            received = f"{received} of {len(example)}"
+        raise ConfigError(
+            f"data: the train set yields a {received}; it needs a __getitem__ that yields (input, "
+            "target), several inputs with the target last, or a dict of fields (docs/own-code.md)."
+        )
     stated = meta.get("input")
-    if stated is None or not isinstance(example, Tensor):
+    example_input = example[0] if is_sequence and len(example) == 2 else None
+    if stated is None or not isinstance(example_input, Tensor):
         return
-    shape = list(example.shape)
+    shape = list(example_input.shape)
     if not isinstance(stated, Sequence) or shape != list(stated):
         yield (
             f"data.meta.input={stated}, but an example has the shape {shape}. "
@@ -224,26 +238,6 @@ def _classes_problems(meta: Mapping[str, Any], dataset: Any) -> Iterator[str]:
             f"data.meta.classes={stated}, but the data have {classes} classes{sample}. "
             f"Type data.meta.classes={classes}."
         )
-
-
-def _first_input(dataset: Any) -> Any:
-    """Return the input of a data set's first example; of several inputs or fields, None.
-
-    Raises:
-        ConfigError: the example has another layout than those of runner.data.batch_layout.
-    """
-    first = dataset[0]
-    if isinstance(first, Mapping):
-        return None
-    if isinstance(first, tuple | list) and len(first) > 1:
-        return first[0] if len(first) == 2 else None
-    received = type(first).__name__
-    if isinstance(first, tuple | list):
-        received = f"{received} of {len(first)}"
-    raise ConfigError(
-        f"data: the train set yields a {received}; it needs a __getitem__ that yields (input, "
-        "target), several inputs with the target last, or a dict of fields (docs/own-code.md)."
-    )
 
 
 def build_loaders(
@@ -328,11 +322,7 @@ def build_run_loaders(
         task = build_task(spec.task) if task is None else task
         layout = task.layout(task.input_fields, task.target_field, task.passes_target)
     options = LoaderOptions(
-        spec.train.num_workers,
-        place,
-        spec.train.data_on_device,
-        layout=layout,
-        collator=_collator(spec),
+        spec.train.num_workers, place, spec.train.data_on_device, layout, _collator(spec)
     )
     train_options = replace(options, sampler=_sampler(spec, data.splits.train))
     shared = {"batch_size": spec.train.batch_size, "seed": spec.seed, "device": device}

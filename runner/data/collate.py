@@ -31,13 +31,6 @@ _STACKABLE = Tensor | np.ndarray | np.number | int | float | complex | str
 
 
 @dataclass(frozen=True)
-class WholeBatch:
-    """A batch that a data set's `batch(indices)` has made, which needs no stacking."""
-
-    batch: Any
-
-
-@dataclass(frozen=True)
 class CollateFailure:
     """The message of a batch that could not be made, in place of the batch."""
 
@@ -153,12 +146,7 @@ def makes_batches(dataset: Any) -> bool:
 
 
 def collate(examples: Any) -> Any:
-    """Return the batch of a list of examples (input, target), or a CollateFailure that explains.
-
-    A WholeBatch is returned as its batch.
-    """
-    if isinstance(examples, WholeBatch):
-        return examples.batch
+    """Return the batch of a list of examples (input, target), or a CollateFailure that explains."""
     try:
         return default_collate(examples)
     except Stopped:

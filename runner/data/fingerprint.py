@@ -86,12 +86,11 @@ def _dataset_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
             digest = _digest(dataset)
         except Exception:  # a user's data set with one sample that cannot be read, for example
             digest = blake2b(_config_bytes(node), digest_size=DIGEST_BYTES).hexdigest()
-        try:
-            first = dataset[0]
-            schema = _schema(first)
-        except Exception:
-            first = None
-            schema = None
+        first = schema = None
+        with suppress(Exception):
+            sample = dataset[0]
+            schema = _schema(sample)
+            first = sample
     profile = {"num_rows": len(dataset), "classes": _class_count(dataset, first, node)}
     return {
         "digest": digest,

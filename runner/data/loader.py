@@ -12,7 +12,7 @@ on a stream of their own while the previous batch is computed.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from runner.config.schema import AUTO
 from runner.data.batch_layout import PAIRS, Batch, BatchLayout
-from runner.data.collate import CollateFailure, Collator, WholeBatch, collate, makes_batches
+from runner.data.collate import CollateFailure, Collator, collate, makes_batches
 from runner.data.sampling import SamplerOrder, batch_seed, epoch_seed, restored_random_state
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
@@ -57,7 +57,11 @@ class LoaderOptions:
 DEFAULT_OPTIONS = LoaderOptions()
 MAX_MEMORY_SHARE = 0.1  # of a GPU's free memory that train.data_on_device=auto takes
 
+WaitContext = Callable[[], AbstractContextManager[object]]
+"""Makes the context around each wait for a loading process."""
 
+
+@dataclass(eq=False, repr=False)
 class Loader:
     """Micro-batches of a data set on the run's device; the last of an epoch may be smaller.
 
@@ -66,67 +70,55 @@ class Loader:
     DataLoader, whose processes call `batch(indices)` where the data set has it. With a collator
     every data set is loaded example by example.
 
-    Args:
+    Attributes:
         dataset: yields (input, target), or what its batches' layout says.
         batch_size: examples in a micro-batch.
         shuffle: a new order in each epoch, where no sampler decides it.
         seed: determines the orders, together with the epoch's number.
         device: where batches go.
         options: how many processes load, which part, and what is held on the device.
-
-    Raises:
-        ConfigError: the data set is empty, cannot be held, or makes batches beside a collator.
-
-    Attributes:
         wait_context: makes the context around each wait for a loading process, which a signal may
             interrupt.
         has_failed: whether the last wait for a loading process raised an error.
+
+    Raises:
+        ConfigError: the data set is empty, cannot be held, or makes batches beside a collator.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        device: torch.device,
-        options: LoaderOptions = DEFAULT_OPTIONS,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.device = device
-        self.workers = options.workers
-        self.place = options.place
-        self.layout = options.layout
-        self.collator = options.collator
-        self.sampler = options.sampler
-        # Makes a batch, or a CollateFailure, of a list of examples.
-        self._make_batch: Callable[[Any], Any] = options.collator or collate
-        self.wait_context: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.has_failed = False
-        self.examples = len(dataset)  # type: ignore[arg-type]
+    dataset: Dataset[Any]
+    batch_size: int
+    _: KW_ONLY
+    shuffle: bool
+    seed: int
+    device: torch.device
+    options: LoaderOptions = DEFAULT_OPTIONS
+    wait_context: WaitContext = field(default=nullcontext, init=False)
+    has_failed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.examples = len(self.dataset)  # type: ignore[arg-type]
+        collator = self.options.collator
         if not self.examples:
             raise ConfigError(
                 "The data set is empty: it yields no example to train or evaluate on."
             )
         self.device_dataset = None
-        if self.collator is None:
-            self.device_dataset = hold_on_device(dataset, device, options.on_device)
-        elif makes_batches(dataset):
+        if collator is None:
+            on_device = self.options.on_device
+            self.device_dataset = hold_on_device(self.dataset, self.device, on_device)
+        elif makes_batches(self.dataset):
             raise ConfigError(
-                f"data.collate={self.collator.name}: the data set, a {type(dataset).__name__}, "
+                f"data.collate={collator.name}: the data set, a {type(self.dataset).__name__}, "
                 "makes its own batches by batch(indices). Leave data.collate out, or take that "
                 "method out."
             )
-        elif options.on_device is True:
+        elif self.options.on_device is True:
             raise ConfigError(
                 f"train.data_on_device=true slices batches on the device, and data.collate="
-                f"{self.collator.name} makes them on the host of single examples. Type "
+                f"{collator.name} makes them on the host of single examples. Type "
                 "train.data_on_device=auto, or leave data.collate out."
             )
+        self._make_batch = collator or collate
         self._worker_batches: list[list[int]] = []  # of the epoch that the processes load
         self._worker_loader: DataLoader[Any] | None = None
 
@@ -137,24 +129,24 @@ class Loader:
     @property
     def epoch_examples(self) -> int:
         """Return the number of examples in an epoch: those of the data set, or of the sampler."""
-        return self.examples if self.sampler is None else self.sampler.length
+        return self.examples if self.options.sampler is None else self.options.sampler.length
 
     @property
     def uses_workers(self) -> bool:
         """Return whether processes load the data; False where tensors are only sliced."""
-        return self.workers > 0 and not self.slices_tensors and self.device_dataset is None
+        return self.options.workers > 0 and not self.slices_tensors and self.device_dataset is None
 
     @property
     def slices_tensors(self) -> bool:
         """Return whether batches are slices of a TensorDataset's tensors."""
         # Not of a subclass, whose __getitem__ may change the examples.
-        return type(self.dataset) is TensorDataset and self.collator is None
+        return type(self.dataset) is TensorDataset and self.options.collator is None
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of an epoch's examples, int64 [epoch_examples]."""
         seed = epoch_seed(self.seed, epoch)
-        if self.sampler is not None:
-            return self.sampler.indices(seed, epoch)
+        if self.options.sampler is not None:
+            return self.options.sampler.indices(seed, epoch)
         if not self.shuffle:
             return torch.arange(self.examples)
         generator = torch.Generator().manual_seed(seed)
@@ -168,13 +160,13 @@ class Loader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return this process's part of each batch of an epoch, from batch `start` (from 0) on."""
         batches = self.order(epoch).split(self.batch_size)[start:]
-        if self.place.world_size > 1:
+        if self.options.place.world_size > 1:
             batches = [self._process_part(indices) for indices in batches]
         return self.batches(batches, epoch, start)
 
     def _process_part(self, indices: Tensor) -> Tensor:
         """Return the indices that this process loads of a batch's."""
-        part = indices[self.place.batch_slice(len(indices))]
+        part = indices[self.options.place.batch_slice(len(indices))]
         # At least one, for collectives need every process to run a step.
         return part if len(part) else indices[:1]
 
@@ -190,7 +182,7 @@ class Loader:
         if self.device_dataset is not None and chosen:
             # One copy of all indices, in place of one for each batch.
             chosen = torch.cat([*chosen]).to(self.device).split([len(i) for i in chosen])
-        batches = map(self.layout.split, self._load(chosen, epoch, start))
+        batches = map(self.options.layout.split, self._load(chosen, epoch, start))
         held_on_gpu = self.device_dataset is not None and self.device.type == "cuda"
         if self.device.type == "cpu" or held_on_gpu:
             return batches
@@ -211,7 +203,7 @@ class Loader:
             ConfigError: the batch cannot be made of its examples.
         """
         (batch,) = self._load_seeded(self._seeded([indices], epoch, number))
-        return self.layout.split(batch)
+        return self.options.layout.split(batch)
 
     def close(self) -> None:
         """End the loading processes; call it when no epoch is being iterated."""
@@ -227,18 +219,17 @@ class Loader:
             )
         if makes_batches(dataset) and not self.uses_workers:
             return (dataset.batch(indices) for indices in chosen)
-        if not self.workers and self.collator is None:
-            batches = [indices.tolist() for indices in chosen]
-            return map(checked_batch, self._dataloader(dataset, batches))
+        if not self.options.workers and self.options.collator is None:
+            return (checked_batch(collate(_examples(dataset, i.tolist()))) for i in chosen)
         seeded_batches = self._seeded(chosen, epoch, start)
-        if not self.workers:
+        if not self.options.workers:
             return self._load_seeded(seeded_batches)
         return self._load_in_workers(seeded_batches)
 
     def _seeded(self, chosen: Sequence[Tensor], epoch: int, start: int) -> list[list[int]]:
         """Return of each batch its seed, then its indices; see batches for the arguments."""
         return [
-            [batch_seed(self.seed, epoch, number, self.place.rank), *indices.tolist()]
+            [batch_seed(self.seed, epoch, number, self.options.place.rank), *indices.tolist()]
             for number, indices in enumerate(chosen, start)
         ]
 
@@ -248,10 +239,10 @@ class Loader:
         Args:
             seeded_batches: of each batch its seed, then its indices.
         """
-        dataset = _SeededDataset(self.dataset)
+        batches = _SeededBatches(self.dataset, self._make_batch)
         for seeded_batch in seeded_batches:
             with restored_random_state():
-                batch = self._make_batch(dataset.__getitems__(seeded_batch))
+                batch = batches.__getitems__(seeded_batch)
             yield checked_batch(batch)
 
     def _load_in_workers(self, seeded_batches: list[list[int]]) -> Iterator[Any]:
@@ -261,8 +252,17 @@ class Loader:
             seeded_batches: of each batch its seed, then its indices.
         """
         if self._worker_loader is None:
-            dataset = _SeededDataset(self.dataset)
-            self._worker_loader = self._dataloader(dataset, self._worker_batches)
+            self._worker_loader = DataLoader(
+                _SeededBatches(self.dataset, self._make_batch),
+                batch_sampler=self._worker_batches,
+                num_workers=self.options.workers,
+                persistent_workers=True,
+                pin_memory=self.device.type == "cuda",
+                collate_fn=unchanged,
+                # Without it each epoch draws from the stream that dropout uses.
+                generator=torch.Generator().manual_seed(self.seed),
+                worker_init_fn=init_worker,
+            )
         # In place: the DataLoader of persistent processes holds this list as its batch sampler.
         self._worker_batches[:] = seeded_batches
         try:
@@ -271,23 +271,6 @@ class Loader:
             self.has_failed = True
             self.close()  # the next epoch needs other processes: those of this one have ended
             raise
-
-    def _dataloader(self, dataset: Any, batches: list[list[int]]) -> DataLoader[Any]:
-        return DataLoader(
-            dataset,
-            batch_sampler=batches,
-            num_workers=self.workers,
-            persistent_workers=self.workers > 0,
-            pin_memory=self.device.type == "cuda",
-            collate_fn=self._make_batch,
-            # Seeds the workers; without it each epoch draws from the stream that dropout uses.
-            generator=torch.Generator().manual_seed(self.seed),
-            worker_init_fn=init_worker,
-        )
-
-
-def _gather(dataset: TensorDataset, indices: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.index_select(0, indices) for tensor in dataset.tensors)
 
 
 def checked_batch(batch: Any) -> Any:
@@ -370,23 +353,32 @@ def _to_device(value: Any, device: torch.device, pin: bool = False) -> Any:
     return source.to(device, non_blocking=True)
 
 
-class _SeededDataset(Dataset[Any]):
-    """A data set in a loading process, which seeds the random generators for each batch.
+@dataclass(frozen=True, eq=False)
+class _SeededBatches(Dataset[Any]):
+    """The batches of a data set, for which the host's random generators are seeded one by one.
 
     What is drawn at random for a batch depends on the batch alone, not on the process that loads it
     or on what that process has loaded before.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    dataset: Any
+    make_batch: Callable[[list[Any]], Any]
 
     def __getitems__(self, seeded_batch: list[int]) -> Any:
-        """Return the examples of a batch, given as its seed followed by their indices."""
+        """Return a batch, or a CollateFailure, given its seed followed by its indices."""
         seed, *indices = seeded_batch
         seed_host(seed)
         if makes_batches(self.dataset):
-            return WholeBatch(self.dataset.batch(torch.tensor(indices)))
-        get_items = getattr(self.dataset, "__getitems__", None)
-        if get_items:
-            return get_items(indices)
-        return [self.dataset[index] for index in indices]
+            return self.dataset.batch(torch.tensor(indices))
+        return self.make_batch(_examples(self.dataset, indices))
+
+
+def _examples(dataset: Any, indices: list[int]) -> list[Any]:
+    """Return the examples of these indices."""
+    get_items = getattr(dataset, "__getitems__", None)
+    return get_items(indices) if get_items else [dataset[index] for index in indices]
+
+
+def unchanged(batch: Any) -> Any:
+    """Return a batch as it is, where torch's DataLoader would collate or convert it."""
+    return batch

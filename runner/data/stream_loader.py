@@ -9,8 +9,8 @@ the batch that a resumed run begins with, and a validation pass is the same in e
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -22,7 +22,15 @@ from runner.config.loading_keys import target_name
 from runner.config.schema import RunSpec
 from runner.data.batch_layout import Batch
 from runner.data.collate import collate, error_with_line
-from runner.data.loader import DEFAULT_OPTIONS, Loader, LoaderOptions, checked_batch, move_batches
+from runner.data.loader import (
+    DEFAULT_OPTIONS,
+    Loader,
+    LoaderOptions,
+    WaitContext,
+    checked_batch,
+    move_batches,
+    unchanged,
+)
 from runner.data.sampling import batch_seed, restored_random_state
 from runner.data.value_hash import hash_value
 from runner.data.workers import init_worker, wait_for_batch
@@ -191,44 +199,33 @@ def example_problem(example: Any) -> str:
     )
 
 
+@dataclass(eq=False, repr=False)
 class StreamLoader:
     """Micro-batches of a stream on the run's device; the last of a pass may be smaller.
 
-    Args:
+    Attributes:
         dataset: an IterableDataset, which yields examples of any layout.
         batch_size: examples in a micro-batch, in all processes.
         seed: of what is drawn at random from torch's, numpy's and Python's generators.
         device: where batches go.
         options: how batches are loaded and split; `workers` is 0, or 1 to read ahead.
-
-    Attributes:
         wait_context: makes the context around each wait for the loading process, which a signal may
             interrupt.
         examples: of the pass that ended last; 0 before.
         has_failed: whether the last wait for the loading process raised an error.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        *,
-        seed: int,
-        device: torch.device,
-        options: LoaderOptions = DEFAULT_OPTIONS,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.seed = seed
-        self.device = device
-        self.workers = options.workers
-        self.place = options.place
-        self.layout = options.layout
-        self.collator = options.collator
-        self.wait_context: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.examples = 0
-        self.has_failed = False
-        self._last_batch = (0, batch_size)  # number and size of the batch that was read last
+    dataset: Any
+    batch_size: int
+    _: KW_ONLY
+    seed: int
+    device: torch.device
+    options: LoaderOptions = DEFAULT_OPTIONS
+    examples: int = field(default=0, init=False)
+    wait_context: WaitContext = field(default=nullcontext, init=False)
+    has_failed: bool = field(default=False, init=False)
+    _last_batch: tuple[int, int] = field(default=(-1, 0), init=False)
+    """Number and size of the batch that was read last."""
 
     def examples_in(self, number: int) -> int:
         """Return how many examples a batch that has been read has in all processes.
@@ -249,7 +246,7 @@ class StreamLoader:
             ConfigError: the stream is empty, or a batch cannot be made of its examples.
             DataError: the stream fails in this process.
         """
-        batches = map(self.layout.split, self._read(epoch, start))
+        batches = map(self.options.layout.split, self._read(epoch, start))
         return batches if self.device.type == "cpu" else move_batches(batches, self.device)
 
     def first_batches(self, count: int | None = None) -> Iterator[tuple[torch.Tensor, Batch]]:
@@ -262,7 +259,7 @@ class StreamLoader:
             for read in islice(self._pass(1), count):
                 first = read.number * self.batch_size
                 places = torch.arange(first, first + read.size)
-                yield places, self.layout.split(checked_batch(read.content))
+                yield places, self.options.layout.split(checked_batch(read.content))
 
     def first_digest(self) -> int:
         """Return a hash of the first whole batch, of 31 bits; 0 where it cannot be hashed."""
@@ -278,13 +275,13 @@ class StreamLoader:
         """Do nothing: a loading process ends with its pass."""
 
     def _pass(self, epoch: int, start: int = 0, place: ProcessRank = SINGLE_PROCESS) -> StreamPass:
-        make = self.collator or collate
+        make = self.options.collator or collate
         return StreamPass(self.dataset, self.batch_size, make, self.seed, epoch, start, place)
 
     def _read(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield this process's part of the batches of a pass, as they are collated."""
         read = None
-        for read in self._received(self._pass(epoch, start, self.place)):
+        for read in self._received(self._pass(epoch, start, self.options.place)):
             self._last_batch = (read.number, read.size)
             yield checked_batch(read.content)
         if read is not None:
@@ -298,16 +295,16 @@ class StreamLoader:
 
     def _received(self, batches: StreamPass) -> Iterator[StreamBatch]:
         """Yield batches, which a process of its own reads with one worker."""
-        if not self.workers:
+        if not self.options.workers:
             with explain_stream_errors(self.dataset):
                 yield from batches
             return
         loader = DataLoader(
             batches,
             batch_size=None,
-            num_workers=self.workers,
+            num_workers=self.options.workers,
             pin_memory=self.device.type == "cuda",
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             generator=torch.Generator().manual_seed(self.seed),
             worker_init_fn=init_worker,
         )
@@ -320,8 +317,3 @@ class StreamLoader:
 
 BatchLoader = Loader | StreamLoader
 """What yields the batches of a data set: of a map-style one, or of a stream."""
-
-
-def _unchanged(batch: Any) -> Any:
-    """Return a batch as it is, where torch's DataLoader would convert it."""
-    return batch

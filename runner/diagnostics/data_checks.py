@@ -137,7 +137,7 @@ def _portions(loader: BatchLoader) -> Iterator[tuple[Tensor, Batch]]:
     if loader.slices_tensors:
         for indices in torch.arange(loader.examples).split(ROWS_PER_PIECE):
             part = slice(int(indices[0]), int(indices[-1]) + 1)
-            yield indices, loader.layout.split([tensor[part] for tensor in dataset.tensors])
+            yield indices, loader.options.layout.split([tensor[part] for tensor in dataset.tensors])
         return
     # In an epoch's order, so that shuffled data is checked at random places.
     chosen = loader.order(1).split(loader.batch_size)[:MAX_CHECKED_BATCHES]

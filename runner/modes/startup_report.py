@@ -92,21 +92,22 @@ def log_loading(run: RunContext, loader: BatchLoader) -> None:
             f"{run.spec.train.max_steps}; evaluated {evaluated}"
         )
         return
-    if loader.sampler:
+    options = loader.options
+    if options.sampler:
         run.say(
-            f"data.sampler={loader.sampler.name}: an epoch has {loader.epoch_examples} examples, "
+            f"data.sampler={options.sampler.name}: an epoch has {loader.epoch_examples} examples, "
             f"drawn from {loader.examples}"
         )
-    if loader.collator and type(loader.dataset) is TensorDataset:
+    if options.collator and type(loader.dataset) is TensorDataset:
         name = run.origin.option_name("data", run.spec.data)
         run.say(
-            f"data.collate={loader.collator.name} takes single examples: those of data={name} are "
+            f"data.collate={options.collator.name} takes single examples: those of data={name} are "
             "loaded one by one, in place of slices of its tensors."
         )
-    if loader.workers and not loader.uses_workers:
+    if options.workers and not loader.uses_workers:
         name = run.origin.option_name("data", run.spec.data)
         run.say(
-            f"train.num_workers={loader.workers} starts no process: data={name} is in memory, and "
+            f"train.num_workers={options.workers} starts no process: data={name} is in memory, and "
             "its batches are slices of it."
         )
 

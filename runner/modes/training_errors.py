@@ -217,7 +217,7 @@ def _explain_dead_worker(
         ahead = 1  # it raised: the batch is the next one
     else:
         # It was killed: any batch that the workers load in advance may be the cause.
-        ahead = -(-PREFETCH * loader.workers // run.spec.train.accumulate)
+        ahead = -(-PREFETCH * loader.options.workers // run.spec.train.accumulate)
     steps = f"step {step + 1}" if ahead == 1 else f"steps {step + 1} to {step + ahead}"
     text = _worker_message(reason, f"the train set for {steps}")
     return f"{text}\n{batch_saver(run, loader).save(step + 1, reason, count=ahead)}"

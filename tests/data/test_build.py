@@ -89,8 +89,8 @@ def test_the_task_of_a_run_is_not_built_again():
     chosen = replace(make_spec("tensors"), task={"_target_": "no.such.Task"})
     task = Classification(inputs=("a",), target="b")
     loaders = build_run_loaders(chosen, build_data(chosen), CPU, task=task)
-    assert loaders.train.layout.inputs == ("a",)
-    assert loaders.val.layout.target == "b"
+    assert loaders.train.options.layout.inputs == ("a",)
+    assert loaders.val.options.layout.target == "b"
 
 
 @pytest.mark.parametrize("target", ["tensors", "images"])

@@ -216,7 +216,7 @@ def test_loaders_of_streams_follow_the_spec():
     spec = make_spec(train=TrainSpec(max_steps=3, batch_size=6, num_workers=1))
     train, val = build_loaders(spec, build_splits(spec), CPU)
     assert isinstance(train, StreamLoader)
-    assert (train.batch_size, train.workers) == (6, 1)
+    assert (train.batch_size, train.options.workers) == (6, 1)
     assert isinstance(val, StreamLoader)
 
 

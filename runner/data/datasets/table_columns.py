@@ -33,10 +33,11 @@ _TOKEN_FIELDS = ("input_ids", "attention_mask", "labels")
 Tokenize = Callable[[list[str]], list[list[int]]]
 
 
+@dataclass(frozen=True, eq=False)
 class EncodedImages(Dataset):
     """Pairs of an image, float32 [3, size, size], and its class as int.
 
-    Args:
+    Attributes:
         images: a column of a table, Arrow's or a sequence: encoded bytes, or dicts of `bytes` and
             `path` as Hugging Face's datasets store them.
         labels: int64 [N].
@@ -45,19 +46,11 @@ class EncodedImages(Dataset):
         source: names the column in messages, for example `data=parquet: column photo`.
     """
 
-    def __init__(
-        self,
-        images: Sequence[Any],
-        labels: Tensor,
-        rows: Tensor,
-        transform: Callable[[Any], Tensor],
-        source: str,
-    ) -> None:
-        self.images = images
-        self.labels = labels
-        self.rows = rows
-        self.transform = transform
-        self.source = source
+    images: Sequence[Any]
+    labels: Tensor
+    rows: Tensor
+    transform: Callable[[Any], Tensor]
+    source: str
 
     def __len__(self) -> int:
         """Return the number of examples."""

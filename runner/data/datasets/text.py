@@ -4,6 +4,7 @@ A token is a byte, so the vocabulary is 256 and no tokenizer is needed.
 """
 
 import errno
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,19 +15,19 @@ from runner.data.splits import Splits, held_out, require_at_least
 from runner.utils.errors import ConfigError
 
 
+@dataclass(frozen=True, eq=False)
 class TextWindows(Dataset):
     """A data set of consecutive windows of a byte sequence; targets are shifted by one byte.
 
     It stays in memory as bytes, an eighth of the int64 that models take, and is gathered by batch.
 
-    Args:
+    Attributes:
         tokens: uint8 [N].
         context: T, the window's length in tokens; windows do not overlap.
     """
 
-    def __init__(self, tokens: Tensor, context: int) -> None:
-        self.tokens = tokens
-        self.context = context
+    tokens: Tensor
+    context: int
 
     def __len__(self) -> int:
         """Return the number of windows; the last one needs a byte after it as its last target."""
