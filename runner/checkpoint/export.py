@@ -1,47 +1,52 @@
 """Export a trained model as a program of plain torch operations (model.pt2).
 
-The program loads without the classes that the model was made from. Read here in this order: export
-and write the program, trace it, describe it in facts, compare it with the model.
+The program loads without the classes that the model was made from, and takes plain containers of
+tensors. Read here in this order: export and write the program, trace it, describe it in facts,
+compare it with the model, inputs.
+
+| inputs of a batch | arguments of the program |
+| --- | --- |
+| a tensor | the tensor |
+| a dict, KeywordInputs | one plain dict |
+| PositionalInputs | the tensors, by position |
 """
 
 import copy
 import json
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import free_symbols
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from runner.checkpoint.program_inputs import (
-    TRACED_ROWS,
-    ExportError,
-    batch_of_arguments,
-    error_line,
-    first_rows,
-    named_tensors,
-    program_arguments,
-    shortened,
-    token_names,
-)
+from runner.data.batch_layout import PositionalInputs
 from runner.precision.casting import cast_nest
 from runner.precision.contract import CPU_DEVICE, Precision
-from runner.utils.files import write_with_torch
+from runner.utils.files import os_error_reason, write_with_torch
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import EXPORTED_MODEL
 from runner.utils.tensors import dtype_name
 
+_TRACED_ROWS = 4
+"""Rows of the batch that is traced and compared: torch.export takes one row for a constant."""
 _DEVICE_EPS = 2**-10
 """Least relative error of a device's operations: TF32 has ten bits, and sums another order."""
+_MESSAGE_CHARACTERS = 300
 Forward = Callable[[nn.Module, Any], Any]
 """Returns what the task takes of a model's output for the inputs of a batch."""
+
+
+class ExportError(Exception):
+    """A model that cannot be exported, or inputs that no program can take; one line says why."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,16 @@ class ExportedModel:
     facts: dict[str, Any]
 
 
-def _call_with_tensor(model: nn.Module, inputs: Any) -> Any:
-    """Return the model's output for one argument."""
-    return model(inputs)
+def error_line(error: Exception) -> str:
+    """Return the kind of an error and its first line; of an ExportError its message alone."""
+    if isinstance(error, ExportError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return os_error_reason(error)
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:_MESSAGE_CHARACTERS]}"
 
 
 def export(
@@ -70,7 +82,7 @@ def export(
     precision: Precision,
     example: Any,
     folder: Path,
-    call: Forward = _call_with_tensor,
+    call: Forward = lambda model, inputs: model(inputs),
 ) -> ExportedModel:
     """Write the model as the evaluation runs it, on the CPU, for any number of rows.
 
@@ -99,8 +111,13 @@ def export(
     # has trained its weights.
     try:
         _check_layers(model, precision)
-        example = first_rows(example, TRACED_ROWS)
-        lengths = token_names(example)
+        example = _first_rows(example, _TRACED_ROWS)
+        # Inputs that look like sequences: whole numbers [N, T], T from 2.
+        lengths = [
+            name
+            for name, tensor in _named_tensors(example).items()
+            if tensor.ndim == 2 and tensor.shape[1] > 1 and not tensor.is_floating_point()
+        ]
         if lengths:
             # Some forwards fix the length of their sequences in ways that fail only when traced or
             # run. They are written once more, for the length of the batch.
@@ -147,37 +164,66 @@ def _write_program(
     Args:
         model: converted, on its device.
         precision: casts the inputs and surrounds the forward.
-        example: of TRACED_ROWS rows.
+        example: of _TRACED_ROWS rows.
         path: of the file.
         call: returns what the task takes of the output.
         lengths: names of inputs [N, T] whose T may differ from the example's.
     """
-    device = next(iter(named_tensors(example).values())).device
+    device = next(iter(_named_tensors(example).values())).device
+    evaluate = partial(_evaluate, precision, call)
     with _evaluation_mode(model, precision, device), suppress_import_warnings():
-        kind = type(example)
-        live = _EvaluationForward(model, precision, device, call, kind)
-        expected = live.of_batch(example)
-        traced = _EvaluationForward(_on_cpu(model), precision, CPU_DEVICE, call, kind)
-        program = _trace(traced, example, lengths)
+        expected = evaluate(device, model, example)
+        program = _trace(_ProgramForward(_on_cpu(model), evaluate, type(example)), example, lengths)
+        shapes = _traced_shapes(program, [*_named_tensors(example)])
         path.parent.mkdir(parents=True, exist_ok=True)
         with write_with_torch(path) as file:
             torch.export.save(program, file)
         # The file is compared, not the program in memory: users get the file.
         loaded = torch.export.load(path).module()
         pairs = [(example, expected)]
-        shapes = _traced_shapes(program)
-        named = zip(named_tensors(example), shapes.inputs, strict=True)
-        free = [name for name, shape in named if name in lengths and shape[1] == -1]
-        if free:
-            shorter = shortened(example, free)
-            pairs.append((shorter, live.of_batch(shorter)))
-    facts = _facts(example, expected, shapes)
+        shorter = _shortened(example, shapes[0])
+        if shorter is not None:
+            pairs.append((shorter, evaluate(device, model, shorter)))
+    facts = _facts(example, expected, *shapes)
     # Half the digits of the compute dtype, for the square root halves the exponent.
     eps = torch.finfo(precision.compute).eps
     tolerance = math.sqrt(eps if device.type == "cpu" else max(eps, _DEVICE_EPS))
     for inputs, outputs in pairs:
         _compare(loaded, inputs, outputs, tolerance)
     return ExportedModel(path, facts)
+
+
+def _evaluate(
+    precision: Precision, call: Forward, device: torch.device, model: nn.Module, inputs: Any
+) -> Any:
+    """Return a model's output with the casts and contexts that an evaluation puts around it."""
+    with precision.forward(device):
+        output = call(model, precision.cast(inputs))
+    # Of a library's mapping a dict of its tensors with a batch of examples: its class would have to
+    # be there when the program is loaded.
+    if isinstance(output, Mapping) and type(output) is not dict:
+        tensors = {name: part for name, part in output.items() if isinstance(part, Tensor)}
+        output = {name: part for name, part in tensors.items() if part.ndim > 0}
+    return cast_nest(output, precision.loss_dtype)
+
+
+class _ProgramForward(nn.Module):
+    """A model's evaluation on the CPU, from the arguments of the program."""
+
+    def __init__(self, model: nn.Module, evaluate: Callable[..., Any], kind: type) -> None:
+        super().__init__()
+        self.model = model
+        self._evaluate = evaluate
+        self._kind = kind
+        self.training = model.training
+
+    def forward(self, *arguments: Any) -> Any:
+        inputs = arguments[0]
+        if issubclass(self._kind, dict):
+            inputs = self._kind(inputs)
+        elif self._kind is PositionalInputs:
+            inputs = PositionalInputs(arguments)
+        return self._evaluate(CPU_DEVICE, self.model, inputs)
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:
@@ -187,62 +233,13 @@ def _on_cpu(model: nn.Module) -> nn.Module:
         return model
     # Tensors are copied straight to the CPU: a second model may not fit on the device. A subclass
     # of Tensor may hold more than its numbers, and is copied by its own __deepcopy__.
-    memo: dict[int, Any] = {id(t): _cpu_copy(t) for t in tensors if type(t) in _TORCH_TENSORS}
-    return copy.deepcopy(model, memo).to(CPU_DEVICE)
-
-
-_TORCH_TENSORS = (Tensor, nn.Parameter)
-
-
-def _cpu_copy(tensor: Tensor) -> Tensor:
-    copied = tensor.detach().to(CPU_DEVICE)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
-    return copied
-
-
-class _EvaluationForward(nn.Module):
-    """A model with the casts and contexts that surround its forward in an evaluation.
-
-    Its own forward takes arguments that need no class of the runner, see `program_inputs`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        precision: Precision,
-        device: torch.device,
-        call: Forward,
-        kind: type,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self._precision = precision
-        self._device = device
-        self._call = call
-        self._kind = kind
-        self.training = model.training
-
-    def of_batch(self, inputs: Any) -> Any:
-        """Return the output for inputs as the data give them."""
-        with self._precision.forward(self._device):
-            output = self._call(self.model, self._precision.cast(inputs))
-        return cast_nest(_plain_container(output), self._precision.loss_dtype)
-
-    def forward(self, *arguments: Any) -> Any:
-        return self.of_batch(batch_of_arguments(self._kind, arguments))
-
-
-def _plain_container(output: Any) -> Any:
-    """Return a library's mapping of outputs as a dict of its tensors with a batch of examples.
-
-    Its class would have to be there when the program is loaded. Any other output is returned as it
-    is.
-    """
-    if not isinstance(output, Mapping) or type(output) is dict:
-        return output
-    tensors = {name: part for name, part in output.items() if isinstance(part, Tensor)}
-    return {name: part for name, part in tensors.items() if part.ndim > 0}
+    copies: dict[int, Any] = {}
+    for tensor in tensors:
+        if type(tensor) in (Tensor, nn.Parameter):
+            copies[id(tensor)] = tensor.detach().to(CPU_DEVICE)
+        if type(tensor) is nn.Parameter:
+            copies[id(tensor)] = nn.Parameter(copies[id(tensor)], tensor.requires_grad)
+    return copy.deepcopy(model, copies).to(CPU_DEVICE)
 
 
 @contextmanager
@@ -253,50 +250,32 @@ def _evaluation_mode(
     # One by one: a user's module may be in evaluation mode while the model trains.
     modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(torch.no_grad())
-        stack.callback(_restore_modes, modes)
-        model.eval()
-        # Entered last, so that it ends before the modes are restored.
-        stack.enter_context(precision.eval_context(model))
-        yield
+    with torch.random.fork_rng(devices), torch.no_grad():
+        try:
+            model.eval()
+            with precision.eval_context(model):
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
-def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
-
-
-class _TracedShapes(NamedTuple):
-    """Shapes of a program's input and output tensors, with -1 for sizes that may differ."""
-
-    inputs: list[list[int]]
-    outputs: list[list[int]]
-
-
-def _trace(
-    module: nn.Module, example: Any, lengths: Collection[str] = ()
-) -> torch.export.ExportedProgram:
+def _trace(module: nn.Module, example: Any, lengths: list[str]) -> torch.export.ExportedProgram:
     """Trace a module's forward to a program that takes any number of rows.
 
     Args:
-        module: its forward takes the arguments of `program_arguments`.
+        module: its forward takes the arguments of `_program_arguments`.
         example: a batch of inputs.
         lengths: names of inputs [N, T, ...] whose T may differ, too, where the forward allows it.
-
-    Raises:
-        ValueError: the forward fixes the number of rows.
     """
-    arguments = program_arguments(example)
-    # AUTO permits a forward that fixes the number of rows, which is refused below in one line.
+    arguments = _program_arguments(example)
+    # AUTO permits a forward that fixes the number of rows, which _traced_shapes refuses.
     free = torch.export.Dim.AUTO
-    named = named_tensors(example)
+    named = _named_tensors(example)
     sizes = [{0: free, 1: free} if name in lengths else {0: free} for name in named]
     shapes = (dict(zip(named, sizes, strict=True)),) if isinstance(example, dict) else (*sizes,)
     # One entry for `*arguments`.
     program = torch.export.export(module, arguments, dynamic_shapes=(shapes,))
-    _require_any_rows(program, [*named_tensors(example)])
     # A region under autocast is a graph of its own inside the program.
     for graph in program.graph_module.modules():
         if isinstance(graph, torch.fx.GraphModule):
@@ -306,23 +285,34 @@ def _trace(
     return program
 
 
-def _require_any_rows(program: torch.export.ExportedProgram, names: list[str]) -> None:
-    """Refuse a program whose inputs have a fixed number of rows.
+def _traced_shapes(
+    program: torch.export.ExportedProgram, names: list[str]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the shapes of a program's inputs and outputs, with -1 for sizes that may differ.
+
+    Args:
+        program: traced.
+        names: of its inputs.
 
     Raises:
-        ValueError: with the names of those inputs, where it has several.
+        ValueError: its inputs have a fixed number of rows.
     """
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    found = [nodes[name].meta["val"] for name in program.graph_signature.user_inputs]
-    fixed = [
-        name for name, value in zip(names, found, strict=True) if not free_symbols(value.shape[0])
-    ]
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    signature = program.graph_signature
+    inputs = [_sizes(values[name]) for name in signature.user_inputs]
+    outputs = [values.get(name) for name in signature.user_outputs]
+    fixed = [name for name, sizes in zip(names, inputs, strict=True) if sizes[0] != -1]
     if fixed:
-        inputs = f" of {', '.join(fixed)}" if len(names) > 1 else ""
+        several = f" of {', '.join(fixed)}" if len(names) > 1 else ""
         raise ValueError(
-            f"its forward takes {TRACED_ROWS} rows{inputs} for a constant, so it fits no other "
+            f"its forward takes {_TRACED_ROWS} rows{several} for a constant, so it fits no other "
             "batch"
         )
+    return inputs, [_sizes(value) for value in outputs if isinstance(value, Tensor)]
+
+
+def _sizes(value: Tensor) -> list[int]:
+    return [-1 if free_symbols(size) else int(size) for size in value.shape]
 
 
 def _set_default_dtypes(graph_module: torch.fx.GraphModule) -> None:
@@ -346,41 +336,29 @@ def _set_default_dtypes(graph_module: torch.fx.GraphModule) -> None:
     graph_module.recompile()
 
 
-def _traced_shapes(program: torch.export.ExportedProgram) -> _TracedShapes:
-    """Return the shapes of a program's inputs and outputs."""
-    nodes = {node.name: node for node in program.graph.nodes}
-    signature = program.graph_signature
-    inputs = [_sizes(nodes[name].meta["val"]) for name in signature.user_inputs]
-    given = [nodes[name].meta.get("val") for name in signature.user_outputs if name in nodes]
-    outputs = [_sizes(value) for value in given if isinstance(value, Tensor)]
-    return _TracedShapes(inputs, outputs)
-
-
-def _sizes(value: Tensor) -> list[int]:
-    return [-1 if free_symbols(size) else int(size) for size in value.shape]
-
-
-def _facts(example: Any, expected: Any, shapes: _TracedShapes) -> dict[str, Any]:
+def _facts(
+    example: Any, expected: Any, input_shapes: list[list[int]], output_shapes: list[list[int]]
+) -> dict[str, Any]:
     """Return the facts of ExportedModel.
 
     Raises:
         ExportError: MLflow cannot describe the inputs or outputs.
     """
-    inputs = named_tensors(example)
+    inputs = _named_tensors(example)
     outputs = _output_tensors(expected)
     for dtype in {t.dtype for t in (*inputs.values(), *outputs)}:
         # MLflow's signatures have NumPy's dtypes, which lack bfloat16 and FP8.
         if not hasattr(np, dtype_name(dtype)):
             raise ExportError(f"MLflow's signatures know no {dtype_name(dtype)}")
-    if any(t.ndim == 0 or len(t) != TRACED_ROWS for t in outputs):
+    if any(t.ndim == 0 or len(t) != _TRACED_ROWS for t in outputs):
         raise ExportError("its outputs have no batch dimension")
     names = [f"output_{i}" for i in range(len(outputs))]
     if isinstance(expected, dict) and len(expected) == len(outputs):
         names = [str(name) for name in expected]
     facts = {
         "file": EXPORTED_MODEL,
-        "inputs": _tensor_specs(inputs, [*inputs.values()], shapes.inputs),
-        "outputs": _tensor_specs(names, outputs, shapes.outputs),
+        "inputs": _tensor_specs(inputs, [*inputs.values()], input_shapes),
+        "outputs": _tensor_specs(names, outputs, output_shapes),
         "one_tensor": isinstance(example, Tensor) and isinstance(expected, Tensor),
         "fields": isinstance(example, dict),
         "one_output": isinstance(expected, Tensor),
@@ -420,8 +398,8 @@ def _compare(loaded: Any, example: Any, expected: Any, tolerance: float) -> None
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            outputs = loaded(*program_arguments(example))
-            outputs_of_one = loaded(*program_arguments(first_rows(example, 1)))
+            outputs = loaded(*_program_arguments(example))
+            outputs_of_one = loaded(*_program_arguments(_first_rows(example, 1)))
         except Exception as error:
             raise ExportError(f"the program does not run: {error_line(error)}") from error
     model_tensors = _output_tensors(expected)
@@ -463,3 +441,62 @@ def _distance(expected: Tensor, output: Tensor) -> float:
     if not a.numel() or torch.equal(a, b):
         return 0.0
     return float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a))
+
+
+def _named_tensors(inputs: Any) -> dict[str, Tensor]:
+    """Return the tensors of a batch's inputs by name, in order.
+
+    A single tensor has the name inputs; tensors by position are input_0, input_1, ...
+
+    Raises:
+        ExportError: an input is no tensor with a batch of examples, or they differ in their number.
+    """
+    if isinstance(inputs, dict):
+        named = {str(name): value for name, value in inputs.items()}
+    elif type(inputs) is PositionalInputs:
+        named = {f"input_{i}": value for i, value in enumerate(inputs)}
+    else:
+        named = {"inputs": inputs}
+    if not named:
+        raise ExportError("its forward takes no field of a batch")
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.ndim < 1 or not len(value):
+            which = "input" if value is inputs else f"input {name}"
+            kind = type(value).__name__
+            raise ExportError(f"its {which} is no tensor with a batch of examples, but a {kind}")
+    if len({len(value) for value in named.values()}) > 1:
+        sizes = ", ".join(f"{name}: {len(value)}" for name, value in named.items())
+        raise ExportError(f"its inputs differ in their number of examples ({sizes})")
+    return named
+
+
+def _first_rows(inputs: Any, count: int) -> Any:
+    """Return `count` rows of each tensor, in the inputs' own container; a short batch is repeated.
+
+    Raises:
+        ExportError: as _named_tensors.
+    """
+    _named_tensors(inputs)
+    return tree_map(lambda t: t[torch.arange(count, device=t.device) % len(t)], inputs)
+
+
+def _program_arguments(inputs: Any) -> tuple[Any, ...]:
+    """Return the arguments of the program for inputs, on the CPU."""
+    tensors = [tensor.to(CPU_DEVICE) for tensor in _named_tensors(inputs).values()]
+    return (dict(zip(inputs, tensors, strict=True)),) if isinstance(inputs, dict) else (*tensors,)
+
+
+def _shortened(inputs: Any, shapes: list[list[int]]) -> Any:
+    """Return a batch whose sequences are cut to half of their length, 2 and up; None without any.
+
+    Args:
+        inputs: of the batch that was traced.
+        shapes: of the program's inputs, see _traced_shapes.
+    """
+    tensors = _named_tensors(inputs)
+    free = [name for name, shape in zip(tensors, shapes, strict=True) if -1 in shape[1:2]]
+    for name in free:
+        length = tensors[name].shape[1]
+        # Contiguous, as the tensors of a batch are: some forwards view them in another shape.
+        tensors[name] = tensors[name][:, : max(length // 2, 2)].contiguous()
+    return tree_unflatten([*tensors.values()], tree_structure(inputs)) if free else None

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from runner.checkpoint.export import ExportedModel, export
-from runner.checkpoint.program_inputs import ExportError, error_line
+from runner.checkpoint.export import ExportedModel, ExportError, error_line, export
 from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
