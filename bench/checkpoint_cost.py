@@ -22,7 +22,7 @@ from bench.common import parse_options, run_in_turn, spread, table, write
 from bench.training import training_state
 from models.resnet import resnet
 from runner.checkpoint import checkpoint_file
-from runner.checkpoint.async_writer import AsyncCheckpointWriter
+from runner.checkpoint.writers import AsyncCheckpointWriter
 from runner.config.schema import RunSpec
 from runner.precision.registry import load_precision
 from runner.training.state_dict import checkpoint_state_dict

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
@@ -21,22 +21,13 @@ from runner.utils.tpu import is_tpu
 
 FORMAT = 2
 """Version of a checkpoint; raised where a key changes its meaning or goes away."""
-_KEY_TYPES = {
-    "spec": dict,
-    "choices": dict,
-    "precision": str,
-    "layout": str,
-    "bypassed": dict,
-    "precision_state": dict,
-    "metrics": dict,
-    "step": int,
-    "epoch": int,
-    "skipped_steps": int,
-    "model": dict,
-    "optimizers": list,
-    "schedulers": list,
-    "loss_scale": dict,
+_KEYS: Mapping[type, Sequence[str]] = {
+    dict: ("spec", "choices", "bypassed", "precision_state", "metrics", "model", "loss_scale"),
+    str: ("precision", "layout"),
+    int: ("step", "epoch", "skipped_steps"),
+    list: ("optimizers", "schedulers"),
 }
+"""Keys of a checkpoint by the type of their values."""
 SPEC_SIGNATURE_PURPOSE = "spec"
 """What a checkpoint's signature is of; see runner.config.signature.sign."""
 _SPEC_MAPPINGS = (
@@ -80,36 +71,33 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
     draft = path.with_suffix(".partial")
     try:
         with write_with_torch(draft) as file:
-            torch.save(tree_map_only(Tensor, _on_host_if_tpu, dict(content)), file)
+            # A tensor of torch_xla would ignore the map_location that load() gives.
+            on_host = tree_map_only(
+                Tensor, lambda t: t.cpu() if is_tpu(t.device) else t, dict(content)
+            )
+            torch.save(on_host, file)
     except BaseException:  # a stop signal, too: the draft may be gigabytes
         draft.unlink(missing_ok=True)
         raise
     draft.replace(path)
     # The rename must be on the disk before the deletions: after a power cut, a folder without both
     # the new and the old names would hold no checkpoint.
-    _sync_folder(folder)
+    names = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(names)
+    finally:
+        os.close(names)
     for old in checkpoints_in(folder)[:-keep]:
-        delete_checkpoint(old)
+        # The file first: shards without it are removed at the next start, while a file without its
+        # shards would look like a checkpoint to resume from.
+        old.unlink()
+        shutil.rmtree(shards_folder(old), ignore_errors=True)
     return path
-
-
-def delete_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, with its shards."""
-    # The file first: shards without it are removed at the next start, while a file without its
-    # shards would look like a checkpoint to resume from.
-    path.unlink()
-    shutil.rmtree(shards_folder(path), ignore_errors=True)
 
 
 def shards_folder(path: Path) -> Path:
     """Return the folder of the shards that several processes wrote of a checkpoint."""
     return path.with_suffix(sharded_tensors.SHARDS_SUFFIX)
-
-
-def _on_host_if_tpu(tensor: Tensor) -> Tensor:
-    """Return a copy on the host of a tensor on a TPU, and any other tensor unchanged."""
-    # A tensor of torch_xla would ignore the map_location that load() gives.
-    return tensor.cpu() if is_tpu(tensor.device) else tensor
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -143,15 +131,6 @@ def rename_superseded(folder: Path, step: int) -> None:
             path.replace(path.with_suffix(".superseded"))
 
 
-def _sync_folder(folder: Path) -> None:
-    """Have the operating system write a folder's list of names to the disk."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
 def load(path: Path) -> dict[str, Any]:
     """Return a checkpoint's content, with its tensors on the CPU.
 
@@ -177,7 +156,10 @@ def load(path: Path) -> dict[str, Any]:
     checksums = content.get("parts")
     if checksums:
         sharded_tensors.check_shards(shards_folder(path), checksums)
-        content |= _full_weights(content, shards_folder(path))
+        # The optimizer state is sharded, or filled, where it is restored.
+        for key in ("model", "average"):
+            if key in content:
+                content[key] = sharded_tensors.load_full(content[key], shards_folder(path))
     return content
 
 
@@ -223,25 +205,17 @@ def _lone_weights(path: Path, verb: str) -> ConfigError:
     )
 
 
-def _full_weights(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the sharded parts of a checkpoint that hold weights, with full tensors.
-
-    The optimizer state is sharded, or filled, where it is restored.
-    """
-    keys = [key for key in ("model", "average") if key in content]
-    return {key: sharded_tensors.load_full(content[key], folder) for key in keys}
-
-
 def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield what differs from a checkpoint's format: a file from elsewhere may hold anything."""
     # The caller takes the first problem only, so each check may rely on those before it.
-    for key, kind in _KEY_TYPES.items():
-        if not isinstance(content.get(key), kind):
-            yield f"its {key} is no {kind.__name__}"
-    if not _holds_strings(content["choices"]):
-        yield "its choices are no names"
-    if not _holds_strings(content["bypassed"]):
-        yield "its bypassed are no names"
+    for kind, keys in _KEYS.items():
+        for key in keys:
+            if not isinstance(content.get(key), kind):
+                yield f"its {key} is no {kind.__name__}"
+    for key in ("choices", "bypassed"):
+        names = [*content[key].keys(), *content[key].values()]
+        if not all(isinstance(name, str) for name in names):
+            yield f"its {key} are no names"
     yield from _average_problems(content)
     for key in _SPEC_MAPPINGS:
         if not isinstance(content["spec"].get(key, {}), dict):
@@ -267,10 +241,6 @@ def _average_problems(content: Mapping[str, Any]) -> Iterator[str]:
         shape = sharded_tensors.stored_shape(value)
         if shape is None or shape != sharded_tensors.stored_shape(content["model"].get(name)):
             yield f"its average of {name} is of no weight of the model"
-
-
-def _holds_strings(mapping: Mapping[Any, Any]) -> bool:
-    return all(isinstance(text, str) for pair in mapping.items() for text in pair)
 
 
 class LoadedCheckpoint(NamedTuple):

@@ -12,7 +12,6 @@ compare it with the model, inputs.
 """
 
 import copy
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -324,14 +323,13 @@ def _set_default_dtypes(graph_module: torch.fx.GraphModule) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not isinstance(created, Tensor):
             continue
-        if node.kwargs.get("dtype") is not None:
-            continue
         # With a tensor among its arguments, an operation takes the dtype from that one.
-        if any("Tensor" in str(argument.type) for argument in schema.arguments):
-            continue
-        positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
-        # Not where the dtype is given by its position.
-        if positions.get("dtype", 0) >= len(node.args) > 0:
+        takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
+        names = [argument.name for argument in schema.arguments]
+        # Not where the dtype is given by its name or its position.
+        position = names.index("dtype") if "dtype" in names else 0
+        is_free = node.kwargs.get("dtype") is None and position >= len(node.args) > 0
+        if is_free and not takes_tensor:
             node.kwargs = {**node.kwargs, "dtype": created.dtype}
     graph_module.recompile()
 
@@ -355,7 +353,7 @@ def _facts(
     names = [f"output_{i}" for i in range(len(outputs))]
     if isinstance(expected, dict) and len(expected) == len(outputs):
         names = [str(name) for name in expected]
-    facts = {
+    return {
         "file": EXPORTED_MODEL,
         "inputs": _tensor_specs(inputs, [*inputs.values()], input_shapes),
         "outputs": _tensor_specs(names, outputs, output_shapes),
@@ -364,9 +362,6 @@ def _facts(
         "one_output": isinstance(expected, Tensor),
         "torch": str(torch.__version__),
     }
-    # Fails here, as an ExportError, rather than when the facts are recorded.
-    json.dumps(facts)
-    return facts
 
 
 def _tensor_specs(

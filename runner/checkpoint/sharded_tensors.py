@@ -8,7 +8,7 @@ each sharded tensor. They load in any number of processes, and nothing in them i
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +42,13 @@ def extract_shards(value: Any, sharded: "dict[str, DTensor]", name: str = "") ->
         name: of the value; the keys and indices that lead to a tensor are joined with slashes.
     """
     if is_sharded(value):
-        # Weights that layers share are written once, under the first of their names.
+        # Weights that layers share are written once, under the first of their names. Storages are
+        # compared, not addresses: an empty shard has the address 0, and all processes must agree
+        # on the names.
+        storage = value.to_local().untyped_storage()._cdata
         first_name = name
         for key, other in sharded.items():
-            if _share_storage(other, value):
+            if other.to_local().untyped_storage()._cdata == storage:
                 first_name = key
                 break
         sharded.setdefault(first_name, value)
@@ -56,13 +59,6 @@ def extract_shards(value: Any, sharded: "dict[str, DTensor]", name: str = "") ->
     if isinstance(value, list | tuple):
         return type(value)(extract_shards(v, sharded, f"{name}/{i}") for i, v in enumerate(value))
     return value
-
-
-def _share_storage(one: "DTensor", other: "DTensor") -> bool:
-    """Return whether two tensors are one, also in a process whose shard of it is empty."""
-    # Storages, not addresses: all empty tensors have the address 0. All processes must agree on
-    # the names.
-    return one.to_local().untyped_storage()._cdata == other.to_local().untyped_storage()._cdata
 
 
 def write_shards(folder: Path, sharded: "Mapping[str, DTensor]") -> Checksums:
@@ -97,20 +93,19 @@ def check_shards(folder: Path, checksums: Checksums) -> None:
         ConfigError: one has changed or is missing.
     """
     place = process_rank()
-    for i, (name, wanted) in enumerate(sorted(checksums.items())):
+    for i, (name, expected) in enumerate(sorted(checksums.items())):
         # The file may be a stranger's: a name in it must not lead out of the folder.
         path = folder / Path(name).name
         is_read_here = i % place.world_size == place.rank
         try:
+            actual = [path.stat().st_size, expected[1]]
             if is_read_here:
-                found = _sync_and_checksum(path)
-            else:
-                found = [path.stat().st_size, wanted[1]]
+                actual = _sync_and_checksum(path)
         except OSError as error:
             raise ConfigError(
                 f"checkpoint={folder}: {name} is missing: {error.strerror}."
             ) from None
-        if found != wanted:
+        if actual != expected:
             raise ConfigError(f"checkpoint={folder} is damaged: {name} has changed on disk.")
 
 
@@ -132,13 +127,18 @@ def load_full(value: Any, folder: Path) -> Any:
     Raises:
         ConfigError: the shards do not fit the marks.
     """
-    wanted: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
-    def empty_tensor(mark: Mapping[str, Any]) -> Tensor:
-        return wanted.setdefault(mark[_MARK], torch.empty(mark["shape"], dtype=_dtype(mark)))
+    def unmarked(value: Any) -> Any:
+        if isinstance(value, Mapping) and _MARK in value:
+            empty = torch.empty(value["shape"], dtype=_dtype(value))
+            return tensors.setdefault(value[_MARK], empty)
+        if isinstance(value, Mapping):
+            return {key: unmarked(item) for key, item in value.items()}
+        return type(value)(map(unmarked, value)) if isinstance(value, list | tuple) else value
 
-    content = _replace_marks(value, empty_tensor)
-    _load_in_place(folder, wanted)
+    content = unmarked(value)
+    _load_in_place(folder, tensors)
     return content
 
 
@@ -157,13 +157,13 @@ def load_sharded(
     Raises:
         ConfigError: the shards do not fit the parameters.
     """
-    wanted: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
 
     def sharded_like(param: Tensor, value: Any) -> Any:
         assert is_sharded(param)
         if isinstance(value, Mapping) and _MARK in value:
             empty = torch.empty_like(param, dtype=_dtype(value), requires_grad=False)
-            return wanted.setdefault(value[_MARK], empty)
+            return shards.setdefault(value[_MARK], empty)
         # Of a checkpoint that one process wrote. A scalar, Adam's step for example, is not sharded.
         if isinstance(value, Tensor) and value.shape == param.shape and value.ndim:
             return shard_like(value, param)
@@ -172,7 +172,7 @@ def load_sharded(
     sharded_state = {}
     for i, values in state.items():
         sharded_state[i] = {key: sharded_like(params[i], value) for key, value in values.items()}
-    _load_in_place(folder, wanted)
+    _load_in_place(folder, shards)
     return sharded_state
 
 
@@ -186,9 +186,9 @@ def shard_like(full: Tensor, sharded: "DTensor") -> "DTensor":
     )
 
 
-def _load_in_place(folder: Path, wanted: dict[str, Tensor]) -> None:
+def _load_in_place(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors in place; of a sharded one this process's shard."""
-    if not wanted:
+    if not tensors:
         return
     import torch.distributed.checkpoint as dcp
 
@@ -198,21 +198,10 @@ def _load_in_place(folder: Path, wanted: dict[str, Tensor]) -> None:
             # DCP warns that it loads in a single process. That is meant: each process reads what
             # it needs, and none waits for another.
             warnings.simplefilter("ignore")
-            dcp.load(wanted, storage_reader=reader, no_dist=True)
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
     except dcp.api.CheckpointException as error:
         reason = _failure_reason(error)
         raise ConfigError(f"checkpoint={folder} does not fit: {reason}") from error
-
-
-def _replace_marks(value: Any, tensor_for: Callable[[Mapping[str, Any]], Tensor]) -> Any:
-    """Copy plain containers with `tensor_for(mark)` in place of each mark."""
-    if isinstance(value, Mapping):
-        if _MARK in value:
-            return tensor_for(value)
-        return {key: _replace_marks(item, tensor_for) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_replace_marks(item, tensor_for) for item in value)
-    return value
 
 
 def _failure_reason(error: "CheckpointException") -> str:
@@ -227,10 +216,10 @@ def _dtype(mark: Mapping[str, Any]) -> torch.dtype:
     Raises:
         ConfigError: it names none; the file may be a stranger's.
     """
-    found = getattr(torch, str(mark["dtype"]).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(mark["dtype"]).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"checkpoint: {mark['dtype']} is no dtype.")
-    return found
+    return dtype
 
 
 def _sync_and_checksum(path: Path) -> list[int]:

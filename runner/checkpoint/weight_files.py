@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor
@@ -129,23 +129,18 @@ def _read_file(path: Path) -> WeightFile | None:
         raise _refusal(path, "is empty")
     # A length of eight bytes, then JSON.
     if path.suffix == ".safetensors" or start[8:] == b"{":
-        return _read_safetensors(path)
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return WeightFile(_checked(path, load_file(path)), "safetensors")
+        except SafetensorError as error:
+            reason = str(error).rpartition(": ")[2]
+            raise _refusal(path, f"is cut short or damaged ({reason})", "Copy it again.") from error
     # torch.save writes a zip file, or a plain pickle in its older format.
     if start.startswith(b"PK") or start[:1] == b"\x80":
         return _read_torch(path)
     raise _refusal(path, "is in no format of weights that is known here")
-
-
-def _read_safetensors(path: Path) -> WeightFile:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        weights = load_file(path)
-    except SafetensorError as error:
-        reason = str(error).rpartition(": ")[2]
-        raise _refusal(path, f"is cut short or damaged ({reason})", "Copy it again.") from error
-    return WeightFile(_checked(path, weights), "safetensors")
 
 
 def _read_torch(path: Path) -> WeightFile | None:
@@ -178,12 +173,21 @@ def _unpickle(path: Path) -> Any:
             is_zip = file.read(2) == b"PK"
         if is_zip:
             with ZipFile(path) as archive:
-                _check_members(path, archive)
+                names = [member.filename for member in archive.infolist()]
+                if any(name.endswith("constants.pkl") for name in names):
+                    raise _refusal(path, "is a TorchScript program")
+                # torch compresses no member, and a small compressed one may unpack to more than
+                # the memory.
+                compressed = any(m.compress_type != ZIP_STORED for m in archive.infolist())
+                if compressed or not any(name.endswith("data.pkl") for name in names):
+                    raise _refusal(path, "is a zip file that torch.save did not write")
+                damaged = archive.testzip()
+                if damaged is not None:
+                    changed = f"is damaged: {damaged} has changed on disk"
+                    raise _refusal(path, changed, "Copy it again.")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except ConfigError:
         raise
-    except BadZipFile as error:
-        raise _refusal(path, "is cut short or damaged", "Copy it again.") from error
     except Exception as error:
         # Of a pickle with other objects torch names the first one.
         named = _GLOBAL.search(str(error))
@@ -193,26 +197,11 @@ def _unpickle(path: Path) -> Any:
                 f"holds Python objects ({named[1]}), and a pickle is not executed here",
                 "Where you trust it, save its state_dict() with safetensors.torch.save_file.",
             ) from error
-        if not is_zip:
-            raise _refusal(
-                path, "is cut short, or a pickle of another program, which is not executed here"
-            ) from error
-        raise _refusal(path, "is cut short or damaged", "Copy it again.") from error
-
-
-def _check_members(path: Path, archive: ZipFile) -> None:
-    """Raise ConfigError for a zip file that torch.save did not write, or that has changed."""
-    names = [member.filename for member in archive.infolist()]
-    if any(name.endswith("constants.pkl") for name in names):
-        raise _refusal(path, "is a TorchScript program")
-    if not any(name.endswith("data.pkl") for name in names):
-        raise _refusal(path, "is a zip file that torch.save did not write")
-    # torch compresses no member, and a small compressed one may unpack to more than the memory.
-    if any(member.compress_type != ZIP_STORED for member in archive.infolist()):
-        raise _refusal(path, "is a zip file that torch.save did not write")
-    damaged = archive.testzip()
-    if damaged is not None:
-        raise _refusal(path, f"is damaged: {damaged} has changed on disk", "Copy it again.")
+        if is_zip:
+            raise _refusal(path, "is cut short or damaged", "Copy it again.") from error
+        raise _refusal(
+            path, "is cut short, or a pickle of another program, which is not executed here"
+        ) from error
 
 
 def _is_state_dict(value: Any) -> bool:

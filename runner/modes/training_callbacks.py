@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from runner.checkpoint import checkpoint_file
-from runner.checkpoint.async_writer import AsyncCheckpointWriter
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.locate import checkpoints_in
-from runner.checkpoint.sharded_writer import ShardedCheckpointWriter
+from runner.checkpoint.writers import AsyncCheckpointWriter, ShardedCheckpointWriter
 from runner.data.step_samples import samples_of_step
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.data_checks import explain_uncounted_labels

@@ -2,18 +2,19 @@
 
 import time
 from threading import current_thread
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from runner.checkpoint import checkpoint_file, locate
-from runner.checkpoint.async_writer import AsyncCheckpointWriter
+from runner.checkpoint.writers import AsyncCheckpointWriter
 from runner.utils.errors import CheckpointError
 
 
 def content(step, size=1000):
     tensor = torch.full((size,), float(step))
-    blank = {key: kind() for key, kind in checkpoint_file._KEY_TYPES.items()}
+    blank = {key: kind() for kind, keys in checkpoint_file._KEYS.items() for key in keys}
     own = {"format": checkpoint_file.FORMAT, "step": step, "model": {"a": tensor, "tied": tensor}}
     return {**blank, **own}
 
@@ -77,7 +78,8 @@ def test_any_error_in_the_thread_is_reported(tmp_path):
 
 
 def test_without_memory_for_a_copy_the_loop_waits_for_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("runner.checkpoint.async_writer._total_bytes", lambda _: 2**60)
+    memory = SimpleNamespace(available=1)
+    monkeypatch.setattr("runner.checkpoint.writers.psutil.virtual_memory", lambda: memory)
     saver = AsyncCheckpointWriter(tmp_path, 1, print)
     saver.save(content(1))
     assert saver._thread is None

@@ -16,7 +16,7 @@ import torch
 from forked_process import run_forked
 
 from runner.checkpoint import checkpoint_file, locate
-from runner.checkpoint.async_writer import AsyncCheckpointWriter
+from runner.checkpoint.writers import AsyncCheckpointWriter
 from runner.utils.errors import ConfigError
 
 
@@ -68,7 +68,7 @@ def save_forever(folder, tensor, reports):
 
 def checkpoint(step, tensor):
     """Return a checkpoint whose every weight is the number of its step."""
-    blank = {key: kind() for key, kind in checkpoint_file._KEY_TYPES.items()}
+    blank = {key: kind() for kind, keys in checkpoint_file._KEYS.items() for key in keys}
     model = {"w": tensor.fill_(step)}
     return {**blank, "format": checkpoint_file.FORMAT, "step": step, "model": model}
 

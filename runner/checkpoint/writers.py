@@ -1,22 +1,29 @@
-"""Write checkpoints in a thread while the training loop runs.
+"""Write the checkpoints of a run: in a thread, or from all processes.
 
-The loop waits only until the tensors are copied. Of tensors that only an update changes, the copy
-is made while the loop computes the next gradients, and waited for before the next update.
+In one process the loop waits only until the tensors are copied. Of tensors that only an update
+changes, the copy is made while the loop computes the next gradients, and waited for before the next
+update. Of a sharded model each process writes its shards, and the main process everything else.
 """
 
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from runner.checkpoint import checkpoint_file
+from runner.checkpoint import checkpoint_file, sharded_tensors
 from runner.checkpoint.locate import checkpoints_in
+from runner.distributed.strategy import Strategy
 from runner.utils.errors import CheckpointError
 from runner.utils.files import os_error_reason
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 TensorKey = tuple[str | int, ...]
 """Where a tensor is in the content: the keys and indices that lead to it."""
@@ -63,7 +70,8 @@ class AsyncCheckpointWriter:
         self._wait_for_thread()
         # A copy may take half of the memory that is available. Without one, the loop waits until
         # the file is written.
-        if _total_bytes(content) * 2 > psutil.virtual_memory().available:
+        size = sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, Tensor))
+        if size * 2 > psutil.virtual_memory().available:
             self._host_buffers.clear()
             self._write(content, best)
             self._wait_for_thread()
@@ -178,7 +186,12 @@ class AsyncCheckpointWriter:
             identity = (address, value.shape, value.dtype)
             if identity not in copies:
                 on_device |= value.is_cuda
-                buffer = self._host_buffer(value, key)
+                # That of the checkpoint before, if it fits.
+                buffer = self._host_buffers.get(key)
+                if buffer is None or (buffer.shape, buffer.dtype) != identity[1:]:
+                    # A device copies without the host's help into pinned memory only.
+                    buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+                    self._host_buffers[key] = buffer
                 copies[identity] = buffer
                 if value.data_ptr() in deferrable:
                     deferred.append((buffer, value.detach()))
@@ -193,22 +206,121 @@ class AsyncCheckpointWriter:
         event.record()
         return content_copy, event
 
-    def _host_buffer(self, value: Tensor, key: TensorKey) -> Tensor:
-        """Return host memory for a tensor: that of the checkpoint before, if it fits."""
-        buffer = self._host_buffers.get(key)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            # A device copies without the host's help into pinned memory only.
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self._host_buffers[key] = buffer
-        return buffer
 
+class ShardedCheckpointWriter:
+    """Writer of one checkpoint at a time, from all processes, while the loop waits.
 
-def _total_bytes(value: Any) -> int:
-    """Return the bytes of all tensors in plain containers."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Mapping):
-        return sum(map(_total_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_total_bytes, value))
-    return 0
+    It has the methods of AsyncCheckpointWriter; all processes must call them alike. With a strategy
+    that shards nothing it writes nothing: the processes other than the main one have it then.
+
+    Args:
+        folder: of the checkpoints; the same for all processes.
+        keep: number of the newest checkpoints that stay.
+        say: prints a line; called where a checkpoint could not be written and training continues.
+        strategy: of the run.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int, say: Callable[[str], None], strategy: Strategy
+    ) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.say = say
+        self.strategy = strategy
+        if not strategy.place.is_main:
+            return
+        # Files of processes that were killed while they wrote.
+        for draft in self.folder.glob("*.partial"):
+            if draft.is_dir():
+                shutil.rmtree(draft)
+            else:
+                draft.unlink()
+        # Shards get their final name before the .pt file is written.
+        for shards in self.folder.glob(f"*{sharded_tensors.SHARDS_SUFFIX}"):
+            if not shards.with_suffix(".pt").exists():
+                shutil.rmtree(shards)
+
+    def save(
+        self,
+        content: Mapping[str, Any],
+        best: bool = False,
+        changed_by_update: Iterable[Tensor] = (),
+    ) -> None:
+        """Write a checkpoint and return; training continues where it cannot be written.
+
+        Args:
+            content: what training.state_dict.checkpoint_state_dict returns.
+            best: the checkpoint becomes `best.pt`, too.
+            changed_by_update: not used, because the loop waits for the files.
+        """
+        if not self.strategy.shards:
+            return
+        error = self._write(content, best)
+        if error:
+            self.say(f"warning: A checkpoint could not be written ({error}). Training continues.")
+
+    def wait_for_copy(self) -> None:
+        """Return at once: nothing reads the tensors after save() has returned."""
+
+    def finish(self, content: Mapping[str, Any] | None = None) -> Path | None:
+        """Write a last checkpoint and return its path.
+
+        Args:
+            content: as for save(); None writes nothing, and None is returned.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if content is None or not self.strategy.shards:
+            return None
+        error = self._write(content)
+        if error:
+            raise CheckpointError(f"The checkpoint could not be written ({error}).")
+        return checkpoint_file.checkpoint_path(self.folder, content["step"])
+
+    def _write(self, content: Mapping[str, Any], best: bool = False) -> str | None:
+        """Write a checkpoint in all processes; return the reason if any of them failed.
+
+        All processes return the same.
+        """
+        path = checkpoint_file.checkpoint_path(self.folder, content["step"])
+        draft = checkpoint_file.shards_folder(path).with_suffix(".partial")
+        sharded: dict[str, DTensor] = {}
+        content_without_shards = sharded_tensors.extract_shards(dict(content), sharded)
+        checksums: sharded_tensors.Checksums = {}
+        reason = None
+        try:
+            checksums = sharded_tensors.write_shards(draft, sharded)
+        except OSError as error:
+            # Not raised here: the other processes wait in the calls below.
+            reason = os_error_reason(error)
+        outcomes = self.strategy.gather_object((reason, checksums))
+        if self.strategy.place.is_main:
+            reason = next((failure for failure, _ in outcomes if failure), None)
+            if reason is None:
+                all_checksums: sharded_tensors.Checksums = {}
+                for _, part in outcomes:
+                    all_checksums |= part
+                complete = {**content_without_shards, "parts": all_checksums}
+                reason = self._publish(path, draft, complete, best)
+        # Also a barrier: no process continues before the checkpoint has its final name.
+        return self.strategy.broadcast_object(reason)
+
+    def _publish(
+        self, path: Path, draft: Path, content: Mapping[str, Any], best: bool
+    ) -> str | None:
+        """Give the shards their final name and write the .pt file; return the reason of a failure.
+
+        The file is last: a checkpoint is found by it, and the shards are complete by then.
+        """
+        shards = checkpoint_file.shards_folder(path)
+        try:
+            # A run that was resumed before this step may find those of its earlier attempt.
+            shutil.rmtree(shards, ignore_errors=True)
+            draft.replace(shards)
+            checkpoint_file.save(self.folder, content, self.keep)
+            if best:
+                checkpoint_file.keep_best(path)
+        except OSError as error:
+            return os_error_reason(error)
+        return None
