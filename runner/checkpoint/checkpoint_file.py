@@ -49,7 +49,7 @@ def is_signed_by_user(content: Mapping[str, Any]) -> bool:
     return is_signed(SPEC_SIGNATURE_PURPOSE, repr(content["spec"]), content.get("signature"))
 
 
-def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
+def save(folder: Path, content: Mapping[str, Any], keep: int, best: bool = False) -> Path:
     """Write `step-<n>.pt`, then delete all but the newest `keep` checkpoints.
 
     Args:
@@ -57,6 +57,7 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
         content: what training.state_dict.checkpoint_state_dict returns. Its shards, if any, have
             been written before.
         keep: number of the newest checkpoints that stay.
+        best: make `best.pt` another name of the file, too.
 
     Returns:
         The path of the new file.
@@ -92,6 +93,8 @@ def save(folder: Path, content: Mapping[str, Any], keep: int) -> Path:
         # shards would look like a checkpoint to resume from.
         old.unlink()
         shutil.rmtree(shards_folder(old), ignore_errors=True)
+    if best:
+        _link_best(path)
     return path
 
 
@@ -105,8 +108,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}.pt"
 
 
-def keep_best(path: Path) -> Path:
-    """Make `best.pt` another name of a checkpoint, and return its path."""
+def _link_best(path: Path) -> None:
+    """Make `best.pt` another name of a checkpoint."""
     best = path.with_name("best.pt")
     shards = shards_folder(path)
     # Hard links cost no space, and outlive the deletion of the checkpoint's own name by save().
@@ -117,7 +120,7 @@ def keep_best(path: Path) -> Path:
     link = best.with_suffix(".partial")
     link.unlink(missing_ok=True)
     os.link(path, link)
-    return link.replace(best)
+    link.replace(best)
 
 
 def rename_superseded(folder: Path, step: int) -> None:

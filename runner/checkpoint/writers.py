@@ -142,9 +142,7 @@ class AsyncCheckpointWriter:
 
     def _write(self, content: Mapping[str, Any], best: bool = False) -> None:
         try:
-            path = checkpoint_file.save(self.folder, content, self.keep)
-            if best:
-                checkpoint_file.keep_best(path)
+            checkpoint_file.save(self.folder, content, self.keep, best)
         except Exception as error:  # torch reports a full disk as a RuntimeError, too
             self._error = error
 
@@ -318,9 +316,7 @@ class ShardedCheckpointWriter:
             # A run that was resumed before this step may find those of its earlier attempt.
             shutil.rmtree(shards, ignore_errors=True)
             draft.replace(shards)
-            checkpoint_file.save(self.folder, content, self.keep)
-            if best:
-                checkpoint_file.keep_best(path)
+            checkpoint_file.save(self.folder, content, self.keep, best)
         except OSError as error:
             return os_error_reason(error)
         return None

@@ -105,7 +105,14 @@ class BatchLayout:
         Raises:
             ConfigError: a field is missing.
         """
-        target_field = self._target_field(batch)
+        names = TARGET_FIELDS if self.target is None else (self.target,)
+        target_field = next((name for name in names if name in batch), None)
+        if target_field is None:
+            looked_for = f"task.target={self.target}" if self.target else "a field of labels"
+            raise ConfigError(
+                f"data: a batch has the fields {_listed(batch)}; {looked_for} is not among them. "
+                "Type task.target=<the field that holds the labels>."
+            )
         others = [name for name in batch if name != target_field]
         missing = [name for name in self.inputs or () if name not in batch]
         if missing:
@@ -117,18 +124,6 @@ class BatchLayout:
         if self.passes_target:
             names.append(target_field)
         return target_field, names
-
-    def _target_field(self, batch: Sequence[str]) -> str:
-        """Return the name of the field that holds the target."""
-        names = (self.target,) if self.target is not None else TARGET_FIELDS
-        for name in names:
-            if name in batch:
-                return name
-        looked_for = f"task.target={self.target}" if self.target else "a field of labels"
-        raise ConfigError(
-            f"data: a batch has the fields {_listed(batch)}; {looked_for} is not among them. Type "
-            "task.target=<the field that holds the labels>."
-        )
 
     def _split_sequence(self, batch: Sequence[Any]) -> Batch:
         *inputs, target = batch

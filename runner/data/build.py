@@ -94,25 +94,24 @@ def splits_problems(returned: Any, target: str) -> Iterator[str]:
         yield f"data: {target} must {_RETURN}; it returned a {kind}. {_DOCS}"
     else:
         for kind, sets in zip(_KINDS, returned, strict=False):
-            yield from _set_problems(kind, sets)
+            if kind == "train" or not isinstance(sets, Mapping):
+                yield from _dataset_problems(kind, sets)
+                continue
+            if not sets:
+                yield f"data: the dict of {kind} sets is empty. Return at least one set in it."
+            for name, dataset in sets.items():
+                yield from _name_problems(kind, name)
+                yield from _dataset_problems(f"{kind}/{name}", dataset)
 
 
-def _set_problems(kind: str, sets: Any) -> Iterator[str]:
-    """Yield what is wrong with the train, val or test set, or with a dict of such sets."""
-    if kind == "train" or not isinstance(sets, Mapping):
-        yield from _dataset_problems(kind, sets)
-        return
-    if not sets:
-        yield f"data: the dict of {kind} sets is empty. Return at least one set in it."
-    for name, dataset in sets.items():
-        # Metrics are called `val/<name>/loss` beside `val/loss`.
-        is_text = isinstance(name, str)
-        if not is_text or not _SET_NAME.fullmatch(name) or name in _METRIC_NAMES:
-            yield (
-                f"data: a {kind} set is called {name!r}, which cannot be part of a metric's name. "
-                "Allowed: letters, digits, _, - and ., and no name of a metric, such as loss."
-            )
-        yield from _dataset_problems(f"{kind}/{name}", dataset)
+def _name_problems(kind: str, name: Any) -> Iterator[str]:
+    """Yield why metrics cannot be called `val/<name>/loss` beside `val/loss`."""
+    is_name = isinstance(name, str) and bool(_SET_NAME.fullmatch(name))
+    if not is_name or name in _METRIC_NAMES:
+        yield (
+            f"data: a {kind} set is called {name!r}, which cannot be part of a metric's name. "
+            "Allowed: letters, digits, _, - and ., and no name of a metric, such as loss."
+        )
 
 
 def _named_sets(sets: Any) -> dict[str, Any]:

@@ -80,10 +80,14 @@ def _stacked(name: str, values: Sequence[Any], fill: float, multiple_of: int) ->
     Raises:
         ConfigError: the values differ in more than their length.
     """
-    tensors = [_tensor(value) for value in values]
-    if any(tensor is None for tensor in tensors):
-        return list(values)
-    rows = [tensor for tensor in tensors if tensor is not None]
+    rows: list[Tensor] = []
+    for value in values:
+        if not isinstance(value, Tensor | np.ndarray | np.generic | int | float | list):
+            return list(values)
+        try:
+            rows.append(torch.as_tensor(value))
+        except (TypeError, ValueError, RuntimeError):
+            return list(values)
     if len({(row.ndim, row.shape[1:]) for row in rows}) > 1:
         shapes = sorted({str(list(row.shape)) for row in rows})
         raise ConfigError(
@@ -97,15 +101,3 @@ def _stacked(name: str, values: Sequence[Any], fill: float, multiple_of: int) ->
     for padded, row in zip(batch, rows, strict=True):
         padded[: len(row)] = row
     return batch
-
-
-def _tensor(value: Any) -> Tensor | None:
-    """Return a tensor, array, number or list of numbers as a tensor; None for anything else."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, np.ndarray | np.generic | int | float | list):
-        try:
-            return torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError):
-            return None
-    return None
