@@ -7,7 +7,7 @@ before any data are read, so a wrong value is refused here.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from runner.data.batch_layout import PAIRS
 from runner.data.collate import Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
-from runner.data.splits import RunData, Splits, evaluated_sets
+from runner.data.splits import RunData, RunSets, Splits, set_labels
 from runner.data.stream_loader import (
     BatchLoader,
     StreamLoader,
@@ -42,7 +42,8 @@ _METRIC_NAMES = ("loss", "accuracy", "perplexity", "iou")
 
 def build_splits(spec: RunSpec) -> Splits:
     """Return the training set and the first validation set of a run; see build_data."""
-    return build_data(spec).splits
+    data = build_data(spec)
+    return Splits(data.train, data.val)
 
 
 def build_data(spec: RunSpec) -> RunData:
@@ -57,12 +58,13 @@ def build_data(spec: RunSpec) -> RunData:
     train, val, *test = returned
     validation = _named_sets(val)
     test_sets = _named_sets(test[0]) if test else {}
-    _refuse(stream_problems(spec, train, evaluated_sets(validation, test_sets)))
+    evaluated = set_labels("val", validation) | set_labels("test", test_sets)
+    _refuse(stream_problems(spec, train, evaluated))
     _refuse(_meta_problems(spec, train))
     if spec.debug.overfit:
         few = _first_samples(train, spec.debug.overfit)
-        return RunData(Splits(few, few), {"": few}, test_sets)
-    return RunData(Splits(train, next(iter(validation.values()))), validation, test_sets)
+        return RunData(few, {"": few}, test_sets)
+    return RunData(train, validation, test_sets)
 
 
 def _refuse(problems: Iterable[str]) -> None:
@@ -256,32 +258,15 @@ def build_loaders(
     Raises:
         ConfigError: a set is empty.
     """
-    loaders = build_run_loaders(spec, RunData(splits, {"": splits.val}, {}), device, place)
+    loaders = build_run_loaders(spec, RunData(splits.train, {"": splits.val}, {}), device, place)
     return loaders.train, loaders.val
 
 
-class RunLoaders(NamedTuple):
+class RunLoaders(RunSets[BatchLoader]):
     """The loaders of a run's data sets, each of one process's part of every batch.
 
-    Attributes:
-        train: of the training set.
-        validation: of the validation sets by name, see RunData.
-        test: of the test sets by name; empty with debug.overfit.
+    With debug.overfit there is no test set.
     """
-
-    train: BatchLoader
-    validation: Mapping[str, BatchLoader]
-    test: Mapping[str, BatchLoader]
-
-    @property
-    def val(self) -> BatchLoader:
-        """Return the loader of the validation set that runs are compared by, the first."""
-        return next(iter(self.validation.values()))
-
-    @property
-    def labelled(self) -> dict[str, BatchLoader]:
-        """Return every loader, by the labels of set_labels."""
-        return {"train": self.train, **evaluated_sets(self.validation, self.test)}
 
     def close(self) -> None:
         """End the loading processes."""
@@ -323,7 +308,7 @@ def build_run_loaders(
     options = LoaderOptions(
         spec.train.num_workers, place, spec.train.data_on_device, layout, _collator(spec)
     )
-    train_options = replace(options, sampler=_sampler(spec, data.splits.train))
+    train_options = replace(options, sampler=_sampler(spec, data.train))
     shared = {"batch_size": spec.train.batch_size, "seed": spec.seed, "device": device}
     shuffle = bool(spec.data.get("shuffle", True))
 
@@ -335,7 +320,7 @@ def build_run_loaders(
     def in_order(sets: Mapping[str, Dataset]) -> dict[str, BatchLoader]:
         return {name: loader_of(dataset, False, options) for name, dataset in sets.items()}
 
-    train = loader_of(data.splits.train, shuffle, train_options)
+    train = loader_of(data.train, shuffle, train_options)
     return RunLoaders(train, in_order(data.validation), in_order(data.test))
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 
 from runner.config.targets import target_arguments
 from runner.data.sampling import restored_random_state
-from runner.data.splits import RunData, Splits
+from runner.data.splits import RunData, RunSets, Splits
 from runner.data.stream_loader import first_examples, is_stream
 from runner.data.value_hash import hash_value
 from runner.utils.reproducibility import seed_host
@@ -51,7 +51,7 @@ def describe_data(
         is neither a tensor or number nor a flat nest of them.
     """
     kind, source = _source(node)
-    sets = data.labelled if isinstance(data, RunData) else data._asdict()
+    sets = data.labelled if isinstance(data, RunSets) else data._asdict()
     descriptions = []
     for label, dataset in sets.items():
         use, slash, set_name = label.partition("/")

@@ -1,7 +1,7 @@
 """Define Splits, which a data target returns, and what several targets share."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,35 +27,39 @@ class Splits(NamedTuple):
     val: Dataset
 
 
-class RunData(NamedTuple):
-    """The data sets of a run.
+class RunSets(NamedTuple, Generic[_Set]):
+    """The data sets of a run, or their loaders.
 
     Attributes:
-        splits: the training set, and the validation set whose metrics runs are compared by.
-        validation: every validation set by its name, the one of `splits` first; the name of an
-            only one is empty.
+        train: the training set.
+        validation: every validation set by its name, first the one whose metrics runs are compared
+            by; the name of an only one is empty.
         test: every test set by its name, which is empty for an only one; none where the data
             target returns none.
     """
 
-    splits: Splits
-    validation: Mapping[str, Dataset]
-    test: Mapping[str, Dataset]
+    train: _Set
+    validation: Mapping[str, _Set]
+    test: Mapping[str, _Set]
 
     @property
-    def labelled(self) -> dict[str, Dataset]:
-        """Return every data set, by the labels of set_labels."""
-        return {"train": self.splits.train, **evaluated_sets(self.validation, self.test)}
+    def val(self) -> _Set:
+        """Return the validation set that runs are compared by, the first."""
+        return next(iter(self.validation.values()))
+
+    @property
+    def labelled(self) -> dict[str, _Set]:
+        """Return every set, by the labels of set_labels."""
+        evaluated = set_labels("val", self.validation) | set_labels("test", self.test)
+        return {"train": self.train, **evaluated}
+
+
+RunData = RunSets[Dataset]
 
 
 def set_labels(kind: str, sets: Mapping[str, _Set]) -> dict[str, _Set]:
     """Return sets by the text that messages and metrics name them by: `val`, or `val/<name>`."""
     return {f"{kind}/{name}" if name else kind: part for name, part in sets.items()}
-
-
-def evaluated_sets(validation: Mapping[str, _Set], test: Mapping[str, _Set]) -> dict[str, _Set]:
-    """Return validation and test sets by the labels of set_labels."""
-    return set_labels("val", validation) | set_labels("test", test)
 
 
 class TensorFields(Dataset):

@@ -96,22 +96,17 @@ def _encoded(lines: Iterator[str], tokens: dict[str, int], length: int) -> Itera
 
 def _smiles(path: str | None) -> Iterator[str]:
     """Yield the SMILES of a text file, or of the package chemicals."""
-    if path is not None:
-        if not Path(path).is_file():
-            raise ConfigError(
-                f"data=molecules: {path} is no file. Type data.path=<file with a SMILES in each "
-                "line>."
-            )
-        with Path(path).open(encoding="utf-8") as file:
-            yield from (line.strip() for line in file)
-        return
-    table = package_file(*_TABLE)
-    if table is None:
+    file = package_file(*_TABLE) if path is None else Path(path)
+    if file is None:
         raise ConfigError(
             "data=molecules: the package chemicals, which ships the molecules (22 MB), is not "
             "installed. Type pip install --no-deps chemicals, or data.path=<file with a SMILES in "
             "each line>."
         )
-    with table.open(encoding="utf-8") as file:
-        for line in file:
-            yield line.split("\t")[_SMILES_COLUMN]
+    if not file.is_file():
+        raise ConfigError(
+            f"data=molecules: {path} is no file. Type data.path=<file with a SMILES in each line>."
+        )
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield line.split("\t")[_SMILES_COLUMN] if path is None else line.strip()
