@@ -20,7 +20,7 @@ from bench.common import RESULTS, parse_options, table, versions, write, write_r
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
-from runner.data.build import build_loaders, build_splits
+from runner.data.build import build_data, build_run_loaders
 from runner.data.loader import Loader
 from runner.diagnostics.memory.forecast import peak_forecast
 from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
@@ -135,7 +135,8 @@ def train(
 
 def measure_peak(spec: RunSpec, precision: Precision, device: torch.device) -> int:
     """Return the peak of the allocator in bytes, above what it held before."""
-    loaders = build_loaders(spec, build_splits(spec), device)
+    sets = build_run_loaders(spec, build_data(spec), device)
+    loaders = sets.train, sets.val
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

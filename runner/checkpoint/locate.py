@@ -85,8 +85,8 @@ def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Pa
         path = resolve_path(where, tracking_uri, key)
     except OSError as error:  # a name that is too long, a loop of links
         raise ConfigError(f"{key}={where}: {error.strerror}. Type a file or folder.") from error
-    found = checkpoints_of_run(path) or checkpoints_in(path)
-    if not found:
+    checkpoints = checkpoints_of_run(path) or checkpoints_in(path)
+    if not checkpoints:
         other = ""
         if key == "init.weights":
             other = (
@@ -100,7 +100,7 @@ def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Pa
             "(outputs/runs/<time>), or the id of an MLflow run that was trained on this machine."
             f"{other}"
         )
-    return found[::-1]
+    return checkpoints[::-1]
 
 
 def checkpoints_of_run(run: Path) -> list[Path]:

@@ -105,8 +105,8 @@ class BatchLayout:
         Raises:
             ConfigError: a field is missing.
         """
-        names = TARGET_FIELDS if self.target is None else (self.target,)
-        target_field = next((name for name in names if name in batch), None)
+        candidates = TARGET_FIELDS if self.target is None else (self.target,)
+        target_field = next((name for name in candidates if name in batch), None)
         if target_field is None:
             looked_for = f"task.target={self.target}" if self.target else "a field of labels"
             raise ConfigError(

@@ -20,11 +20,10 @@ from runner.data.batch_layout import PAIRS
 from runner.data.collate import Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
-from runner.data.splits import RunData, RunSets, Splits, set_labels
+from runner.data.splits import RunData, RunSets, set_labels
 from runner.data.stream_loader import (
     BatchLoader,
     StreamLoader,
-    example_problem,
     first_examples,
     is_stream,
     stream_problems,
@@ -38,12 +37,6 @@ _DOCS = "See docs/own-code.md."
 _KINDS = ("train", "val", "test")
 _SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _METRIC_NAMES = ("loss", "accuracy", "perplexity", "iou")
-
-
-def build_splits(spec: RunSpec) -> Splits:
-    """Return the training set and the first validation set of a run; see build_data."""
-    data = build_data(spec)
-    return Splits(data.train, data.val)
 
 
 def build_data(spec: RunSpec) -> RunData:
@@ -174,7 +167,7 @@ def _meta_problems(spec: RunSpec, dataset: Any) -> Iterator[str]:
     """
     examples = _first_samples(dataset, 1)
     if not len(examples):  # type: ignore[arg-type]
-        return  # build_loaders refuses it
+        return  # build_run_loaders refuses it
     meta = spec.data.get("meta") or {}
     if not isinstance(meta, Mapping):
         yield (
@@ -184,11 +177,19 @@ def _meta_problems(spec: RunSpec, dataset: Any) -> Iterator[str]:
         return
     # A collator takes examples of any kind, and may give its batches another shape.
     if not spec.data.get("collate"):
-        problem = example_problem(examples[0]) if is_stream(dataset) else ""
-        if problem:
-            yield problem
-            return
-        yield from _shape_problems(meta, examples[0])
+        example = examples[0]
+        if is_stream(dataset) and isinstance(example, Mapping):
+            # Rows of Hugging Face's datasets hold lists where no format is set.
+            lists = [str(name) for name, value in example.items() if isinstance(value, list)]
+            if lists:
+                yield (
+                    "data: the train set is a stream whose examples hold lists, not tensors, in "
+                    f"{', '.join(lists)}; stacked, these would be lists of columns. Return "
+                    'stream.with_format("torch") of a stream of Hugging Face\'s datasets, or type '
+                    "data.collate=runner.data.padding.pad."
+                )
+                return
+        yield from _shape_problems(meta, example)
     yield from _classes_problems(meta, dataset)
 
 
@@ -241,27 +242,6 @@ def _classes_problems(meta: Mapping[str, Any], dataset: Any) -> Iterator[str]:
         )
 
 
-def build_loaders(
-    spec: RunSpec, splits: Splits, device: torch.device, place: ProcessRank = SINGLE_PROCESS
-) -> tuple[BatchLoader, BatchLoader]:
-    """Return the training and the validation loader of a run.
-
-    Training batches are shuffled anew in each epoch unless data.shuffle=false; validation batches
-    and streams keep the data set's order. Each loader yields one process's part of every batch.
-
-    Args:
-        spec: of the run.
-        splits: from build_splits.
-        device: where the batches go.
-        place: this process.
-
-    Raises:
-        ConfigError: a set is empty.
-    """
-    loaders = build_run_loaders(spec, RunData(splits.train, {"": splits.val}, {}), device, place)
-    return loaders.train, loaders.val
-
-
 class RunLoaders(RunSets[BatchLoader]):
     """The loaders of a run's data sets, each of one process's part of every batch.
 
@@ -281,7 +261,10 @@ def build_run_loaders(
     place: ProcessRank = SINGLE_PROCESS,
     task: Any = None,
 ) -> RunLoaders:
-    """Return the loaders of all data sets of a run; see build_loaders for the other arguments.
+    """Return the loaders of all data sets of a run.
+
+    Training batches are shuffled anew in each epoch unless data.shuffle=false; validation batches
+    and streams keep the data set's order. Each loader yields one process's part of every batch.
 
     Args:
         spec: of the run.

@@ -11,8 +11,6 @@ from runner.data.batch_layout import Batch, BatchLayout, KeywordInputs, Position
 from runner.precision.casting import WideFields
 from runner.utils.errors import ConfigError
 
-_COLLATE = "data.collate=runner.data.detection.collate_detection"
-
 
 def collate_detection(examples: Sequence[Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """Return the batch of images of any sizes with boxes: lists, as torchvision's models take them.
@@ -91,8 +89,9 @@ class DetectionLayout(BatchLayout):
         if not match or not all(isinstance(target, Mapping) for target in targets):
             raise ConfigError(
                 f"task=detection takes a list of images and a list of as many dicts, and a batch "
-                f"has a {_kind(images)} and a {_kind(targets)}. Type {_COLLATE}, or name a "
-                "function of your own that returns such lists."
+                f"has a {_kind(images)} and a {_kind(targets)}. Type data.collate="
+                "runner.data.detection.collate_detection, or name a function of your own that "
+                "returns such lists."
             )
         wide = [WideFields(target) for target in targets]
         if isinstance(inputs, KeywordInputs):

@@ -284,35 +284,35 @@ def checked_batch(batch: Any) -> Any:
     return batch
 
 
-def hold_on_device(dataset: Any, device: torch.device, wanted: bool | str) -> Any:
+def hold_on_device(dataset: Any, device: torch.device, on_device: bool | str) -> Any:
     """Return a copy of an in-memory data set on the device, or None where it stays on the host.
 
     Args:
         dataset: a TensorDataset, or one with `batch(indices)`, `nbytes` and `to(device)`.
         device: of the run.
-        wanted: train.data_on_device: true, false, or auto, which holds data on a GPU where they
+        on_device: train.data_on_device: true, false, or auto, which holds data on a GPU where they
             take less than MAX_MEMORY_SHARE of its free memory.
 
     Raises:
-        ConfigError: wanted is true, and the data are not in memory.
+        ConfigError: on_device is true, and the data are not in memory.
     """
     # A subclass of TensorDataset may override __getitem__, so only the class itself is sliced.
     is_tensors = type(dataset) is TensorDataset
     size = getattr(dataset, "nbytes", None)
     if is_tensors:
         size = sum(tensor.nbytes for tensor in dataset.tensors)
-    if wanted is True and size is None:
+    if on_device is True and size is None:
         raise ConfigError(
             "train.data_on_device=true needs data that are in memory, a TensorDataset; this is a "
             f"{type(dataset).__name__}. Type train.data_on_device=auto."
         )
-    if wanted == AUTO:
-        wanted = False
+    if on_device == AUTO:
+        on_device = False
         # On a CPU there is nothing to gain, and other accelerators do not report free memory.
         if size is not None and device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(device)
-            wanted = size < MAX_MEMORY_SHARE * free_bytes
-    if not wanted:
+            on_device = size < MAX_MEMORY_SHARE * free_bytes
+    if not on_device:
         return None
     if is_tensors:
         return TensorDataset(*(tensor.to(device) for tensor in dataset.tensors))

@@ -181,24 +181,6 @@ def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> 
         )
 
 
-def example_problem(example: Any) -> str:
-    """Return why examples of a stream cannot be stacked as they are meant; empty where they can.
-
-    Args:
-        example: the first one. Rows of Hugging Face's datasets hold lists where no format is set.
-    """
-    fields = example if isinstance(example, Mapping) else {}
-    lists = [name for name, value in fields.items() if isinstance(value, list)]
-    if not lists:
-        return ""
-    return (
-        f"data: the train set is a stream whose examples hold lists, not tensors, in "
-        f"{', '.join(map(str, lists))}; stacked, these would be lists of columns. Return "
-        'stream.with_format("torch") of a stream of Hugging Face\'s datasets, or type '
-        "data.collate=runner.data.padding.pad."
-    )
-
-
 @dataclass(eq=False, repr=False)
 class StreamLoader:
     """Micro-batches of a stream on the run's device; the last of a pass may be smaller.

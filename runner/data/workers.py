@@ -47,11 +47,11 @@ def _end_processes_at_exit() -> None:
     multiprocessing would send each of them one SIGTERM and wait for ever: they end at a second one.
     """
     # A fork of this process knows its loading processes, too, and must leave them alone.
-    left = [process for process in active_children() if _started.get(process) == os.getpid()]
-    if left:
+    running = [process for process in active_children() if _started.get(process) == os.getpid()]
+    if running:
         # torch's handler would raise an error for each of them.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for process in left:
+    for process in running:
         process.kill()
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from runner.data.batch_layout import Batch
-from runner.data.build import build_loaders, build_splits
+from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.result import RunResult
@@ -50,7 +50,7 @@ def explain(run: RunContext) -> RunResult:
     device = run.device
     assert spec.explain is not None
     prepare_process(run)
-    train_loader, _ = build_loaders(spec, build_splits(spec), device)
+    train_loader = build_run_loaders(spec, build_data(spec), device).train
     with closing(train_loader):
         batch = next(train_loader.epoch(0))
         # After the data, as in training: the weights follow from the seed alone.

@@ -16,7 +16,7 @@ from torch import nn
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.data.batch_layout import Batch
-from runner.data.build import build_loaders, build_splits
+from runner.data.build import build_data, build_run_loaders
 from runner.data.step_samples import saved_batches
 from runner.data.stream_loader import StreamLoader
 from runner.diagnostics import saved_batch
@@ -145,7 +145,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
             f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "
             f"seed={spec.seed}: its indices may mean other samples."
         )
-    loader, _ = build_loaders(spec, build_splits(spec), run.device)
+    loader = build_run_loaders(spec, build_data(spec), run.device).train
     if isinstance(loader, StreamLoader) or not saved.micro_batches:
         raise ConfigError(
             f"batch={spec.batch} is of a stream, or of another data= than it was saved with "

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from runner.config.schema import RunSpec
-from runner.data.build import build_loaders, build_splits
+from runner.data.build import build_data, build_run_loaders
 from runner.precision.casting import cast_nest
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.model_call import call_model
@@ -104,7 +104,7 @@ def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
                 ) from error
         # No workers for two examples, and no data set moved to the device.
         few = replace(spec.train, batch_size=_EXAMPLES, num_workers=0, data_on_device=False)
-        loader, _ = build_loaders(replace(spec, train=few), build_splits(spec), _CPU)
+        loader = build_run_loaders(replace(spec, train=few), build_data(spec), _CPU).train
         inputs, _ = next(loader.epoch(0))
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
 

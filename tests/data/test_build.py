@@ -7,13 +7,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from runner.config.schema import DebugSpec, RunSpec, TrainSpec
-from runner.data.build import (
-    build_data,
-    build_loaders,
-    build_run_loaders,
-    build_splits,
-    splits_problems,
-)
+from runner.data.build import build_data, build_run_loaders, splits_problems
 from runner.data.splits import Splits
 from runner.training.tasks.classification import Classification
 from runner.utils.errors import ConfigError
@@ -96,7 +90,7 @@ def test_the_task_of_a_run_is_not_built_again():
 @pytest.mark.parametrize("target", ["tensors", "images"])
 def test_true_descriptions_pass(target):
     for meta in ({"input": [1, 2, 2], "classes": 3}, {"classes": 4}, {"classes": None}, {}, None):
-        build_splits(make_spec(target, meta=meta))
+        build_data(make_spec(target, meta=meta))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +98,7 @@ def test_true_descriptions_pass(target):
 )
 def test_every_wrong_description_is_refused(target, named):
     with pytest.raises(ConfigError) as error:
-        build_splits(make_spec(target, meta={"input": [3, 2, 2], "classes": 2}))
+        build_data(make_spec(target, meta={"input": [3, 2, 2], "classes": 2}))
     assert error.value.problems == (
         "data.meta.input=[3, 2, 2], but an example has the shape [1, 2, 2]. "
         "Type data.meta.input=[1,2,2].",
@@ -113,7 +107,7 @@ def test_every_wrong_description_is_refused(target, named):
 
 
 def test_real_targets_have_no_classes():
-    build_splits(make_spec("numbers", meta={"classes": 1}))
+    build_data(make_spec("numbers", meta={"classes": 1}))
 
 
 @pytest.mark.parametrize(
@@ -137,19 +131,21 @@ def test_real_targets_have_no_classes():
 def test_data_that_cannot_be_used_are_refused(function, keywords, message):
     chosen = make_spec(function, **keywords)
     with pytest.raises(ConfigError, match=message):
-        build_loaders(chosen, build_splits(chosen), CPU)
+        build_run_loaders(chosen, build_data(chosen), CPU)
 
 
 def test_overfit_takes_the_same_few_examples():
     for few, count in ((2, 2), (100, 6)):
-        train, val = build_splits(replace(make_spec("tensors"), debug=DebugSpec(overfit=few)))
+        data = build_data(replace(make_spec("tensors"), debug=DebugSpec(overfit=few)))
+        train, val = data.train, data.val
         assert train is val
         assert len(train) == count
 
 
 def test_loaders_follow_the_spec():
     chosen = replace(make_spec("tensors"), seed=5, train=TrainSpec(batch_size=4))
-    train, val = build_loaders(chosen, build_splits(chosen), CPU)
+    loaders = build_run_loaders(chosen, build_data(chosen), CPU)
+    train, val = loaders.train, loaders.val
     assert (train.shuffle, train.seed, train.batch_size, val.shuffle) == (True, 5, 4, False)
     unshuffled = make_spec("tensors", shuffle=False)
-    assert not build_loaders(unshuffled, build_splits(unshuffled), CPU)[0].shuffle
+    assert not build_run_loaders(unshuffled, build_data(unshuffled), CPU).train.shuffle

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from runner.config.schema import DebugSpec, RunSpec, TrainSpec
-from runner.data.build import build_data, build_loaders, build_splits
+from runner.data.build import build_data, build_run_loaders
 from runner.data.collate import Collator
 from runner.data.fingerprint import describe_data
 from runner.data.loader import LoaderOptions
@@ -214,7 +214,8 @@ def make_spec(debug=None, mode="train", train=None, **data):
 
 def test_loaders_of_streams_follow_the_spec():
     spec = make_spec(train=TrainSpec(max_steps=3, batch_size=6, num_workers=1))
-    train, val = build_loaders(spec, build_splits(spec), CPU)
+    loaders = build_run_loaders(spec, build_data(spec), CPU)
+    train, val = loaders.train, loaders.val
     assert isinstance(train, StreamLoader)
     assert (train.batch_size, train.options.workers) == (6, 1)
     assert isinstance(val, StreamLoader)
@@ -222,7 +223,8 @@ def test_loaders_of_streams_follow_the_spec():
 
 def test_a_few_examples_of_a_stream_are_a_list():
     spec = make_spec(DebugSpec(overfit=4), train=TrainSpec())
-    train, val = build_splits(spec)
+    data = build_data(spec)
+    train, val = data.train, data.val
     assert train is val
     assert [int(x) for x, _ in train] == [100, 101, 102, 103]
 
@@ -246,13 +248,13 @@ def test_a_few_examples_of_a_stream_are_a_list():
 def test_what_a_stream_cannot_do_is_refused(train, data, message):
     spec = make_spec(train=train, **data)
     with pytest.raises(ConfigError, match=message):
-        build_loaders(spec, build_data(spec).splits, CPU)
+        build_run_loaders(spec, build_data(spec), CPU)
 
 
 def test_an_evaluation_needs_no_length_of_the_training_stream():
-    build_splits(make_spec(mode="evaluate", train=TrainSpec()))
+    build_data(make_spec(mode="evaluate", train=TrainSpec()))
     with pytest.raises(ConfigError, match="num_workers=2: the val set is a stream"):
-        build_splits(make_spec(mode="evaluate", train=TrainSpec(num_workers=2)))
+        build_data(make_spec(mode="evaluate", train=TrainSpec(num_workers=2)))
 
 
 def test_the_description_of_a_stream_says_what_it_is_of():

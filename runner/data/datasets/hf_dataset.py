@@ -50,19 +50,19 @@ def hf_dataset(
 def _validation(parts: Mapping[str, Any], val: str | None, path: str) -> Any:
     """Return the validation set; None where it is a share of the training set."""
     if val is None:
-        found = next((name for name in _VALIDATION_SPLITS if name in parts), None)
-        if found is None:
+        name = next((name for name in _VALIDATION_SPLITS if name in parts), None)
+        if name is None:
             return None
-        log.warning("data=hf validates on the split %s of %s (data.val=%s)", found, path, found)
-        return parts[found]
+        log.warning("data=hf validates on the split %s of %s (data.val=%s)", name, path, name)
+        return parts[name]
     if val in parts:
         return parts[val]
     others = _load(val, "val", [*parts])
     # A folder of one set, or the set of that purpose in a folder of several.
     if len(others) == 1:
         return next(iter(others.values()))
-    name = next((name for name in _VALIDATION_SPLITS if name in others), None)
-    return _part(others, name or _VALIDATION_SPLITS[0], val, "val")
+    name = next((name for name in _VALIDATION_SPLITS if name in others), _VALIDATION_SPLITS[0])
+    return _part(others, name, val, "val")
 
 
 def _part(parts: Mapping[str, Any], name: str, path: str, key: str) -> Any:
@@ -105,7 +105,7 @@ def _load(path: str, key: str = "path", splits: Sequence[str] = ()) -> Mapping[s
     # Its bars would stand between the runner's own lines.
     datasets.disable_progress_bars()
     try:
-        found: Any = _folder(datasets, where) if where.is_dir() else _files(datasets, files)
+        content: Any = _folder(datasets, where) if where.is_dir() else _files(datasets, files)
     except ConfigError:
         raise
     except Exception as error:  # of any reader's own type
@@ -114,9 +114,9 @@ def _load(path: str, key: str = "path", splits: Sequence[str] = ()) -> Mapping[s
         raise ConfigError(
             f"data=hf: {path} cannot be read: {type(cause).__name__}: {reason}. {_LAYOUT}."
         ) from error
-    if isinstance(found, datasets.DatasetDict):
-        return {str(name): part for name, part in found.items()}
-    return {"": found}
+    if isinstance(content, datasets.DatasetDict):
+        return {str(name): part for name, part in content.items()}
+    return {"": content}
 
 
 def _folder(datasets: Any, where: Path) -> Any:
