@@ -124,11 +124,10 @@ def _folder(datasets: Any, where: Path) -> Any:
     if any((where / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return datasets.load_from_disk(str(where))
     suffixes = sorted({file.suffix for file in where.iterdir() if file.suffix in _KINDS})
-    hint = f" It has {', '.join(suffixes)} files: type data.path='{where}/*{suffixes[0]}'."
-    raise ConfigError(
-        f"data=hf: {where} is no folder that save_to_disk wrote. {_LAYOUT}."
-        f"{hint if suffixes else ''}"
-    )
+    hint = ""
+    if suffixes:
+        hint = f" It has {', '.join(suffixes)} files: type data.path='{where}/*{suffixes[0]}'."
+    raise ConfigError(f"data=hf: {where} is no folder that save_to_disk wrote. {_LAYOUT}.{hint}")
 
 
 def _files(datasets: Any, files: Sequence[str]) -> Any:
