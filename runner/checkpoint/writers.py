@@ -70,7 +70,8 @@ class AsyncCheckpointWriter:
         self._wait_for_thread()
         # A copy may take half of the memory that is available. Without one, the loop waits until
         # the file is written.
-        size = sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, Tensor))
+        tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if size * 2 > psutil.virtual_memory().available:
             self._host_buffers.clear()
             self._write(content, best)
