@@ -54,7 +54,6 @@ def _target(i: int, target: Any) -> dict[str, Any]:
             f"the target of example {i} has the fields {', '.join(map(str, target))}, and not "
             f"{', '.join(missing)}"
         )
-    fields = dict(target)
     boxes = torch.as_tensor(target["boxes"]).as_subclass(Tensor).to(torch.float32)
     labels = torch.as_tensor(target["labels"]).as_subclass(Tensor)
     # An image without a box: an empty list is a tensor [0].
@@ -69,7 +68,7 @@ def _target(i: int, target: Any) -> dict[str, Any]:
             f"example {i} has a box without an area. Yield boxes in pixels as (x1, y1, x2, y2) "
             "with x1 < x2 and y1 < y2"
         )
-    return {**fields, "boxes": boxes, "labels": labels.to(torch.int64)}
+    return {**target, "boxes": boxes, "labels": labels.to(torch.int64)}
 
 
 @dataclass(frozen=True)
