@@ -1,14 +1,14 @@
 """Record which dtypes each module really stores and computes in, in a step that runs anyway."""
 
 from collections import defaultdict
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runner.utils.module_tape import ROOT, ModuleTape
 from runner.utils.tensors import dtype_name, inner_tensors
 
 # Operations whose input dtype is the dtype that a module computes in.
@@ -78,8 +78,9 @@ class _ComputeDtypes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self.probe.running:
-            self.probe.seen[self.probe.running[-1]]["computes"] |= kernel_dtypes(func, args)
+        running = self.probe.tape.running
+        if running:
+            self.probe.seen[running[-1]]["computes"] |= kernel_dtypes(func, args)
         return out
 
 
@@ -92,56 +93,47 @@ class DtypeProbe:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.running: list[str] = []
+        # Inside the wrapper of torch.compile.
+        self.model = getattr(model, "_orig_mod", model)
+        self.tape = ModuleTape()
         self.seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-        self._stack = ExitStack()
+        # Compiled kernels are not dispatched one by one.
+        self._shows_kernels = self.model is model
 
     def __enter__(self) -> "DtypeProbe":
         if any(module._compiled_call_impl for module in self.model.modules()):
             return self
-        for name, module in self.model.named_modules():
-            self._watch(name, module)
-        # Compiled kernels are not dispatched one by one.
-        if not isinstance(self.model, torch._dynamo.OptimizedModule):
-            self._stack.enter_context(_ComputeDtypes(self))
+        begin = partial(self._note, "inputs")
+        end = partial(self._note, "outputs")
+        for dotted_name, module in self.model.named_modules():
+            name = dotted_name or ROOT
+            self.tape.watch_calls(name, module, begin, end)
+            for p in module.parameters(recurse=False):
+                if p.requires_grad:
+                    self.tape.watch_gradient(p, partial(self._note_gradient, name))
+        if self._shows_kernels:
+            self.tape.enter_context(_ComputeDtypes(self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.tape.close()
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self.running.append(name)
-            self.seen[name]["inputs"] |= _names((args, kwargs))
+    def _note(self, column: str, name: str, values: Any) -> None:
+        self.seen[name][column] |= _names(values)
 
-        def after(_: nn.Module, args: Any, output: Any) -> None:
-            self.running.pop()
-            self.seen[name]["outputs"] |= _names(output)
-
-        def accumulated(param: Tensor) -> None:
-            self.seen[name]["gradients"] |= _names(param.grad)
-
-        handles = [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after),
-        ]
-        for p in module.parameters(recurse=False):
-            if p.requires_grad:
-                handles.append(p.register_post_accumulate_grad_hook(accumulated))
-        for handle in handles:
-            self._stack.callback(handle.remove)
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
+        self._note("gradients", name, parameter.grad)
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each module that ran, in the model's order."""
         rows = []
         for name, module in self.model.named_modules():
-            seen = self.seen.get(name)
+            seen = self.seen.get(name or ROOT)
             if not seen or not seen["outputs"]:
                 continue
             columns = {"stores": _names(list(module.parameters(recurse=False)))}
             for column in ("inputs", "computes", "outputs", "gradients"):
                 columns[column] = seen[column]
             row = {key: " ".join(sorted(value)) for key, value in columns.items()}
-            rows.append({"module": name or "(model)", "kind": type(module).__name__, **row})
+            rows.append({"module": name or ROOT, "kind": type(module).__name__, **row})
         return rows

@@ -1,13 +1,13 @@
 """Trace where numbers stop being finite: each module's output and gradients, in one step."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from runner.utils.module_tape import ROOT, ModuleTape
 from runner.utils.tensors import dtype_name, widest_float
 
 
@@ -63,15 +63,15 @@ class NonfiniteTrace:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.rows: list[TracedTensor] = []
-        self._stack = ExitStack()
+        self._tape = ModuleTape()
 
     def __enter__(self) -> "NonfiniteTrace":
         for name, module in self.model.named_modules():
-            self._watch(name or "(model)", module)
+            self._watch(name or ROOT, module)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._tape.close()
 
     def record(self, phase: str, module: str, kind: str, tensor: str, nest: Any) -> None:
         """Add the floating and complex tensors of a nest."""
@@ -82,7 +82,7 @@ class NonfiniteTrace:
     def _watch(self, name: str, module: nn.Module) -> None:
         kind = type(module).__name__
 
-        def after(_: nn.Module, args: Any, output: Any) -> None:
+        def end(_: str, output: Any) -> None:
             self.record("forward", name, kind, "output", output)
             for value in tree_leaves(output):
                 # On the output: a backward hook on the module refuses what writes in place.
@@ -92,15 +92,15 @@ class NonfiniteTrace:
         def gradient(grad: Tensor) -> None:
             self.record("backward", name, kind, "gradient of the output", grad)
 
-        self._stack.callback(module.register_forward_hook(after).remove)
+        # Recomputed, too: a reentrant checkpoint has gradients in the second forward alone.
+        self._tape.watch_calls(name, module, end=end, recomputed=True)
         for key, param in module.named_parameters(recurse=False):
             if param.requires_grad:
                 # The default binds this parameter's name, not the last one of the loop.
                 def accumulated(made: Tensor, key: str = key) -> None:
                     self.record("backward", name, kind, f"gradient of {key}", made.grad)
 
-                handle = param.register_post_accumulate_grad_hook(accumulated)
-                self._stack.callback(handle.remove)
+                self._tape.watch_gradient(param, accumulated)
 
 
 def first_nonfinite(rows: Sequence[TracedTensor]) -> int | None:

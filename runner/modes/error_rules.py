@@ -22,6 +22,7 @@ from runner.precision.emulation.float16 import choose_kernels
 from runner.precision.keep_fp32 import Float32Island
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import Task
+from runner.utils.module_tape import ModuleTape
 from runner.utils.modules import matches_pattern
 from runner.utils.tensors import dtype_name
 
@@ -369,22 +370,16 @@ def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
     without_grad: list[str] = []
     with_gradient: list[str] = []
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
-                without_grad.append(name)
-            if _requires_grad(output):
-                with_gradient.append(name)
+    def note(name: str, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            without_grad.append(name)
+        if _requires_grad(output):
+            with_gradient.append(name)
 
-        return hook
-
-    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
-    try:
-        with torch.enable_grad():
-            output = call()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ModuleTape() as tape, torch.enable_grad():
+        for name, module in model.named_modules():
+            tape.watch_calls(name, module, end=note)
+        output = call()
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     start = "The loss has no gradient, so nothing can train."
     if _requires_grad(output):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from runner.distributed.strategy import is_sharded
 from runner.precision.contract import ConversionReport
 from runner.precision.conversion import ROOT_NAME
+from runner.utils.module_tape import ModuleTape
 
 _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 # Questions whose answers differ between a packed weight [bytes, 1] and the weight it represents.
@@ -96,8 +97,7 @@ class ForwardWatch(TorchFunctionMode):
         self._model_depth = 0
         # Names of the layers whose weights the running forwards of other modules hold as theirs.
         self._held_weights: list[set[str]] = []
-        # Each module whose forward is replaced, and the instance attribute that it had before.
-        self._forwards: list[tuple[nn.Module, Any]] = []
+        self._tape = ModuleTape()
 
     @property
     def bypassed(self) -> set[str]:
@@ -108,8 +108,6 @@ class ForwardWatch(TorchFunctionMode):
         }
 
     def __enter__(self) -> "ForwardWatch":
-        # Not by hooks: `layer.forward(x)` does not call them, and their presence changes the path
-        # that some modules take.
         names = {id(layer): name for name, layer in self.layers.items()}
         for module in self.model.modules():
             held = [*module._parameters.values()]
@@ -119,26 +117,16 @@ class ForwardWatch(TorchFunctionMode):
             weights = {self._names[id(p)] for p in held if id(p) in self._names}
             if id(module) in names:
                 name = names[id(module)]
-                self._replace_forward(module, self._watched_layer_forward(module, name))
+                self._tape.replace_forward(module, self._watched_layer_forward(module, name))
             elif weights:
-                self._replace_forward(module, self._watched_holder_forward(module, weights))
+                self._tape.replace_forward(module, self._watched_holder_forward(module, weights))
         # Last, around the wrapper that a model which is itself a layer has by now.
-        self._replace_forward(self.model, self._watched_model_forward(self.model))
+        self._tape.replace_forward(self.model, self._watched_model_forward(self.model))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        # In reverse, because a model that is itself a layer was replaced twice.
-        for module, forward in reversed(self._forwards):
-            del vars(module)["forward"]
-            if forward is not None:
-                vars(module)["forward"] = forward
-        self._forwards.clear()
-
-    def _replace_forward(self, module: nn.Module, forward: Any) -> None:
-        # On the instance, so that the class and other instances of it stay as they are.
-        self._forwards.append((module, vars(module).get("forward")))
-        vars(module)["forward"] = forward
+        self._tape.close()
 
     def _watched_model_forward(self, module: nn.Module) -> Any:
         """Return the model's forward, wrapped so that reads count inside it only."""

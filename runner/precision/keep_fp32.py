@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.precision.casting import cast_floats, cast_nest
-from runner.precision.layers.backward_checks import is_in_backward
 from runner.utils.errors import ConfigError
+from runner.utils.module_tape import is_in_backward
 from runner.utils.modules import outermost_names, select_modules
 
 ISLAND_REASON = "kept in float32 by precision.keep_fp32"

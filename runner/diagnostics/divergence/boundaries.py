@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-ROOT = "(model)"
-"""Name of the model itself, whose dotted name is empty."""
+from runner.utils.module_tape import ROOT, ModuleTape
+
 LOSS = "(loss)"
 """Name of the code after the model: the task's loss, which takes the model's output."""
 BATCH = "(batch)"
@@ -107,15 +107,10 @@ class Visitor(Protocol):
 
 def comparable_modules(model: nn.Module) -> set[str]:
     """Return the names of the modules whose calls can be seen: all but those inside a compiled
-    module, which run as one program, and containers, which are not called."""
+    module, which run as one program."""
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     inside = {part for module in compiled for part in module.modules() if part is not module}
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return {
-        name or ROOT
-        for name, module in model.named_modules()
-        if module not in inside and not isinstance(module, containers)
-    }
+    return {name or ROOT for name, module in model.named_modules() if module not in inside}
 
 
 def functions_are_seen(model: nn.Module) -> bool:
@@ -136,26 +131,17 @@ def visited_modules(
     Listeners hear of nothing where a part of the model is compiled.
     """
     calls = ModuleCalls(visitor)
-    replaced: list[tuple[nn.Module, str, Any]] = []
-    for name, module in model.named_modules():
-        own_name = name or ROOT
-        if own_name not in names:
-            continue
-        # The forward of a compiled module would be traced into its program.
-        key = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
-        replaced.append((module, key, vars(module).get(key)))
-        vars(module)[key] = calls.wrap(own_name, getattr(module, key))
     functions = _OwnFunctions(calls, listeners) if functions_are_seen(model) else nullcontext()
-    try:
-        with warnings.catch_warnings(), functions:
-            # The compiler looks for a gradient of what it gets, which is the output of a visit.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            yield calls
-    finally:
-        for module, key, earlier in reversed(replaced):
-            del vars(module)[key]
-            if earlier is not None:
-                vars(module)[key] = earlier
+    with ModuleTape() as tape, warnings.catch_warnings(), functions:
+        for dotted_name, module in model.named_modules():
+            name = dotted_name or ROOT
+            if name in names:
+                # The forward of a compiled module would be traced into its program.
+                key = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+                tape.replace_forward(module, calls.wrap(name, getattr(module, key)), key)
+        # The compiler looks for a gradient of what it gets, which is the output of a visit.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield calls
 
 
 class ModuleCalls:

@@ -2,15 +2,14 @@
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.diagnostics.memory.kernel_workspace import workspace_bytes
+from runner.utils.module_tape import ModuleTape, is_in_backward
 from runner.utils.tensors import inner_tensors
 
 _CUDA_BLOCK = 512
@@ -88,12 +87,12 @@ class MemoryTracker(TorchDispatchMode):
         kind, size, _ = self._held.pop(key)
         self._now[kind] -= size
 
-    def gradients_of(self, params: Sequence[Tensor]) -> ExitStack:
+    def gradients_of(self, params: Sequence[Tensor]) -> ModuleTape:
         """Return a context in which a parameter's complete gradient is counted as one."""
-        stack = ExitStack()
+        tape = ModuleTape()
         for p in params:
-            stack.callback(p.register_post_accumulate_grad_hook(self._gradient).remove)
-        return stack
+            tape.watch_gradient(p, self._gradient)
+        return tape
 
     def _gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -103,9 +102,7 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Only autograd's engine runs inside a graph task; it is -1 in a forward.
-        is_backward = torch._C._current_graph_task_id() != -1
-        kind = TEMPORARIES if is_backward or self._updates else self.kind
+        kind = TEMPORARIES if is_in_backward() or self._updates else self.kind
         self.add(kind, *self._new(result))
         # The workspace is freed when the operator returns: it counts at this moment alone.
         now = list(self._now)

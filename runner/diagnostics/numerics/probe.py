@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from runner.diagnostics.numerics.measure import (
 )
 from runner.diagnostics.numerics.results import KINDS, NumericsSnapshot, TensorStats
 from runner.training.state import TrainState
+from runner.utils.module_tape import ROOT, ModuleTape
 
 MAX_OUTPUT_SAMPLES = 4
 """Output tensors of one module in a forward after which no further call of it is measured."""
@@ -41,40 +41,23 @@ def modules_holding_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, 
         unseen = [p for p in held if id(p) not in seen]
         seen.update(map(id, held))
         if held:
-            yield name or "(model)", module, unseen
+            yield name or ROOT, module, unseen
 
 
-class OperationWatcher(TorchFunctionMode):
-    """Reports the results of operations inside the forward of modules that are not torch's own.
-
-    Numbers may leave a format's range there although inputs and outputs fit. torch's own modules
-    are single operations: their output is measured by another hook.
+class _OperationWatcher(TorchFunctionMode):
+    """Reports the results of torch's functions.
 
     Args:
-        record: called with the dotted name of the running module and an operation's result.
+        record: called with each result.
     """
 
-    def __init__(self, record: Callable[[str, Any], None]) -> None:
+    def __init__(self, record: Callable[[Any], None]) -> None:
         super().__init__()
         self.record = record
-        # The modules whose forward is running, the innermost last; "" for one of torch's.
-        self._running: list[str] = []
-
-    def watch(self, name: str, module: nn.Module) -> Iterator[Any]:
-        """Register hooks that note when a module's forward runs, and yield their handles."""
-        recorded_name = name if is_user_code(module) else ""
-        yield module.register_forward_pre_hook(lambda *_: self._running.append(recorded_name))
-        # always_call: after a forward that raises, the stack would otherwise name a wrong module.
-        yield module.register_forward_hook(self._end_forward, always_call=True)
-
-    def _end_forward(self, *_: object) -> None:
-        # Returns None in any case: torch takes another value as the module's new output.
-        self._running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._running and self._running[-1]:
-            self.record(self._running[-1], result)
+        self.record(result)
         return result
 
 
@@ -97,7 +80,7 @@ class Probe:
     def __init__(self, state: TrainState, record: Callable[[NumericsSnapshot], None]) -> None:
         self.state = state
         self.record = record
-        self._hooks = ExitStack()
+        self._tape = ModuleTape()
 
     def __enter__(self) -> None:
         # The scale is read now: the step itself may change it.
@@ -108,35 +91,26 @@ class Probe:
         self._gradients: dict[int, Sample] = {}
         self._weights: list[tuple[str, Tensor, Sample]] = []
         model = self.state.plain_model
-        # A forward hook on the whole model: it runs once for each micro-batch.
-        self._hooks.callback(model.register_forward_pre_hook(self._begin_forward).remove)
-        self._watch_operations(model)
-        self._watch_tensors(model)
-
-    def _watch_operations(self, model: nn.Module) -> None:
-        """Record the results of operations inside the user's modules."""
-        operations = OperationWatcher(self._record_operation)
-        for name, module in model.named_modules():
-            for hook in operations.watch(name or "(model)", module):
-                self._hooks.callback(hook.remove)
-        self._hooks.enter_context(operations)
-
-    def _watch_tensors(self, model: nn.Module) -> None:
-        """Sample the weights, and record outputs and gradients when the step makes them."""
         trainable = {id(p) for p in self.state.trainable_parameters}
+        holders = set()
         for name, module, params in modules_holding_tensors(model):
-            record_output = self._output_hook(name, is_user_code(module))
-            self._hooks.callback(module.register_forward_hook(record_output).remove)
+            holders.add(module)
             for p in filter(is_measurable, params):
                 # Before the step: the update is the difference to a second sample after it, so no
                 # optimizer has to cooperate.
                 self._weights.append((name, p, take_sample(p)))
                 if id(p) in trainable:
-                    hook = p.register_post_accumulate_grad_hook(self._record_gradient)
-                    self._hooks.callback(hook.remove)
+                    self._tape.watch_gradient(p, self._record_gradient)
+        self._user_code = {n or ROOT for n, m in model.named_modules() if is_user_code(m)}
+        for name, module in model.named_modules():
+            # The whole model is called once for each micro-batch.
+            begin = self._begin_forward if module is model else None
+            end = self._record_output if module in holders else None
+            self._tape.watch_calls(name or ROOT, module, begin, end)
+        self._tape.enter_context(_OperationWatcher(self._record_operation))
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._hooks.close()
+        self._tape.close()
         snapshot = None if error else self._measure()
         # Samples are freed now: a probe lives as long as its run.
         del self._activations, self._inner, self._inner_tensors, self._gradients, self._weights
@@ -148,30 +122,31 @@ class Probe:
         self._activations.clear()
         self._inner.clear()
 
-    def _record_operation(self, name: str, result: Any) -> None:
-        samples = self._inner[name]
-        if len(samples) >= MAX_INNER_OPERATIONS:
+    def _record_operation(self, result: Any) -> None:
+        """Sample the result of an operation inside the forward of a module that is not torch's own.
+
+        Numbers may leave a format's range there although inputs and outputs fit. torch's own
+        modules are single operations: their output is sampled at the end of their call.
+        """
+        name = self._tape.running[-1] if self._tape.running else ""
+        if name not in self._user_code or len(self._inner[name]) >= MAX_INNER_OPERATIONS:
             return
         if isinstance(result, Tensor) and is_measurable(result):
-            samples.append(take_sample(result, masked=True))
+            self._inner[name].append(take_sample(result, masked=True))
             # The tensor itself is held, because a freed one's id may be reused.
             self._inner_tensors[name].append(result)
 
-    def _output_hook(self, name: str, masked: bool) -> Callable[[nn.Module, Any, Any], None]:
-        """Return a forward hook that samples a module's outputs."""
-
-        def record_output(_: nn.Module, args: Any, output: Any) -> None:
-            samples = self._activations[name]
-            if len(samples) < MAX_OUTPUT_SAMPLES:
-                # An output that is also the result of a measured operation counts once.
-                counted = {id(t) for t in self._inner_tensors[name]}
-                for leaf in tree_leaves(output):
-                    measurable = isinstance(leaf, Tensor) and is_measurable(leaf)
-                    if measurable and id(leaf) not in counted:
-                        samples.append(take_sample(leaf, masked))
-            self._inner_tensors[name].clear()
-
-        return record_output
+    def _record_output(self, name: str, output: Any) -> None:
+        """Sample a module's outputs."""
+        samples = self._activations[name]
+        if len(samples) < MAX_OUTPUT_SAMPLES:
+            # An output that is also the result of a measured operation counts once.
+            counted = {id(t) for t in self._inner_tensors[name]}
+            for leaf in tree_leaves(output):
+                measurable = isinstance(leaf, Tensor) and is_measurable(leaf)
+                if measurable and id(leaf) not in counted:
+                    samples.append(take_sample(leaf, masked=name in self._user_code))
+        self._inner_tensors[name].clear()
 
     def _record_gradient(self, param: Tensor) -> None:
         """Sample a gradient as the backward leaves it.
@@ -197,7 +172,7 @@ class Probe:
         if not _has_update(counts):
             # The optimizer skipped the step: updates of zero would read as swallowed ones.
             counts = {key: found for key, found in counts.items() if key[1] != "updates"}
-        names = [name or "(model)" for name, _ in self.state.plain_model.named_modules()]
+        names = [name or ROOT for name, _ in self.state.plain_model.named_modules()]
         order = [(n, k) for n in names for k in KINDS if (n, k) in counts]
         scale = None if self._scale is None else self._scale.item()
         stats = tuple(tensor_stats(*key, counts[key]) for key in order)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.utils.errors import ConfigError
+from runner.utils.module_tape import is_in_backward
 
 
 def forbid_second_derivative(output: Tensor) -> Tensor:
@@ -39,11 +40,6 @@ def _refuse_graph(grad: Tensor) -> None:
             "only. Type precision.ignore_modules=[<its layers>], which computes those in the "
             "precision of the rest, or precision=bf16-mixed."
         )
-
-
-def is_in_backward() -> bool:
-    """Return whether a backward runs; a forward within it recomputes activations."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def refuse_recompute(module: nn.Module, args: Any) -> None:
