@@ -49,10 +49,16 @@ def data_problems(
         labelled = labelled or _has_labels(task, target)
         for name, nest in (("inputs", inputs), ("targets", target)):
             not_finite[name] += indices[_not_finite(nest, len(indices))].tolist()
-        wrong = _misplaced(task, target, classes, len(indices))
+        # Only tensors and boxes have labels, and a collator may have made another number of rows.
+        has_classes = isinstance(target, Tensor) or isinstance(task, Detection)
+        wrong = None
+        if classes and has_classes and len(target) == len(indices):
+            wrong = task.misplaced(target, classes)
         if wrong is not None and wrong.any():
             if first_mislabelled is None:
-                first_mislabelled = _labels_of_one(target[int(wrong.nonzero()[0])])
+                first = target[int(wrong.nonzero()[0])]
+                # In detection a sample's target has the labels beside boxes.
+                first_mislabelled = first["labels"] if isinstance(first, Mapping) else first
             mislabelled += indices[wrong.cpu()].tolist()
         # After a portion, not before it: one is checked however slow the data is.
         if perf_counter() > deadline:
@@ -92,22 +98,6 @@ def _has_labels(task: Task, target: Any) -> bool:
     """Return whether a label counts; also True where the task does not count labels."""
     labels = labels_of(task, target) if isinstance(target, Tensor) else None
     return labels is None or bool(labels)
-
-
-def _misplaced(task: Task, target: Any, classes: int | None, count: int) -> Tensor | None:
-    """Return which of `count` samples have a label outside the classes: bool [count].
-
-    None where the task has no labels, or a collator has made another number of rows of them.
-    """
-    has_classes = isinstance(target, Tensor) or isinstance(task, Detection)
-    if not classes or not has_classes or len(target) != count:
-        return None
-    return task.misplaced(target, classes)
-
-
-def _labels_of_one(target: Any) -> Tensor:
-    """Return the labels of one sample's target, which has them beside boxes in detection."""
-    return target["labels"] if isinstance(target, Mapping) else target
 
 
 def label_problem(target: Tensor, classes: int) -> str:
@@ -151,14 +141,11 @@ def _not_finite(nest: Any, count: int) -> Tensor:
         if not isinstance(value, Tensor) or value.shape[:1] != (count,):
             continue
         real = torch.view_as_real(value) if value.is_complex() else value
-        # Almost all data passes the cheap test; the samples are found only where it fails.
-        if real.is_floating_point() and real.numel() and not _all_finite(real):
+        if not real.is_floating_point() or not real.numel():
+            continue
+        # Almost all data passes this cheap test, which makes no copy: the samples are looked for
+        # only where it fails. A NaN is both the least and the greatest.
+        low, high = real.aminmax()
+        if not (low.isfinite() & high.isfinite()):
             wrong |= ~real.isfinite().reshape(count, -1).all(1).cpu()
     return wrong
-
-
-def _all_finite(values: Tensor) -> bool:
-    """Return whether all values are finite, in one pass that makes no copy."""
-    # A NaN is returned as both the least and the greatest.
-    low, high = values.aminmax()
-    return bool(low.isfinite() & high.isfinite())

@@ -100,7 +100,12 @@ class BatchSaver:
         if not micro_batches and begun is None:
             return _NO_INDICES
         path = self.folder / GUARD_FOLDER / f"batch-{step:06d}.json"
-        command = self.replay_command(path)
+        # The run's own command with debug=replay in place of training: a replay resumes nothing,
+        # sweeps nothing and has its own mode.
+        dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
+        words = [w for w in self.origin.overrides if not w.lstrip("+~").startswith(dropped)]
+        replay = ["debug=replay", f"batch={relative_path(path)}"]
+        command = self.origin.command_text([*words, *replay])
         content = {
             "why": why,
             "steps": [step, step + count - 1],
@@ -125,13 +130,6 @@ class BatchSaver:
             return f"The samples are {micro_batches} of the training set." if micro_batches else ""
         subject = "samples are" if micro_batches else "step is"
         return f"The {subject} in {relative_path(path)}; to see where it begins:\n{command}"
-
-    def replay_command(self, path: Path) -> str:
-        """Return the run's own command, with debug=replay in place of training."""
-        # A replay resumes nothing, sweeps nothing and has its own mode.
-        dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
-        words = [w for w in self.origin.overrides if not w.lstrip("+~").startswith(dropped)]
-        return self.origin.command_text([*words, "debug=replay", f"batch={relative_path(path)}"])
 
 
 def read_saved_batch(path: Path) -> SavedBatch:

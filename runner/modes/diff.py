@@ -36,9 +36,9 @@ from runner.diagnostics.divergence.dump import (
     weights_digest,
     write_dump,
 )
-from runner.diagnostics.divergence.log_probabilities import log_probability_error
 from runner.diagnostics.divergence.reference import generator_states
 from runner.diagnostics.divergence.roundoffs import Execution
+from runner.diagnostics.divergence.tensor_error import log_probability_error
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.diff_reference import DiffReference, resolve_reference
 from runner.modes.diff_run import (

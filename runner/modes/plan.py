@@ -9,8 +9,12 @@ from rich.table import Table
 from torch import nn
 
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
-from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
-from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
+from runner.diagnostics.memory.forecast import (
+    USABLE_MEMORY_SHARE,
+    free_memory,
+    largest_fitting_batch,
+    peak_forecast,
+)
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision

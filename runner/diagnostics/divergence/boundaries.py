@@ -1,10 +1,11 @@
 """Pass every tensor that enters or leaves a module through a function, and count the calls."""
 
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -52,22 +53,12 @@ class Boundary(NamedTuple):
         return cls(module, int(call), side, int(number))
 
 
-class FunctionListener(Protocol):
-    """Is told what the functions of torch return in the modules' own code."""
-
-    def __call__(self, module: str, name: str, arguments: Any, result: Any) -> None:
-        """Note a call.
-
-        Args:
-            module: whose own code calls the function.
-            name: of the function, without underscores around it.
-            arguments: of the call, nested in any way.
-            result: what it returned.
-        """
-        ...
+FunctionListener = Callable[[str, str, Any, Any], None]
+"""Is called with the name of the module whose own code calls a function of torch, the function's
+name without underscores around it, its nested arguments and its result."""
 
 
-class Visitor(Protocol):
+class Visitor(ABC):
     """What a pass over a model does with the tensors at the boundaries."""
 
     def begin_call(self, module: str, call: int) -> None:
@@ -76,6 +67,7 @@ class Visitor(Protocol):
     def end_call(self, module: str, call: int) -> None:
         """Note that a call has ended, after its output was visited."""
 
+    @abstractmethod
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Return the tensor that crosses the boundary in place of this one.
 
@@ -85,8 +77,8 @@ class Visitor(Protocol):
             user: name of the module whose own code takes it.
             tensor: floating, integer or boolean.
         """
-        ...
 
+    @abstractmethod
     def visit_written(
         self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
     ) -> None:
@@ -98,11 +90,10 @@ class Visitor(Protocol):
             tensor: what the module was given in its place.
             writes: whether something was written into it during the call.
         """
-        ...
 
     def weigh(self, module: str, tensor: Tensor) -> Tensor:
         """Return what a module's own code chooses among in place of these floating numbers."""
-        ...
+        return tensor
 
 
 def comparable_modules(model: nn.Module) -> set[str]:
@@ -121,10 +112,7 @@ def functions_are_seen(model: nn.Module) -> bool:
 
 @contextmanager
 def visited_modules(
-    model: nn.Module,
-    names: Collection[str],
-    visitor: Visitor,
-    *listeners: FunctionListener,
+    model: nn.Module, names: Collection[str], visitor: Visitor, *listeners: FunctionListener
 ) -> Iterator["ModuleCalls"]:
     """Return a context in which the modules of these names pass their tensors to a visitor.
 
@@ -158,12 +146,10 @@ class ModuleCalls:
     @property
     def own_code(self) -> str:
         """Return the module whose own code runs now; empty while the visitor does."""
-        return "" if self._visits else self._running_code()[0]
-
-    def _running_code(self) -> tuple[str, int]:
-        """Return the module whose own code runs, and the number of its call."""
-        module, call = self._running[-1]
-        return (LOSS if module == BATCH else module), call
+        module, _ = self._running[-1]
+        if self._visits:
+            return ""
+        return LOSS if module == BATCH else module
 
     @contextmanager
     def _visiting(self) -> Iterator[None]:
@@ -186,15 +172,17 @@ class ModuleCalls:
             with self._visiting():
                 self._visitor.begin_call(name, number)
                 args, kwargs = given = self._cross(taken, name, number, "in", caller)
-            written = _Inputs(taken, given)
+            pairs = zip(tree_leaves(taken), tree_leaves(given), strict=True)
+            inputs = [(*pair, pair[1]._version) for pair in pairs if _is_compared(pair[0])]
             self._running.append((name, number))
             try:
                 output = forward(*args, **kwargs)
             finally:
                 self._running.pop()
             with self._visiting():
-                for index, (held, tensor, writes) in enumerate(written):
+                for index, (held, tensor, version) in enumerate(inputs):
                     boundary = Boundary(name, number, WRITTEN, index)
+                    writes = tensor._version != version
                     self._visitor.visit_written(boundary, held, tensor, writes)
                 output = self._cross(output, name, number, "out", caller)
                 self._visitor.end_call(name, number)
@@ -211,13 +199,14 @@ class ModuleCalls:
 
     def weigh(self, tensor: Tensor) -> Tensor:
         """Return what a function of CHOICES chooses among, passed to the visitor."""
+        module = self.own_code
         with self._visiting():
-            return self._visitor.weigh(self._running_code()[0], tensor)
+            return self._visitor.weigh(module, tensor)
 
     def choose(self, function: str, indices: Tensor) -> Tensor:
         """Return the indices that a function of CHOICES returned, passed to the visitor."""
-        module, call = self._running_code()
-        key = (module, call, function)
+        module = self.own_code
+        key = (module, self._running[-1][1], function)
         boundary = Boundary(*key, self._choices[key])
         self._choices[key] += 1
         with self._visiting():
@@ -226,36 +215,14 @@ class ModuleCalls:
     def _cross(self, nest: Any, name: str, number: int, side: str, caller: str) -> Any:
         """Return a module's arguments or output with every tensor visited."""
         leaves, structure = tree_flatten(nest)
+        owner, user = (caller, name) if side == "in" else (name, caller)
         # The caller of the model is the loss where its output is used.
-        outside = LOSS if caller == BATCH else caller
-        found = 0
-        for position, leaf in enumerate(leaves):
-            if not _is_compared(leaf):
-                continue
-            boundary = Boundary(name, number, side, found)
-            owner, user = (caller, name) if side == "in" else (name, outside)
-            leaves[position] = self._visitor.visit(boundary, owner, user, leaf)
-            found += 1
+        user = LOSS if user == BATCH else user
+        compared = [position for position, leaf in enumerate(leaves) if _is_compared(leaf)]
+        for index, position in enumerate(compared):
+            boundary = Boundary(name, number, side, index)
+            leaves[position] = self._visitor.visit(boundary, owner, user, leaves[position])
         return tree_unflatten(leaves, structure)
-
-
-class _Inputs:
-    """The tensors that a module was given in the place of those that its caller holds.
-
-    Args:
-        taken: arguments of the caller.
-        given: the same after the visits.
-    """
-
-    def __init__(self, taken: Any, given: Any) -> None:
-        pairs = zip(tree_leaves(taken), tree_leaves(given), strict=True)
-        self._pairs = [(held, tensor) for held, tensor in pairs if _is_compared(held)]
-        self._versions = [tensor._version for _, tensor in self._pairs]
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Yield the caller's tensor, the module's, and whether that was written into since."""
-        for (held, tensor), version in zip(self._pairs, self._versions, strict=True):
-            yield held, tensor, tensor._version != version
 
 
 class _OwnFunctions(TorchFunctionMode):

@@ -1,11 +1,13 @@
 """Compare two executions of one model on one batch, module by module."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.boundaries import (
@@ -16,39 +18,36 @@ from runner.diagnostics.divergence.boundaries import (
     functions_are_seen,
     visited_modules,
 )
-from runner.diagnostics.divergence.expected_error import Perturber
 from runner.diagnostics.divergence.findings import (
-    MeasuredErrors,
     ModuleErrors,
+    build_network,
     first_divergence,
     module_errors,
 )
-from runner.diagnostics.divergence.narrow_code import NarrowCode
-from runner.diagnostics.divergence.network import Network, build_network
-from runner.diagnostics.divergence.operations import (
-    OperationTrace,
-    first_different_operation,
-)
 from runner.diagnostics.divergence.passes import (
     Arrival,
+    PassErrors,
     Substitution,
-    buffer_errors,
-    parameter_errors,
+    pass_errors,
     weight_errors,
 )
 from runner.diagnostics.divergence.reference import (
+    NarrowCode,
     Overwritten,
     Recorder,
     Reference,
+    set_generator_states,
     writes_in_place,
 )
-from runner.diagnostics.divergence.roundoffs import Execution, find_roundoffs, narrow_dtype
-from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors
-from runner.diagnostics.divergence.trial_runs import (
-    settle_own_scales,
-    trial_run,
-    with_settled_scale,
+from runner.diagnostics.divergence.roundoffs import (
+    Execution,
+    Perturber,
+    find_roundoffs,
+    narrow_dtype,
 )
+from runner.diagnostics.divergence.tensor_error import larger_errors, measure_error
+from runner.precision.contract import Precision
+from runner.training.state import saved_state
 from runner.training.step import backpropagate, loss_of
 from runner.utils.tensors import unit_roundoff
 
@@ -120,7 +119,7 @@ def record_reference(
         narrow_code = NarrowCode(narrow_dtype(execution.precision))
         if functions_are_seen(model):
             recorder.reference.narrow_code = narrow_code
-        with trial_run(execution, generators):
+        with _trial_run(execution, generators):
             with visited_modules(model, names, recorder, narrow_code) as calls:
                 loss = calls.cross_loss(loss_of(execution.state, *batch))
             backpropagate(execution.state, loss * scale)
@@ -131,32 +130,20 @@ def record_reference(
     raise AssertionError("copies are not overwritten")
 
 
-class StateErrors(NamedTuple):
-    """The errors of a model after a forward and backward.
-
-    Attributes:
-        gradients: of the parameters, by name.
-        buffers: by name.
-    """
-
-    gradients: dict[str, TensorError]
-    buffers: dict[str, TensorError]
-
-
 class FreeRun(NamedTuple):
     """An execution without substitution.
 
     Attributes:
-        arrival: errors of what crosses the boundaries.
+        arrival: its visitor.
+        errors: of what crosses the boundaries, of gradients and of buffers.
         loss: of the batch.
-        state: errors of gradients and buffers.
         narrow_code: which modules' own code computes in the precision's narrow dtype; None where
             its functions are not seen.
     """
 
     arrival: Arrival
+    errors: PassErrors
     loss: float
-    state: StateErrors
     narrow_code: NarrowCode | None
 
 
@@ -179,110 +166,60 @@ def compare_batch(
     names = comparable_modules(execution.state.plain_model)
     names &= comparable_modules(reference_execution.state.plain_model)
     first, second = (_Pass(batch, generators, names) for batch in batches)
-    execution = with_settled_scale(execution, batches[1], generators)
-    reference_execution = with_settled_scale(reference_execution, batches[0], generators)
+    execution = _with_settled_scale(execution, second)
+    reference_execution = _with_settled_scale(reference_execution, first)
     if reference_execution.precision.name != execution.precision.name:
-        settle_own_scales(execution, batches[1], generators)
-        settle_own_scales(reference_execution, batches[0], generators)
+        _settle_own_scales(execution, second)
+        _settle_own_scales(reference_execution, first)
     reference = recorded or record_reference(reference_execution, batches[0], generators, names)
     free = _run_freely(execution, reference, second)
     roundoffs = find_roundoffs(
         reference_execution, execution, reference, free.arrival.dtypes, free.narrow_code
     )
     copies = reference.writes_in_place or free.arrival.writes_in_place
-    added = Substitution(reference, execution, copies)
-    state_added = _substitute(execution, added, reference, second)
+    added = _substitute(Substitution(reference, execution, copies), second)
     network = build_network(execution, reference, free.arrival, added, roundoffs)
-    errors = MeasuredErrors(
-        arrived=free.arrival.forward,
-        gradient_arrived=free.arrival.backward,
-        added=added.forward,
-        gradient_added=added.backward,
-        parameters_added=state_added.gradients,
-        buffers_added=state_added.buffers,
-    )
-    rows = _judged_rows(reference_execution, reference, network, errors, first, copies)
+    rows: list[ModuleErrors] = []
+    explained = PassErrors({}, {}, {}, {})
+    # What rounding explains is measured in the reference's own execution.
+    for draw in range(_KINK_DRAWS):
+        perturber = Perturber(roundoffs, reference, execution.device, draw)
+        visitor = Substitution(reference, reference_execution, copies, perturber)
+        with perturber.perturbed_parameters(reference_execution.state.plain_model):
+            drawn = _substitute(visitor, first)
+        explained = PassErrors(*map(larger_errors, explained, drawn))
+        rows = module_errors(network, free.errors, added, explained)
+        divergence = first_divergence(rows)
+        if divergence is None or divergence.added.found.peak < _KINK_PEAK:
+            break
     rows = _with_operation(rows, (reference_execution, execution), reference, (first, second))
     outputs = free.arrival.outputs
-    output_errors = [errors.arrived[b].relative for b in outputs if b in errors.arrived]
+    output_errors = [free.errors.forward[b].relative for b in outputs if b in free.errors.forward]
+    every_error = [error for errors in free.errors for error in errors.values()]
+    # The error of all gradients taken as one.
+    gradients = free.errors.gradients.values()
+    gradient_norm = sum(error.norm**2 for error in gradients) ** 0.5
+    error_norm = sum(error.error**2 for error in gradients) ** 0.5
+    gradient_error = error_norm / gradient_norm if gradient_norm else 0.0
     return BatchComparison(
         rows,
         (reference.loss, free.loss),
         max(output_errors, default=0.0),
-        _joined_error(free.state.gradients),
+        gradient_error,
         _logits(reference, outputs),
         execution.scale,
-        not any(error.error or error.nonfinite for error in _free_errors(free)),
+        not any(error.error or error.nonfinite for error in every_error),
         reference_execution.precision.name == execution.precision.name,
-        _other_calls(reference, free.arrival),
-        _other_weights(execution, reference_execution),
+        _uneven_calls(reference, free.arrival),
+        _other_weights(execution.state.plain_model, reference_execution.state.plain_model),
     )
-
-
-def _judged_rows(
-    execution: Execution,
-    reference: Reference,
-    network: Network,
-    errors: MeasuredErrors,
-    settings: _Pass,
-    copies: bool,
-) -> list[ModuleErrors]:
-    """Return the rows of a comparison, after measuring in the reference's own execution what
-    rounding explains."""
-    rows: list[ModuleErrors] = []
-    for draw in range(_KINK_DRAWS):
-        perturber = Perturber(network.roundoffs, reference, execution.device, draw)
-        expected = Substitution(reference, execution, copies, perturber)
-        with perturber.perturbed_parameters(execution.state.plain_model):
-            state_expected = _substitute(execution, expected, reference, settings)
-        errors = replace(
-            errors,
-            expected=larger_errors(errors.expected, expected.forward),
-            gradient_expected=larger_errors(errors.gradient_expected, expected.backward),
-            parameters_expected=larger_errors(errors.parameters_expected, state_expected.gradients),
-            buffers_expected=larger_errors(errors.buffers_expected, state_expected.buffers),
-        )
-        rows = module_errors(network, errors)
-        found = first_divergence(rows)
-        if found is None or found.added.found.peak < _KINK_PEAK:
-            break
-    return rows
-
-
-def _other_calls(reference: Reference, arrival: Arrival) -> dict[str, tuple[int, int]]:
-    """Return how often the execution and the reference call each module that they call unequally
-    often, in order."""
-    found = Counter(module for module, _ in arrival.calls)
-    wanted = Counter(module for module, _ in reference.generators)
-    modules = dict.fromkeys([*wanted, *found])
-    return {m: (found[m], wanted[m]) for m in modules if found[m] != wanted[m]}
-
-
-def _other_weights(execution: Execution, reference: Execution) -> list[str]:
-    """Return the modules whose parameters differ by more than their formats' rounding, in order."""
-    model, other = execution.state.plain_model, reference.state.plain_model
-    wanted = dict(other.named_parameters())
-    modules = []
-    for name, error in weight_errors(model, other).items():
-        dtypes = (model.get_parameter(name).dtype, wanted[name].dtype)
-        if error.relative > max(unit_roundoff(dtype) for dtype in dtypes):
-            modules.append(name.rpartition(".")[0] or ROOT)
-    return [*dict.fromkeys(modules)]
-
-
-def _free_errors(free: FreeRun) -> Iterator[TensorError]:
-    """Yield all errors of an execution that ran freely."""
-    yield from free.arrival.forward.values()
-    yield from free.arrival.backward.values()
-    yield from free.state.gradients.values()
-    yield from free.state.buffers.values()
 
 
 def _with_operation(
     rows: list[ModuleErrors],
     executions: tuple[Execution, Execution],
     reference: Reference,
-    settings: tuple[_Pass, _Pass],
+    passes: tuple[_Pass, _Pass],
 ) -> list[ModuleErrors]:
     """Return the rows with the operation in which the first divergence begins, where that is in
     the forward of a module's own code: both executions run once more for it."""
@@ -291,50 +228,149 @@ def _with_operation(
         return rows
     module = first.row.module
     traces = []
-    for execution, one in zip(executions, settings, strict=True):
-        visitor = Substitution(reference, execution, copies=True)
-        trace = OperationTrace(module)
-        _substitute(execution, visitor, reference, one, trace)
+    for execution, one in zip(executions, passes, strict=True):
+        trace = _OperationTrace(module)
+        _substitute(Substitution(reference, execution, copies=True), one, trace)
         traces.append(trace.operations)
-    name = first_different_operation(traces[1], traces[0], first.added.found.relative)
+    name = _first_different_operation(traces[1], traces[0], first.added.found.relative)
     added = replace(first.added, operation=name)
     return [replace(row, added=added) if row.module == module else row for row in rows]
 
 
-def _run_freely(execution: Execution, reference: Reference, settings: _Pass) -> FreeRun:
+class _OperationTrace:
+    """A listener that records what the functions of torch return in one module's own code.
+
+    Args:
+        module: name of the module.
+
+    Attributes:
+        operations: names of the functions in the order of their calls, and the floating tensors
+            that they returned.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.operations: list[tuple[str, Tensor]] = []
+        self._module = module
+
+    def __call__(self, module: str, name: str, arguments: Any, result: Any) -> None:
+        """Record the floating tensors among a function's results."""
+        if module != self._module:
+            return
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.operations.append((name, leaf.detach()))
+
+
+def _first_different_operation(
+    operations: Sequence[tuple[str, Tensor]], reference: Sequence[tuple[str, Tensor]], error: float
+) -> str:
+    """Return the name of the operation in which two executions of a module's code part.
+
+    Args:
+        operations: of the execution.
+        reference: of the reference.
+        error: relative error of the module's result.
+
+    Returns:
+        The first operation whose result is not finite where the reference's is, or is off by half
+        the module's error; empty where there is none, or the two run other operations.
+    """
+    for (name, result), (other, expected) in zip(operations, reference, strict=False):
+        if name != other or result.shape != expected.shape:
+            return ""
+        measured = measure_error(result, expected)
+        if measured.nonfinite or measured.relative > error / 2 > 0:
+            return name
+    return ""
+
+
+def _uneven_calls(reference: Reference, arrival: Arrival) -> dict[str, tuple[int, int]]:
+    """Return how often the execution and the reference call each module that they call unequally
+    often, in order."""
+    counts = Counter(module for module, _ in arrival.calls)
+    expected = Counter(module for module, _ in reference.generators)
+    modules = dict.fromkeys([*expected, *counts])
+    return {m: (counts[m], expected[m]) for m in modules if counts[m] != expected[m]}
+
+
+def _other_weights(model: nn.Module, reference: nn.Module) -> list[str]:
+    """Return the modules whose parameters differ by more than their formats' rounding, in order."""
+    modules = []
+    for name, error in weight_errors(model, reference).items():
+        dtypes = (model.get_parameter(name).dtype, reference.get_parameter(name).dtype)
+        if error.relative > max(unit_roundoff(dtype) for dtype in dtypes):
+            modules.append(name.rpartition(".")[0] or ROOT)
+    return [*dict.fromkeys(modules)]
+
+
+def _run_freely(execution: Execution, reference: Reference, one: _Pass) -> FreeRun:
     """Run a batch without substitution."""
     model = execution.state.plain_model
     arrival = Arrival(reference, execution.scale)
     narrow_code = NarrowCode(narrow_dtype(execution.precision))
-    with trial_run(execution, settings.generators):
-        with visited_modules(model, settings.names, arrival, narrow_code) as calls:
-            loss = calls.cross_loss(loss_of(execution.state, *settings.batch))
+    with _trial_run(execution, one.generators):
+        with visited_modules(model, one.names, arrival, narrow_code) as calls:
+            loss = calls.cross_loss(loss_of(execution.state, *one.batch))
         backpropagate(execution.state, loss * execution.scale)
-        state = _state_errors(execution, reference)
-    seen = narrow_code if functions_are_seen(model) else None
-    return FreeRun(arrival, loss.item(), state, seen)
+        errors = pass_errors(arrival, execution, reference)
+    return FreeRun(arrival, errors, loss.item(), narrow_code if functions_are_seen(model) else None)
 
 
-def _substitute(
-    execution: Execution,
-    visitor: Substitution,
-    reference: Reference,
-    settings: _Pass,
-    *listeners: FunctionListener,
-) -> StateErrors:
-    """Run a batch with the reference's tensors at every boundary; return the errors of gradients
-    and buffers."""
+def _substitute(visitor: Substitution, one: _Pass, *listeners: FunctionListener) -> PassErrors:
+    """Run a batch with the reference's tensors at every boundary; return all errors."""
+    execution = visitor.execution
+    with _trial_run(execution, one.generators):
+        model = execution.state.plain_model
+        with visited_modules(model, one.names, visitor, *listeners) as calls:
+            calls.cross_loss(loss_of(execution.state, *one.batch))
+        return pass_errors(visitor, execution, visitor.reference)
+
+
+@contextmanager
+def _trial_run(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
+    """Return the context of one forward and backward, which leaves the model as it was."""
+    restore = saved_state(execution.state)
+    try:
+        with _computing(execution, generators):
+            yield
+    finally:
+        restore()
+
+
+@contextmanager
+def _computing(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
+    """Return the context of one forward and backward in training mode, from no gradients."""
     model = execution.state.plain_model
-    with trial_run(execution, settings.generators):
-        with visited_modules(model, settings.names, visitor, *listeners) as calls:
-            calls.cross_loss(loss_of(execution.state, *settings.batch))
-        return _state_errors(execution, reference)
+    for parameter in model.parameters():
+        parameter.grad = None
+    set_generator_states(generators, execution.device)
+    model.train()
+    with execution.precision.session(model, execution.device):
+        yield
 
 
-def _state_errors(execution: Execution, reference: Reference) -> StateErrors:
-    model = execution.state.plain_model
-    gradients = parameter_errors(model, reference, execution.scale)
-    return StateErrors(gradients, buffer_errors(model, reference))
+def _settle_own_scales(execution: Execution, one: _Pass) -> None:
+    """Let a precision that scales by past steps, and has seen none, see the batch once: its first
+    scales of 1 would lose what later ones keep."""
+    precision, state = execution.precision, execution.state
+    has_state = type(precision).state_dict is not Precision.state_dict
+    if has_state and not precision.state_dict(state.plain_model):
+        with _computing(execution, one.generators):
+            backpropagate(state, loss_of(state, *one.batch) * execution.scale)
+
+
+def _with_settled_scale(execution: Execution, one: _Pass) -> Execution:
+    """Return the execution at a loss scale at which no gradient overflows, as a run's loss scale
+    is after its first steps; at its own, where none does."""
+    state, settled = execution.state, execution
+    while settled.scale > 1.0:
+        with _trial_run(settled, one.generators):
+            backpropagate(state, loss_of(state, *one.batch) * settled.scale)
+            gradients = [p.grad for p in state.plain_model.parameters() if p.grad is not None]
+            if all(gradient.isfinite().all() for gradient in gradients):
+                return settled
+        settled = replace(settled, scale=settled.scale / 2)
+    return execution
 
 
 def _logits(
@@ -343,14 +379,7 @@ def _logits(
     """Return the first output of more than one dimension in both executions: a model that returns
     its loss returns that first."""
     for boundary, output in outputs.items():
-        wanted = reference.values.get(boundary)
-        if wanted is not None and wanted.ndim > 1 and wanted.is_floating_point():
-            return wanted, output
+        expected = reference.values.get(boundary)
+        if expected is not None and expected.ndim > 1 and expected.is_floating_point():
+            return expected, output
     return None
-
-
-def _joined_error(errors: Mapping[str, TensorError]) -> float:
-    """Return the relative error of several tensors taken as one."""
-    error = sum(found.error**2 for found in errors.values()) ** 0.5
-    norm = sum(found.norm**2 for found in errors.values()) ** 0.5
-    return error / norm if norm else 0.0

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.diagnostics.divergence.added_error import AddedError
-from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
-from runner.diagnostics.divergence.divergence_text import format_relative, format_share
-from runner.diagnostics.divergence.findings import ModuleErrors
+from runner.diagnostics.divergence.divergence_report import (
+    DivergenceReport,
+    StepComparison,
+    format_relative,
+    format_share,
+)
+from runner.diagnostics.divergence.findings import AddedError, ModuleErrors
 from runner.utils.formatting import format_number
-from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, to_html
+from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
 from runner.utils.plots import chart_style, svg_element
 
 if TYPE_CHECKING:
@@ -86,33 +89,34 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
         *("module", "class", "tensor", "dtype"),
         *("came in", "added", "explained", "times", "ulps", "SQNR dB", "differ"),
     ]
-    found = []
+    errors = []
     for row in rows:
         for added, arrived in (
             (row.added, row.arrived),
             (row.gradient_added, row.gradient_arrived),
         ):
             if added is not None:
-                found.append((added, _cells(row, added, arrived)))
-    found.sort(key=lambda pair: (-pair[0].is_unexplained, -pair[0].ratio))
-    return Table(head, [cells for _, cells in found[:MAX_ROWS]], frozenset(range(4)))
-
-
-def _cells(row: ModuleErrors, added: AddedError, arrived: float) -> list[Cell]:
-    error = added.found
-    return [
-        Cell(row.module, "bad" if added.is_unexplained else ""),
-        Cell(row.kind),
-        Cell(added.tensor),
-        Cell(added.dtype),
-        Cell(format_relative(arrived)),
-        Cell(format_relative(error.relative)),
-        Cell(format_relative(added.expected)),
-        Cell(format_number(added.ratio), "bad" if added.is_unexplained else ""),
-        Cell(format_number(added.ulps)),
-        Cell(f"{error.sqnr_db:.0f}" if math.isfinite(error.sqnr_db) else "exact"),
-        Cell(format_share(error.share(error.different))),
-    ]
+                errors.append((row, added, arrived))
+    errors.sort(key=lambda one: (-one[1].is_unexplained, -one[1].ratio))
+    lines = []
+    for row, added, arrived in errors[:MAX_ROWS]:
+        error = added.found
+        tone: Tone = "bad" if added.is_unexplained else ""
+        line = [
+            Cell(row.module, tone),
+            Cell(row.kind),
+            Cell(added.tensor),
+            Cell(added.dtype),
+            Cell(format_relative(arrived)),
+            Cell(format_relative(error.relative)),
+            Cell(format_relative(added.expected)),
+            Cell(format_number(added.ratio), tone),
+            Cell(format_number(added.ulps)),
+            Cell(f"{error.sqnr_db:.0f}" if math.isfinite(error.sqnr_db) else "exact"),
+            Cell(format_share(error.share(error.different))),
+        ]
+        lines.append(line)
+    return Table(head, lines, frozenset(range(4)))
 
 
 def draw_network(rows: Sequence[ModuleErrors]) -> "Figure":
@@ -121,38 +125,38 @@ def draw_network(rows: Sequence[ModuleErrors]) -> "Figure":
 
     with chart_style(font_size=8):
         figure = Figure(figsize=(9, 6), layout="constrained")
-        panels = figure.subplots(2, 1, sharex=True)
-        for axes, title, added_of, arrived_of in (
-            (panels[0], "forward", lambda row: row.added, lambda row: row.arrived),
-            (
-                panels[1],
-                "backward",
-                lambda row: row.gradient_added,
-                lambda row: row.gradient_arrived,
-            ),
-        ):
-            _draw_pass(axes, rows, added_of, arrived_of)
-            axes.set_ylabel(f"{title}: relative error")
-        _label_modules(panels[1], rows)
+        forward, backward = figure.subplots(2, 1, sharex=True)
+        _draw_pass(forward, [(row.added, row.arrived) for row in rows])
+        _draw_pass(backward, [(row.gradient_added, row.gradient_arrived) for row in rows])
+        forward.set_ylabel("forward: relative error")
+        backward.set_ylabel("backward: relative error")
+        places = range(0, len(rows), max(1, math.ceil(len(rows) / MAX_TICKS)))
+        names = [rows[place].module for place in places]
+        backward.set_xticks(places, names, rotation=60, ha="right")
     return figure
 
 
-def _draw_pass(axes: Any, rows: Sequence[ModuleErrors], added_of: Any, arrived_of: Any) -> None:
-    places = range(len(rows))
-    added = [added_of(row) for row in rows]
-    values = [one.found.relative if one else math.nan for one in added]
-    explained = [one.expected * one.largest_ratio if one else math.nan for one in added]
+def _draw_pass(axes: Any, errors: Sequence[tuple[AddedError | None, float]]) -> None:
+    """Draw the error that each module adds in a pass, and the error of what comes in."""
+    places = range(len(errors))
+    values, explained, colours = [], [], []
+    for added, _ in errors:
+        values.append(added.found.relative if added else math.nan)
+        explained.append(added.expected * added.largest_ratio if added else math.nan)
+        colours.append("#D55E00" if added and added.is_unexplained else "#009E73")
     axes.set_yscale("log")
-    axes.plot(places, _drawable([arrived_of(row) for row in rows]), ".", ms=3, color="#999999")
+    arrived = _drawable([relative for _, relative in errors])
+    axes.plot(places, arrived, ".", ms=3, color="#999999")
     axes.plot(places, _drawable(explained), "_", ms=7, color="#0072B2")
-    is_bad = [one is not None and one.is_unexplained for one in added]
-    colours = ["#D55E00" if bad else "#009E73" for bad in is_bad]
     axes.scatter(places, _drawable(values), s=14, c=colours, zorder=3)
     axes.grid(axis="y", color="#e4e4e4", lw=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    labels = ("came in", "largest that rounding explains", "added", "added, unexplained")
-    marks = [(".", "#999999"), ("_", "#0072B2"), ("o", "#009E73"), ("o", "#D55E00")]
-    for label, (mark, colour) in zip(labels, marks, strict=True):
+    for label, mark, colour in (
+        ("came in", ".", "#999999"),
+        ("largest that rounding explains", "_", "#0072B2"),
+        ("added", "o", "#009E73"),
+        ("added, unexplained", "o", "#D55E00"),
+    ):
         axes.plot([], [], mark, color=colour, label=label)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
 
@@ -162,28 +166,20 @@ def _drawable(values: Sequence[float]) -> list[float]:
     return [value if 0 < value < math.inf else math.nan for value in values]
 
 
-def _label_modules(axes: Any, rows: Sequence[ModuleErrors]) -> None:
-    every = max(1, math.ceil(len(rows) / MAX_TICKS))
-    places = range(0, len(rows), every)
-    axes.set_xticks(places, [rows[place].module for place in places], rotation=60, ha="right")
-
-
 def draw_steps(steps: Sequence[StepComparison]) -> "Figure":
     """Draw a heat map of the errors added: a row for each module that adds one, a column for each
     step."""
     import numpy as np
     from matplotlib.figure import Figure
 
-    found = [
+    by_step = [
         {row.module: row.added.found.relative for row in step.batch.rows if row.added is not None}
         for step in steps
     ]
     # Modules that add no error at any step would fill half of the map with white.
-    names = [name for name in found[0] if any(errors.get(name) for errors in found)]
-    values = np.array(
-        [_drawable([errors.get(name, 0.0) for errors in found]) for name in names]
-    ).reshape(len(names), len(steps))
-    values = np.log10(values)
+    names = [name for name in by_step[0] if any(errors.get(name) for errors in by_step)]
+    drawable = [_drawable([errors.get(name, 0.0) for errors in by_step]) for name in names]
+    values = np.log10(np.array(drawable).reshape(len(names), len(steps)))
     with chart_style(font_size=8):
         figure = Figure(figsize=(9, 1.2 + 0.14 * len(names)), layout="constrained")
         axes = figure.subplots()

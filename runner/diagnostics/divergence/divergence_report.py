@@ -1,5 +1,4 @@
-"""What was found where two executions were compared in some steps: diff.json and the lines of the
-console."""
+"""Say where two executions part, in words and as diff.json."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,13 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.diagnostics.divergence.added_error import AddedError
+from runner.diagnostics.divergence.boundaries import LOSS
 from runner.diagnostics.divergence.compare import BatchComparison
-from runner.diagnostics.divergence.divergence_text import describe_cause, describe_divergence
-from runner.diagnostics.divergence.findings import Divergence, ModuleErrors, first_divergence
-from runner.diagnostics.divergence.log_probabilities import LogProbabilityError
+from runner.diagnostics.divergence.findings import (
+    PASSED,
+    WRITTEN_INPUT,
+    AddedError,
+    Divergence,
+    ModuleErrors,
+    first_divergence,
+)
+from runner.diagnostics.divergence.tensor_error import LogProbabilityError
 from runner.utils.files import write_json
 
+MIN_SUBNORMAL_SHARE = 0.01
+"""Share of a tensor's elements below the normal numbers of its dtype, from which on that is named
+as the cause."""
 FORMAT = 1
 """Version of diff.json."""
 _LISTED = 4
@@ -64,14 +72,8 @@ class DivergenceReport:
     def sentence(self) -> str:
         """Return the sentence that says what was found."""
         batch = self.chosen.batch
-        text = describe_divergence(
-            batch.rows,
-            self.name,
-            self.against,
-            batch.is_exact,
-            batch.same_format,
-            batch.uneven_calls,
-        )
+        flags = (batch.is_exact, batch.same_format, batch.uneven_calls)
+        text = describe_divergence(batch.rows, self.name, self.against, *flags)
         text += _remarks(batch)
         if len(self.steps) == 1:
             return text
@@ -84,29 +86,26 @@ def _remarks(batch: BatchComparison) -> str:
     """Return sentences on what a reader must know of a comparison beside its first divergence."""
     text = ""
     if batch.uneven_calls:
-        counts = [
-            f"`{name}` ({_times(found)} against {wanted})"
-            for name, (found, wanted) in batch.uneven_calls.items()
-        ]
+        counts = []
+        for name, (count, expected) in batch.uneven_calls.items():
+            times = "once" if count == 1 else f"{count} times"
+            counts.append(f"`{name}` ({times} against {expected})")
         text += f" Not called equally often by both: {_listed(counts)}."
     if batch.other_weights:
-        count = len(batch.other_weights)
+        names = [f"`{name}`" for name in batch.other_weights]
+        count = len(names)
         text += (
             f" Both have other weights in {count} {'module' if count == 1 else 'modules'}, so that "
-            f"errors there are no bug of their code: {_names(batch.other_weights)}."
+            f"errors there are no bug of their code: {_listed(names)}."
         )
     reshaped = [
-        row.module
+        f"`{row.module}`"
         for row in batch.rows
         if row.added and row.added.found.other_shape and not row.added.is_unexplained
     ]
     if reshaped:
-        text += f" Not compared, for rounding gives them other shapes: {_names(reshaped)}."
+        text += f" Not compared, for rounding gives them other shapes: {_listed(reshaped)}."
     return text
-
-
-def _names(modules: Sequence[str]) -> str:
-    return _listed([f"`{name}`" for name in modules])
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -116,15 +115,11 @@ def _listed(words: Sequence[str]) -> str:
     return f"{listed} and {more} more" if more > 0 else listed
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
 def metrics(step: StepComparison) -> dict[str, float]:
     """Return the numbers of a step under the names that the store has."""
     batch = step.batch
     reference, loss = batch.losses
-    found = {
+    values = {
         "diff/loss": loss,
         "diff/loss_reference": reference,
         "diff/output_error": batch.output_error,
@@ -132,18 +127,18 @@ def metrics(step: StepComparison) -> dict[str, float]:
         "diff/unexplained_modules": float(len(unexplained(batch.rows))),
     }
     if step.log_probabilities is not None:
-        found["diff/log_probability_rms"] = step.log_probabilities.rms
-        found["diff/argmax_changed"] = step.log_probabilities.changed
-    return found
+        values["diff/log_probability_rms"] = step.log_probabilities.rms
+        values["diff/argmax_changed"] = step.log_probabilities.changed
+    return values
 
 
 def unexplained(rows: Sequence[ModuleErrors]) -> list[ModuleErrors]:
     """Return the modules that add more than rounding explains."""
-    return [row for row in rows if any(added.is_unexplained for added in _errors(row))]
-
-
-def _errors(row: ModuleErrors) -> list[AddedError]:
-    return [added for added in (row.added, row.gradient_added) if added is not None]
+    return [
+        row
+        for row in rows
+        if any(added and added.is_unexplained for added in (row.added, row.gradient_added))
+    ]
 
 
 def write_json_report(report: DivergenceReport, path: Path) -> None:
@@ -153,6 +148,22 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
         OSError: the file cannot be written.
     """
     first = report.divergence
+    steps = []
+    for step in report.steps:
+        modules = []
+        for row in step.batch.rows:
+            record = {
+                "module": row.module,
+                "class": row.kind,
+                "arrived": _number(row.arrived),
+                "gradient_arrived": _number(row.gradient_arrived),
+                "added": _error_record(row.added),
+                "gradient_added": _error_record(row.gradient_added),
+            }
+            modules.append(record)
+        numbers = {name: _number(value) for name, value in metrics(step).items()}
+        scale = {"step": step.step, "loss_scale": step.batch.scale}
+        steps.append({**scale, **numbers, "modules": modules})
     content = {
         "format": FORMAT,
         "precision": report.name,
@@ -163,28 +174,9 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
         "module": first.row.module if first else None,
         "backward": first.is_backward if first else None,
         "cause": describe_cause(first.added) if first else None,
-        "steps": [
-            {
-                "step": step.step,
-                "loss_scale": step.batch.scale,
-                **_finite(metrics(step)),
-                "modules": [_module_record(row) for row in step.batch.rows],
-            }
-            for step in report.steps
-        ],
+        "steps": steps,
     }
     write_json(path, content)
-
-
-def _module_record(row: ModuleErrors) -> dict[str, Any]:
-    return {
-        "module": row.module,
-        "class": row.kind,
-        "arrived": _number(row.arrived),
-        "gradient_arrived": _number(row.gradient_arrived),
-        "added": _error_record(row.added),
-        "gradient_added": _error_record(row.gradient_added),
-    }
 
 
 def _error_record(added: AddedError | None) -> dict[str, Any] | None:
@@ -208,10 +200,125 @@ def _error_record(added: AddedError | None) -> dict[str, Any] | None:
     }
 
 
-def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: _number(value) for name, value in values.items()}
-
-
 def _number(value: float) -> float | None:
     """Return a number as JSON has it: None in place of infinity and NaN."""
     return value if math.isfinite(value) else None
+
+
+def describe_divergence(
+    rows: Sequence[ModuleErrors],
+    name: str,
+    against: str,
+    is_exact: bool = False,
+    same_format: bool = False,
+    uneven_calls: Mapping[str, tuple[int, int]] | None = None,
+) -> str:
+    """Return the sentence that a report begins with.
+
+    Args:
+        rows: of module_errors.
+        name: label of the execution.
+        against: label of the reference.
+        is_exact: whether both computed the same bits when they ran freely.
+        same_format: whether both compute in the same precision, so that each bit should agree.
+        uneven_calls: by module, how often each of the two calls it, where that is not the same.
+    """
+    first = first_divergence(rows)
+    if is_exact:
+        return f"{name} and {against} agree in every bit."
+    if first is None:
+        return _agreement(rows, name, against, same_format)
+    row = first.row
+    where = "the loss" if row.module == LOSS else f"`{row.module}`"
+    what, arrived = "what comes in", row.arrived
+    if first.is_backward:
+        where = f"the backward of {where}"
+        what, arrived = "the gradient that comes in", row.gradient_arrived
+    context = f"{what} differs by {format_relative(arrived)}" if arrived else f"{what} is the same"
+    calls = (uneven_calls or {}).get(row.module, (1, 1))
+    for label, count in zip((name, against), calls, strict=True):
+        if count == 0:
+            context = f"{label} never calls the module"
+    return f"{name} parts from {against} in {where}: {describe_cause(first.added)}; {context}."
+
+
+def describe_cause(added: AddedError) -> str:
+    """Return in words what is wrong with a tensor."""
+    error = added.found
+    place = f", first in its {added.operation}()" if added.operation else ""
+    tensor = f"its {added.tensor}"
+    if added.tensor.startswith("gradient"):
+        tensor = f"the {added.tensor}"
+    if added.tensor == WRITTEN_INPUT:
+        tensor = "what it writes into its input"
+    if added.tensor.startswith(PASSED):
+        tensor = f"what it passes to `{added.tensor.removeprefix(PASSED)}`"
+    if error.other_shape:
+        return f"{tensor} has another shape"
+    if error.nonfinite:
+        share = format_share(error.share(error.nonfinite))
+        dtype = f" of {added.dtype}" if added.dtype else ""
+        return f"{tensor} is not finite in {share} of the elements{dtype}{place}"
+    text = f"{tensor} is off by {format_relative(error.relative)}"
+    if error.is_discrete:
+        text = f"{tensor} differs in {format_share(error.relative)} of the elements"
+    if math.isfinite(added.ratio):
+        text += f", {added.ratio:,.0f} times what rounding explains"
+    else:
+        text += ", which rounding does not explain"
+    subnormal = error.share(error.subnormal)
+    if subnormal >= MIN_SUBNORMAL_SHARE:
+        text += (
+            f" ({format_share(subnormal)} of the elements are below the normal "
+            f"numbers of {added.dtype}, {format_share(error.share(error.flushed))} become zero)"
+        )
+    return text + place
+
+
+def _agreement(rows: Sequence[ModuleErrors], name: str, against: str, same_format: bool) -> str:
+    """Return the sentence of two executions that differ by no more than rounding."""
+    forward = [
+        (row.added, row.module) for row in rows if row.added and not row.added.found.other_shape
+    ]
+    if same_format:
+        # The first error that is not zero: in the forward, else in the backward.
+        different = [pair for pair in forward if pair[0].found.error]
+        if different:
+            added, module = min(different, key=lambda pair: pair[0].position)
+            where = f"`{module}`"
+        else:
+            backward = [(row.gradient_added, row.module) for row in rows if row.gradient_added]
+            added, module = max(backward, key=lambda pair: pair[0].ratio)
+            where = f"the backward of `{module}`"
+        share = format_share(added.found.share(added.found.different))
+        return (
+            f"{name} and {against} compute in the same format and differ, first in {where}: "
+            f"{format_relative(added.found.relative)} in norm, {share} of the elements, which "
+            "rounding can explain."
+        )
+    text = (
+        f"{name} and {against} differ by rounding alone: no module adds more than rounding explains"
+    )
+    # The share of changed choices would read like a large error.
+    numbers = [pair for pair in forward if not pair[0].found.is_discrete]
+    if numbers:
+        largest, module = max(numbers, key=lambda pair: pair[0].found.relative)
+        text += (
+            f"; the most in the forward is {format_relative(largest.found.relative)}, in `{module}`"
+        )
+    return f"{text}."
+
+
+def format_relative(value: float) -> str:
+    """Return a relative error in percent, or as a power of ten below 0.01 %."""
+    if math.isinf(value):
+        return "more than its size"
+    if value == 0:
+        return "0"
+    return format_share(value) if value >= 1e-4 else f"{value:.1e}"
+
+
+def format_share(value: float) -> str:
+    """Return a share in percent, with two digits below 99.5 %."""
+    # Two digits would make 1e+02 of a whole.
+    return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.boundaries import Boundary
-from runner.diagnostics.divergence.narrow_code import NarrowCode
-from runner.diagnostics.divergence.reference import Reference
+from runner.diagnostics.divergence.reference import NarrowCode, Reference
 from runner.utils.errors import ConfigError
 from runner.utils.files import check_version
 from runner.utils.tensors import dtype_name
@@ -50,22 +49,26 @@ def is_dump(path: Path) -> bool:
     """Return whether a file is a dump."""
     if path.suffix != _SUFFIX or not path.is_file():
         return False
-    try:
-        with safe_open(path, "pt") as file:
-            return (file.metadata() or {}).get("format", "").startswith(_FORMAT_FAMILY)
-    except (OSError, SafetensorError):
-        return False
+    return _metadata(path).get("format", "").startswith(_FORMAT_FAMILY)
 
 
 def dump_precision(path: Path) -> dict[str, Any]:
     """Return the config of the precision that a dump was written in; empty where it is not known,
     or the file is damaged, which read_dump reports."""
     try:
-        with safe_open(path, "pt") as file:
-            found = json.loads((file.metadata() or {}).get("precision", "{}"))
-    except (OSError, SafetensorError, ValueError):
+        precision = json.loads(_metadata(path).get("precision", "{}"))
+    except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return precision if isinstance(precision, dict) else {}
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file; empty where it is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}
 
 
 def write_dump(
@@ -89,22 +92,38 @@ def write_dump(
     Raises:
         OSError: it cannot be written.
     """
-    tensors, same = _distinct({f"value|{b.key}": t for b, t in reference.values.items()})
-    gradients, same_gradients = _distinct(
-        {f"gradient|{b.key}": t for b, t in reference.gradients.items()}
-    )
-    tensors |= gradients
+    tensors: dict[str, Tensor] = {}
+    # By name, the first name of the same tensor: what one module returns the next one takes.
+    same: dict[str, str] = {}
+    for kind, by_boundary in (("value", reference.values), ("gradient", reference.gradients)):
+        names: dict[object, str] = {}
+        for boundary, tensor in by_boundary.items():
+            name = f"{kind}|{boundary.key}"
+            memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            first = names.setdefault(memory, name)
+            if first == name:
+                tensors[name] = tensor
+            else:
+                same[name] = first
     tensors |= {f"parameter|{name}": t for name, t in reference.parameter_gradients.items()}
     tensors |= {f"buffer|{name}": t for name, t in reference.buffers.items()}
     for (module, call), states in reference.generators.items():
         tensors |= {f"generator|{module}|{call}|{n}": t for n, t in enumerate(states)}
+    code = reference.narrow_code
+    narrow_code = None
+    if code is not None:
+        narrow_code = {
+            "dtype": dtype_name(code.dtype),
+            "by_autocast": sorted(code.by_autocast),
+            "computing": sorted(code.computing),
+        }
     facts = {
         "owners": [[b.key, owner] for b, owner in reference.owners.items()],
         "users": [[b.key, user] for b, user in reference.users.items()],
         "calls": [[module, call] for module, call in reference.generators],
         "loss": reference.loss,
-        "narrow_code": _narrow_facts(reference.narrow_code),
-        "same": same | same_gradients,
+        "narrow_code": narrow_code,
+        "same": same,
     }
     save_file(
         # Copies: tensors of one storage, as views are, cannot be written.
@@ -119,33 +138,6 @@ def write_dump(
             "facts": json.dumps(facts),
         },
     )
-
-
-def _narrow_facts(code: NarrowCode | None) -> dict[str, Any] | None:
-    """Return what a file keeps of NarrowCode."""
-    if code is None:
-        return None
-    return {
-        "dtype": dtype_name(code.dtype),
-        "by_autocast": sorted(code.by_autocast),
-        "computing": sorted(code.computing),
-    }
-
-
-def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors without those that are another one, and the first name of each of these:
-    what one module returns the next one takes."""
-    kept: dict[str, Tensor] = {}
-    same: dict[str, str] = {}
-    names: dict[object, str] = {}
-    for name, tensor in tensors.items():
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        first = names.setdefault(memory, name)
-        if first == name:
-            kept[name] = tensor
-        else:
-            same[name] = first
-    return kept, same
 
 
 def read_dump(path: Path, device: torch.device) -> Dump:
@@ -183,26 +175,24 @@ def read_dump(path: Path, device: torch.device) -> Dump:
 
 def _reference(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Reference:
     reference = Reference(loss=facts["loss"])
-    noted = facts["narrow_code"]
-    if noted is not None:
-        dtype = getattr(torch, noted["dtype"])
-        modules = (set(noted["by_autocast"]), set(noted["computing"]))
-        reference.narrow_code = NarrowCode(dtype, *modules)
+    code = facts["narrow_code"]
+    if code is not None:
+        dtype = getattr(torch, code["dtype"])
+        reference.narrow_code = NarrowCode(dtype, {*code["by_autocast"]}, {*code["computing"]})
     # In the order of the forward, which the file's own order of names is not.
     for key, owner in facts["owners"]:
         boundary = Boundary.from_key(key)
         reference.owners[boundary] = owner
         reference.values[boundary] = tensors[f"value|{key}"]
-        gradient = tensors.get(f"gradient|{key}")
-        if gradient is not None:
-            reference.gradients[boundary] = gradient
+        if f"gradient|{key}" in tensors:
+            reference.gradients[boundary] = tensors[f"gradient|{key}"]
     reference.users |= {Boundary.from_key(key): user for key, user in facts["users"]}
     for name, tensor in tensors.items():
-        kind, _, rest = name.partition("|")
+        kind, _, key = name.partition("|")
         if kind == "parameter":
-            reference.parameter_gradients[rest] = tensor
+            reference.parameter_gradients[key] = tensor
         elif kind == "buffer":
-            reference.buffers[rest] = tensor
+            reference.buffers[key] = tensor
     for module, call in facts["calls"]:
         prefix = f"generator|{module}|{call}|"
         states = [tensors[name] for name in sorted(tensors) if name.startswith(prefix)]

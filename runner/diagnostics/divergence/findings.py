@@ -1,25 +1,172 @@
 """Decide from measured errors in which module two executions part."""
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from runner.diagnostics.divergence.added_error import (
-    LARGEST_EXPLAINED_OF_CODE,
-    LARGEST_EXPLAINED_OF_INTEGERS,
-    PASSED,
-    WRITTEN_INPUT,
-    AddedError,
-)
-from runner.diagnostics.divergence.boundaries import CHOICES, ROOT, WRITTEN, Boundary
-from runner.diagnostics.divergence.expected_error import with_rounding
-from runner.diagnostics.divergence.network import Network
+from runner.diagnostics.divergence.boundaries import CHOICES, LOSS, ROOT, WRITTEN, Boundary
+from runner.diagnostics.divergence.passes import Arrival, PassErrors
+from runner.diagnostics.divergence.reference import Reference
+from runner.diagnostics.divergence.roundoffs import Execution, Roundoffs, with_rounding
 from runner.diagnostics.divergence.tensor_error import TensorError
-from runner.utils.tensors import unit_roundoff
+from runner.precision.conversion import is_converted
+from runner.utils.tensors import dtype_name, unit_roundoff
+
+LARGEST_EXPLAINED = 2.0
+"""Error that rounding explains, as a multiple of the expected error, of a layer of torch.nn or a
+converted one: operands and result are rounded once, as the expected error has it."""
+LARGEST_EXPLAINED_OF_CODE = 5.0
+"""The same for any other code, which may round several times on its way."""
+LARGEST_EXPLAINED_OF_INTEGERS = 4.0
+"""The same of integers and truth values, for the number of elements that differ."""
+_FEW_ELEMENTS = 32
+WRITTEN_INPUT = "input after the call"
+PASSED = "input of "
+"""How the name of a tensor begins that a module passes to another one."""
 
 
 @dataclass(frozen=True)
+class AddedError:
+    """The error of one tensor that a module computed from the reference's own tensors.
+
+    Attributes:
+        tensor: which one, in words.
+        found: its error.
+        expected: relative error that rounding explains.
+        dtype: name of the dtype that the tensor has in the other execution.
+        position: number of the tensor's boundary in the order of the forward.
+        limit: error of many elements that rounding explains, as a multiple of `expected`.
+        operation: name of the function in which the module's code goes wrong first; empty where
+            that was not looked for or found.
+    """
+
+    tensor: str
+    found: TensorError
+    expected: float
+    dtype: str
+    position: int
+    limit: float = LARGEST_EXPLAINED
+    operation: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Return the error as a multiple of what rounding explains."""
+        relative = self.found.relative
+        if not relative or math.isinf(self.expected):
+            return 0.0
+        return relative / self.expected if self.expected else math.inf
+
+    @property
+    def largest_ratio(self) -> float:
+        """Return the largest ratio that rounding explains."""
+        if self.found.is_discrete:
+            return self.limit
+        # The expected error of few elements, as of a loss, is that of few draws: by chance small.
+        return self.limit * (1 + _FEW_ELEMENTS / max(self.found.elements, 1))
+
+    @property
+    def ulps(self) -> float:
+        """Return the relative error in units in the last place of the tensor's dtype; NaN for
+        integers."""
+        if not self.dtype or self.found.is_discrete:
+            return math.nan
+        return self.found.relative / torch.finfo(getattr(torch, self.dtype)).eps
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Return whether rounding does not explain the error."""
+        if self.found.other_shape:
+            # Rounding explains it where the perturbed reference has another shape, too.
+            return math.isfinite(self.expected)
+        if self.found.nonfinite:
+            return True
+        return self.ratio > self.largest_ratio
+
+
+@dataclass(frozen=True)
+class Network:
+    """Facts about the compared model.
+
+    Attributes:
+        kinds: class of each module, by name, in the order of the first calls.
+        owners: by boundary, the module whose own code computed the tensor; in the forward's order.
+        users: by boundary, the module whose own code takes it.
+        dtypes: by boundary, name of the tensor's dtype in the other execution.
+        state_dtypes: by parameter or buffer, the same.
+        roundoffs: with which the wider of the two executions computes.
+        widths: by module, the most elements of an example of the tensors that it takes and
+            returns; 1 where it takes none.
+        rows: by module, the largest number of rows of their last dimension.
+        layers: names of the layers of torch.nn and of converted ones, which round once.
+    """
+
+    kinds: Mapping[str, str]
+    owners: Mapping[Boundary, str]
+    users: Mapping[Boundary, str]
+    dtypes: Mapping[Boundary, str]
+    state_dtypes: Mapping[str, str]
+    roundoffs: Roundoffs
+    widths: Mapping[str, int]
+    rows: Mapping[str, int]
+    layers: set[str]
+
+    @cached_property
+    def positions(self) -> dict[Boundary, int]:
+        """Return by boundary its number in the order of the forward."""
+        return {boundary: number for number, boundary in enumerate(self.owners)}
+
+    def limit(self, module: str) -> float:
+        """Return the error that rounding explains in a module, as a multiple of the expected."""
+        return LARGEST_EXPLAINED if module in self.layers else LARGEST_EXPLAINED_OF_CODE
+
+
+def build_network(
+    execution: Execution,
+    reference: Reference,
+    arrival: Arrival,
+    added: PassErrors,
+    roundoffs: Roundoffs,
+) -> Network:
+    """Return the facts about the compared model that its errors are judged by."""
+    model = execution.state.plain_model
+    modules = {name or ROOT: module for name, module in model.named_modules()}
+    # In the order of the first calls; the loss last.
+    called = dict.fromkeys(name for name, _ in reference.generators)
+    kinds = {name: type(modules[name]).__name__ if name in modules else "" for name in called}
+    layers = set()
+    for name, module in modules.items():
+        is_plain = type(module).__module__.startswith("torch.nn.")
+        if is_converted(module) or (is_plain and next(module.children(), None) is None):
+            layers.add(name)
+    widths: defaultdict[str, int] = defaultdict(lambda: 1)
+    rows: defaultdict[str, int] = defaultdict(lambda: 1)
+    for boundary, value in reference.values.items():
+        width = value.numel() // max(value.shape[0], 1) if value.ndim > 1 else 1
+        height = value.numel() // max(value.shape[-1], 1) if value.ndim else 1
+        for name in (reference.owners[boundary], reference.users[boundary]):
+            widths[name] = max(widths[name], width)
+            rows[name] = max(rows[name], height)
+    # What only this execution writes into is no boundary of the reference.
+    written = {b: b.module for b in added.forward if b not in reference.owners}
+    state = (*model.named_parameters(), *model.named_buffers())
+    return Network(
+        kinds={**kinds, LOSS: "loss"},
+        owners={**reference.owners, **written},
+        users=reference.users,
+        dtypes={boundary: dtype_name(dtype) for boundary, dtype in arrival.dtypes.items()},
+        state_dtypes={name: dtype_name(tensor.dtype) for name, tensor in state},
+        roundoffs=roundoffs,
+        widths=widths,
+        rows=rows,
+        layers=layers,
+    )
+
+
+@dataclass
 class ModuleErrors:
     """What happens in one module.
 
@@ -41,57 +188,32 @@ class ModuleErrors:
     gradient_added: AddedError | None = None
 
 
-@dataclass(frozen=True)
-class MeasuredErrors:
-    """The errors of the passes of one batch.
+def module_errors(
+    network: Network, free: PassErrors, added: PassErrors, explained: PassErrors
+) -> list[ModuleErrors]:
+    """Return a row for every module that computes something, in the order of the forward.
 
-    Attributes:
-        arrived: of the tensors in a free execution, by boundary.
-        gradient_arrived: of their gradients.
-        added: of the tensors computed from the reference's.
-        gradient_added: of the gradients computed from the reference's.
-        parameters_added: of the parameters' gradients, by the parameter's name.
-        expected: of the tensors in the perturbed reference.
-        gradient_expected: of their gradients.
-        parameters_expected: of the parameters' gradients.
-        buffers_added: of the buffers after the step, by the buffer's name.
-        buffers_expected: of these in the perturbed reference.
+    Args:
+        network: facts about the compared model.
+        free: errors of a free execution.
+        added: of what is computed from the reference's own tensors and gradients.
+        explained: of the perturbed reference.
     """
-
-    arrived: Mapping[Boundary, TensorError] = field(default_factory=dict)
-    gradient_arrived: Mapping[Boundary, TensorError] = field(default_factory=dict)
-    added: Mapping[Boundary, TensorError] = field(default_factory=dict)
-    gradient_added: Mapping[Boundary, TensorError] = field(default_factory=dict)
-    parameters_added: Mapping[str, TensorError] = field(default_factory=dict)
-    expected: Mapping[Boundary, TensorError] = field(default_factory=dict)
-    gradient_expected: Mapping[Boundary, TensorError] = field(default_factory=dict)
-    parameters_expected: Mapping[str, TensorError] = field(default_factory=dict)
-    buffers_added: Mapping[str, TensorError] = field(default_factory=dict)
-    buffers_expected: Mapping[str, TensorError] = field(default_factory=dict)
-
-
-def module_errors(network: Network, errors: MeasuredErrors) -> list[ModuleErrors]:
-    """Return a row for every module that computes something, in the order of the forward."""
     rows = {name: ModuleErrors(name, kind) for name, kind in network.kinds.items()}
-    for boundary, found in errors.arrived.items():
-        row = rows.get(boundary.module) if boundary.call == 0 else None
-        if row is not None and boundary.side == "in":
-            rows[boundary.module] = replace(row, arrived=max(row.arrived, found.relative))
-    for boundary, found in errors.gradient_arrived.items():
-        row = rows.get(boundary.module) if boundary.call == 0 else None
-        if row is not None and boundary.side == "out":
-            worst = max(row.gradient_arrived, found.relative)
-            rows[boundary.module] = replace(row, gradient_arrived=worst)
-    positions = {boundary: number for number, boundary in enumerate(network.owners)}
-    forward = (
-        *_forward_errors(network, errors, positions),
-        *_buffer_errors(network, errors, positions),
-    )
-    for owner, added in forward:
-        rows[owner] = replace(rows[owner], added=_worse(rows[owner].added, added, -1))
-    for user, added in _backward_errors(network, errors, positions):
-        worse = _worse(rows[user].gradient_added, added, 1)
-        rows[user] = replace(rows[user], gradient_added=worse)
+    for boundary, error in free.forward.items():
+        if boundary.side == "in" and boundary.call == 0 and boundary.module in rows:
+            row = rows[boundary.module]
+            row.arrived = max(row.arrived, error.relative)
+    for boundary, error in free.backward.items():
+        if boundary.side == "out" and boundary.call == 0 and boundary.module in rows:
+            row = rows[boundary.module]
+            row.gradient_arrived = max(row.gradient_arrived, error.relative)
+    for name, one in _forward_errors(network, added, explained):
+        if name in rows:
+            rows[name].added = _worse(rows[name].added, one, -1)
+    for name, one in _backward_errors(network, added, explained):
+        if name in rows:
+            rows[name].gradient_added = _worse(rows[name].gradient_added, one, 1)
     return [row for row in rows.values() if row.added or row.gradient_added]
 
 
@@ -104,110 +226,86 @@ def _worse(one: AddedError | None, other: AddedError, direction: int) -> AddedEr
         other: the next one.
         direction: -1 where lower positions come first, 1 where higher ones do.
     """
-    if one is None:
-        return other
-    return max(one, other, key=lambda added: _severity(added, direction))
 
+    def severity(added: AddedError) -> tuple[bool, int, float]:
+        position = direction * added.position if added.is_unexplained else 0
+        return added.is_unexplained, position, added.ratio / added.largest_ratio
 
-def _severity(added: AddedError, direction: int) -> tuple[bool, int, float]:
-    is_unexplained = added.is_unexplained
-    position = direction * added.position if is_unexplained else 0
-    return is_unexplained, position, added.ratio / added.largest_ratio
+    return other if one is None else max(one, other, key=severity)
 
 
 def _forward_errors(
-    network: Network, errors: MeasuredErrors, positions: Mapping[Boundary, int]
+    network: Network, added: PassErrors, explained: PassErrors
 ) -> Iterator[tuple[str, AddedError]]:
-    """Yield each tensor that a module computes, with the module."""
-    for boundary, found in errors.added.items():
+    """Yield each tensor that a module computes and each buffer after the step, as running
+    statistics, with the module."""
+    roundoffs, positions = network.roundoffs, network.positions
+    for boundary, error in added.forward.items():
         owner = network.owners[boundary]
-        if owner not in network.kinds:
-            continue
-        expected = with_rounding(
-            _relative(errors.expected.get(boundary)),
-            network.roundoffs.tensors.get(boundary, 0.0),
-            network.widths[owner],
-        )
+        expected = _relative(explained.forward.get(boundary))
         limit = network.limit(owner)
-        if found.is_discrete:
+        if error.is_discrete:
             # No draw of few shows that rounding never changes one element.
-            expected = _relative(errors.expected.get(boundary)) + 1 / max(found.elements, 1)
+            expected += 1 / max(error.elements, 1)
             limit = LARGEST_EXPLAINED_OF_INTEGERS
-        name = _tensor_name(boundary, owner)
+        else:
+            roundoff = roundoffs.tensors[boundary]
+            expected = with_rounding(expected, roundoff, network.widths[owner])
+        name = "output" if boundary.module == owner else f"{PASSED}{boundary.module}"
+        if boundary.side in CHOICES:
+            name = f"choice of {boundary.side}()"
+        elif boundary.side == WRITTEN:
+            name = WRITTEN_INPUT
         dtype = network.dtypes.get(boundary, "")
-        yield owner, AddedError(name, found, expected, dtype, positions[boundary], limit)
-
-
-def _tensor_name(boundary: Boundary, owner: str) -> str:
-    """Return in words which tensor crosses a boundary, seen from the module that computed it."""
-    if boundary.side in CHOICES:
-        return f"choice of {boundary.side}()"
-    if boundary.side == WRITTEN:
-        return WRITTEN_INPUT
-    return "output" if boundary.module == owner else f"{PASSED}{boundary.module}"
-
-
-def _buffer_errors(
-    network: Network, errors: MeasuredErrors, positions: Mapping[Boundary, int]
-) -> Iterator[tuple[str, AddedError]]:
-    """Yield each buffer after the step, as running statistics, with its module."""
-    for buffer, found in errors.buffers_added.items():
-        prefix, _, own_name = buffer.rpartition(".")
+        yield owner, AddedError(name, error, expected, dtype, positions[boundary], limit)
+    for buffer, error in added.buffers.items():
+        prefix, _, name = buffer.rpartition(".")
         module = prefix or ROOT
-        if module not in network.kinds:
-            continue
         dtype = network.state_dtypes.get(buffer, "")
-        roundoff = unit_roundoff(getattr(torch, dtype)) if dtype else 0.0
-        expected = with_rounding(
-            _relative(errors.buffers_expected.get(buffer)),
-            max(network.roundoffs.code.get(module, 0.0), roundoff),
-            network.widths.get(module, 1),
-        )
+        expected = _relative(explained.buffers.get(buffer))
+        # Rounding does not change a counter.
+        if not error.is_discrete:
+            roundoff = unit_roundoff(getattr(torch, dtype)) if dtype else 0.0
+            roundoff = max(roundoffs.code[module], roundoff)
+            expected = with_rounding(expected, roundoff, network.widths[module])
         position = positions.get(Boundary(module, 0, "out", 0), 0)
-        limit = network.limit(module)
-        if found.is_discrete:
-            # A counter, which rounding does not change.
-            expected = _relative(errors.buffers_expected.get(buffer))
-        yield module, AddedError(own_name, found, expected, dtype, position, limit)
+        yield module, AddedError(name, error, expected, dtype, position, network.limit(module))
 
 
 def _backward_errors(
-    network: Network, errors: MeasuredErrors, positions: Mapping[Boundary, int]
+    network: Network, added: PassErrors, explained: PassErrors
 ) -> Iterator[tuple[str, AddedError]]:
     """Yield each gradient that a module computes, with the module."""
+    roundoffs, positions = network.roundoffs, network.positions
     outputs: dict[str, int] = {}
     for boundary, user in network.users.items():
         outputs[network.owners[boundary]] = positions[boundary]
-        found = errors.gradient_added.get(boundary)
-        if found is None or user not in network.kinds:
+        if boundary not in added.backward:
             continue
         expected = with_rounding(
-            _relative(errors.gradient_expected.get(boundary)),
-            network.roundoffs.tensor_gradients.get(boundary, 0.0),
+            _relative(explained.backward.get(boundary)),
+            roundoffs.tensor_gradients[boundary],
             network.widths[user],
         )
         name = f"gradient of the output of {boundary.module}"
         if boundary.module == user:
             name = "gradient of its input"
         dtype = network.dtypes.get(boundary, "")
-        limit = network.limit(user)
-        yield user, AddedError(name, found, expected, dtype, positions[boundary], limit)
-    for parameter, found in errors.parameters_added.items():
+        error, limit = added.backward[boundary], network.limit(user)
+        yield user, AddedError(name, error, expected, dtype, positions[boundary], limit)
+    for parameter, error in added.gradients.items():
         prefix, _, own_name = parameter.rpartition(".")
         module = prefix or ROOT
-        if module not in network.kinds:
-            continue
         expected = with_rounding(
-            _relative(errors.parameters_expected.get(parameter)),
-            max(network.roundoffs.code.get(module, 0.0), network.roundoffs.parameters),
-            network.rows.get(module, 1),
+            _relative(explained.gradients.get(parameter)),
+            max(roundoffs.code[module], roundoffs.parameters),
+            network.rows[module],
         )
         name = f"gradient of its {own_name}"
-        position = outputs.get(module, 0)
+        dtype = network.state_dtypes.get(parameter, "")
         # A sum over all rows, which kernels add up in several ways.
         limit = LARGEST_EXPLAINED_OF_CODE
-        dtype = network.state_dtypes.get(parameter, "")
-        yield module, AddedError(name, found, expected, dtype, position, limit)
+        yield module, AddedError(name, error, expected, dtype, outputs.get(module, 0), limit)
 
 
 def _relative(error: TensorError | None) -> float:
@@ -228,27 +326,18 @@ class Divergence:
     added: AddedError
     is_backward: bool
 
-    @property
-    def arrived(self) -> float:
-        """Return the relative error of what comes into the module, in the same direction."""
-        return self.row.gradient_arrived if self.is_backward else self.row.arrived
-
 
 def first_divergence(rows: Sequence[ModuleErrors]) -> Divergence | None:
     """Return where the executions part first; None where rounding explains every error.
 
     The forward comes first, in its order, then the backward in its order, from the loss on.
     """
-    forward = [
-        Divergence(row, row.added, False)
-        for row in rows
-        if row.added is not None and row.added.is_unexplained
-    ]
+    forward, backward = [], []
+    for row in rows:
+        if row.added is not None and row.added.is_unexplained:
+            forward.append(Divergence(row, row.added, False))
+        if row.gradient_added is not None and row.gradient_added.is_unexplained:
+            backward.append(Divergence(row, row.gradient_added, True))
     if forward:
-        return min(forward, key=lambda found: found.added.position)
-    backward = [
-        Divergence(row, row.gradient_added, True)
-        for row in rows
-        if row.gradient_added is not None and row.gradient_added.is_unexplained
-    ]
-    return max(backward, key=lambda found: found.added.position, default=None)
+        return min(forward, key=lambda divergence: divergence.added.position)
+    return max(backward, key=lambda divergence: divergence.added.position, default=None)

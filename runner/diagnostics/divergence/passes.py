@@ -6,15 +6,15 @@ each tensor that crosses a boundary, in the forward and in the backward, so that
 shows what one module's own code does to the reference's own numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from runner.diagnostics.divergence.boundaries import LOSS, ROOT, Boundary
-from runner.diagnostics.divergence.expected_error import Perturber
+from runner.diagnostics.divergence.boundaries import LOSS, ROOT, Boundary, Visitor
 from runner.diagnostics.divergence.reference import (
     Call,
     GivenTensors,
@@ -23,20 +23,13 @@ from runner.diagnostics.divergence.reference import (
     generator_states,
     set_generator_states,
 )
-from runner.diagnostics.divergence.roundoffs import Execution
+from runner.diagnostics.divergence.roundoffs import Execution, Perturber
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error
 
 Errors = dict[Boundary, TensorError]
 
 
-def _error(
-    reference: Reference, tensor: Tensor, wanted: Tensor, scale: float = 1.0, counts: bool = True
-) -> TensorError:
-    """Return the error of a tensor against one of the reference's own."""
-    return measure_error(tensor, wanted, scale, counts, reference.norm(wanted))
-
-
-class Arrival:
+class Arrival(Visitor):
     """A visitor that compares the tensors of a free execution with a reference.
 
     Attributes:
@@ -77,15 +70,15 @@ class Arrival:
         self.dtypes[boundary] = tensor.dtype
         if boundary.module == ROOT and boundary.side == "out":
             self.outputs[boundary] = tensor.detach()
-        wanted = self._reference.values.get(boundary)
-        if wanted is None:
+        expected = self._reference.values.get(boundary)
+        if expected is None:
             return tensor
         source = self._given.source(tensor)
         # What one execution passes on, the other may have changed.
-        if source is not None and self._reference.values.get(source) is wanted:
+        if source is not None and self._reference.values.get(source) is expected:
             self.forward[boundary] = self.forward[source]
         else:
-            self.forward[boundary] = _error(self._reference, tensor, wanted)
+            self.forward[boundary] = self._reference.error(tensor, expected)
         given = tensor
         if tensor.requires_grad:
             given = tensor.view_as(tensor)
@@ -98,28 +91,25 @@ class Arrival:
         self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
     ) -> None:
         """Compare an input that the reference's module wrote into."""
-        wanted = self._reference.values.get(boundary)
-        if wanted is not None:
-            self.forward[boundary] = _error(self._reference, tensor, wanted)
-
-    def weigh(self, module: str, tensor: Tensor) -> Tensor:
-        """Return the tensor itself."""
-        return tensor
+        expected = self._reference.values.get(boundary)
+        if expected is not None:
+            self.forward[boundary] = self._reference.error(tensor, expected)
 
     def _compare_gradient(self, boundary: Boundary, gradient: Tensor) -> None:
-        wanted = self._reference.gradients.get(boundary)
-        if wanted is None:
+        expected = self._reference.gradients.get(boundary)
+        if expected is None:
             return
         if self._last is not None:
             source, last = self._last
             is_same = last.data_ptr() == gradient.data_ptr() and last.shape == gradient.shape
-            if is_same and self._reference.gradients[source] is wanted:
+            if is_same and self._reference.gradients[source] is expected:
                 self.backward[boundary] = self.backward[source]
                 return
-        self.backward[boundary] = _error(self._reference, gradient, wanted, self._scale)
+        self.backward[boundary] = self._reference.error(gradient, expected, self._scale)
         self._last = (boundary, gradient)
 
 
+@dataclass
 class _OwnCode:
     """What a module's own code computes in one call, and from what.
 
@@ -129,9 +119,8 @@ class _OwnCode:
         taken: boundaries at which it takes tensors, whose gradients it computes.
     """
 
-    def __init__(self) -> None:
-        self.computed: dict[Boundary, tuple[Tensor, Tensor]] = {}
-        self.taken: list[Boundary] = []
+    computed: dict[Boundary, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    taken: list[Boundary] = field(default_factory=list)
 
 
 class _Entry(torch.autograd.Function):
@@ -150,7 +139,7 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-class Substitution:
+class Substitution(Visitor):
     """A visitor that gives every module the reference's tensors and gradients.
 
     The backward of a call runs when the call ends: its own code reaches no other call's, so that
@@ -163,6 +152,7 @@ class Substitution:
         perturber: changes the tensors and gradients that are put in; None leaves them.
 
     Attributes:
+        reference, execution: as given.
         forward: errors of what modules compute, by boundary, before it is replaced.
         backward: errors of the gradients that they compute, by boundary.
     """
@@ -176,8 +166,8 @@ class Substitution:
     ) -> None:
         self.forward: Errors = {}
         self.backward: Errors = {}
-        self._reference = reference
-        self._execution = execution
+        self.reference = reference
+        self.execution = execution
         self._copies = copies
         self._perturber = perturber
         self._given = GivenTensors()
@@ -189,54 +179,40 @@ class Substitution:
     def begin_call(self, module: str, call: int) -> None:
         """Set the generators as they were before this call in the reference."""
         self._running.append(_OwnCode())
-        states = self._reference.generators.get((module, call))
+        states = self.reference.generators.get((module, call))
         if states is not None:
-            set_generator_states(states, self._execution.device)
+            set_generator_states(states, self.execution.device)
 
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Compare a tensor with the reference's, and return the reference's."""
-        wanted = self._reference.values.get(boundary)
-        return tensor if wanted is None else self._substitute(boundary, tensor, wanted)
-
-    def visit_written(
-        self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
-    ) -> None:
-        """Compare an input that either execution's module wrote into, and write what the
-        reference's wrote into the caller's tensor, for modules get copies."""
-        wanted = self._reference.values.get(boundary)
-        before = self._reference.values.get(boundary._replace(side="in"))
-        if before is None or not (writes or wanted is not None):
-            return
-        self.forward[boundary] = _error(
-            self._reference, tensor, before if wanted is None else wanted
-        )
-        if wanted is not None and wanted.shape == caller.shape:
-            # Without autograd, as if the caller had got this tensor.
-            caller.data.copy_(wanted)
-
-    def weigh(self, module: str, tensor: Tensor) -> Tensor:
-        """Return the tensor, perturbed as the module's own code may round it on its way."""
-        if self._perturber is None:
+        reference = self.reference
+        expected = reference.values.get(boundary)
+        if expected is None:
             return tensor
-        return self._perturber.perturbed(tensor, self._perturber.code_roundoff(module))
-
-    def _substitute(self, boundary: Boundary, tensor: Tensor, wanted: Tensor) -> Tensor:
-        caller = self._running[-2] if len(self._running) > 1 else self._running[0]
-        computes, takes = caller, self._running[-1]
+        takes = self._running[-1]
+        computes = self._running[-2] if len(self._running) > 1 else takes
         if boundary.side == "out":
             computes, takes = takes, computes
         source = self._given.source(tensor)
         # What one execution passes on, the other may have changed.
-        if source is not None and self._reference.values.get(source) is not wanted:
+        if source is not None and reference.values.get(source) is not expected:
             source = None
-        self.forward[boundary] = self._forward_error(source, tensor, wanted)
-        if wanted.shape != tensor.shape:
+        if source is None:
+            counts = self._perturber is None
+            self.forward[boundary] = reference.error(tensor, expected, counts=counts)
+        else:
+            self.forward[boundary] = TensorError(
+                0.0,
+                reference.norm(expected),
+                elements=tensor.numel(),
+                is_discrete=not expected.is_floating_point(),
+            )
+        if expected.shape != tensor.shape:
             return tensor
-        gradient = self._reference.gradients.get(boundary)
-        if tensor.requires_grad and gradient is not None:
-            computes.computed[boundary] = (tensor, gradient)
-        put_in = self._put_in(boundary, source, tensor, wanted)
+        put_in = self._put_in(boundary, source, tensor, expected)
         if tensor.requires_grad:
+            if boundary in reference.gradients:
+                computes.computed[boundary] = (tensor, reference.gradients[boundary])
             takes.taken.append(boundary)
             receive = partial(self._compare_gradient, takes, boundary)
             put_in = _Entry.apply(self._start, put_in, receive)
@@ -245,61 +221,68 @@ class Substitution:
         self._given.add(boundary, put_in)
         return put_in
 
-    def _forward_error(
-        self, source: Boundary | None, tensor: Tensor, wanted: Tensor
-    ) -> TensorError:
-        if source is not None:
-            norm, is_discrete = self._reference.norm(wanted), not wanted.is_floating_point()
-            return TensorError(0.0, norm, elements=tensor.numel(), is_discrete=is_discrete)
-        return _error(self._reference, tensor, wanted, counts=self._perturber is None)
+    def visit_written(
+        self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
+    ) -> None:
+        """Compare an input that either execution's module wrote into, and write what the
+        reference's wrote into the caller's tensor, for modules get copies."""
+        written = self.reference.values.get(boundary)
+        before = self.reference.values.get(boundary._replace(side="in"))
+        if before is None or not (writes or written is not None):
+            return
+        expected = before if written is None else written
+        self.forward[boundary] = self.reference.error(tensor, expected)
+        if written is not None and written.shape == caller.shape:
+            # Without autograd, as if the caller had got this tensor.
+            caller.data.copy_(written)
+
+    def weigh(self, module: str, tensor: Tensor) -> Tensor:
+        """Return the tensor, perturbed as the module's own code may round it on its way."""
+        if self._perturber is None:
+            return tensor
+        return self._perturber.perturbed(tensor, self._perturber.code_roundoff(module))
 
     def _put_in(
-        self, boundary: Boundary, source: Boundary | None, tensor: Tensor, wanted: Tensor
+        self, boundary: Boundary, source: Boundary | None, tensor: Tensor, expected: Tensor
     ) -> Tensor:
         """Return what takes the place of a tensor: the reference's, in the tensor's dtype."""
         perturber = self._perturber
         if perturber is None:
-            return tensor.detach() if source is not None else wanted.to(tensor.dtype).detach()
+            return tensor.detach() if source is not None else expected.to(tensor.dtype).detach()
         roundoff = perturber.roundoff(boundary)
         if source is not None and perturber.roundoff(source) == roundoff:
             return tensor.detach()
-        return perturber.perturbed(wanted, roundoff).to(tensor.dtype).detach()
-
-    def _put_in_gradient(self, boundary: Boundary, gradient: Tensor, tensor: Tensor) -> Tensor:
-        """Return what takes the place of a tensor's gradient, multiplied by the loss scale."""
-        put_in = gradient
-        if self._perturber is not None:
-            roundoff = self._perturber.gradient_roundoff(boundary)
-            put_in = self._perturber.perturbed(gradient, roundoff)
-        if self._execution.scale != 1.0:
-            put_in = put_in * self._execution.scale
-        return put_in.to(tensor.dtype)
+        return perturber.perturbed(expected, roundoff).to(tensor.dtype).detach()
 
     def end_call(self, module: str, call: int) -> None:
         """Compute the call's gradients from the reference's gradients of what it computed."""
-        self._backpropagate(self._running.pop())
-
-    def _backpropagate(self, code: _OwnCode) -> None:
+        code = self._running.pop()
+        execution = self.execution
         if code.computed:
             for boundary, (tensor, gradient) in code.computed.items():
-                put_in = self._put_in_gradient(boundary, gradient, tensor)
-                code.computed[boundary] = (tensor, put_in)
+                put_in = gradient
+                if self._perturber is not None:
+                    roundoff = self._perturber.gradient_roundoff(boundary)
+                    put_in = self._perturber.perturbed(gradient, roundoff)
+                if execution.scale != 1.0:
+                    put_in = put_in * execution.scale
+                code.computed[boundary] = (tensor, put_in.to(tensor.dtype))
             tensors, gradients = zip(*code.computed.values(), strict=True)
-            device = self._execution.device
             # A backward that draws, as one that rounds stochastically, comes later in a step.
-            drawn = generator_states(device)
-            off = torch.autocast(device.type, enabled=False)
-            with off, self._execution.precision.backward(device):
+            drawn = generator_states(execution.device)
+            off = torch.autocast(execution.device.type, enabled=False)
+            with off, execution.precision.backward(execution.device):
                 # The graph is kept for a tensor that reaches another call by no boundary.
                 torch.autograd.backward(tensors, gradients, retain_graph=True)
-            set_generator_states(drawn, device)
+            set_generator_states(drawn, execution.device)
             # Else the graph, which refers to the code, would keep itself alive.
             code.computed.clear()
         for boundary in code.taken:
-            wanted = self._reference.gradients.get(boundary)
-            if wanted is not None and boundary not in self.backward:
+            expected = self.reference.gradients.get(boundary)
+            if expected is not None and boundary not in self.backward:
                 # The module cuts the gradient off: it computes one of zero.
-                self.backward[boundary] = _error(self._reference, torch.zeros_like(wanted), wanted)
+                zeros = torch.zeros_like(expected)
+                self.backward[boundary] = self.reference.error(zeros, expected)
 
     def _compare_gradient(self, code: _OwnCode, boundary: Boundary, gradient: Tensor) -> None:
         """Compare a gradient that a module's own code computes.
@@ -309,27 +292,66 @@ class Substitution:
             boundary: at which the code took the tensor.
             gradient: multiplied by the loss scale.
         """
-        wanted = self._reference.gradients.get(boundary)
+        expected = self.reference.gradients.get(boundary)
         # A later backward through the same graph brings what another call adds.
-        if wanted is None or boundary in self.backward:
+        if expected is None or boundary in self.backward:
             return
         for source, (_, put_in) in code.computed.items():
             is_same = put_in.data_ptr() == gradient.data_ptr() and put_in.shape == gradient.shape
-            if is_same and self._reference.gradients[source] is wanted:
-                norm = self._reference.norm(wanted)
+            if is_same and self.reference.gradients[source] is expected:
+                norm = self.reference.norm(expected)
                 self.backward[boundary] = TensorError(0.0, norm, elements=gradient.numel())
                 return
-        scale, counts = self._execution.scale, self._perturber is None
-        self.backward[boundary] = _error(self._reference, gradient, wanted, scale, counts)
+        scale, counts = self.execution.scale, self._perturber is None
+        self.backward[boundary] = self.reference.error(gradient, expected, scale, counts)
 
 
-def buffer_errors(model: nn.Module, reference: Reference) -> dict[str, TensorError]:
-    """Return the errors of a model's buffers after its forward and backward, by name."""
-    errors = {}
+class PassErrors(NamedTuple):
+    """The errors of one pass over a model.
+
+    Attributes:
+        forward: of the tensors, by boundary.
+        backward: of their gradients.
+        gradients: of the parameters' gradients, by the parameter's name.
+        buffers: of the buffers after the pass, by the buffer's name.
+    """
+
+    forward: Mapping[Boundary, TensorError]
+    backward: Mapping[Boundary, TensorError]
+    gradients: Mapping[str, TensorError]
+    buffers: Mapping[str, TensorError]
+
+
+def pass_errors(
+    visitor: Arrival | Substitution, execution: Execution, reference: Reference
+) -> PassErrors:
+    """Return the errors of a pass that has ended, while the model still holds its gradients."""
+    model = execution.state.plain_model
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        expected = reference.parameter_gradients.get(name)
+        gradient = parameter.grad
+        if gradient is None and parameter.requires_grad:
+            gradient = torch.zeros_like(parameter)  # the model does not use it, or cuts it off
+        if expected is not None and gradient is not None:
+            gradients[name] = measure_error(gradient, expected, execution.scale)
+    buffers = {}
     for name, buffer in model.named_buffers():
-        wanted = reference.buffers.get(name)
-        if wanted is not None and _is_comparable(buffer, wanted):
-            errors[name] = measure_error(buffer, wanted)
+        expected = reference.buffers.get(name)
+        if expected is not None and _is_comparable(buffer, expected):
+            buffers[name] = measure_error(buffer, expected)
+    return PassErrors(visitor.forward, visitor.backward, gradients, buffers)
+
+
+def weight_errors(model: nn.Module, reference: nn.Module) -> dict[str, TensorError]:
+    """Return the errors of a model's parameters against another one's, by name; of those that no
+    conversion has packed."""
+    others = dict(reference.named_parameters())
+    errors = {}
+    for name, parameter in model.named_parameters():
+        other = others.get(name)
+        if other is not None and _is_comparable(parameter, other):
+            errors[name] = measure_error(parameter, other.to(parameter.device), counts=False)
     return errors
 
 
@@ -338,30 +360,3 @@ def _is_comparable(tensor: Tensor, other: Tensor) -> bool:
     that was converted may not."""
     is_same_kind = tensor.is_floating_point() == other.is_floating_point()
     return tensor.shape == other.shape and is_same_kind and not tensor.is_complex()
-
-
-def weight_errors(model: nn.Module, reference: nn.Module) -> dict[str, TensorError]:
-    """Return the errors of a model's parameters against another one's, by name; of those that no
-    conversion has packed."""
-    wanted = dict(reference.named_parameters())
-    errors = {}
-    for name, parameter in model.named_parameters():
-        other = wanted.get(name)
-        if other is not None and _is_comparable(parameter, other):
-            errors[name] = measure_error(parameter, other.to(parameter.device), counts=False)
-    return errors
-
-
-def parameter_errors(
-    model: nn.Module, reference: Reference, scale: float
-) -> dict[str, TensorError]:
-    """Return the errors of the parameters' gradients by the parameter's name."""
-    errors = {}
-    for name, parameter in model.named_parameters():
-        wanted = reference.parameter_gradients.get(name)
-        gradient = parameter.grad
-        if gradient is None and parameter.requires_grad:
-            gradient = torch.zeros_like(parameter)  # the model does not use it, or cuts it off
-        if wanted is not None and gradient is not None:
-            errors[name] = measure_error(gradient, wanted, scale)
-    return errors

@@ -1,18 +1,62 @@
 """Record what crosses the boundaries of a model's modules in one forward and backward."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from runner.diagnostics.divergence.boundaries import Boundary
-from runner.diagnostics.divergence.narrow_code import NarrowCode
-from runner.diagnostics.divergence.tensor_error import norm_of
+from runner.diagnostics.divergence.boundaries import Boundary, Visitor
+from runner.diagnostics.divergence.tensor_error import TensorError, measure_error, norm_of
 
 Call = tuple[str, int]
 """A module's name, and the number of its call."""
+_CASTS = ("to", "type", "type_as", "half", "bfloat16", "float", "double", "copy")
+"""Functions that round because the code says so. They excuse no error: a cast where the precision
+has none is a bug."""
+
+
+@dataclass
+class NarrowCode:
+    """A listener that notes in which modules' own code functions of torch return a narrow dtype.
+
+    Attributes:
+        dtype: the narrow one.
+        by_autocast: names of the modules in which autocast casts an operand.
+        computing: names of those in which a function computes in the dtype.
+    """
+
+    dtype: torch.dtype
+    by_autocast: set[str] = field(default_factory=set)
+    computing: set[str] = field(default_factory=set)
+
+    def __call__(self, module: str, name: str, arguments: Any, result: Any) -> None:
+        """Note a function's call."""
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        # A view only has the dtype of what it is of.
+        is_computed = any(t.dtype is self.dtype and not t._is_view() for t in results)
+        if name in _CASTS or not is_computed:
+            return
+        self.computing.add(module)
+        leaves = tree_leaves(arguments)
+        # With a dtype among its arguments the code itself asked for it.
+        asked = any(isinstance(leaf, torch.dtype) for leaf in leaves)
+        dtypes = {t.dtype for t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
+        if not asked and dtypes - {self.dtype}:
+            self.by_autocast.add(module)
+
+    def modules(self, takers: Iterable[str]) -> set[str]:
+        """Return the names of the modules whose own code rounds to the dtype because the precision
+        has it so.
+
+        Args:
+            takers: names of the modules that take a tensor of the dtype.
+        """
+        return self.by_autocast | self.computing.intersection(takers)
 
 
 @dataclass
@@ -54,10 +98,11 @@ class Reference:
             self._norms[id(tensor)] = norm_of(tensor)
         return self._norms[id(tensor)]
 
-    def nbytes(self) -> int:
-        """Return the bytes of its tensors."""
-        tensors = {id(t): t for t in (*self.values.values(), *self.gradients.values())}
-        return sum(tensor.nbytes for tensor in tensors.values())
+    def error(
+        self, tensor: Tensor, expected: Tensor, scale: float = 1.0, counts: bool = True
+    ) -> TensorError:
+        """Return the error of a tensor against one of the reference's own, see measure_error."""
+        return measure_error(tensor, expected, scale, counts, self.norm(expected))
 
 
 class GivenTensors:
@@ -74,10 +119,7 @@ class GivenTensors:
     def source(self, tensor: Tensor) -> Boundary | None:
         """Return the boundary where a tensor was given; None where it was not, or was written
         into since."""
-        found = self._given.get(tensor)
-        if found is None:
-            return None
-        boundary, version = found
+        boundary, version = self._given.get(tensor, (None, 0))
         return boundary if version == tensor._version else None
 
 
@@ -100,7 +142,7 @@ class Overwritten(Exception):
     """The model wrote into a tensor after it was recorded: it must be recorded as copies."""
 
 
-class Recorder:
+class Recorder(Visitor):
     """A visitor that records a reference.
 
     Args:
@@ -119,19 +161,23 @@ class Recorder:
         """Record the states of the generators."""
         self.reference.generators[module, call] = generator_states(self._device)
 
-    def end_call(self, module: str, call: int) -> None:
-        """Do nothing: the gradients come in one backward, after the forward."""
-
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Record a tensor; return a view of it whose gradient is that through this boundary."""
         reference = self.reference
-        reference.values[boundary] = self._kept(tensor)
+        source = self._given.source(tensor)
+        if source is not None:
+            reference.values[boundary] = reference.values[source]
+        elif self._copies:
+            reference.values[boundary] = tensor.detach().clone()
+        else:
+            self._versions.add(tensor)
+            reference.values[boundary] = tensor.detach()
         reference.owners[boundary] = owner
         reference.users[boundary] = user
         given = tensor
         if tensor.requires_grad:
             given = tensor.view_as(tensor)
-            given.register_hook(partial(self._keep_gradient, boundary))
+            given.register_hook(partial(reference.gradients.__setitem__, boundary))
         self._given.add(boundary, given)
         return given
 
@@ -142,20 +188,6 @@ class Recorder:
         if writes:
             self.reference.values[boundary] = tensor.detach().clone()
             self.reference.owners[boundary] = self.reference.users[boundary] = boundary.module
-
-    def weigh(self, module: str, tensor: Tensor) -> Tensor:
-        """Return the tensor itself."""
-        return tensor
-
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """Return what is recorded of a tensor."""
-        source = self._given.source(tensor)
-        if source is not None:
-            return self.reference.values[source]
-        if self._copies:
-            return tensor.detach().clone()
-        self._versions.add(tensor)
-        return tensor.detach()
 
     def finish(self, model: nn.Module, loss: Tensor, scale: float) -> Reference:
         """Return the reference, after the backward.
@@ -178,16 +210,13 @@ class Recorder:
                 reference.parameter_gradients[name] = unscaled(parameter.grad, scale)
         # Copies, for the caller restores the model's own.
         reference.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-        found: dict[object, Tensor] = {}
+        unscaled_gradients: dict[object, Tensor] = {}
         for boundary, gradient in reference.gradients.items():
             memory = (gradient.data_ptr(), gradient.shape, gradient.stride(), gradient.dtype)
-            if memory not in found:
-                found[memory] = unscaled(gradient, scale)
-            reference.gradients[boundary] = found[memory]
+            if memory not in unscaled_gradients:
+                unscaled_gradients[memory] = unscaled(gradient, scale)
+            reference.gradients[boundary] = unscaled_gradients[memory]
         return reference
-
-    def _keep_gradient(self, boundary: Boundary, gradient: Tensor) -> None:
-        self.reference.gradients[boundary] = gradient.detach()
 
 
 def unscaled(gradient: Tensor, scale: float) -> Tensor:

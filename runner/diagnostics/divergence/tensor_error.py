@@ -1,11 +1,13 @@
-"""Measure how far a tensor is from a reference."""
+"""Measure how far a tensor, or the log-probabilities of a batch, are from a reference."""
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from runner.training.tasks.task import Task
 
 _Key = TypeVar("_Key")
 
@@ -84,78 +86,116 @@ def measure_error(
         counts: whether elements are counted that differ or become zero, and the peak is found.
         norm: of the reference; None computes it.
     """
+    elements = tensor.numel()
     if tensor.shape != reference.shape:
-        return TensorError(math.inf, 1.0, elements=tensor.numel(), other_shape=True, peak=1.0)
+        return TensorError(math.inf, 1.0, elements=elements, other_shape=True, peak=1.0)
     if not (tensor.is_floating_point() and reference.is_floating_point()):
-        return _discrete_error(tensor, reference)
+        different = int((tensor != reference).sum())
+        peak = 1 / different if different else 0.0
+        return TensorError(
+            different, elements, 0, 0, different, elements, peak=peak, is_discrete=True
+        )
     wide = torch.float64 if torch.float64 in (tensor.dtype, reference.dtype) else torch.float32
-    found = tensor.detach().to(wide)
+    value = tensor.detach().to(wide)
     if scale != 1.0:
-        found = found / scale
-    wanted = reference.detach().to(wide)
-    difference = found - wanted
+        value = value / scale
+    expected = reference.detach().to(wide)
+    difference = value - expected
     error = torch.linalg.vector_norm(difference).item()
     norm = norm_of(reference) if norm is None else norm
     if not (math.isfinite(error) and math.isfinite(norm)):
         largest = torch.finfo(tensor.dtype).max / scale, torch.finfo(reference.dtype).max
-        return _error_of_finite_part(found, wanted, largest)
+        return _error_of_finite_part(value, expected, largest)
     if not (counts and error):
-        return TensorError(error, norm, 0, 0, 0, tensor.numel())
+        return TensorError(error, norm, elements=elements)
     flushed = subnormal = 0
     tiny = torch.finfo(tensor.dtype).tiny
     if tiny > torch.finfo(reference.dtype).tiny:
-        is_nonzero = wanted != 0
-        flushed = int(((found == 0) & is_nonzero).sum())
-        subnormal = int(((wanted.abs() < tiny / scale) & is_nonzero).sum())
-    different = tensor.numel()
+        is_nonzero = expected != 0
+        flushed = int(((value == 0) & is_nonzero).sum())
+        subnormal = int(((expected.abs() < tiny / scale) & is_nonzero).sum())
+    different = elements
     if tensor.dtype is reference.dtype and scale == 1.0:
         different = int(torch.count_nonzero(difference))
     peak = (torch.linalg.vector_norm(difference, math.inf).item() / error) ** 2
-    elements = tensor.numel()
     return TensorError(error, norm, 0, flushed, different, elements, peak=peak, subnormal=subnormal)
 
 
-def _discrete_error(tensor: Tensor, reference: Tensor) -> TensorError:
-    """Return the error of integers or truth values: the number of elements that differ."""
-    different = int((tensor != reference).sum())
-    peak = 1 / different if different else 0.0
-    elements = tensor.numel()
-    return TensorError(different, elements, 0, 0, different, elements, peak=peak, is_discrete=True)
-
-
-def larger_errors(
-    errors: Mapping[_Key, TensorError], others: Mapping[_Key, TensorError]
-) -> dict[_Key, TensorError]:
-    """Return the larger error of each tensor, by the tensor's key."""
-    found = dict(errors)
-    for key, other in others.items():
-        if key not in found or other.error > found[key].error:
-            found[key] = other
-    return found
-
-
 def _error_of_finite_part(
-    found: Tensor, wanted: Tensor, largest: tuple[float, float]
+    value: Tensor, expected: Tensor, largest: tuple[float, float]
 ) -> TensorError:
     """Return the error of tensors that hold infinite, undefined or very large numbers.
 
     Masks are often filled with the lowest number of their dtype: two such numbers are the same.
 
     Args:
-        found: floating.
-        wanted: the reference, of the same shape and dtype.
-        largest: the largest numbers of the dtypes that `found` and `wanted` were stored in.
+        value: floating.
+        expected: the reference, of the same shape and dtype.
+        largest: the largest numbers of the dtypes that `value` and `expected` were stored in.
     """
-    both = found.isfinite() & wanted.isfinite()
-    both &= ~((found == -largest[0]) & (wanted == -largest[1]))
-    difference = torch.where(both, found.double() - wanted.double(), 0)
-    norm = torch.linalg.vector_norm(torch.where(both, wanted.double(), 0))
-    nonfinite = (~found.isfinite() & wanted.isfinite()).sum()
+    both = value.isfinite() & expected.isfinite()
+    both &= ~((value == -largest[0]) & (expected == -largest[1]))
+    difference = torch.where(both, value.double() - expected.double(), 0)
+    norm = torch.linalg.vector_norm(torch.where(both, expected.double(), 0))
     return TensorError(
         torch.linalg.vector_norm(difference).item(),
         norm.item(),
-        int(nonfinite),
-        0,
-        int((found != wanted).sum()),
-        found.numel(),
+        nonfinite=int((~value.isfinite() & expected.isfinite()).sum()),
+        different=int((value != expected).sum()),
+        elements=value.numel(),
     )
+
+
+def larger_errors(
+    errors: Mapping[_Key, TensorError], others: Mapping[_Key, TensorError]
+) -> dict[_Key, TensorError]:
+    """Return the larger error of each tensor, by the tensor's key."""
+    larger = dict(errors)
+    for key, other in others.items():
+        if key not in larger or other.error > larger[key].error:
+            larger[key] = other
+    return larger
+
+
+class LogProbabilityError(NamedTuple):
+    """Two executions' log-probabilities of a batch.
+
+    Attributes:
+        rms: root of the mean squared difference of the targets' log-probabilities, in nats: the
+            mismatch between training and inference that reinforcement learning pays for
+            (arXiv:2510.26788).
+        changed: share of the labels whose most probable class is another one, 0 to 1.
+    """
+
+    rms: float
+    changed: float
+
+
+def log_probability_error(
+    task: Task, outputs: tuple[Tensor, Tensor], target: Any
+) -> LogProbabilityError | None:
+    """Return how far two outputs' log-probabilities are apart; None where a task predicts no class.
+
+    Args:
+        task: of the run.
+        outputs: the reference's logits and the other execution's, in any dtypes.
+        target: of the batch.
+    """
+    pairs = []
+    for output in outputs:
+        try:
+            logits, labels = task.metric_inputs(output, target)
+        except (ValueError, TypeError, AttributeError, IndexError):
+            return None  # no output of which the task reads classes
+        is_pair = isinstance(logits, Tensor) and isinstance(labels, Tensor)
+        if not is_pair or logits.ndim != 2 or labels.ndim != 1 or not labels.numel():
+            return None
+        if labels.dtype not in (torch.int64, torch.int32):
+            return None
+        pairs.append((logits.detach().float().log_softmax(-1), labels))
+    (expected, labels), (values, _) = pairs
+    index = labels.to(expected.device).unsqueeze(-1)
+    values = values.to(expected.device)
+    difference = (values.gather(-1, index) - expected.gather(-1, index)).square()
+    changed = (values.argmax(-1) != expected.argmax(-1)).float()
+    return LogProbabilityError(difference.mean().sqrt().item(), changed.mean().item())

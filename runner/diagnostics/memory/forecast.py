@@ -20,12 +20,16 @@ A run that finds no memory rehearses its own step afterwards, on shapes of its o
 the real steps with its own model, because a second one would find no memory either.
 """
 
+import resource
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -33,13 +37,8 @@ from torch.utils._pytree import tree_map
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.config.targets import build_group
 from runner.data.loader import Batch
-from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
-from runner.diagnostics.memory.rehearsal import (
-    Rehearsal,
-    build_rehearsal,
-    make_optimizer_state,
-)
+from runner.diagnostics.memory.rehearsal import Rehearsal, build_rehearsal, make_optimizer_state
 from runner.precision.contract import Precision
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.lazy_layers import materialize_lazy_layers
@@ -51,6 +50,37 @@ from runner.utils.tpu import is_tpu
 
 REAL_STEP_EXAMPLES = 2
 """Examples of the smaller of two real steps: batch normalisation refuses a single one."""
+USABLE_MEMORY_SHARE = 0.8
+"""Share of the free memory that an estimate may use: allocators leave gaps, libraries load late."""
+_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2 and of version 1
+
+
+def memory_limit(device: torch.device) -> tuple[float, float]:
+    """Return the bytes in use, this run's tensors included, and the tightest limit, in bytes."""
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        # Blocks that this process's allocator holds without a tensor in them can be used again.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return whole - free - unused, whole
+    memory = psutil.Process().memory_info()
+    # `ulimit -v` limits addresses, not pages that are in memory: it is compared with those.
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        return memory.vms, soft
+    whole = psutil.virtual_memory().total
+    for name in _CGROUPS:
+        with suppress(OSError, ValueError):  # no such file, or "max" in it
+            whole = min(whole, int(Path("/sys/fs/cgroup", name).read_text()))
+    return memory.rss, whole
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the bytes that a run may still take: the tighter of its limit and the machine's."""
+    taken, whole = memory_limit(device)
+    # Of a GPU the driver reports what other processes take, too.
+    if device.type == "cuda":
+        return whole - taken
+    return max(0, min(whole - taken, psutil.virtual_memory().available))
 
 
 def largest_fitting_batch(
@@ -77,21 +107,15 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | 
         sizes: in ascending order.
         fits: whether a size fits; an error means that the model refuses the size.
     """
-    found = None
-    low = 0
-    high = len(sizes)
-    while low < high:
-        middle = (low + high) // 2
+
+    def is_fitting(size: int) -> bool:
         try:
-            is_fitting = fits(sizes[middle])
+            return fits(size)
         except (RuntimeError, ValueError):  # for example, batch normalisation of a single example
-            is_fitting = False
-        if is_fitting:
-            found = sizes[middle]
-            low = middle + 1
-        else:
-            high = middle
-    return found
+            return False
+
+    count = bisect_left(sizes, True, key=lambda size: not is_fitting(size))
+    return sizes[count - 1] if count else None
 
 
 @dataclass(frozen=True)
@@ -128,7 +152,21 @@ def peak_forecast(spec: RunSpec, precision: Precision, device: torch.device) -> 
         return [example_batch(spec, size, device) for _ in range(spec.train.accumulate)]
 
     def real() -> Rehearsal:
-        _refuse_too_large(spec, precision, device)
+        size = 0
+        room = USABLE_MEMORY_SHARE * free_memory(device)
+        # A model that reads its own values cannot be built without memory: it is not refused.
+        with suppress(NotImplementedError, RuntimeError), META_DEVICE:
+            model = build_group("model", spec.model)
+            materialize_lazy_layers(spec, model, META_DEVICE)
+            size = float32_bytes(model)
+        # Weights, gradients and two averages in float32; where most weights are frozen, the weights
+        # alone, before they are packed.
+        needs = size * (1.5 if precision.freezes else 4)
+        if needs > room:
+            raise ForecastUnavailable(
+                "its operators want real numbers, and steps on a few take about "
+                f"{needs / GIB:.1f} of the {room / GIB:.1f} GiB that may be used."
+            )
         return build_rehearsal(spec, precision, device, micro_batches, fake=False)
 
     _refuse(spec, device)
@@ -154,9 +192,16 @@ def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> Pea
     batch_size = spec.train.batch_size
 
     def micro_batches(size: int) -> list[Batch]:
+        share = max(1, place.batch_share(size))
+
+        def resized(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.ndim == 0:
+                return value
+            return value[torch.arange(share, device=value.device) % len(value)]
+
         # Two at least: the second finds the gradients of the first.
         count = max(2, batch_size * spec.train.accumulate // size)
-        return [_resized(sample, max(1, place.batch_share(size))) for _ in range(count)]
+        return [tree_map(resized, sample) for _ in range(count)]
 
     def real() -> Rehearsal:
         if place.world_size > 1:
@@ -169,17 +214,6 @@ def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> Pea
         raise ForecastUnavailable("what a process gathers of sharded weights is not predicted.")
     fake = partial(build_rehearsal, spec, state.precision, state.device, micro_batches, fake=True)
     return _forecast(fake, real, batch_size)
-
-
-def _resized(batch: Batch, size: int) -> Batch:
-    """Return a batch with its examples repeated or cut to `size`."""
-
-    def resized(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            return value
-        return value[torch.arange(size, device=value.device) % len(value)]
-
-    return tree_map(resized, batch)
 
 
 def _forecast(
@@ -214,25 +248,6 @@ def _refuse(spec: RunSpec, device: torch.device) -> None:
         )
 
 
-def _refuse_too_large(spec: RunSpec, precision: Precision, device: torch.device) -> None:
-    """Raise ForecastUnavailable where even a real step on few examples does not fit into memory."""
-    size = 0
-    room = USABLE_MEMORY_SHARE * free_memory(device)
-    # A model that reads its own values cannot be built without memory: it is not refused.
-    with suppress(NotImplementedError, RuntimeError), META_DEVICE:
-        model = build_group("model", spec.model)
-        materialize_lazy_layers(spec, model, META_DEVICE)
-        size = float32_bytes(model)
-    # Weights, gradients and two averages in float32; where most weights are frozen, the weights
-    # alone, before they are packed.
-    needs = size * (1.5 if precision.freezes else 4)
-    if needs > room:
-        raise ForecastUnavailable(
-            f"its operators want real numbers, and steps on a few take about {needs / GIB:.1f} of "
-            f"the {room / GIB:.1f} GiB that may be used."
-        )
-
-
 def _extrapolated(real: Callable[[], Rehearsal]) -> Callable[[int], MemoryBreakdown]:
     """Return the peak as a function of the batch size, by extrapolation from two real steps."""
     try:
@@ -253,13 +268,10 @@ def _extrapolated(real: Callable[[], Rehearsal]) -> Callable[[int], MemoryBreakd
 
     def peak(size: int) -> MemoryBreakdown:
         share = (size - REAL_STEP_EXAMPLES) / REAL_STEP_EXAMPLES
-        moments = [_extrapolate(*pair, share) for pair in zip(less, more, strict=True)]
+        moments = []
+        for smaller, larger in zip(less, more, strict=True):
+            pairs = zip(smaller, larger, strict=True)
+            moments.append(MemoryBreakdown(*(round(a + (b - a) * share) for a, b in pairs)))
         return max(moments, key=sum)
 
     return peak
-
-
-def _extrapolate(less: MemoryBreakdown, more: MemoryBreakdown, share: float) -> MemoryBreakdown:
-    """Return the first breakdown plus a share of the difference to the second."""
-    pairs = zip(less, more, strict=True)
-    return MemoryBreakdown(*(round(a + (b - a) * share) for a, b in pairs))

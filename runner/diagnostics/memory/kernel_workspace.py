@@ -38,13 +38,19 @@ def workspace_bytes(
         accumulates: runner.precision.emulation.float16 computes float16 operators with float32
             kernels.
     """
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if not given or given[0].device.type != "cpu":
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not inputs or inputs[0].device.type != "cpu":
         return 0
     name = func.name().partition("::")[2].partition(".")[0]
-    dtype = given[0].dtype
+    dtype = inputs[0].dtype
     if accumulates and name in KERNELS and dtype is torch.float16:
-        return _accumulation(name, given, args, result)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        output_halves = sum(t.numel() for t in outputs if t.dtype is torch.float16)
+        input_halves = sum(t.numel() for t in inputs if t.dtype is torch.float16)
+        # The float32 kernel has returned, and freed its workspace, before its result is rounded to
+        # float16: the rounded result takes part of that memory.
+        workspace = _convolution(name, args, result, torch.float32) - 2 * output_halves
+        return 4 * (output_halves + input_halves) + max(0, workspace)
     if name.startswith("convolution"):
         return _convolution(name, args, result, dtype)
     if name == "_foreach_norm":
@@ -53,7 +59,7 @@ def workspace_bytes(
         if norm_dtype not in (torch.float32, torch.float64):
             return 0
         # One tensor of the list is cast at a time.
-        casts = [t.numel() for t in given if t.dtype is not norm_dtype]
+        casts = [t.numel() for t in inputs if t.dtype is not norm_dtype]
         return max(casts, default=0) * norm_dtype.itemsize
     if name == "optimizer_update_8bit_blockwise":
         return 4 * _UPDATE_COPIES * args[1].numel()
@@ -63,40 +69,22 @@ def workspace_bytes(
         return _PACKING_BYTES * args[0].numel()
     if name.rstrip("_") in _ARITHMETIC:
         # A trailing underscore: the operator writes to its first tensor.
-        return _cast(given, into=given[0].dtype if name.endswith("_") else None)
+        return _cast(inputs, into=dtype if name.endswith("_") else None)
     return 0
 
 
-def _accumulation(name: str, given: Sequence[Tensor], args: Sequence[Any], result: Any) -> int:
-    """Return the bytes of a float16 operator that a float32 kernel computes.
-
-    Args:
-        name: of the operator.
-        given: the tensors among its arguments.
-        args: of the call.
-        result: what the call returned.
-    """
-    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    made_halves = sum(t.numel() for t in made if t.dtype is torch.float16)
-    given_halves = sum(t.numel() for t in given if t.dtype is torch.float16)
-    casts = 4 * (made_halves + given_halves)
-    # The float32 kernel has returned, and freed its workspace, before its result is rounded to
-    # float16: the rounded result takes part of that memory.
-    return casts + max(0, _convolution(name, args, result, torch.float32) - 2 * made_halves)
-
-
-def _cast(given: Sequence[Tensor], into: torch.dtype | None) -> int:
+def _cast(inputs: Sequence[Tensor], into: torch.dtype | None) -> int:
     """Return the bytes of the casts in arithmetic on several dtypes.
 
     Operands are cast to the widest dtype first, and the result last to that of the tensor that it
     is written to.
     """
     # Tensors without dimensions are scalars to torch's type promotion: they widen nothing.
-    dtypes = (t.dtype for t in given if t.ndim)
-    wide = reduce(torch.promote_types, dtypes, given[0].dtype)
-    elements = sum(t.numel() for t in given if t.dtype is not wide)
+    dtypes = (t.dtype for t in inputs if t.ndim)
+    wide = reduce(torch.promote_types, dtypes, inputs[0].dtype)
+    elements = sum(t.numel() for t in inputs if t.dtype is not wide)
     if into not in (None, wide):
-        elements += given[0].numel()
+        elements += inputs[0].numel()
     return elements * wide.itemsize
 
 

@@ -1,7 +1,7 @@
 """Track what a step holds in memory after each operator, by kind, on real and fake tensors."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -103,15 +103,10 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         kind = TEMPORARIES if is_in_backward() or self._updates else self.kind
-        self.add(kind, *self._new(result))
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.add(kind, *(t for t in leaves if t.untyped_storage()._cdata not in self._held))
         # The workspace is freed when the operator returns: it counts at this moment alone.
         now = list(self._now)
         now[TEMPORARIES] += workspace_bytes(func, args, kwargs or {}, result, self.accumulates)
         self.timeline.append(MemoryBreakdown(*now))
         return result
-
-    def _new(self, result: Any) -> Iterator[Tensor]:
-        """Yield the tensors of a result whose storage is not counted yet."""
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._held:
-                yield leaf

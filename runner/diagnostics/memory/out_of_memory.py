@@ -2,7 +2,7 @@
 
 import gc
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch
@@ -10,12 +10,12 @@ import torch
 from runner.config.schema import RunSpec
 from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.memory.forecast import (
+    USABLE_MEMORY_SHARE,
     PeakForecast,
     failed_step_forecast,
     largest_fitting,
+    memory_limit,
 )
-from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, memory_limit
-from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
 from runner.precision.contract import Precision
 from runner.training.state import TrainState
 from runner.utils.accelerator import Accelerator
@@ -115,36 +115,28 @@ def out_of_memory_message(watch: MemoryWatch, error: BaseException) -> str:
     # PyTorch's CPU allocator begins with the place in its own source.
     first_line = str(error).strip().partition("\n")[0]
     reason = first_line.rpartition("err == 0. ")[2] or type(error).__name__
-    lines = [f"Out of memory {_when(watch.state)} on {watch.accelerator.name}: {reason}"]
-    lines += [f"  {name:<16}{size / MIB:>10.1f} MiB" for name, size in _table(watch)]
-    fitting = fitting_settings(watch, error)
-    if fitting:
-        lines += fitting
-    else:
-        lines.append(f"To need less, type {', or '.join(memory_remedies(watch))}.")
-    return "\n".join(lines)
-
-
-def _when(state: TrainState | None) -> str:
-    if state is None:
-        return "before the first step"
-    if state.model.training:
-        return f"in step {state.step}"
-    return f"in the evaluation after step {state.step}" if state.step else "in the first evaluation"
-
-
-def _table(watch: MemoryWatch) -> Iterator[tuple[str, float]]:
-    """Yield name and bytes of each part of the memory that is known."""
-    state = watch.state
-    device = watch.accelerator.device
+    state, device = watch.state, watch.accelerator.device
+    when = "before the first step"
+    sizes = {}
     if state is not None:
-        gradients = [p.grad for p in state.trainable_parameters if p.grad is not None]
-        yield "weights", stored_bytes(state.model)
-        yield "gradients", tensor_bytes(*gradients)
-        yield "optimizer state", tensor_bytes(*state.optimizer_tensors())
-    yield "peak", watch.accelerator.peak_memory_mib() * MIB
+        when = "in the first evaluation"
+        if state.model.training:
+            when = f"in step {state.step}"
+        elif state.step:
+            when = f"in the evaluation after step {state.step}"
+        sizes["weights"] = stored_bytes(state.model)
+        # No variable holds the gradients: they are freed before a forecast is made.
+        sizes["gradients"] = tensor_bytes(
+            *(p.grad for p in state.trainable_parameters if p.grad is not None)
+        )
+        sizes["optimizer state"] = tensor_bytes(*state.optimizer_tensors())
+    sizes["peak"] = watch.accelerator.peak_memory_mib() * MIB
     if device.type == "cuda":
-        yield "device", torch.cuda.get_device_properties(device).total_memory
+        sizes["device"] = torch.cuda.get_device_properties(device).total_memory
+    lines = [f"Out of memory {when} on {watch.accelerator.name}: {reason}"]
+    lines += [f"  {name:<16}{size / MIB:>10.1f} MiB" for name, size in sizes.items()]
+    remedies = f"To need less, type {', or '.join(memory_remedies(watch))}."
+    return "\n".join([*lines, *(fitting_settings(watch, error) or [remedies])])
 
 
 def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
@@ -186,50 +178,41 @@ def _fitting_lines(watch: MemoryWatch, forecast: PeakForecast) -> list[str]:
     factors = _size_factors(watch)
 
     def total(size: int, words: str = "") -> float:
-        return watch.other_bytes + _scaled_total(forecast(size), factors[words])
+        # Each part of the peak times its factor; a missing factor is 1.
+        parts = forecast(size)._asdict().items()
+        return watch.other_bytes + sum(factors[words].get(name, 1) * part for name, part in parts)
 
     if total(watch.spec.train.batch_size) <= usable:
         return []  # a step that fits by the forecast has failed: the forecast is wrong here
-    fitting = _fitting_overrides(watch, factors, lambda n, words: total(n, words) <= usable)
+    train = watch.spec.train
+    # Divisors only: train.accumulate then makes up for the rest, and the step stays the same.
+    divisors = [n for n in range(1, train.batch_size + 1) if train.batch_size % n == 0]
+    # The batch sizes that fit, each with the first other overrides that it fits with: a change of
+    # the precision or the optimizer is named only where it allows one that those before it do not.
+    fitting: dict[int, str] = {}
+    for words in factors:
+        sizes = divisors
+        for _ in range(1 if words else 2):
+            largest = largest_fitting(sizes, lambda n, words=words: total(n, words) <= usable)
+            if largest is None:
+                break
+            fitting.setdefault(largest, words)
+            sizes = [n for n in divisors if n < largest]
     if not fitting:
         words = list(factors)[-1]
         text = f"train.batch_size=1{words} takes {_share(total(1, words), whole)} by an estimate"
         return [f"No setting fits: {text}. Type model.<size>=<smaller>."]
     lines = []
     for size, words in fitting.items():
-        share = _share(total(size, words), whole)
-        lines.append(f" {_batch_overrides(watch, size)}{words} ({share})")
+        batch = ""
+        if size != train.batch_size:
+            # Micro-batches of fewer examples in the same step.
+            accumulate = train.accumulate * train.batch_size // size
+            batch = f" train.batch_size={size} train.accumulate={accumulate}"
+        lines.append(f" {batch}{words} ({_share(total(size, words), whole)})")
     if _may_checkpoint_activations(watch):
         lines.append(f"  {_CHECKPOINTING} keeps less for the backward")
     return ["Settings that should fit (estimated); type", *lines]
-
-
-def _fitting_overrides(
-    watch: MemoryWatch, others: Iterable[str], fits: Callable[[int, str], bool]
-) -> dict[int, str]:
-    """Return the batch sizes that fit, each with the first other overrides that it fits with.
-
-    A change of the precision or of the optimizer is named only where it allows a batch size that
-    the changes before it do not.
-
-    Args:
-        watch: of the run.
-        others: overrides other than the batch size, the smallest change first.
-        fits: whether a batch size fits with other overrides.
-    """
-    size = watch.spec.train.batch_size
-    # Divisors only: train.accumulate then makes up for the rest, and the step stays the same.
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    by_batch_size: dict[int, str] = {}
-    for words in others:
-        sizes = divisors
-        for _ in range(1 if words else 2):
-            largest = largest_fitting(sizes, lambda n, words=words: fits(n, words))
-            if largest is None:
-                break
-            by_batch_size.setdefault(largest, words)
-            sizes = [n for n in divisors if n < largest]
-    return by_batch_size
 
 
 def _may_checkpoint_activations(watch: MemoryWatch) -> bool:
@@ -258,20 +241,6 @@ def _size_factors(watch: MemoryWatch) -> dict[str, dict[str, float]]:
         both = half | {"optimizer": half["optimizer"] * _EIGHT_BIT_STATE_SHARE}
         factors[f" precision={narrower} optimizer={smaller}"] = both
     return factors
-
-
-def _scaled_total(peak: MemoryBreakdown, factors: Mapping[str, float]) -> float:
-    """Return the sum of a peak's parts, each times its factor; a missing factor is 1."""
-    return sum(factors.get(name, 1) * size for name, size in peak._asdict().items())
-
-
-def _batch_overrides(watch: MemoryWatch, examples: int) -> str:
-    """Return overrides for micro-batches of so many examples in the same step."""
-    train = watch.spec.train
-    if examples == train.batch_size:
-        return ""
-    accumulate = train.accumulate * train.batch_size // examples
-    return f" train.batch_size={examples} train.accumulate={accumulate}"
 
 
 def _share(size: float, whole: float) -> str:

@@ -160,11 +160,6 @@ def take_sample(tensor: Tensor, masked: bool = False) -> Sample:
     return Sample(values, largest, flat.numel(), stride)
 
 
-def to_float32(values: Tensor) -> Tensor:
-    """Return the values of a sample in float32."""
-    return values.to(torch.float32)
-
-
 @torch.no_grad()
 def count_exponents(rows: Sequence[SampledTensor]) -> list[ExponentCounts]:
     """Measure tensors of one device, with one transfer to the host.
@@ -181,10 +176,13 @@ def count_exponents(rows: Sequence[SampledTensor]) -> list[ExponentCounts]:
     lengths = [-(-len(row.sample.values) // BLOCK_ELEMENTS) for row in rows]
     # For each block the index of its tensor.
     ids = torch.tensor(np.repeat(np.arange(len(rows)), lengths), device=device)
-    x = _blocks([to_float32(row.sample.values) for row in rows])
+    x = _blocks([row.sample.values.float() for row in rows])
     largest = torch.stack([row.sample.largest for row in rows])
-    # One scale for the whole tensor, as a recipe has it, not one for each block.
-    scaled_to = _finite_largest(x, lengths, largest)
+    # One scale for the whole tensor, as a recipe has it, not one for each block; that of its finite
+    # sample where it has other elements.
+    tops = torch.where(x.isfinite(), x, 0.0).abs().amax(1)
+    sampled = torch.stack([blocks.amax() for blocks in tops.split(lengths)])
+    scaled_to = torch.where(largest.isfinite(), largest, sampled)
     parts = []
     histogram = torch.zeros(len(rows) * EXPONENT_BINS, dtype=torch.int64, device=device)
     one = torch.ones((), dtype=torch.int64, device=device)
@@ -210,13 +208,6 @@ def _blocks(values: Sequence[Tensor]) -> Tensor:
     """
     padded = [F.pad(v, (0, -len(v) % BLOCK_ELEMENTS)) for v in values]
     return torch.cat(padded).view(-1, BLOCK_ELEMENTS)
-
-
-def _finite_largest(x: Tensor, lengths: Sequence[int], largest: Tensor) -> Tensor:
-    """Return each tensor's largest magnitude, that of its finite sample where it has others."""
-    tops = torch.where(x.isfinite(), x, 0.0).abs().amax(1)
-    sampled = torch.stack([blocks.amax() for blocks in tops.split(list(lengths))])
-    return torch.where(largest.isfinite(), largest, sampled)
 
 
 def _measure(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,12 +266,12 @@ def _swallowed(
     They count the weights that had a gradient, and those of them that each format would leave where
     they were; zeros where a row is of no updates.
     """
-    found = torch.zeros(1 + len(STORAGE_FORMATS), sum(lengths), dtype=torch.float32, device=device)
+    table = torch.zeros(1 + len(STORAGE_FORMATS), sum(lengths), dtype=torch.float32, device=device)
     updates = [i for i, row in enumerate(rows) if row.weights_before is not None]
     if not updates:
-        return found
+        return table
     before = _blocks([rows[i].weights_before for i in updates])  # type: ignore[misc]
-    update = _blocks([to_float32(rows[i].sample.values) for i in updates])
+    update = _blocks([rows[i].sample.values.float() for i in updates])
     flags = [rows[i].has_gradient.float() for i in updates]  # type: ignore[union-attr]
     has_gradient = _blocks(flags) != 0
     columns = [has_gradient.sum(1)]
@@ -290,8 +281,8 @@ def _swallowed(
         columns.append((unmoved & has_gradient).sum(1))
     starts = np.concatenate([[0], np.cumsum(lengths)])
     blocks = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in updates])
-    found[:, torch.tensor(blocks, device=device)] = torch.stack(columns).float()
-    return found
+    table[:, torch.tensor(blocks, device=device)] = torch.stack(columns).float()
+    return table
 
 
 def _unpack(
@@ -305,7 +296,7 @@ def _unpack(
     starts = np.cumsum([0, *lengths[:-1]])
     table[_ENERGY_COLUMNS] *= table[_TOP] ** 2
     sums = np.add.reduceat(table, starts, axis=1)
-    found = []
+    counts = []
     for i, row in enumerate(rows):
         taken = len(row.sample.values)
         share = row.sample.elements / taken
@@ -316,17 +307,10 @@ def _unpack(
         not_finite = sums[1, i] * share
         if not np.isfinite(largest[i]):
             not_finite = max(not_finite, 1.0)  # the sample may have missed it
-        found.append(
-            ExponentCounts(
-                row.sample.elements,
-                zeros * share,
-                not_finite,
-                largest[i],
-                exponents[i] * share,
-                sums[:, i] * share,
-            )
-        )
-    return found
+        scaled = (exponents[i] * share, sums[:, i] * share)
+        elements = row.sample.elements
+        counts.append(ExponentCounts(elements, zeros * share, not_finite, largest[i], *scaled))
+    return counts
 
 
 def quantization_losses(counted: Sequence[ExponentCounts]) -> dict[str, QuantizationLoss]:
@@ -345,7 +329,7 @@ def quantization_losses(counted: Sequence[ExponentCounts]) -> dict[str, Quantiza
     def share(count: float) -> float:
         return float(count / values) if values else 0.0
 
-    found = {}
+    losses = {}
     for i, (name, fmt, scaled) in enumerate(READINGS):
         start = len(_LEADING) + i * len(_PER_READING)
         underflow, subnormal, overflow, noise, small = sums[start : start + len(_PER_READING)]
@@ -355,12 +339,13 @@ def quantization_losses(counted: Sequence[ExponentCounts]) -> dict[str, Quantiza
         negligible = float(np.minimum(vanish, below).sum())
         if not scaled:
             # The largest value is known of the whole tensor, the count of the sample alone.
-            overflow = max(overflow, _overflows(counted, fmt))
+            tops = [c.largest for c in counted if np.isfinite(c.largest)]
+            overflow = max(overflow, sum(top >= fmt.overflow for top in tops))
         swallowed = None
         if with_gradient and fmt in STORAGE_FORMATS and not scaled:
             unmoved = sums[STORAGE_FORMATS.index(fmt) - len(STORAGE_FORMATS)]
             swallowed = float(unmoved / with_gradient)
-        found[name] = QuantizationLoss(
+        losses[name] = QuantizationLoss(
             share(underflow),
             share(subnormal),
             share(overflow),
@@ -369,7 +354,7 @@ def quantization_losses(counted: Sequence[ExponentCounts]) -> dict[str, Quantiza
             negligible=share(negligible),
             underflow_noise=float(small / signal) if signal else 0.0,
         )
-    return found
+    return losses
 
 
 def _negligible(counted: Sequence[ExponentCounts]) -> NDArray[np.float64]:
@@ -384,8 +369,3 @@ def _negligible(counted: Sequence[ExponentCounts]) -> NDArray[np.float64]:
     highest = max([0, *used[-1:].tolist(), *exponents])
     below = max(0, highest - NEGLIGIBLE_EXPONENT_GAP)
     return np.array([c.exponents[:below].sum() for c in counted])
-
-
-def _overflows(counted: Sequence[ExponentCounts], fmt: Format) -> int:
-    """Count the tensors whose largest value overflows, which a sample may have missed."""
-    return sum(bool(np.isfinite(c.largest)) and c.largest >= fmt.overflow for c in counted)

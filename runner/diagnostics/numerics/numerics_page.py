@@ -1,7 +1,6 @@
 """Show what was measured of a run's numbers as a page and as heat maps of modules over steps."""
 
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,6 @@ from runner.diagnostics.numerics.results import (
     VANISHING_SHARE_LIMIT,
     Numerics,
     Sensitivity,
-    TensorStats,
 )
 from runner.precision.emulation.formats import FORMATS
 from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
@@ -78,12 +76,28 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
     """
     own = numerics.computed_in
     order = [own, *(fmt for fmt in FORMATS if fmt != own)]
-    blocks: list[Block] = [*_top(numerics, order)]
+    steps = [snapshot.step for snapshot in numerics.probes]
+    formats = f"stores {numerics.storage}, computes {numerics.compute}"
+    looks = f"{len(steps)} looks, steps {steps[0]} to {steps[-1]}"
+    head = ["format", "verdict", "worst module", "what", "share"]
+    verdicts = [_verdict_row(numerics, fmt) for fmt in order]
+    blocks: list[Block] = [
+        Text(f"precision={numerics.precision}, {formats} · {looks}", "small"),
+        Text(f"{numerics_summary(numerics)}.", "answer"),
+        Text(loss_scale_sentence(numerics), "small"),
+        Table(head, verdicts, frozenset({0, 1, 2, 3})),
+    ]
     for fmt in order:
         blocks.append(Heading(fmt))
         blocks.append(Charts([svg_element(heat_maps(numerics, fmt))]))
-        blocks.append(_worst_table(numerics, fmt))
-    blocks += _explanations(numerics)
+        rows = [
+            [Cell(module), Cell(kind), Cell(what), Cell(format_share(value), bar=value)]
+            for module, kind, what, value in numerics.worst(fmt, WORST_TABLE_ROWS)
+        ]
+        worst = Table(["worst module", "kind", "what", "share"], rows, frozenset({0, 1, 2}))
+        blocks.append(worst if rows else Text("Nothing is lost.", "small"))
+    blocks.append(Heading("How to read this"))
+    blocks.append(Items(_explanations(numerics), small=True))
     path.write_text(to_html(f"Numerics of {label}", blocks))
     return path
 
@@ -102,21 +116,6 @@ def format_share(value: float) -> str:
     """Return a share in percent, with two digits below 99.5 %."""
     # Two digits would make 1e+02 of a whole.
     return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:.0f} %"
-
-
-def _top(numerics: Numerics, order: Sequence[str]) -> Iterator[Block]:
-    """Yield the summary, and a table with a verdict for each format."""
-    steps = [snapshot.step for snapshot in numerics.probes]
-    yield Text(
-        f"precision={numerics.precision}, stores {numerics.storage}, computes {numerics.compute} · "
-        f"{len(steps)} looks, steps {steps[0]} to {steps[-1]}",
-        "small",
-    )
-    yield Text(f"{numerics_summary(numerics)}.", "answer")
-    yield Text(loss_scale_sentence(numerics), "small")
-    head = ["format", "verdict", "worst module", "what", "share"]
-    rows = [_verdict_row(numerics, fmt) for fmt in order]
-    yield Table(head, rows, frozenset({0, 1, 2, 3}))
 
 
 def _verdict_row(numerics: Numerics, fmt: str) -> list[Cell]:
@@ -140,18 +139,18 @@ def loss_scale_sentence(numerics: Numerics) -> str:
     lacks = numerics.sensitivity("float16", ["gradients"])
     fit = "do not fit" if lacks == "range" else "fit"
     begun = f"Gradients in float16: with the loss scale in force ({in_force}) they {fit}."
-    found = loss_scales(numerics)
-    if found is None:
+    scales = loss_scales(numerics)
+    if scales is None:
         return f"{begun} No loss scale makes all of them fit."
-    text = f"{begun} Loss scales from {found.least:g} to {found.greatest:g} make them fit"
+    text = f"{begun} Loss scales from {scales.least:g} to {scales.greatest:g} make them fit"
     initial = f"16-mixed begins with {INITIAL_SCALE:g}"
-    if found.greatest < INITIAL_SCALE:
+    if scales.greatest < INITIAL_SCALE:
         # A dynamic scale is halved after a skipped step.
-        skipped = round(math.log2(INITIAL_SCALE / found.greatest))
+        skipped = round(math.log2(INITIAL_SCALE / scales.greatest))
         return f"{text}; {initial} and skips up to {skipped} steps to get there."
-    if found.least > INITIAL_SCALE:
+    if scales.least > INITIAL_SCALE:
         # A dynamic scale grows, too, but by default doubles only after 2000 steps.
-        return f"{text}; {initial}: type precision.loss_scale.init_scale={found.least:g}."
+        return f"{text}; {initial}: type precision.loss_scale.init_scale={scales.least:g}."
     return f"{text}; {initial}, which does."
 
 
@@ -165,25 +164,12 @@ def _scales_in_force(numerics: Numerics) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-def _worst_table(numerics: Numerics, fmt: str) -> Block:
-    """Return a table of the modules that lose most in a format."""
-    complaints = numerics.worst(fmt, WORST_TABLE_ROWS)
-    if not complaints:
-        return Text("Nothing is lost.", "small")
-    rows = [
-        [Cell(module), Cell(kind), Cell(what), Cell(format_share(value), bar=value)]
-        for module, kind, what, value in complaints
-    ]
-    return Table(["worst module", "kind", "what", "share"], rows, frozenset({0, 1, 2}))
-
-
-def _explanations(numerics: Numerics) -> Iterator[Block]:
-    """Yield a list of the page's terms, with the limits of the verdicts."""
+def _explanations(numerics: Numerics) -> list[tuple[str, str]]:
+    """Return the page's terms, with the limits of the verdicts."""
     scaled = _scales_in_force(numerics) or "1, for the run has none"
     vanished = format_share(VANISHING_SHARE_LIMIT)
     noise = format_share(NOISE_SHARE_LIMIT)
     swallowed = format_share(SWALLOWED_SHARE_LIMIT)
-    yield Heading("How to read this")
     terms = {
         "overflow, underflow": "shares of the values other than zero that are past the largest of "
         f"the format, that become zero and are at least 2^-{NEGLIGIBLE_EXPONENT_GAP} of the "
@@ -203,7 +189,7 @@ def _explanations(numerics: Numerics) -> Iterator[Block]:
         "heat maps": "underflow and overflow together, for updates what is swallowed; white is "
         f"less than {MIN_COLOURED_SHARE:g}. Tables hold means over the looks",
     }
-    yield Items(list(terms.items()), small=True)
+    return list(terms.items())
 
 
 def lost_shares(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDArray[np.float64]]:
@@ -219,26 +205,28 @@ def lost_shares(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDA
     shares = np.full((len(names), len(numerics.probes)), np.nan)
     for column, snapshot in enumerate(numerics.probes):
         for stats in snapshot.measured:
-            if stats.kind == kind:
-                shares[names.index(stats.module), column] = _lost_share(numerics, fmt, stats)
+            if stats.kind != kind:
+                continue
+            lost = numerics.quantization_loss(stats, fmt)
+            share = (
+                lost.swallowed if kind == "updates" else min(1.0, lost.vanishing + lost.overflow)
+            )
+            if share is not None:
+                shares[names.index(stats.module), column] = share
     return names, shares
-
-
-def _lost_share(numerics: Numerics, fmt: str, stats: TensorStats) -> float:
-    lost = numerics.quantization_loss(stats, fmt)
-    if stats.kind == "updates":
-        return np.nan if lost.swallowed is None else lost.swallowed
-    return min(1.0, lost.vanishing + lost.overflow)
 
 
 def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
     """Draw a panel per kind: modules down, steps across, the share lost as colour."""
+    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
     tables = {kind: lost_shares(numerics, fmt, kind) for kind in KINDS}
     names, _ = tables[KINDS[0]]  # the modules are the same for every kind
     shown = {kind: shares for kind, (_, shares) in tables.items() if not np.isnan(shares).all()}
-    rows = _most_lossy_rows(list(shown.values()))
+    # The modules that lose most, in the model's order.
+    most = np.sum([np.nan_to_num(shares).max(axis=1) for shares in shown.values()], axis=0)
+    rows = sorted(np.argsort(-most, kind="stable")[:MAX_MAP_ROWS].tolist())
     columns = min(MAX_MAP_STEPS, len(numerics.probes))
     groups = np.array_split(np.arange(len(numerics.probes)), columns)
     steps = [numerics.probes[group[-1]].step for group in groups]
@@ -254,25 +242,18 @@ def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
             ticks = list(range(0, len(steps), -(-len(steps) // 5)))
             axes.set_xticks(ticks, [str(steps[t]) for t in ticks])
             axes.set_xlabel("optimizer step")
-            labels = [_module_label(names[r]) if i == 1 else "" for r in rows]
+            # The end of a long name is shown: it distinguishes modules of one kind.
+            shown_names = [n if len(n) <= 34 else f"…{n[-33:]}" for n in names]
+            labels = [plain_label(shown_names[r]) if i == 1 else "" for r in rows]
             # A module's name may hold a $, which is no mathematics.
             axes.set_yticks(range(len(rows)), labels, parse_math=False)
-        _draw_colour_bar(figure, fmt, len(rows), len(names))
+        some = f", the {len(rows)} of {len(names)} modules that lose most"
+        title = f"share of values that {fmt} loses{some if len(rows) < len(names) else ''}"
+        figure.suptitle(title, fontsize=9)
+        mappable = ScalarMappable(*_colour_scale())
+        aspect = max(5, len(rows))
+        figure.colorbar(mappable, ax=figure.axes, fraction=0.03, label="share", aspect=aspect)
     return figure
-
-
-def _module_label(name: str, most: int = 34) -> str:
-    """Return at most so many characters of a dotted name.
-
-    The end is shown: it distinguishes modules of one kind.
-    """
-    return plain_label(name if len(name) <= most else f"…{name[1 - most :]}", most)
-
-
-def _most_lossy_rows(shares: Sequence[NDArray[np.float64]]) -> list[int]:
-    """Return the MAX_MAP_ROWS modules that lose most, in the model's order."""
-    most = np.sum([np.nan_to_num(kind).max(axis=1) for kind in shares], axis=0)
-    return sorted(np.argsort(-most, kind="stable")[:MAX_MAP_ROWS].tolist())
 
 
 def _draw_panel(axes: "Axes", shares: NDArray[np.float64]) -> None:
@@ -283,28 +264,17 @@ def _draw_panel(axes: "Axes", shares: NDArray[np.float64]) -> None:
     corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
     squares = np.stack([columns, rows], 1)[:, None, :] + corners
     values = shares[rows, columns]
-    cmap, norm = _colour_scale()
+    norm, cmap = _colour_scale()
     axes.add_collection(PolyCollection(list(squares), array=values, cmap=cmap, norm=norm))
     axes.set_xlim(-0.5, shares.shape[1] - 0.5)
     axes.set_ylim(shares.shape[0] - 0.5, -0.5)
     axes.tick_params(length=0)
 
 
-def _colour_scale() -> tuple["Colormap", "LogNorm"]:
-    """Return the colours of shares, on a logarithmic scale."""
+def _colour_scale() -> tuple["LogNorm", "Colormap"]:
+    """Return the logarithmic scale of shares, and its colours."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
 
     # With more colours matplotlib puts a bitmap into the SVG, which the page would refuse.
-    return colormaps["viridis_r"].resampled(20), LogNorm(MIN_COLOURED_SHARE, 1.0)
-
-
-def _draw_colour_bar(figure: "Figure", fmt: str, rows: int, names: int) -> None:
-    """Add the title and the colour bar."""
-    from matplotlib.cm import ScalarMappable
-
-    some = f", the {rows} of {names} modules that lose most" if rows < names else ""
-    figure.suptitle(f"share of values that {fmt} loses{some}", fontsize=9)
-    cmap, norm = _colour_scale()
-    mappable = ScalarMappable(norm, cmap)
-    figure.colorbar(mappable, ax=figure.axes, fraction=0.03, label="share", aspect=max(5, rows))
+    return LogNorm(MIN_COLOURED_SHARE, 1.0), colormaps["viridis_r"].resampled(20)

@@ -1,7 +1,7 @@
 """Measure the tensors of one optimizer step: hooks take samples, which are measured at its end."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from runner.diagnostics.numerics.measure import (
     is_measurable,
     quantization_losses,
     take_sample,
-    to_float32,
 )
 from runner.diagnostics.numerics.results import KINDS, NumericsSnapshot, TensorStats
 from runner.training.state import TrainState
@@ -167,13 +166,14 @@ class Probe:
         named = self._named_samples()
         counted = count_exponents([tensor for _, _, tensor in named])
         counts: dict[tuple[str, str], list[ExponentCounts]] = defaultdict(list)
-        for (name, kind, _), found in zip(named, counted, strict=True):
-            counts[name, kind].append(found)
-        if not _has_update(counts):
-            # The optimizer skipped the step: updates of zero would read as swallowed ones.
-            counts = {key: found for key, found in counts.items() if key[1] != "updates"}
+        has_update = False
+        for (name, kind, _), count in zip(named, counted, strict=True):
+            counts[name, kind].append(count)
+            has_update |= kind == "updates" and bool(count.largest)
+        # Where the optimizer skipped the step, updates of zero would read as swallowed ones.
+        kinds = [kind for kind in KINDS if has_update or kind != "updates"]
         names = [name or ROOT for name, _ in self.state.plain_model.named_modules()]
-        order = [(n, k) for n in names for k in KINDS if (n, k) in counts]
+        order = [(name, kind) for name in names for kind in kinds if (name, kind) in counts]
         scale = None if self._scale is None else self._scale.item()
         stats = tuple(tensor_stats(*key, counts[key]) for key in order)
         return NumericsSnapshot(self.state.step, scale, stats)
@@ -191,13 +191,6 @@ class Probe:
                 named.append((name, "gradients", SampledTensor(gradient)))
                 named.append((name, "updates", _update(p, weights_before, gradient)))
         return named
-
-
-def _has_update(counts: Mapping[tuple[str, str], Sequence[ExponentCounts]]) -> bool:
-    """Return whether any weight has changed."""
-    return any(
-        found.largest for (_, kind), all_ in counts.items() if kind == "updates" for found in all_
-    )
 
 
 def _update(param: Tensor, before: Sample, gradient: Sample) -> SampledTensor:
@@ -218,7 +211,7 @@ def _update(param: Tensor, before: Sample, gradient: Sample) -> SampledTensor:
         # float32 has swallowed an update of zero itself, or the learning rate is zero: that says
         # nothing about a narrower format. Half-precision weights are asked about such updates, too.
         has_gradient &= update != 0
-    return SampledTensor(sample, to_float32(before.values), has_gradient)
+    return SampledTensor(sample, before.values.float(), has_gradient)
 
 
 def tensor_stats(module: str, kind: str, counted: Sequence[ExponentCounts]) -> TensorStats:

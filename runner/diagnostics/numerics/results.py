@@ -242,7 +242,10 @@ def read(folder: Path) -> Numerics:
         raise ConfigError(f"{path} is no file. Train with numerics.every=<steps> to have it.")
     try:
         content = json.loads(path.read_text())
-        snapshots = [_read_snapshot(probe) for probe in content["probes"]]
+        snapshots = []
+        for probe in content["probes"]:
+            measured = [_read_stats(stats) for stats in probe["measured"]]
+            snapshots.append(NumericsSnapshot(**{**probe, "measured": measured}))
         return Numerics(**{**content, "probes": snapshots})
     # A file of another version has other fields: TypeError or KeyError, no traceback for the user.
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -250,11 +253,6 @@ def read(folder: Path) -> Numerics:
             f"{path} is damaged: {type(error).__name__}: {error}. Train with numerics.every=<steps>"
             " to have it anew."
         ) from error
-
-
-def _read_snapshot(content: Mapping[str, Any]) -> NumericsSnapshot:
-    measured = [_read_stats(stats) for stats in content["measured"]]
-    return NumericsSnapshot(**{**content, "measured": measured})
 
 
 def _read_stats(content: Mapping[str, Any]) -> TensorStats:
@@ -287,18 +285,12 @@ def _complaints(kind: str, lost: QuantizationLoss) -> Iterator[tuple[str, float]
 
 def _mean(losses: Sequence[QuantizationLoss]) -> QuantizationLoss:
     """Return the mean of each field; of the SQNR that of the noise, in dB."""
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(values) / len(values)
-
-    noise = mean([lost.noise for lost in losses])
+    means = {
+        name: sum(getattr(lost, name) for lost in losses) / len(losses)
+        for name in ("underflow", "subnormal", "overflow", "negligible", "underflow_noise", "noise")
+    }
+    noise = means.pop("noise")
+    sqnr_db = -10 * math.log10(noise) if noise else None
     swallowed = [lost.swallowed for lost in losses if lost.swallowed is not None]
-    return QuantizationLoss(
-        mean([lost.underflow for lost in losses]),
-        mean([lost.subnormal for lost in losses]),
-        mean([lost.overflow for lost in losses]),
-        -10 * math.log10(noise) if noise else None,
-        mean(swallowed) if swallowed else None,
-        mean([lost.negligible for lost in losses]),
-        mean([lost.underflow_noise for lost in losses]),
-    )
+    mean_swallowed = sum(swallowed) / len(swallowed) if swallowed else None
+    return QuantizationLoss(**means, sqnr_db=sqnr_db, swallowed=mean_swallowed)

@@ -13,8 +13,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from runner.config.overrides import as_typed
-from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
-from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
+from runner.diagnostics.memory.forecast import (
+    USABLE_MEMORY_SHARE,
+    free_memory,
+    largest_fitting_batch,
+    peak_forecast,
+)
 from runner.diagnostics.numerics import read
 from runner.modes.result import RunResult
 from runner.sweeps.advisor.baseline_timing import (

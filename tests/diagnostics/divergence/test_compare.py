@@ -17,7 +17,7 @@ from compared_models import (
 from torch import nn
 
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
-from runner.diagnostics.divergence.divergence_text import describe_divergence
+from runner.diagnostics.divergence.divergence_report import describe_divergence
 from runner.diagnostics.divergence.findings import first_divergence
 from runner.training.tasks.classification import Classification
 

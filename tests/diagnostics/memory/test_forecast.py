@@ -1,6 +1,7 @@
 """The predicted peak against the allocator's, and what moves it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from bench.memory_plan import measure_peak as measured
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.config.targets import build_group
+from runner.diagnostics.memory import forecast as forecasts
 from runner.diagnostics.memory.forecast import (
     failed_step_forecast,
     largest_fitting_batch,
@@ -214,3 +216,16 @@ def test_it_draws_no_memory(of):
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
     assert peak.weights > 1600 * MIB * 0.9
     assert allocated < MIB
+
+
+@pytest.mark.parametrize(
+    ("taken", "whole", "available", "free"),
+    [(3, 10, 100, 7), (3, 10, 5, 5), (12, 10, 100, 0)],
+)
+def test_free_is_what_the_limit_and_other_processes_leave(
+    monkeypatch, taken, whole, available, free
+):
+    monkeypatch.setattr(forecasts, "memory_limit", lambda device: (taken, whole))
+    memory = SimpleNamespace(available=available)
+    monkeypatch.setattr(forecasts.psutil, "virtual_memory", lambda: memory)
+    assert forecasts.free_memory(CPU) == free
