@@ -39,7 +39,9 @@ def kernel_dtypes(kernel: Any, args: tuple[Any, ...]) -> set[str]:
     Returns:
         An empty set for a kernel that is no product, convolution, norm or lookup.
     """
-    if not any(part in kernel_name(kernel) for part in _HEAVY):
+    # Without its namespace and overload, as addmm.
+    name = kernel._schema.name.split("::")[1].strip("_")
+    if not any(part in name for part in _HEAVY):
         return set()
     # The first one alone: norms may hold weights and statistics in a wider dtype.
     first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
@@ -48,11 +50,6 @@ def kernel_dtypes(kernel: Any, args: tuple[Any, ...]) -> set[str]:
         return _names(next(inner_tensors(first), first))
     # Other integers are indices, as those of an embedding.
     return {name for name in _names(args) if "complex" in name or name == "int8"}
-
-
-def kernel_name(kernel: Any) -> str:
-    """Return an operator's name without its namespace and overload, as addmm."""
-    return kernel._schema.name.split("::")[1].strip("_")
 
 
 def _names(values: Any) -> set[str]:
@@ -110,7 +107,8 @@ class DtypeProbe:
             self.tape.watch_calls(name, module, begin, end)
             for p in module.parameters(recurse=False):
                 if p.requires_grad:
-                    self.tape.watch_gradient(p, partial(self._note_gradient, name))
+                    note = partial(self._note, "gradients", name)
+                    self.tape.watch_gradient(p, lambda p, note=note: note(p.grad))
         if self._shows_kernels:
             self.tape.enter_context(_ComputeDtypes(self))
         return self
@@ -120,9 +118,6 @@ class DtypeProbe:
 
     def _note(self, column: str, name: str, values: Any) -> None:
         self.seen[name][column] |= _names(values)
-
-    def _note_gradient(self, name: str, parameter: Tensor) -> None:
-        self._note("gradients", name, parameter.grad)
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each module that ran, in the model's order."""

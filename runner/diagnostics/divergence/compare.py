@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -37,7 +38,6 @@ from runner.diagnostics.divergence.reference import (
     Recorder,
     Reference,
     set_generator_states,
-    writes_in_place,
 )
 from runner.diagnostics.divergence.roundoffs import (
     Execution,
@@ -114,7 +114,9 @@ def record_reference(
     model = execution.state.plain_model
     names = comparable_modules(model) if names is None else names
     scale = execution.scale
-    for copies in (writes_in_place(model), True):
+    # Copies at once where a module says that it overwrites its input, else where one does.
+    overwrites = any(getattr(module, "inplace", False) for module in model.modules())
+    for copies in (overwrites, True):
         recorder = Recorder(execution.device, copies)
         narrow_code = NarrowCode(narrow_dtype(execution.precision))
         if functions_are_seen(model):
@@ -128,23 +130,6 @@ def record_reference(
             except Overwritten:
                 continue
     raise AssertionError("copies are not overwritten")
-
-
-class FreeRun(NamedTuple):
-    """An execution without substitution.
-
-    Attributes:
-        arrival: its visitor.
-        errors: of what crosses the boundaries, of gradients and of buffers.
-        loss: of the batch.
-        narrow_code: which modules' own code computes in the precision's narrow dtype; None where
-            its functions are not seen.
-    """
-
-    arrival: Arrival
-    errors: PassErrors
-    loss: float
-    narrow_code: NarrowCode | None
 
 
 def compare_batch(
@@ -172,45 +157,51 @@ def compare_batch(
         _settle_own_scales(execution, second)
         _settle_own_scales(reference_execution, first)
     reference = recorded or record_reference(reference_execution, batches[0], generators, names)
-    free = _run_freely(execution, reference, second)
-    roundoffs = find_roundoffs(
-        reference_execution, execution, reference, free.arrival.dtypes, free.narrow_code
-    )
-    copies = reference.writes_in_place or free.arrival.writes_in_place
-    added = _substitute(Substitution(reference, execution, copies), second)
-    network = build_network(execution, reference, free.arrival, added, roundoffs)
+    arrival = Arrival(reference, execution)
+    narrow_code = NarrowCode(narrow_dtype(execution.precision))
+    free, loss = _run(arrival, second, narrow_code)
+    # Nothing is noted where functions are not seen.
+    noted = narrow_code if functions_are_seen(execution.state.plain_model) else None
+    roundoffs = find_roundoffs(reference_execution, execution, reference, arrival.dtypes, noted)
+    copies = reference.writes_in_place or arrival.writes_in_place
+    added, _ = _run(Substitution(reference, execution, copies), second)
+    network = build_network(execution, reference, arrival, added, roundoffs)
     rows: list[ModuleErrors] = []
     explained = PassErrors({}, {}, {}, {})
     # What rounding explains is measured in the reference's own execution.
     for draw in range(_KINK_DRAWS):
-        perturber = Perturber(roundoffs, reference, execution.device, draw)
+        perturber = Perturber(roundoffs, reference, reference_execution.device, draw)
         visitor = Substitution(reference, reference_execution, copies, perturber)
         with perturber.perturbed_parameters(reference_execution.state.plain_model):
-            drawn = _substitute(visitor, first)
+            drawn, _ = _run(visitor, first)
         explained = PassErrors(*map(larger_errors, explained, drawn))
-        rows = module_errors(network, free.errors, added, explained)
+        rows = module_errors(network, free, added, explained)
         divergence = first_divergence(rows)
         if divergence is None or divergence.added.found.peak < _KINK_PEAK:
             break
     rows = _with_operation(rows, (reference_execution, execution), reference, (first, second))
-    outputs = free.arrival.outputs
-    output_errors = [free.errors.forward[b].relative for b in outputs if b in free.errors.forward]
-    every_error = [error for errors in free.errors for error in errors.values()]
+    outputs = arrival.outputs
+    output_errors = [free.forward[b].relative for b in outputs if b in free.forward]
+    # In the order of the reference.
+    counts = Counter(module for module, _ in arrival.calls)
+    expected = Counter(module for module, _ in reference.generators)
+    calls = {name: (counts[name], expected[name]) for name in {**expected, **counts}}
+    every_error = [error for errors in free for error in errors.values()]
     # The error of all gradients taken as one.
-    gradients = free.errors.gradients.values()
+    gradients = free.gradients.values()
     gradient_norm = sum(error.norm**2 for error in gradients) ** 0.5
     error_norm = sum(error.error**2 for error in gradients) ** 0.5
     gradient_error = error_norm / gradient_norm if gradient_norm else 0.0
     return BatchComparison(
         rows,
-        (reference.loss, free.loss),
+        (reference.loss, loss),
         max(output_errors, default=0.0),
         gradient_error,
         _logits(reference, outputs),
         execution.scale,
         not any(error.error or error.nonfinite for error in every_error),
         reference_execution.precision.name == execution.precision.name,
-        _uneven_calls(reference, free.arrival),
+        {name: pair for name, pair in calls.items() if pair[0] != pair[1]},
         _other_weights(execution.state.plain_model, reference_execution.state.plain_model),
     )
 
@@ -229,36 +220,22 @@ def _with_operation(
     module = first.row.module
     traces = []
     for execution, one in zip(executions, passes, strict=True):
-        trace = _OperationTrace(module)
-        _substitute(Substitution(reference, execution, copies=True), one, trace)
-        traces.append(trace.operations)
+        trace: list[tuple[str, Tensor]] = []
+        _run(Substitution(reference, execution, copies=True), one, partial(_record, module, trace))
+        traces.append(trace)
     name = _first_different_operation(traces[1], traces[0], first.added.found.relative)
     added = replace(first.added, operation=name)
     return [replace(row, added=added) if row.module == module else row for row in rows]
 
 
-class _OperationTrace:
-    """A listener that records what the functions of torch return in one module's own code.
-
-    Args:
-        module: name of the module.
-
-    Attributes:
-        operations: names of the functions in the order of their calls, and the floating tensors
-            that they returned.
-    """
-
-    def __init__(self, module: str) -> None:
-        self.operations: list[tuple[str, Tensor]] = []
-        self._module = module
-
-    def __call__(self, module: str, name: str, arguments: Any, result: Any) -> None:
-        """Record the floating tensors among a function's results."""
-        if module != self._module:
-            return
+def _record(
+    module: str, trace: list[tuple[str, Tensor]], running: str, name: str, _: Any, result: Any
+) -> None:
+    """Record the floating tensors that a function of torch returns in one module's own code."""
+    if running == module:
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                self.operations.append((name, leaf.detach()))
+                trace.append((name, leaf.detach()))
 
 
 def _first_different_operation(
@@ -284,15 +261,6 @@ def _first_different_operation(
     return ""
 
 
-def _uneven_calls(reference: Reference, arrival: Arrival) -> dict[str, tuple[int, int]]:
-    """Return how often the execution and the reference call each module that they call unequally
-    often, in order."""
-    counts = Counter(module for module, _ in arrival.calls)
-    expected = Counter(module for module, _ in reference.generators)
-    modules = dict.fromkeys([*expected, *counts])
-    return {m: (counts[m], expected[m]) for m in modules if counts[m] != expected[m]}
-
-
 def _other_weights(model: nn.Module, reference: nn.Module) -> list[str]:
     """Return the modules whose parameters differ by more than their formats' rounding, in order."""
     modules = []
@@ -303,27 +271,19 @@ def _other_weights(model: nn.Module, reference: nn.Module) -> list[str]:
     return [*dict.fromkeys(modules)]
 
 
-def _run_freely(execution: Execution, reference: Reference, one: _Pass) -> FreeRun:
-    """Run a batch without substitution."""
-    model = execution.state.plain_model
-    arrival = Arrival(reference, execution.scale)
-    narrow_code = NarrowCode(narrow_dtype(execution.precision))
-    with _trial_run(execution, one.generators):
-        with visited_modules(model, one.names, arrival, narrow_code) as calls:
-            loss = calls.cross_loss(loss_of(execution.state, *one.batch))
-        backpropagate(execution.state, loss * execution.scale)
-        errors = pass_errors(arrival, execution, reference)
-    return FreeRun(arrival, errors, loss.item(), narrow_code if functions_are_seen(model) else None)
-
-
-def _substitute(visitor: Substitution, one: _Pass, *listeners: FunctionListener) -> PassErrors:
-    """Run a batch with the reference's tensors at every boundary; return all errors."""
+def _run(
+    visitor: Arrival | Substitution, one: _Pass, *listeners: FunctionListener
+) -> tuple[PassErrors, float]:
+    """Run a batch past a visitor; return all errors, and the loss."""
     execution = visitor.execution
+    model = execution.state.plain_model
     with _trial_run(execution, one.generators):
-        model = execution.state.plain_model
         with visited_modules(model, one.names, visitor, *listeners) as calls:
-            calls.cross_loss(loss_of(execution.state, *one.batch))
-        return pass_errors(visitor, execution, visitor.reference)
+            loss = calls.cross_loss(loss_of(execution.state, *one.batch))
+        # A substitution computes the backward of each call at the call's end.
+        if isinstance(visitor, Arrival):
+            backpropagate(execution.state, loss * execution.scale)
+        return pass_errors(visitor), loss.item()
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Say where two executions part, in words and as diff.json."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,7 @@ class DivergenceReport:
     def sentence(self) -> str:
         """Return the sentence that says what was found."""
         batch = self.chosen.batch
-        flags = (batch.is_exact, batch.same_format, batch.uneven_calls)
-        text = describe_divergence(batch.rows, self.name, self.against, *flags)
-        text += _remarks(batch)
+        text = describe_divergence(batch, self.name, self.against) + _remarks(batch)
         if len(self.steps) == 1:
             return text
         if self.divergence is None:
@@ -205,29 +203,19 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def describe_divergence(
-    rows: Sequence[ModuleErrors],
-    name: str,
-    against: str,
-    is_exact: bool = False,
-    same_format: bool = False,
-    uneven_calls: Mapping[str, tuple[int, int]] | None = None,
-) -> str:
+def describe_divergence(batch: BatchComparison, name: str, against: str) -> str:
     """Return the sentence that a report begins with.
 
     Args:
-        rows: of module_errors.
+        batch: two executions on one batch.
         name: label of the execution.
         against: label of the reference.
-        is_exact: whether both computed the same bits when they ran freely.
-        same_format: whether both compute in the same precision, so that each bit should agree.
-        uneven_calls: by module, how often each of the two calls it, where that is not the same.
     """
-    first = first_divergence(rows)
-    if is_exact:
+    first = first_divergence(batch.rows)
+    if batch.is_exact:
         return f"{name} and {against} agree in every bit."
     if first is None:
-        return _agreement(rows, name, against, same_format)
+        return _agreement(batch, name, against)
     row = first.row
     where = "the loss" if row.module == LOSS else f"`{row.module}`"
     what, arrived = "what comes in", row.arrived
@@ -235,7 +223,7 @@ def describe_divergence(
         where = f"the backward of {where}"
         what, arrived = "the gradient that comes in", row.gradient_arrived
     context = f"{what} differs by {format_relative(arrived)}" if arrived else f"{what} is the same"
-    calls = (uneven_calls or {}).get(row.module, (1, 1))
+    calls = batch.uneven_calls.get(row.module, (1, 1))
     for label, count in zip((name, against), calls, strict=True):
         if count == 0:
             context = f"{label} never calls the module"
@@ -275,12 +263,13 @@ def describe_cause(added: AddedError) -> str:
     return text + place
 
 
-def _agreement(rows: Sequence[ModuleErrors], name: str, against: str, same_format: bool) -> str:
+def _agreement(batch: BatchComparison, name: str, against: str) -> str:
     """Return the sentence of two executions that differ by no more than rounding."""
+    rows = batch.rows
     forward = [
         (row.added, row.module) for row in rows if row.added and not row.added.found.other_shape
     ]
-    if same_format:
+    if batch.same_format:
         # The first error that is not zero: in the forward, else in the backward.
         different = [pair for pair in forward if pair[0].found.error]
         if different:

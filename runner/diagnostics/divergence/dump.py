@@ -29,13 +29,11 @@ class Dump(NamedTuple):
 
     Attributes:
         reference: the tensors of the step.
-        label: of the execution that wrote it.
         weights: digest of the weights that it was computed with.
         batch: digest of the batch.
     """
 
     reference: Reference
-    label: str
     weights: str
     batch: str
 
@@ -164,8 +162,7 @@ def read_dump(path: Path, device: torch.device) -> Dump:
         json.loads(metadata["precision"])["name"]
         facts = json.loads(metadata["facts"])
         tensors |= {name: tensors[first] for name, first in facts["same"].items()}
-        reference = _reference(tensors, facts)
-        return Dump(reference, metadata["label"], metadata["weights"], metadata["batch"])
+        return Dump(_reference(tensors, facts), metadata["weights"], metadata["batch"])
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"against={path} is damaged ({type(error).__name__}). Write it again: mode=diff "

@@ -33,6 +33,7 @@ class Arrival(Visitor):
     """A visitor that compares the tensors of a free execution with a reference.
 
     Attributes:
+        reference, execution: as given.
         forward: errors of the tensors by boundary.
         backward: errors of their gradients by boundary.
         dtypes: dtypes of the tensors by boundary.
@@ -41,15 +42,15 @@ class Arrival(Visitor):
         writes_in_place: whether the model wrote into what crosses boundaries.
     """
 
-    def __init__(self, reference: Reference, scale: float) -> None:
+    def __init__(self, reference: Reference, execution: Execution) -> None:
         self.forward: Errors = {}
         self.backward: Errors = {}
         self.dtypes: dict[Boundary, torch.dtype] = {}
         self.calls: set[Call] = set()
         self.outputs: dict[Boundary, Tensor] = {}
         self.writes_in_place = False
-        self._reference = reference
-        self._scale = scale
+        self.reference = reference
+        self.execution = execution
         self._given = GivenTensors()
         self._versions = Versions()
         # The gradient that was compared last, kept so that its memory is not another's.
@@ -70,15 +71,15 @@ class Arrival(Visitor):
         self.dtypes[boundary] = tensor.dtype
         if boundary.module == ROOT and boundary.side == "out":
             self.outputs[boundary] = tensor.detach()
-        expected = self._reference.values.get(boundary)
+        expected = self.reference.values.get(boundary)
         if expected is None:
             return tensor
         source = self._given.source(tensor)
         # What one execution passes on, the other may have changed.
-        if source is not None and self._reference.values.get(source) is expected:
+        if source is not None and self.reference.values.get(source) is expected:
             self.forward[boundary] = self.forward[source]
         else:
-            self.forward[boundary] = self._reference.error(tensor, expected)
+            self.forward[boundary] = self.reference.error(tensor, expected)
         given = tensor
         if tensor.requires_grad:
             given = tensor.view_as(tensor)
@@ -91,21 +92,21 @@ class Arrival(Visitor):
         self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
     ) -> None:
         """Compare an input that the reference's module wrote into."""
-        expected = self._reference.values.get(boundary)
+        expected = self.reference.values.get(boundary)
         if expected is not None:
-            self.forward[boundary] = self._reference.error(tensor, expected)
+            self.forward[boundary] = self.reference.error(tensor, expected)
 
     def _compare_gradient(self, boundary: Boundary, gradient: Tensor) -> None:
-        expected = self._reference.gradients.get(boundary)
+        expected = self.reference.gradients.get(boundary)
         if expected is None:
             return
         if self._last is not None:
             source, last = self._last
             is_same = last.data_ptr() == gradient.data_ptr() and last.shape == gradient.shape
-            if is_same and self._reference.gradients[source] is expected:
+            if is_same and self.reference.gradients[source] is expected:
                 self.backward[boundary] = self.backward[source]
                 return
-        self.backward[boundary] = self._reference.error(gradient, expected, self._scale)
+        self.backward[boundary] = self.reference.error(gradient, expected, self.execution.scale)
         self._last = (boundary, gradient)
 
 
@@ -322,10 +323,9 @@ class PassErrors(NamedTuple):
     buffers: Mapping[str, TensorError]
 
 
-def pass_errors(
-    visitor: Arrival | Substitution, execution: Execution, reference: Reference
-) -> PassErrors:
+def pass_errors(visitor: Arrival | Substitution) -> PassErrors:
     """Return the errors of a pass that has ended, while the model still holds its gradients."""
+    execution, reference = visitor.execution, visitor.reference
     model = execution.state.plain_model
     gradients = {}
     for name, parameter in model.named_parameters():

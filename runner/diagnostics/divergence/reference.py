@@ -240,8 +240,3 @@ def set_generator_states(states: list[Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
     if device.type == "cuda" and len(states) > 1:
         torch.cuda.set_rng_state(states[1], device)
-
-
-def writes_in_place(model: nn.Module) -> bool:
-    """Return whether a module of the model says that it overwrites its input."""
-    return any(getattr(module, "inplace", False) for module in model.modules())

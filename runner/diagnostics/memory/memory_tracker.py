@@ -1,19 +1,36 @@
-"""Track what a step holds in memory after each operator, by kind, on real and fake tensors."""
+"""Track what a step holds in memory after each operator, by kind, on real and fake tensors.
 
+To it comes what CPU kernels allocate inside themselves, which operators do not show. These sizes
+are read from the code of torch 2.15 and bitsandbytes; bench/memory_plan.py compares them with the
+allocator's. The workspaces of GPU libraries are not known here.
+"""
+
+import math
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.diagnostics.memory.kernel_workspace import workspace_bytes
+from runner.precision.emulation.float16 import KERNELS
 from runner.utils.module_tape import ModuleTape, is_in_backward
 from runner.utils.tensors import inner_tensors
 
 _CUDA_BLOCK = 512
 """Bytes that CUDA's allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp)."""
+_UPDATE_COPIES = 5
+"""Float32 tensors of the state's size that bitsandbytes' 8-bit update makes."""
+_INT8_PRODUCT_COPIES = 4
+"""Four-byte tensors of the product's size that bitsandbytes makes before its scales are back."""
+_PACKING_BYTES = 10
+"""Bytes for each weight that bitsandbytes packs into four bits."""
+_CHANNEL_BLOCK = 16
+"""Channels that oneDNN keeps together; a layout in such blocks is a copy."""
+_ARITHMETIC = ("add", "sub", "mul", "div")
 
 
 class MemoryBreakdown(NamedTuple):
@@ -50,7 +67,7 @@ class MemoryTracker(TorchDispatchMode):
 
     Args:
         kind: what tensors count as that are made outside of a backward and an update.
-        accumulates: see runner.diagnostics.memory.kernel_workspace.workspace_bytes.
+        accumulates: see workspace_bytes.
     """
 
     def __init__(self, kind: int = ACTIVATIONS, accumulates: bool = False) -> None:
@@ -110,3 +127,108 @@ class MemoryTracker(TorchDispatchMode):
         now[TEMPORARIES] += workspace_bytes(func, args, kwargs or {}, result, self.accumulates)
         self.timeline.append(MemoryBreakdown(*now))
         return result
+
+
+def workspace_bytes(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, accumulates: bool
+) -> int:
+    """Return the bytes that a kernel allocates and frees within one call of an operator.
+
+    Args:
+        func: a torch.ops overload.
+        args, kwargs: of the call.
+        result: what the call returned.
+        accumulates: runner.precision.emulation.float16 computes float16 operators with float32
+            kernels.
+    """
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not inputs or inputs[0].device.type != "cpu":
+        return 0
+    name = func.name().partition("::")[2].partition(".")[0]
+    dtype = inputs[0].dtype
+    if accumulates and name in KERNELS and dtype is torch.float16:
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        output_halves = sum(t.numel() for t in outputs if t.dtype is torch.float16)
+        input_halves = sum(t.numel() for t in inputs if t.dtype is torch.float16)
+        # The float32 kernel has returned, and freed its workspace, before its result is rounded to
+        # float16: the rounded result takes part of that memory.
+        workspace = _convolution(name, args, result, torch.float32) - 2 * output_halves
+        return 4 * (output_halves + input_halves) + max(0, workspace)
+    if name.startswith("convolution"):
+        return _convolution(name, args, result, dtype)
+    if name == "_foreach_norm":
+        # The dtype that the norm is computed in is its last argument, and may be left out.
+        norm_dtype = [*args, *kwargs.values()][-1]
+        if norm_dtype not in (torch.float32, torch.float64):
+            return 0
+        # One tensor of the list is cast at a time.
+        casts = [t.numel() for t in inputs if t.dtype is not norm_dtype]
+        return max(casts, default=0) * norm_dtype.itemsize
+    if name == "optimizer_update_8bit_blockwise":
+        return 4 * _UPDATE_COPIES * args[1].numel()
+    if name == "int8_scaled_mm":
+        return 4 * _INT8_PRODUCT_COPIES * result.numel()
+    if name == "quantize_4bit":
+        return _PACKING_BYTES * args[0].numel()
+    if name.rstrip("_") in _ARITHMETIC:
+        # A trailing underscore: the operator writes to its first tensor.
+        return _cast(inputs, into=dtype if name.endswith("_") else None)
+    return 0
+
+
+def _cast(inputs: Sequence[Tensor], into: torch.dtype | None) -> int:
+    """Return the bytes of the casts in arithmetic on several dtypes.
+
+    Operands are cast to the widest dtype first, and the result last to that of the tensor that it
+    is written to.
+    """
+    # Tensors without dimensions are scalars to torch's type promotion: they widen nothing.
+    dtypes = (t.dtype for t in inputs if t.ndim)
+    wide = reduce(torch.promote_types, dtypes, inputs[0].dtype)
+    elements = sum(t.numel() for t in inputs if t.dtype is not wide)
+    if into not in (None, wide):
+        elements += inputs[0].numel()
+    return elements * wide.itemsize
+
+
+def _convolution(name: str, args: Sequence[Any], result: Any, dtype: torch.dtype) -> int:
+    """Return the workspace of a convolution in bytes; 0 for other operators.
+
+    Args:
+        name: of the operator.
+        args: of the call.
+        result: what the call returned.
+        dtype: that the kernel computes in.
+    """
+    is_backward = name == "convolution_backward"
+    if is_backward:
+        output, inputs, weight = args[:3]
+        stride, padding = args[4:6]
+    elif name == "convolution":
+        output = result
+        inputs, weight = args[:2]
+        stride, padding = args[3:5]
+    else:
+        return 0
+    groups = inputs.shape[1] // weight.shape[1]
+    x, w, y = (t.numel() * dtype.itemsize for t in (inputs, weight, output))
+    # A convolution of single pixels is a product of matrices, which only bfloat16 reorders.
+    plain = max(weight.shape[2:]) == max(stride) == 1 and max(padding) == 0
+    bfloat16_is_reordered = dtype is torch.bfloat16 and _onednn_takes_bfloat16()
+    if groups > 1 or (plain and not bfloat16_is_reordered):
+        return 0
+    # What oneDNN does not take, torch computes by unfolding every pixel's window, in the whole
+    # batch.
+    if not (dtype is torch.float32 or bfloat16_is_reordered):
+        pixels = len(inputs) * math.prod(output.shape[2:])
+        return pixels * weight[0].numel() * dtype.itemsize
+    # oneDNN reorders tensors into layouts of its own.
+    if is_backward:
+        return x + y + 2 * w if bfloat16_is_reordered else max(x + y, w)
+    return x + w if inputs.shape[1] >= _CHANNEL_BLOCK else y
+
+
+@cache
+def _onednn_takes_bfloat16() -> bool:
+    """Return whether oneDNN's bfloat16 kernels run here: on x86 they need AVX-512."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

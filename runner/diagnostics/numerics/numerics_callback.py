@@ -94,21 +94,14 @@ class NumericsCallback(Callback):
         self.snapshots.append(snapshot)
         # The worst module of each share: a mean over a whole model would hide one bad layer.
         numerics = self.numerics
-        underflow: list[float] = []
-        overflow: list[float] = []
-        swallowed: list[float] = []
-        for measured in snapshot.measured:
-            # An update is added to a weight: it is lost by being swallowed, not by underflow.
-            if measured.kind != "updates":
-                lost = numerics.quantization_loss(measured, numerics.computed_in)
-                underflow.append(lost.vanishing)
-                overflow.append(lost.overflow)
-            share = measured.formats[numerics.stored_in].swallowed
-            if share is not None:
-                swallowed.append(share)
+        shares = [stats.formats[numerics.stored_in].swallowed for stats in snapshot.measured]
+        swallowed = [share for share in shares if share is not None]
+        # An update is added to a weight: it is lost by being swallowed, not by underflow.
+        measured = [stats for stats in snapshot.measured if stats.kind != "updates"]
+        losses = [numerics.quantization_loss(stats, numerics.computed_in) for stats in measured]
         values = {
-            "numerics/underflow_share": max(underflow, default=0.0),
-            "numerics/overflow_share": max(overflow, default=0.0),
+            "numerics/underflow_share": max((lost.vanishing for lost in losses), default=0.0),
+            "numerics/overflow_share": max((lost.overflow for lost in losses), default=0.0),
         }
         if swallowed:
             values["numerics/swallowed_share"] = max(swallowed)

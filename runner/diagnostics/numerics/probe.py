@@ -60,11 +60,6 @@ class _OperationWatcher(TorchFunctionMode):
         return result
 
 
-def is_user_code(module: nn.Module) -> bool:
-    """Return whether a module is not one of torch's own."""
-    return not type(module).__module__.startswith("torch.")
-
-
 class Probe:
     """Context around an optimizer step that measures its tensors.
 
@@ -100,12 +95,16 @@ class Probe:
                 self._weights.append((name, p, take_sample(p)))
                 if id(p) in trainable:
                     self._tape.watch_gradient(p, self._record_gradient)
-        self._user_code = {n or ROOT for n, m in model.named_modules() if is_user_code(m)}
-        for name, module in model.named_modules():
+        # The modules that are not torch's own.
+        self._user_code: set[str] = set()
+        for dotted_name, module in model.named_modules():
+            name = dotted_name or ROOT
+            if not type(module).__module__.startswith("torch."):
+                self._user_code.add(name)
             # The whole model is called once for each micro-batch.
             begin = self._begin_forward if module is model else None
             end = self._record_output if module in holders else None
-            self._tape.watch_calls(name or ROOT, module, begin, end)
+            self._tape.watch_calls(name, module, begin, end)
         self._tape.enter_context(_OperationWatcher(self._record_operation))
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -175,8 +174,26 @@ class Probe:
         names = [name or ROOT for name, _ in self.state.plain_model.named_modules()]
         order = [(name, kind) for name in names for kind in kinds if (name, kind) in counts]
         scale = None if self._scale is None else self._scale.item()
-        stats = tuple(tensor_stats(*key, counts[key]) for key in order)
-        return NumericsSnapshot(self.state.step, scale, stats)
+        measured = []
+        for name, kind in order:
+            # A module's tensors of one kind, taken together.
+            group = counts[name, kind]
+            elements = sum(c.elements for c in group)
+            largest = float(np.max([c.largest for c in group]))
+            histogram = np.sum([c.exponents for c in group], axis=0)
+            stats = TensorStats(
+                name,
+                kind,
+                elements,
+                zeros=sum(c.zeros for c in group) / elements,
+                not_finite=sum(c.not_finite for c in group) / elements,
+                largest=largest if np.isfinite(largest) else None,
+                # Indices are float32's biased exponents.
+                exponents={int(i) - 127: round(histogram[i]) for i in np.flatnonzero(histogram)},
+                formats=quantization_losses(group),
+            )
+            measured.append(stats)
+        return NumericsSnapshot(self.state.step, scale, tuple(measured))
 
     def _named_samples(self) -> list[tuple[str, str, SampledTensor]]:
         """Return the module, the kind and the sample of each tensor of the step."""
@@ -212,22 +229,3 @@ def _update(param: Tensor, before: Sample, gradient: Sample) -> SampledTensor:
         # nothing about a narrower format. Half-precision weights are asked about such updates, too.
         has_gradient &= update != 0
     return SampledTensor(sample, before.values.float(), has_gradient)
-
-
-def tensor_stats(module: str, kind: str, counted: Sequence[ExponentCounts]) -> TensorStats:
-    """Return the statistics of a module's tensors of one kind, taken together."""
-    elements = sum(c.elements for c in counted)
-    largest = np.max([c.largest for c in counted])
-    histogram = np.sum([c.exponents for c in counted], axis=0)
-    # Indices are float32's biased exponents.
-    bins = {int(i) - 127: round(histogram[i]) for i in np.flatnonzero(histogram)}
-    return TensorStats(
-        module,
-        kind,
-        elements,
-        sum(c.zeros for c in counted) / elements,
-        sum(c.not_finite for c in counted) / elements,
-        float(largest) if np.isfinite(largest) else None,
-        bins,
-        quantization_losses(counted),
-    )

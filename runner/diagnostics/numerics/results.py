@@ -6,10 +6,10 @@ A snapshot holds the measurements of one optimizer step; the file calls the snap
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from runner.precision.emulation.formats import FORMATS
 from runner.utils.errors import ConfigError
@@ -160,8 +160,15 @@ class Numerics:
         """
         complaints: list[Complaint] = []
         for (module, kind), lost in self._mean_losses(fmt).items():
-            if kind in kinds:
-                complaints += [(module, kind, *complaint) for complaint in _complaints(kind, lost)]
+            if kind not in kinds:
+                continue
+            shares = {"swallowed": lost.swallowed or 0.0}
+            if kind != "updates":
+                noise = min(lost.noise, 1.0) if lost.noise >= NOISE_SHARE_LIMIT else 0.0
+                shares = {"overflow": lost.overflow, "underflow": lost.vanishing, "noise": noise}
+            complaints += [
+                (module, kind, what, share) for what, share in shares.items() if share > 0
+            ]
         return sorted(complaints, key=lambda row: (row[2] != "overflow", -row[3]))[:most]
 
     def reasons(self, fmt: str, kinds: Sequence[str] = KINDS) -> list[Complaint]:
@@ -244,7 +251,13 @@ def read(folder: Path) -> Numerics:
         content = json.loads(path.read_text())
         snapshots = []
         for probe in content["probes"]:
-            measured = [_read_stats(stats) for stats in probe["measured"]]
+            measured = []
+            for stats in probe["measured"]:
+                # JSON has strings as keys only.
+                exponents = {int(e): count for e, count in stats["exponents"].items()}
+                formats = {name: QuantizationLoss(*lost) for name, lost in stats["formats"].items()}
+                changes = {"exponents": exponents, "formats": formats}
+                measured.append(TensorStats(**{**stats, **changes}))
             snapshots.append(NumericsSnapshot(**{**probe, "measured": measured}))
         return Numerics(**{**content, "probes": snapshots})
     # A file of another version has other fields: TypeError or KeyError, no traceback for the user.
@@ -255,32 +268,12 @@ def read(folder: Path) -> Numerics:
         ) from error
 
 
-def _read_stats(content: Mapping[str, Any]) -> TensorStats:
-    # JSON has strings as keys only.
-    exponents = {int(e): count for e, count in content["exponents"].items()}
-    formats = {name: QuantizationLoss(*lost) for name, lost in content["formats"].items()}
-    return TensorStats(**{**content, "exponents": exponents, "formats": formats})
-
-
 def _lacks(kind: str, lost: QuantizationLoss) -> Sensitivity:
     """Return what a format lacks for one kind of a module's numbers."""
     # An update is added to a weight: that it underflows by itself does not matter.
     if kind != "updates":
         return lost.sensitivity
     return "precision" if (lost.swallowed or 0.0) >= SWALLOWED_SHARE_LIMIT else "none"
-
-
-def _complaints(kind: str, lost: QuantizationLoss) -> Iterator[tuple[str, float]]:
-    """Yield what is lost, and the share of it, where it is more than nothing."""
-    if kind == "updates":
-        shares = {"swallowed": lost.swallowed or 0.0}
-    else:
-        shares = {"overflow": lost.overflow, "underflow": lost.vanishing}
-        if lost.noise >= NOISE_SHARE_LIMIT:
-            shares["noise"] = min(lost.noise, 1.0)
-    for what, share in shares.items():
-        if share > 0:
-            yield what, share
 
 
 def _mean(losses: Sequence[QuantizationLoss]) -> QuantizationLoss:

@@ -38,7 +38,7 @@ def test_a_planted_bug_is_named_first(kind, bug, precision):
     assert first is not None
     assert first.row.module == name
     assert first.is_backward == (bug.__name__ == "wrong_gradient")
-    sentence = describe_divergence(found.rows, precision, "32-true")
+    sentence = describe_divergence(found, precision, "32-true")
     assert f"`{name}`" in sentence
 
 
@@ -67,7 +67,7 @@ def test_rounding_alone_is_no_divergence(kind, precision):
     changes = {"emulate": True} if precision in EMULATED else {}
     found, _ = compare(kind, precision, **changes)
     assert first_divergence(found.rows) is None
-    sentence = describe_divergence(found.rows, precision, "32-true", found.is_exact)
+    sentence = describe_divergence(found, precision, "32-true")
     assert ("agree in every bit" in sentence) == (precision == "32-true")
 
 
@@ -85,7 +85,7 @@ def test_a_finite_reference_finds_what_overflows():
     found = compare_model(Large(), batch, task, "16-true")
     first = first_divergence(found.rows)
     assert first.row.module == "(model)"
-    sentence = describe_divergence(found.rows, "16-true", "32-true")
+    sentence = describe_divergence(found, "16-true", "32-true")
     assert "parts from 32-true in `(model)`" in sentence
     assert "first in its mul()" in sentence
 
@@ -101,7 +101,7 @@ def test_gradients_below_float16s_normal_numbers_are_said_to_be():
     assert first.is_backward
     found_error = first.added.found
     assert found_error.subnormal == found_error.elements > found_error.flushed > 0
-    sentence = describe_divergence(found.rows, "16-true", "32-true")
+    sentence = describe_divergence(found, "16-true", "32-true")
     assert "(100 % of the elements are below the normal numbers of float16, 0.46 %" in sentence
 
 
@@ -196,7 +196,7 @@ def test_another_shape_is_a_divergence():
     layer.forward = lambda x: plain(x)[:, :1]
     _, batch, _ = parts("gpt")
     found = compare_batch(reference, other, (batch, batch), [torch.get_rng_state()])
-    sentence = describe_divergence(found.rows, "one", "other")
+    sentence = describe_divergence(found, "one", "other")
     assert sentence.startswith(
         "one parts from other in `blocks.1.norm2`: its output has another shape"
     )
