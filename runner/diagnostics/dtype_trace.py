@@ -57,67 +57,59 @@ def _names(values: Any) -> set[str]:
     return {dtype_name(v.dtype) for v in tree_leaves(values) if isinstance(v, Tensor)}
 
 
-class _ComputeDtypes(TorchDispatchMode):
-    """Records the dtypes that matrix kernels take, by the module whose forward is running.
-
-    Dispatch comes after autocast, so the dtypes are those that the kernels really get.
-    """
-
-    def __init__(self, probe: "DtypeProbe") -> None:
-        super().__init__()
-        self.probe = probe
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        running = self.probe.tape.running
-        if running:
-            self.probe.seen[running[-1]]["computes"] |= kernel_dtypes(func, args)
-        return out
+_Seen = dict[str, dict[str, set[str]]]
+"""Names of dtypes, by a module's name and by column."""
 
 
-class DtypeProbe:
+def _note(seen: _Seen, column: str, name: str, values: Any) -> None:
+    seen[name][column] |= _names(values)
+
+
+class DtypeProbe(TorchDispatchMode):
     """Context around one training step; table() gives a row per module that ran.
 
     A row holds the module's dotted name and kind and the dtypes of: `stores` (its own parameters),
     `inputs`, `computes` (what its convolutions and products took), `outputs` and `gradients`.
     A model of which torch compiled a part in place shows nothing: hooks would be compiled in.
+    Dispatch comes after autocast, so the dtypes of products are those that kernels really get.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         # Inside the wrapper of torch.compile.
         self.model = getattr(model, "_orig_mod", model)
-        self.tape = ModuleTape()
-        self.seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._tape = ModuleTape()
+        self.seen: _Seen = defaultdict(lambda: defaultdict(set))
         # Compiled kernels are not dispatched one by one.
         self._shows_kernels = self.model is model
 
     def __enter__(self) -> "DtypeProbe":
         if any(module._compiled_call_impl for module in self.model.modules()):
             return self
-        begin = partial(self._note, "inputs")
-        end = partial(self._note, "outputs")
+        begin = partial(_note, self.seen, "inputs")
+        end = partial(_note, self.seen, "outputs")
         for dotted_name, module in self.model.named_modules():
             name = dotted_name or ROOT
-            self.tape.watch_calls(name, module, begin, end)
+            self._tape.watch_calls(name, module, begin, end)
             for p in module.parameters(recurse=False):
                 if p.requires_grad:
-                    note = partial(self._note, "gradients", name)
-                    self.tape.watch_gradient(p, lambda p, note=note: note(p.grad))
+                    note = partial(_note, self.seen, "gradients", name)
+                    self._tape.watch_gradient(p, lambda p, note=note: note(p.grad))
         if self._shows_kernels:
-            self.tape.enter_context(_ComputeDtypes(self))
+            super().__enter__()
+            self._tape.push(super().__exit__)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.tape.close()
+        self._tape.close()
 
-    def _note(self, column: str, name: str, values: Any) -> None:
-        self.seen[name][column] |= _names(values)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._tape.running:
+            self.seen[self._tape.running[-1]]["computes"] |= kernel_dtypes(func, args)
+        return out
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each module that ran, in the model's order."""

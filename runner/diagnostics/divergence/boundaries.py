@@ -118,8 +118,8 @@ def visited_modules(
 
     Listeners hear of nothing where a part of the model is compiled.
     """
-    calls = ModuleCalls(visitor)
-    functions = _OwnFunctions(calls, listeners) if functions_are_seen(model) else nullcontext()
+    calls = ModuleCalls(visitor, listeners)
+    functions = calls if functions_are_seen(model) else nullcontext()
     with ModuleTape() as tape, warnings.catch_warnings(), functions:
         for dotted_name, module in model.named_modules():
             name = dotted_name or ROOT
@@ -132,19 +132,24 @@ def visited_modules(
         yield calls
 
 
-class ModuleCalls:
-    """The calls of a model's modules in one forward, nested as they happen."""
+class ModuleCalls(TorchFunctionMode):
+    """The calls of a model's modules in one forward, nested as they happen.
 
-    def __init__(self, visitor: Visitor) -> None:
+    As a context it sees the functions of torch that the modules' own code calls: listeners hear of
+    all of them, and the indices that those of CHOICES return are visited.
+    """
+
+    def __init__(self, visitor: Visitor, listeners: Sequence[FunctionListener]) -> None:
+        super().__init__()
         self._visitor = visitor
+        self._listeners = listeners
         self._counts: Counter[str] = Counter()
         self._choices: Counter[tuple[str, int, str]] = Counter()
         # Of the modules that run, the innermost last, with the numbers of their calls.
         self._running = [(BATCH, 0)]
         self._visits = False
 
-    @property
-    def own_code(self) -> str:
+    def _own_code(self) -> str:
         """Return the module whose own code runs now; empty while the visitor does."""
         module, _ = self._running[-1]
         if self._visits:
@@ -197,21 +202,6 @@ class ModuleCalls:
             self._visitor.end_call(LOSS, 0)
         return loss
 
-    def weigh(self, tensor: Tensor) -> Tensor:
-        """Return what a function of CHOICES chooses among, passed to the visitor."""
-        module = self.own_code
-        with self._visiting():
-            return self._visitor.weigh(module, tensor)
-
-    def choose(self, function: str, indices: Tensor) -> Tensor:
-        """Return the indices that a function of CHOICES returned, passed to the visitor."""
-        module = self.own_code
-        key = (module, self._running[-1][1], function)
-        boundary = Boundary(*key, self._choices[key])
-        self._choices[key] += 1
-        with self._visiting():
-            return self._visitor.visit(boundary, module, module, indices)
-
     def _cross(self, nest: Any, name: str, number: int, side: str, caller: str) -> Any:
         """Return a module's arguments or output with every tensor visited."""
         leaves, structure = tree_flatten(nest)
@@ -224,21 +214,11 @@ class ModuleCalls:
             leaves[position] = self._visitor.visit(boundary, owner, user, leaves[position])
         return tree_unflatten(leaves, structure)
 
-
-class _OwnFunctions(TorchFunctionMode):
-    """A context in which the functions of torch that modules' own code calls are seen: listeners
-    hear of all of them, and the indices that those of CHOICES return are visited."""
-
-    def __init__(self, calls: ModuleCalls, listeners: Sequence[FunctionListener]) -> None:
-        super().__init__()
-        self._calls = calls
-        self._listeners = listeners
-
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        module = self._calls.own_code
+        module = self._own_code()
         if not module:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func)).strip("_")
@@ -259,10 +239,16 @@ class _OwnFunctions(TorchFunctionMode):
         if not (args and args[0].is_floating_point()):
             return func(*args, **kwargs)
         source, *rest = args
-        result = func(self._calls.weigh(source), *rest, **kwargs)
+        module = self._own_code()
+        with self._visiting():
+            result = func(self._visitor.weigh(module, source), *rest, **kwargs)
+            key = (module, self._running[-1][1], name)
+            boundary = Boundary(*key, self._choices[key])
+            self._choices[key] += 1
+            indices = result if isinstance(result, Tensor) else result.indices
+            indices = self._visitor.visit(boundary, module, module, indices)
         if isinstance(result, Tensor):
-            return self._calls.choose(name, result)
-        indices = self._calls.choose(name, result.indices)
+            return indices
         place = _DIM_ARGUMENT[name]
         dim = kwargs.get("dim", rest[place] if len(rest) > place else -1)
         return type(result)((source.gather(dim, indices), indices))

@@ -202,12 +202,7 @@ class Substitution(Visitor):
             counts = self._perturber is None
             self.forward[boundary] = reference.error(tensor, expected, counts=counts)
         else:
-            self.forward[boundary] = TensorError(
-                0.0,
-                reference.norm(expected),
-                elements=tensor.numel(),
-                is_discrete=not expected.is_floating_point(),
-            )
+            self.forward[boundary] = reference.no_error(expected)
         if expected.shape != tensor.shape:
             return tensor
         put_in = self._put_in(boundary, source, tensor, expected)
@@ -300,8 +295,7 @@ class Substitution(Visitor):
         for source, (_, put_in) in code.computed.items():
             is_same = put_in.data_ptr() == gradient.data_ptr() and put_in.shape == gradient.shape
             if is_same and self.reference.gradients[source] is expected:
-                norm = self.reference.norm(expected)
-                self.backward[boundary] = TensorError(0.0, norm, elements=gradient.numel())
+                self.backward[boundary] = self.reference.no_error(expected)
                 return
         scale, counts = self.execution.scale, self._perturber is None
         self.backward[boundary] = self.reference.error(gradient, expected, scale, counts)

@@ -98,6 +98,11 @@ class Reference:
             self._norms[id(tensor)] = norm_of(tensor)
         return self._norms[id(tensor)]
 
+    def no_error(self, tensor: Tensor) -> TensorError:
+        """Return the error of what equals one of the reference's own tensors."""
+        is_discrete = not tensor.is_floating_point()
+        return TensorError(0.0, self.norm(tensor), elements=tensor.numel(), is_discrete=is_discrete)
+
     def error(
         self, tensor: Tensor, expected: Tensor, scale: float = 1.0, counts: bool = True
     ) -> TensorError:

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ TF32 = 2.0**-11
 _FLOAT32_ROUNDOFF = 2.0**-24
 
 
-@dataclass
 class Roundoffs:
     """The unit roundoffs with which an execution computes; 0 where none is noted.
 
@@ -47,13 +46,12 @@ class Roundoffs:
         parameters: of the dtype in which autocast may use any parameter.
     """
 
-    tensors: defaultdict[Boundary, float] = field(default_factory=lambda: defaultdict(float))
-    tensor_gradients: defaultdict[Boundary, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )
-    code: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    gradients: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    parameters: float = 0.0
+    def __init__(self) -> None:
+        self.tensors: defaultdict[Boundary, float] = defaultdict(float)
+        self.tensor_gradients: defaultdict[Boundary, float] = defaultdict(float)
+        self.code: defaultdict[str, float] = defaultdict(float)
+        self.gradients: defaultdict[str, float] = defaultdict(float)
+        self.parameters = 0.0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from runner.diagnostics.numerics.results import (
     SWALLOWED_SHARE_LIMIT,
     VANISHING_SHARE_LIMIT,
     Numerics,
-    Sensitivity,
 )
 from runner.precision.emulation.formats import FORMATS
 from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
@@ -36,15 +35,8 @@ MAX_MAP_ROWS = 40
 MAX_MAP_STEPS = 40
 """Columns of a heat map; where there are more steps, a column has the worst of several."""
 WORST_TABLE_ROWS = 12
-ALL = 10**9
 MIN_COLOURED_SHARE = 1e-5
 """Least share that a cell is coloured for."""
-VERDICTS: dict[Sensitivity, str] = {
-    "range": "lacks range",
-    "precision": "lacks precision",
-    "none": "would do",
-}
-VERDICT_TONES: dict[Sensitivity, Tone] = {"range": "bad", "precision": "bad", "none": "good"}
 
 
 def numerics_summary(numerics: Numerics) -> str:
@@ -65,7 +57,7 @@ def format_verdict(numerics: Numerics, fmt: str) -> str:
     reasons = numerics.reasons(fmt, kinds)
     if lacks == "precision" and all(what != "noise" for *_, what, _ in reasons):
         return f"{good}, but not to store weights in"
-    return good if lacks == "none" else VERDICTS[lacks]
+    return good if lacks == "none" else f"lacks {lacks}"
 
 
 def write_page(numerics: Numerics, label: str, path: Path) -> Path:
@@ -122,11 +114,12 @@ def _verdict_row(numerics: Numerics, fmt: str) -> list[Cell]:
     """Return a format, its verdict, and the module that is the worst reason for it."""
     verdict = format_verdict(numerics, fmt)
     # The sensitivity is that at the run's own loss scale: it knows nothing of a better one.
-    good = verdict == "would do with a loss scale"
-    tone = "good" if good else VERDICT_TONES[numerics.sensitivity(fmt)]
+    tone: Tone = "good" if numerics.sensitivity(fmt) == "none" else "bad"
+    if verdict == "would do with a loss scale":
+        tone = "good"
     worst = [Cell("nothing is lost", "quiet"), Cell(""), Cell("")]
     # A format that would do has no reason, but may lose something all the same.
-    complaints = numerics.reasons(fmt) or numerics.worst(fmt, ALL)
+    complaints = numerics.reasons(fmt) or numerics.worst(fmt)
     if complaints:
         module, kind, what, value = complaints[0]
         worst = [Cell(module, note=kind), Cell(what), Cell(format_share(value))]

@@ -43,24 +43,7 @@ def modules_holding_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, 
             yield name or ROOT, module, unseen
 
 
-class _OperationWatcher(TorchFunctionMode):
-    """Reports the results of torch's functions.
-
-    Args:
-        record: called with each result.
-    """
-
-    def __init__(self, record: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.record = record
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.record(result)
-        return result
-
-
-class Probe:
+class Probe(TorchFunctionMode):
     """Context around an optimizer step that measures its tensors.
 
     The step computes the same bits as without the probe, and nothing is read from the device before
@@ -72,11 +55,12 @@ class Probe:
     """
 
     def __init__(self, state: TrainState, record: Callable[[NumericsSnapshot], None]) -> None:
+        super().__init__()
         self.state = state
         self.record = record
         self._tape = ModuleTape()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "Probe":
         # The scale is read now: the step itself may change it.
         self._scale = self.state.scale.value
         self._activations: dict[str, list[Sample]] = defaultdict(list)
@@ -105,11 +89,12 @@ class Probe:
             begin = self._begin_forward if module is model else None
             end = self._record_output if module in holders else None
             self._tape.watch_calls(name, module, begin, end)
-        self._tape.enter_context(_OperationWatcher(self._record_operation))
+        return super().__enter__()
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         self._tape.close()
-        snapshot = None if error else self._measure()
+        snapshot = self._measure() if error[0] is None else None
         # Samples are freed now: a probe lives as long as its run.
         del self._activations, self._inner, self._inner_tensors, self._gradients, self._weights
         if snapshot:
@@ -120,19 +105,18 @@ class Probe:
         self._activations.clear()
         self._inner.clear()
 
-    def _record_operation(self, result: Any) -> None:
-        """Sample the result of an operation inside the forward of a module that is not torch's own.
-
-        Numbers may leave a format's range there although inputs and outputs fit. torch's own
-        modules are single operations: their output is sampled at the end of their call.
-        """
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Numbers may leave a format's range inside the forward of a module although inputs and
+        # outputs fit. torch's own modules are single operations, sampled at the end of their call.
         name = self._tape.running[-1] if self._tape.running else ""
         if name not in self._user_code or len(self._inner[name]) >= MAX_INNER_OPERATIONS:
-            return
+            return result
         if isinstance(result, Tensor) and is_measurable(result):
             self._inner[name].append(take_sample(result, masked=True))
             # The tensor itself is held, because a freed one's id may be reused.
             self._inner_tensors[name].append(result)
+        return result
 
     def _record_output(self, name: str, output: Any) -> None:
         """Sample a module's outputs."""

@@ -144,7 +144,9 @@ class Numerics:
         """Return the run's storage format; bfloat16 in place of one that is not in FORMATS."""
         return self.storage if self.storage in FORMATS else "bfloat16"
 
-    def worst(self, fmt: str, most: int, kinds: Sequence[str] = KINDS) -> list[Complaint]:
+    def worst(
+        self, fmt: str, most: int | None = None, kinds: Sequence[str] = KINDS
+    ) -> list[Complaint]:
         """Return what the format loses per module, as means over the snapshots.
 
         What overflows comes first, then the largest share. Modules without a loss are left out;
@@ -152,7 +154,7 @@ class Numerics:
 
         Args:
             fmt: of those measured.
-            most: how many.
+            most: how many; None for all.
             kinds: those of KINDS that the format would hold.
 
         Raises:
@@ -181,7 +183,7 @@ class Numerics:
         if verdict == "none":
             return []
         means = self._mean_losses(fmt)
-        everything = self.worst(fmt, 4 * len(means), kinds)  # a module and kind has three at most
+        everything = self.worst(fmt, kinds=kinds)
         return [row for row in everything if _lacks(row[1], means[row[0], row[1]]) == verdict]
 
     def sensitivity(self, fmt: str, kinds: Sequence[str] = KINDS) -> Sensitivity:
