@@ -19,7 +19,8 @@ from runner.diagnostics.divergence.reference import (
     Call,
     GivenTensors,
     Reference,
-    Versions,
+    TensorVersions,
+    are_overwritten,
     generator_states,
     set_generator_states,
 )
@@ -52,7 +53,7 @@ class Arrival(Visitor):
         self.reference = reference
         self.execution = execution
         self._given = GivenTensors()
-        self._versions = Versions()
+        self._versions: TensorVersions = []
         # The gradient that was compared last, kept so that its memory is not another's.
         self._last: tuple[Boundary, Tensor] | None = None
 
@@ -63,8 +64,8 @@ class Arrival(Visitor):
     def end_call(self, module: str, call: int) -> None:
         """Find at the end of the forward whether tensors were written into."""
         if module == LOSS:
-            self.writes_in_place = self._versions.changed()
-            self._versions = Versions()
+            self.writes_in_place = are_overwritten(self._versions)
+            self._versions = []
 
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Compare a tensor, and later its gradient; return a view that tells them apart."""
@@ -85,7 +86,7 @@ class Arrival(Visitor):
             given = tensor.view_as(tensor)
             given.register_hook(partial(self._compare_gradient, boundary))
         self._given.add(boundary, given)
-        self._versions.add(given)
+        self._versions.append((given.detach(), given._version))
         return given
 
     def visit_written(

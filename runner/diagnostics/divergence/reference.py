@@ -128,19 +128,13 @@ class GivenTensors:
         return boundary if version == tensor._version else None
 
 
-class Versions:
-    """Tensors, and whether something was written into them since they were added."""
+TensorVersions = list[tuple[Tensor, int]]
+"""Tensors, which are kept alive, and their versions when they were added."""
 
-    def __init__(self) -> None:
-        self._added: list[tuple[Tensor, int]] = []
 
-    def add(self, tensor: Tensor) -> None:
-        """Add a tensor; it is kept alive."""
-        self._added.append((tensor.detach(), tensor._version))
-
-    def changed(self) -> bool:
-        """Return whether a tensor was written into."""
-        return any(tensor._version != version for tensor, version in self._added)
+def are_overwritten(versions: TensorVersions) -> bool:
+    """Return whether something was written into a tensor since it was added."""
+    return any(tensor._version != version for tensor, version in versions)
 
 
 class Overwritten(Exception):
@@ -160,7 +154,7 @@ class Recorder(Visitor):
         self._device = device
         self._copies = copies
         self._given = GivenTensors()
-        self._versions = Versions()
+        self._versions: TensorVersions = []
 
     def begin_call(self, module: str, call: int) -> None:
         """Record the states of the generators."""
@@ -175,7 +169,7 @@ class Recorder(Visitor):
         elif self._copies:
             reference.values[boundary] = tensor.detach().clone()
         else:
-            self._versions.add(tensor)
+            self._versions.append((tensor.detach(), tensor._version))
             reference.values[boundary] = tensor.detach()
         reference.owners[boundary] = owner
         reference.users[boundary] = user
@@ -205,7 +199,7 @@ class Recorder(Visitor):
         Raises:
             Overwritten: the model wrote into a recorded tensor.
         """
-        if self._versions.changed():
+        if are_overwritten(self._versions):
             raise Overwritten
         reference = self.reference
         reference.writes_in_place = self._copies

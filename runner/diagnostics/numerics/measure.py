@@ -50,18 +50,15 @@ STORAGE_FORMATS = (FLOAT16, BFLOAT16)
 # Columns of the table: those of a block itself, of each reading, and those of updates.
 _LEADING = ("zeros", "not_finite", "top", "signal")
 _PER_READING = ("underflow", "subnormal", "overflow", "noise", "underflow_noise")
-_READ = len(READINGS) * len(_PER_READING)
-_COLUMNS = len(_LEADING) + _READ + 1 + len(STORAGE_FORMATS)
-_TOP = _LEADING.index("top")
+_COLUMNS = len(_LEADING) + len(READINGS) * len(_PER_READING) + 1 + len(STORAGE_FORMATS)
 _ENERGIES = ("signal", "noise", "underflow_noise")
 _ENERGY_COLUMNS = [
     i
     for i, column in enumerate((*_LEADING, *(_PER_READING * len(READINGS))))
     if column in _ENERGIES
 ]
-_LEAST_NORMAL = (
-    2.0**-126
-)  # of float32; divisors are clamped to it, for a block may hold zeros alone
+_LEAST_NORMAL = 2.0**-126
+"""Of float32: divisors are clamped to it, for a block may hold zeros alone."""
 
 
 class Sample(NamedTuple):
@@ -294,7 +291,7 @@ def _unpack(
     largest = packed[_COLUMNS * blocks :][: len(rows)]
     exponents = packed[-EXPONENT_BINS * len(rows) :].reshape(len(rows), EXPONENT_BINS)
     starts = np.cumsum([0, *lengths[:-1]])
-    table[_ENERGY_COLUMNS] *= table[_TOP] ** 2
+    table[_ENERGY_COLUMNS] *= table[_LEADING.index("top")] ** 2
     sums = np.add.reduceat(table, starts, axis=1)
     counts = []
     for i, row in enumerate(rows):
