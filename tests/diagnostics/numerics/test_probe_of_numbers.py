@@ -7,6 +7,7 @@ import torch
 from states import CPU, count_hooks, make_state, measure_step
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import KINDS, Numerics
@@ -163,6 +164,17 @@ def test_the_last_of_several_micro_batches():
     numbers = by_key(one)
     assert numbers["body", "activations"].elements == 8 * 16
     assert numbers["body", "activations"].largest > 500
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_the_backward_repeats_counts_once(reentrant):
+    class Again(Net):
+        def forward(self, x):
+            x = x.requires_grad_()
+            return self.head(checkpoint(self.body, x, use_reentrant=reentrant) / 1.0)
+
+    numbers = by_key(look(state_of(Again())))
+    assert numbers["body", "activations"].elements == 8 * 16
 
 
 def test_complex_numbers_as_their_real_parts():
