@@ -45,7 +45,7 @@ from runner.diagnostics.divergence.roundoffs import (
     find_roundoffs,
     narrow_dtype,
 )
-from runner.diagnostics.divergence.tensor_error import larger_errors, measure_error
+from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors, measure_error
 from runner.precision.contract import Precision
 from runner.training.state import saved_state
 from runner.training.step import backpropagate, loss_of
@@ -187,16 +187,11 @@ def compare_batch(
     expected = Counter(module for module, _ in reference.generators)
     calls = {name: (counts[name], expected[name]) for name in {**expected, **counts}}
     every_error = [error for errors in free for error in errors.values()]
-    # The error of all gradients taken as one.
-    gradients = free.gradients.values()
-    gradient_norm = sum(error.norm**2 for error in gradients) ** 0.5
-    error_norm = sum(error.error**2 for error in gradients) ** 0.5
-    gradient_error = error_norm / gradient_norm if gradient_norm else 0.0
     return BatchComparison(
         rows,
         (reference.loss, loss),
         max(output_errors, default=0.0),
-        gradient_error,
+        _joined_error([*free.gradients.values()]),
         _logits(reference, outputs),
         execution.scale,
         not any(error.error or error.nonfinite for error in every_error),
@@ -331,6 +326,13 @@ def _with_settled_scale(execution: Execution, one: _Pass) -> Execution:
                 return settled
         settled = replace(settled, scale=settled.scale / 2)
     return execution
+
+
+def _joined_error(errors: Sequence[TensorError]) -> float:
+    """Return the relative error of several tensors taken as one."""
+    error = sum(one.error**2 for one in errors) ** 0.5
+    norm = sum(one.norm**2 for one in errors) ** 0.5
+    return error / norm if norm else 0.0
 
 
 def _logits(
