@@ -25,7 +25,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +168,7 @@ def peak_forecast(spec: RunSpec, precision: Precision, device: torch.device) -> 
             )
         return build_rehearsal(spec, precision, device, micro_batches, fake=False)
 
-    _refuse(spec, device)
-    fake = partial(build_rehearsal, spec, precision, device, micro_batches, fake=True)
-    return _forecast(fake, real, spec.train.batch_size)
+    return _forecast(spec, precision, device, micro_batches, real)
 
 
 def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> PeakForecast:
@@ -189,7 +186,6 @@ def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> Pea
             few examples.
     """
     place = state.strategy.place
-    batch_size = spec.train.batch_size
 
     def micro_batches(size: int) -> list[Batch]:
         share = max(1, place.batch_share(size))
@@ -200,7 +196,7 @@ def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> Pea
             return value[torch.arange(share, device=value.device) % len(value)]
 
         # Two at least: the second finds the gradients of the first.
-        count = max(2, batch_size * spec.train.accumulate // size)
+        count = max(2, spec.train.batch_size * spec.train.accumulate // size)
         return [tree_map(resized, sample) for _ in range(count)]
 
     def real() -> Rehearsal:
@@ -209,25 +205,38 @@ def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> Pea
         make_optimizer_state(state)
         return Rehearsal(state, micro_batches)
 
-    _refuse(spec, state.device)
     if state.strategy.shards:
         raise ForecastUnavailable("what a process gathers of sharded weights is not predicted.")
-    fake = partial(build_rehearsal, spec, state.precision, state.device, micro_batches, fake=True)
-    return _forecast(fake, real, batch_size)
+    return _forecast(spec, state.precision, state.device, micro_batches, real)
 
 
 def _forecast(
-    fake: Callable[[], Rehearsal], real: Callable[[], Rehearsal], batch_size: int
+    spec: RunSpec,
+    precision: Precision,
+    device: torch.device,
+    micro_batches: Callable[[int], list[Batch]],
+    real: Callable[[], Rehearsal],
 ) -> PeakForecast:
     """Return the forecast of a rehearsal on fake tensors, or else on real ones.
 
     Args:
-        fake, real: build a rehearsal.
-        batch_size: a size that the rehearsal on fake tensors must be able to run.
+        spec, precision, device: of the run.
+        micro_batches: makes the micro-batches of a step, of so many examples each.
+        real: builds the rehearsal on real tensors.
+
+    Raises:
+        ForecastUnavailable: a rehearsal would not show the peak, or the step runs on neither.
     """
+    if is_tpu(device):
+        raise ForecastUnavailable("a TPU's compiler decides what a step holds.")
+    if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
+        raise ForecastUnavailable(
+            "optimizer=lbfgs keeps more with every step, up to its history_size."
+        )
     try:
-        rehearsal = fake()
-        rehearsal.peak(batch_size)
+        rehearsal = build_rehearsal(spec, precision, device, micro_batches, fake=True)
+        # This size at least must run.
+        rehearsal.peak(spec.train.batch_size)
     except RunnerError:
         raise
     # Whatever fails on fake tensors may work on real ones; the forecast says so (`fallback`).
@@ -236,16 +245,6 @@ def _forecast(
         fallback = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
         return PeakForecast(_extrapolated(real), fallback)
     return PeakForecast(rehearsal.peak)
-
-
-def _refuse(spec: RunSpec, device: torch.device) -> None:
-    """Raise ForecastUnavailable where a rehearsal would not show the peak."""
-    if is_tpu(device):
-        raise ForecastUnavailable("a TPU's compiler decides what a step holds.")
-    if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
-        raise ForecastUnavailable(
-            "optimizer=lbfgs keeps more with every step, up to its history_size."
-        )
 
 
 def _extrapolated(real: Callable[[], Rehearsal]) -> Callable[[int], MemoryBreakdown]:
