@@ -43,7 +43,7 @@ class ModuleTape(ExitStack):
 
         Args:
             name: of the module, for the functions and `running`.
-            module: a container, or one that is compiled in place, is never called by this way.
+            module: a container is never called, and what is compiled in place runs past its hooks.
             begin, end: the functions.
             recomputed: whether they are called for the forwards, too, that activation
                 checkpointing computes again in the backward.
@@ -72,8 +72,8 @@ class ModuleTape(ExitStack):
     def replace_forward(self, module: nn.Module, forward: Any, key: str = "forward") -> None:
         """Replace a module's forward, on the instance alone.
 
-        Unlike hooks, a forward is also called by `layer.forward(x)`, and its presence changes no
-        path that a module takes.
+        `layer.forward(x)` calls no hooks, and their presence changes the path that some modules
+        take.
 
         Args:
             module: the module; one that is replaced twice is restored in reverse.
