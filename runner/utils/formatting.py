@@ -33,6 +33,12 @@ def format_percent(share: float) -> str:
     return f"{share:.1%}"
 
 
+def format_share(value: float) -> str:
+    """Return a share in percent, with two digits below 99.5 %."""
+    # Two digits would make 1e+02 of a whole.
+    return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"
+
+
 def now_ms() -> int:
     """Return the milliseconds since the epoch, MLflow's unit of time."""
     return time.time_ns() // 1_000_000

@@ -9,10 +9,9 @@ from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
     StepComparison,
     format_relative,
-    format_share,
 )
 from runner.diagnostics.divergence.findings import AddedError, ModuleErrors
-from runner.utils.formatting import format_number
+from runner.utils.formatting import format_number, format_share
 from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
 from runner.utils.plots import chart_style, svg_element
 

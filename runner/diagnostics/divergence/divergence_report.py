@@ -18,6 +18,7 @@ from runner.diagnostics.divergence.findings import (
 )
 from runner.diagnostics.divergence.tensor_error import LogProbabilityError
 from runner.utils.files import write_json
+from runner.utils.formatting import format_share
 
 MIN_SUBNORMAL_SHARE = 0.01
 """Share of a tensor's elements below the normal numbers of its dtype, from which on that is named
@@ -305,9 +306,3 @@ def format_relative(value: float) -> str:
     if value == 0:
         return "0"
     return format_share(value) if value >= 1e-4 else f"{value:.1e}"
-
-
-def format_share(value: float) -> str:
-    """Return a share in percent, with two digits below 99.5 %."""
-    # Two digits would make 1e+02 of a whole.
-    return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"

@@ -22,6 +22,7 @@ from runner.diagnostics.numerics.results import (
     Numerics,
 )
 from runner.precision.emulation.formats import FORMATS
+from runner.utils.formatting import format_share
 from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
 from runner.utils.plots import chart_style, plain_label, svg_element
 
@@ -102,12 +103,6 @@ def draw_heat_maps(numerics: Numerics, path: Path) -> Path:
     """
     heat_maps(numerics, numerics.computed_in).savefig(path, dpi=110)
     return path
-
-
-def format_share(value: float) -> str:
-    """Return a share in percent, with two digits below 99.5 %."""
-    # Two digits would make 1e+02 of a whole.
-    return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:.0f} %"
 
 
 def _verdict_row(numerics: Numerics, fmt: str) -> list[Cell]:

@@ -8,7 +8,6 @@ from runner.diagnostics.numerics.numerics_page import (
     MAX_MAP_ROWS,
     MAX_MAP_STEPS,
     draw_heat_maps,
-    format_share,
     heat_maps,
     lost_shares,
     numerics_summary,
@@ -22,6 +21,7 @@ from runner.diagnostics.numerics.results import (
     TensorStats,
 )
 from runner.precision.emulation.formats import FORMATS
+from runner.utils.formatting import format_share
 
 SPOT = {("m2", 5): 0.25}
 
