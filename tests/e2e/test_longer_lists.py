@@ -6,6 +6,7 @@ import pytest
 from run_folders import job_results
 
 from runner.modes.result import RunResult
+from runner.sweeps.manifest import Manifest
 from runner.sweeps.sweep_resume import resumed_numbers
 
 
@@ -57,8 +58,8 @@ def test_jobs_that_others_number_have_no_longer_lists(word, main, tmp_path):
     folder = tmp_path / "sweep"
     folder.mkdir()
     words = ["python", "-m", "runner", word, "precision=32-true,bf16-mixed"]
-    manifest = {"id": "x", "command": words, "cwd": str(tmp_path)}
-    (folder / "sweep.json").write_text(json.dumps(manifest))
+    # Signed, as the command writes it: a stranger's sweep is refused before its lists are read.
+    Manifest("x", words, cwd=str(tmp_path)).signed().write(folder)
     done = main(f"sweep.resume={folder}", "precision=32-true,bf16-mixed,16-mixed")
     message = f"in a sweep with {word}. Start a new sweep;"
     assert (done.rc, message in done.stderr) == (2, True), done.stderr
