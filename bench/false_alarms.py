@@ -22,7 +22,7 @@ from runner.config.schema import TrainSpec
 from runner.data.datasets.digits import digits
 from runner.data.loader import Loader
 from runner.precision.registry import load_precision
-from runner.sweeps.report.statistics import ERROR_RATE, baseline_spread, non_inferiority_test
+from runner.sweeps.verdict.statistics import ERROR_RATE, baseline_spread, non_inferiority_test
 from runner.tracking.metric_names import VAL_LOSS
 from runner.training.loop import fit
 from runner.training.records import EvalRecord

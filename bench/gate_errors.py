@@ -18,8 +18,8 @@ import torch
 
 from bench.common import parse_options, table, write
 from bench.false_alarms import validation_loss
-from runner.sweeps.report.sequential_test import look_until_decided
-from runner.sweeps.report.statistics import ERROR_RATE
+from runner.sweeps.verdict.gate import look_until_decided
+from runner.sweeps.verdict.statistics import ERROR_RATE
 
 MAX_SEEDS = 10
 BARS = {"last bits of the weights": (1.0,), "other seeds": (0.5, 1.0, 2.0)}

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from runner.api.sweeps import sweep as sweep
     from runner.config.schema import RunSpec as RunSpec
     from runner.modes.result import RunResult as RunResult
-    from runner.sweeps.report.ranking import Advice as Advice
+    from runner.sweeps.verdict.ranking import Advice as Advice
     from runner.training.callbacks.own_callback import RunCallback as RunCallback
     from runner.utils.errors import ConfigError as ConfigError
     from runner.utils.errors import RunnerError as RunnerError
     from runner.utils.errors import Unavailable as Unavailable
 
 _MODULES = {
-    "Advice": "runner.sweeps.report.ranking",
+    "Advice": "runner.sweeps.verdict.ranking",
     "ConfigError": "runner.utils.errors",
     "RunCallback": "runner.training.callbacks.own_callback",
     "RunResult": "runner.modes.result",

@@ -299,6 +299,7 @@ class OpenRun:
             seed=source.seed,
             model=type(source.model).__name__,
             device=self.accelerator.name,
+            device_type=self.accelerator.device.type,
             quality=self.settings.quality,
             direction=self.settings.direction,
             planned_steps=source.planned_steps,

@@ -189,6 +189,7 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         model=origin.option_name("model", spec.model),
         data=origin.option_name("data", spec.data),
         device=run.device_name,
+        device_type=run.device.type,
         quality=run.task.quality,
         direction=run.task.direction,
         kernels="emulated" if emulated else run.precision.kernels(),

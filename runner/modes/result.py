@@ -43,6 +43,8 @@ class RunResult:
             them: fused or eager; empty for a run that does not compile.
         trains: share of the parameters' elements that train.
         planned_steps: optimizer steps of the whole training.
+        device_type: type of the torch.device, for example cpu; empty in results that older versions
+            wrote, see is_on_cpu.
         as_trained: in mode=evaluate, the metrics that the checkpoint noted in its own precision,
             which is trained_in.
         loss_scale: in force in the last step; None for a precision without one.
@@ -98,6 +100,7 @@ class RunResult:
     diverged: bool = False
     diverged_step: int | None = None
     left_out: list[str] = field(default_factory=list)
+    device_type: str = ""
 
     @property
     def objective(self) -> float:
@@ -116,6 +119,12 @@ class RunResult:
         if self.diverged or (self.status == "finished" and not is_finite):
             return "diverged"
         return self.status
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Return whether the device is a CPU."""
+        # Without a recorded type: cpu_name() in runner.utils.accelerator ends so.
+        return self.device_type == "cpu" if self.device_type else "threads)" in self.device
 
     @property
     def settings(self) -> str:

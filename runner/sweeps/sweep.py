@@ -24,15 +24,15 @@ from runner.modes.tables import page_url, ui_command
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report import advice_page
 from runner.sweeps.report.columns import sweep_table
-from runner.sweeps.report.compare import compare_with_baselines
 from runner.sweeps.report.conclusion import conclusion_text
-from runner.sweeps.report.gate import gate_verdict
 from runner.sweeps.report.jobs import SweepData
 from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts
-from runner.sweeps.report.number_text import join_names
 from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
+from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_text, with_longer_lists
+from runner.sweeps.verdict.compare import compare_with_baselines
+from runner.sweeps.verdict.gate import gate_verdict
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console

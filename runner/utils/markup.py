@@ -1,4 +1,4 @@
-"""Render the blocks of a report as Markdown, and as HTML by the template page.html.j2.
+"""Render the blocks of a report as Markdown, for the terminal, and as HTML by page.html.j2.
 
 Texts come from users and from checkpoints of strangers: everything is escaped.
 """
@@ -8,7 +8,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table as TerminalTable
 
 WRAP_MIN_CHARS = 40
 """Characters above which the text of a cell may break into lines."""
@@ -159,6 +162,30 @@ def _markdown_table(
 
 def _cell_text(cell: Cell) -> str:
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
+
+
+def terminal_table(table: Table, title: str, wraps: bool = True) -> "TerminalTable":
+    """Return a table for the terminal, each cell's note under its text.
+
+    Args:
+        table: of a page.
+        title: above the table.
+        wraps: whether long words are broken into lines; else columns of words keep to one line.
+    """
+    from rich.table import Table as TerminalTable
+
+    shown = TerminalTable(title=title, title_justify="left")
+    for i, name in enumerate(table.head):
+        is_text = i in table.words
+        shown.add_column(
+            name,
+            justify="left" if is_text else "right",
+            overflow="fold" if wraps else "ellipsis",
+            no_wrap=is_text and not wraps,
+        )
+    for row in table.rows:
+        shown.add_row(*("\n".join(filter(None, (cell.text, cell.note))) for cell in row))
+    return shown
 
 
 def escape_line_start(text: str) -> str:

@@ -13,7 +13,7 @@ from runner.precision.contract import Precision
 from runner.sweeps.advisor.minimal_set import Modules, find_minimal_set
 from runner.sweeps.advisor.remedy_trials import RemedyTrials
 from runner.sweeps.advisor.request import AdviseRequest
-from runner.sweeps.report.ranking import PrecisionVerdict
+from runner.sweeps.verdict.ranking import PrecisionVerdict
 
 _IGNORE_KEY = "precision.ignore_modules"
 

@@ -1,11 +1,11 @@
 """Run the trials of mode=gate: seed after seed, until its precision is accepted or rejected."""
 
 from runner.sweeps.advisor.request import AdviseRequest
-from runner.sweeps.advisor.settings import AdviseSettings
 from runner.sweeps.advisor.trials import Trials
-from runner.sweeps.report.gate import NOT_TRAINED, GateVerdict, gate_verdict
-from runner.sweeps.report.ranking import rank_precisions
-from runner.sweeps.report.statistics import Verdict
+from runner.sweeps.verdict.gate import NOT_TRAINED, GateVerdict, gate_verdict
+from runner.sweeps.verdict.ranking import rank_precisions
+from runner.sweeps.verdict.settings import AdviseSettings
+from runner.sweeps.verdict.statistics import Verdict
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError
 

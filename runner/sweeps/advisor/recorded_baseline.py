@@ -8,7 +8,6 @@ from runner.config.overrides import path_exists
 from runner.config.schema import RunSpec
 from runner.modes.result import RunResult
 from runner.modes.run_metadata import config_text
-from runner.sweeps.report.compare import BASELINE
 from runner.sweeps.report.job_settings import (
     JobSettings,
     flat_config,
@@ -18,8 +17,9 @@ from runner.sweeps.report.job_settings import (
     stored_settings,
 )
 from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
-from runner.sweeps.report.number_text import join_names
 from runner.sweeps.report.rebuild import existing_store, find_parent_run
+from runner.sweeps.report.wording import join_names
+from runner.sweeps.verdict.compare import BASELINE
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST
 

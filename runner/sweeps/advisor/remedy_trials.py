@@ -5,10 +5,10 @@ from time import perf_counter
 
 from runner.modes.result import RunResult
 from runner.sweeps.advisor.request import AdviseRequest
-from runner.sweeps.advisor.settings import AdviseSettings
 from runner.sweeps.advisor.trials import Trials
-from runner.sweeps.report.ranking import Advice, PrecisionVerdict, rank_precisions
-from runner.sweeps.report.statistics import Verdict
+from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, rank_precisions
+from runner.sweeps.verdict.settings import AdviseSettings
+from runner.sweeps.verdict.statistics import Verdict
 from runner.utils.console import plain_console
 
 ACCEPTED_GAP_SHARE = 0.25

@@ -37,16 +37,16 @@ from runner.sweeps.advisor.fp32_search import Float32ModuleSearch
 from runner.sweeps.advisor.gate_rounds import GateRounds
 from runner.sweeps.advisor.remedy_trials import RemedyTrials
 from runner.sweeps.advisor.request import AdviseRequest
-from runner.sweeps.advisor.settings import (
-    EMULATED_STEP_TIME_RATIO,
-    AdviseSettings,
-    memory_forecast,
-)
 from runner.sweeps.advisor.system_load import other_programs_load
 from runner.sweeps.advisor.trials import Trials
 from runner.sweeps.advisor.update_rule_search import search_update_rules
-from runner.sweeps.report.ranking import Advice, rank_precisions
-from runner.sweeps.report.statistics import MIN_SEEDS
+from runner.sweeps.verdict.ranking import Advice, rank_precisions
+from runner.sweeps.verdict.settings import (
+    EMULATED_STEP_TIME_RATIO,
+    TIMEOUT_TIME_RATIO,
+    AdviseSettings,
+)
+from runner.sweeps.verdict.statistics import MIN_SEEDS
 from runner.utils.console import plain_console
 from runner.utils.errors import RunnerError
 from runner.utils.tensors import MIB
@@ -62,8 +62,6 @@ DIAGNOSIS_SNAPSHOTS = 4
 """Number of snapshots of float32's numbers in the trial that explains why a precision fails."""
 MIN_TIMED_SECONDS = 0.6
 """Time of the baseline's steps in a trial from which on its speed is measured well."""
-TIMEOUT_TIME_RATIO = 4.0
-"""Time limit of a trial over the time that the baseline takes."""
 MAX_TIMEOUT_SLACK_SECONDS = 30.0
 """Longest time that is added to a trial's limit: a busy machine may stall for a while."""
 TIMEOUT_SLACK_BUDGET_SHARE = 0.1
@@ -162,7 +160,7 @@ class TrialScheduler:
         peak = forecast(batch_size).total / MIB
         usable = free_memory(device) * USABLE_MEMORY_SHARE
         largest = largest_fitting_batch(forecast, batch_size, usable)
-        return memory_forecast(peak, largest or 0)
+        return {"peak_mib": peak, "largest_batch": largest or 0}
 
     def _diagnose(self, failing: Sequence[str]) -> Diagnosis:
         """Train float32 once more with snapshots of its numbers, and write what they say.

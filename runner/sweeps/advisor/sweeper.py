@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.hydra_plugins import register
 from runner.sweeps.advisor.request import AdviseRequest
 from runner.sweeps.advisor.schedule import TrialScheduler
-from runner.sweeps.advisor.settings import AdviseSettings
 from runner.sweeps.advisor.trials import Trials
+from runner.sweeps.verdict.settings import AdviseSettings
 
 
 def prepare_sweeper(config: DictConfig) -> None:

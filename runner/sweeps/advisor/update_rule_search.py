@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from runner.sweeps.advisor.remedy_trials import RemedyTrials
-from runner.sweeps.report.ranking import PrecisionVerdict
+from runner.sweeps.verdict.ranking import PrecisionVerdict
 
 RULES_BY_BYTES = ("stochastic_rounding", "kahan", "remainders", "master_weights")
 """Rules that keep updates, the one of the fewest bytes per weight first; with AdamW 6, 8, 12 and 14

@@ -1,26 +1,28 @@
-"""Present the answer of mode=advise: in the terminal, in the report and in MLflow's note."""
+"""Present the answer of mode=advise or mode=gate: in the terminal, the report and MLflow's note."""
 
 from collections.abc import Iterator
+from statistics import fmean
 
 from rich.console import Console
 
 from runner.config.given_objects import given_keys, python_call
-from runner.sweeps.report.columns import advice_table, advice_terminal_table
-from runner.sweeps.report.gate import gate_verdict
-from runner.sweeps.report.gate_page import gate_blocks, gate_notes, gate_sentence, looks_table
-from runner.sweeps.report.judging_notes import baseline_note, limits_note, trials_note
-from runner.sweeps.report.number_text import format_interval
-from runner.sweeps.report.ranking import Advice, PrecisionVerdict
-from runner.sweeps.report.statistics import ERROR_RATE, Verdict
-from runner.sweeps.report.wording import memory_words, speed_words
+from runner.sweeps.report.columns import advice_table
+from runner.sweeps.report.wording import format_interval, memory_name, memory_words, speed_words
+from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
+from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
+from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict
+from runner.utils.formatting import format_number
 from runner.utils.markup import (
     Block,
+    Cell,
     Commands,
     Heading,
     Items,
     Table,
     Text,
+    Tone,
     notebook_frame,
+    terminal_table,
     to_html,
 )
 from runner.utils.terminal import quote_command
@@ -29,6 +31,22 @@ BUSY_SHARE = 0.25
 """Share of the processors used by other programs above which speeds are doubtful."""
 # What the recommended precision would have to be, by advise.objective.
 GAIN_WORDS = {"time": "faster", "memory": "smaller", "quality": "better"}
+_GATE_TONES: dict[str, Tone] = {"accepted": "good", "rejected": "bad", "undecided": "quiet"}
+WORSE_NOTE = (
+    "the mean difference is beyond the tolerance, and above 0 by a one-sided paired t test "
+    f"(Student 1908), at {ERROR_RATE:.0%} for all precisions together (Bonferroni): the chance "
+    "that any that is as good as the baseline is called worse. ± is half the interval. A remedy "
+    "is judged without the seed that chose it."
+)
+INDISTINGUISHABLE_NOTE = (
+    f"the same test, at {ERROR_RATE:.0%} for each, finds the difference below the tolerance "
+    "(non-inferiority) if the tolerance is exact; in standard deviations it is measured by as many "
+    "seeds, see docs/advise.md. Neither: not enough evidence."
+)
+PEAK_NOTE = (
+    "of a step at train.batch_size, weights to temporaries, without libraries and data; the "
+    "largest batch is a power of two that fits this machine (mode=plan)."
+)
 
 
 def advice_sentence(advice: Advice) -> str:
@@ -42,23 +60,34 @@ def advice_sentence(advice: Advice) -> str:
             f"No advice: {baseline} itself did not train in every trial, and others are judged by "
             "it."
         )
-    unclear = _unclear(advice)
-    tested = [line for line in advice.verdicts if line.test]
-    if unclear and all(line.rating is Verdict.UNCLEAR for line in tested):
+    ratings = {verdict.rating for verdict in advice.verdicts if verdict.test}
+    if _unclear(advice) and ratings <= {Verdict.UNCLEAR}:
         return f"Stay with {baseline} for now: nothing could be judged."
     if pick.group.name == baseline:
         return _stay_sentence(advice)
-    return f"Use {pick.name}: {_gain_words(pick)}."
+    # Speed, memory and loss, compared with the baseline.
+    has_speed = pick.comparison.speed_verdict in ("faster", "slower")
+    gains = [speed_words(pick.comparison) if has_speed else "", memory_words(pick.comparison)]
+    gain = " and ".join(filter(None, gains)) or "no costlier"
+    test = pick.test
+    if test is None:
+        loss = "the baseline"
+    elif test.verdict is Verdict.BETTER:
+        which = "lower" if pick.sign > 0 else "higher"
+        loss = f"{which} by {format_interval(-test.value, test.ci_half_width)}"
+    else:
+        loss = f"indistinguishable from {pick.baseline}'s"
+    return f"Use {pick.name}: {gain}, and its {pick.noun} is {loss}."
 
 
 def _stay_sentence(advice: Advice) -> str:
     """Return why to stay with the baseline."""
     objective = advice.settings.objective
     baseline = advice.settings.baseline
-    rivals = [line for line in advice.verdicts if line.name != baseline and not line.is_emulated]
+    rivals = [v for v in advice.verdicts if v.name != baseline and not v.is_emulated]
     if not rivals:
         return f"Stay with {baseline} on this machine: whatever else was tried is emulated."
-    is_timed = any(line.comparison.speed_ratio for line in rivals)
+    is_timed = any(verdict.comparison.speed_ratio for verdict in rivals)
     if objective == "time" and not is_timed:
         return (
             f"Stay with {baseline} for now: too few trials were long enough to measure a speed. "
@@ -69,37 +98,23 @@ def _stay_sentence(advice: Advice) -> str:
     return f"Stay with {baseline}: nothing that trains as well was measured to be {aim}."
 
 
-def _gain_words(verdict: PrecisionVerdict) -> str:
-    """Return speed, memory and loss of the recommended precision, compared with the baseline."""
-    comparison = verdict.comparison
-    has_speed = comparison.speed_verdict in ("faster", "slower")
-    gains = [speed_words(comparison) if has_speed else "", memory_words(comparison)]
-    gain = " and ".join(filter(None, gains)) or "no costlier"
-    return f"{gain}, and its {verdict.noun} is {_loss_words(verdict)}"
-
-
-def _loss_words(verdict: PrecisionVerdict) -> str:
-    test = verdict.test
-    if test is None:
-        return "the baseline"
-    if test.verdict is Verdict.BETTER:
-        which = "lower" if verdict.sign > 0 else "higher"
-        return f"{which} by {format_interval(-test.value, test.ci_half_width)}"
-    return f"indistinguishable from {verdict.baseline}'s"
-
-
 def other_sentences(advice: Advice) -> str:
     """Return the reservations about the answer: missing evidence, emulation, a busy machine."""
     sentences = []
     unclear = _unclear(advice)
-    if unclear:
-        sentences.append(_unclear_sentence(advice, unclear))
-    emulated = [line for line in advice.verdicts if line.is_emulated and line.is_acceptable]
+    names = ", ".join(verdict.name for verdict in unclear)
+    if unclear and any(verdict.group.counts.get("stopped") for verdict in advice.verdicts):
+        sentences.append(f"It was stopped before it could judge {names}.")
+    elif unclear:
+        # Fewer trials than seeds asked for: the budget was the limit, not advise.seeds.
+        fewest = min(len(verdict.group.jobs) for verdict in unclear)
+        more = "a larger advise.budget" if fewest < advice.settings.seeds else "more advise.seeds"
+        sentences.append(f"Not enough evidence in this budget about {names}; {more} may decide.")
+    emulated = [v.name for v in advice.verdicts if v.is_emulated and v.is_acceptable]
     if emulated:
-        names = ", ".join(line.name for line in emulated)
         sentences.append(
-            f"Emulated, {names} trained as well; the hardware itself is needed to measure the "
-            "speed."
+            f"Emulated, {', '.join(emulated)} trained as well; the hardware itself is needed to "
+            "measure the speed."
         )
     if advice.settings.busy > BUSY_SHARE:
         sentences.append(
@@ -110,46 +125,77 @@ def other_sentences(advice: Advice) -> str:
 
 
 def _unclear(advice: Advice) -> list[PrecisionVerdict]:
-    return [line for line in advice.verdicts if line.rating is Verdict.UNCLEAR]
+    return [verdict for verdict in advice.verdicts if verdict.rating is Verdict.UNCLEAR]
 
 
-def _unclear_sentence(advice: Advice, unclear: list[PrecisionVerdict]) -> str:
-    names = ", ".join(line.name for line in unclear)
-    if any(line.group.counts.get("stopped") for line in advice.verdicts):
-        return f"It was stopped before it could judge {names}."
-    # Fewer trials than seeds asked for: the budget was the limit, not advise.seeds.
-    fewest = min(len(line.group.jobs) for line in unclear)
-    more = "a larger advise.budget" if fewest < advice.settings.seeds else "more advise.seeds"
-    return f"Not enough evidence in this budget about {names}; {more} may decide."
+def gate_sentence(gate: GateVerdict) -> str:
+    """Return the answer of mode=gate, with what the precision costs if that differs from the
+    baseline, and what to type where more seeds or time may decide."""
+    sentences = [f"{gate.name} is {gate.decision}: {gate.reason}."]
+    comparison = gate.precision.comparison
+    # The time of emulated arithmetic says nothing about the precision.
+    if comparison.speed_verdict in ("faster", "slower") and not gate.precision.is_emulated:
+        sentences.append(f"It is {speed_words(comparison)}.")
+    if comparison.memory_ratio is not None and f"{comparison.memory_ratio:.2f}" != "1.00":
+        memory = f"{comparison.memory_ratio:.2f} × the {memory_name(comparison)}"
+        sentences.append(f"It takes {memory} of {gate.precision.baseline}.")
+    seeds = gate.advice.settings.seeds
+    if gate.decision == "undecided" and gate.looks:
+        if gate.looks[-1].seeds < seeds:
+            sentences.append("The budget ended first: a larger advise.budget may decide.")
+        else:
+            sentences.append(f"More seeds may decide: type advise.seeds={2 * seeds}.")
+    return " ".join(sentences)
+
+
+def _gate_answer(gate: GateVerdict) -> Iterator[Block]:
+    """Yield the answer of mode=gate and the command that trains in the precision."""
+    yield Text(gate_sentence(gate), "answer")
+    if gate.decision == "accepted":
+        yield Text("Next:")
+        yield Commands([quote_command(gate.precision.command)])
+
+
+def _looks_table(gate: GateVerdict) -> Table:
+    """Return the table with one row per look of the sequential test."""
+    rows = [
+        [
+            Cell(str(look.seeds)),
+            Cell(f"{gate.precision.sign * look.gap:+.3g} ± {look.half_width:.2g}"),
+            Cell(format_number(gate.precision.sign * gate.bar)),
+            Cell(look.decision, tone=_GATE_TONES[look.decision]),
+        ]
+        for look in gate.looks
+    ]
+    title = f"{gate.precision.noun} minus that of {gate.precision.baseline}"
+    return Table(["seeds", title, "bar", "decision"], rows, frozenset([3]))
 
 
 def advice_blocks(advice: Advice) -> Iterator[Block]:
     """Yield the report's parts: answer, next command, table, alternatives, method."""
     gate = gate_verdict(advice)
     if gate is not None:
-        yield from gate_blocks(gate)
+        yield from _gate_answer(gate)
         if gate.looks:
-            yield looks_table(gate)
-        yield Heading("How this was judged")
-        yield Items([trials_note(advice), *gate_notes(gate), limits_note(advice)], small=True)
-        return
-    yield from _answer(advice)
-    command = next_command(advice)
-    if command:
-        yield Text("Next:")
-        yield Commands([command])
-    yield advice_table(advice)
-    yield from _alternatives(advice)
-    yield from _unavailable(advice)
+            yield _looks_table(gate)
+    else:
+        yield from _answer(advice)
+        command = next_command(advice)
+        if command:
+            yield Text("Next:")
+            yield Commands([command])
+        yield advice_table(advice)
+        yield from _alternatives(advice)
+        yield from _unavailable(advice)
     yield Heading("How this was judged")
-    yield Items(list(_method_notes(advice)), small=True)
+    yield Items(list(_method_notes(advice, gate)), small=True)
 
 
 def advice_markdown(advice: Advice) -> tuple[list[Block], Table]:
     """Return the answer with its command, and the table, for the note of the parent run."""
     gate = gate_verdict(advice)
     if gate is not None:
-        return [*gate_blocks(gate)], looks_table(gate)
+        return [*_gate_answer(gate)], _looks_table(gate)
     command = next_command(advice)
     commands = [Commands([command])] if command else []
     return [*_answer(advice), *commands], advice_table(advice)
@@ -166,15 +212,15 @@ def _alternatives(advice: Advice) -> Iterator[Block]:
     """Yield the commands of the other precisions that train as well."""
     native = []
     emulated = []
-    for line in advice.verdicts:
-        if line is advice.recommendation or not line.is_acceptable:
+    for verdict in advice.verdicts:
+        if verdict is advice.recommendation or not verdict.is_acceptable:
             continue
-        if line.is_emulated:
+        if verdict.is_emulated:
             # On its own hardware the precision runs without emulation.
-            words = [word for word in line.command if word != "precision.emulate=true"]
+            words = [word for word in verdict.command if word != "precision.emulate=true"]
             emulated.append(quote_command(words))
         else:
-            native.append(quote_command(line.command))
+            native.append(quote_command(verdict.command))
     if native:
         yield Heading("What else trains as well")
         yield Commands(native)
@@ -196,31 +242,43 @@ def _unavailable(advice: Advice) -> Iterator[Block]:
         )
 
 
-def _method_notes(advice: Advice) -> Iterator[tuple[str, str]]:
-    """Yield (term, explanation) of what the table says."""
-    yield trials_note(advice)
+def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str, str]]:
+    """Yield (term, explanation) of what the table says, and of how it was judged."""
+    settings = advice.settings
+    text = (
+        f"{settings.steps} optimizer steps each; every precision from the same weights on the same "
+        f"batches as {settings.baseline}, for each seed. Jobs ran in turn, seed by seed."
+    )
+    if settings.recorded_in:
+        text += f" {settings.baseline} was trained before, in {settings.recorded_in}."
+    yield "Trials", text
     if len(advice.baseline_losses) > 1:
-        yield baseline_note(advice)
-    yield (
-        "Worse",
-        "the mean difference is beyond the tolerance, and above 0 by a one-sided paired t test "
-        f"(Student 1908), at {ERROR_RATE:.0%} for all precisions together (Bonferroni): the chance "
-        "that any that is as good as the baseline is called worse. ± is half the interval. A "
-        "remedy is judged without the seed that chose it.",
-    )
-    yield (
-        "Indistinguishable",
-        f"the same test, at {ERROR_RATE:.0%} for each, finds the difference below the tolerance "
-        "(non-inferiority) if the tolerance is exact; in standard deviations it is measured by as "
-        "many seeds, see docs/advise.md. Neither: not enough evidence.",
-    )
-    if any(line.forecast for line in advice.verdicts):
+        sign = 1 if settings.direction == "min" else -1
+        ends_at = sign * fmean(advice.baseline_losses.values())
+        accepted = f"Tolerated are {settings.tolerance:g} of them (advise.tolerance)."
+        if settings.max_gap is not None:
+            accepted = f"Accepted is a difference of {settings.max_gap:g} (advise.max_gap)."
         yield (
-            "Predicted peak",
-            "of a step at train.batch_size, weights to temporaries, without libraries and data; "
-            "the largest batch is a power of two that fits this machine (mode=plan).",
+            "Baseline",
+            f"{settings.baseline} ends at {settings.metric} {format_number(ends_at)}; its seeds "
+            "differ by a standard deviation of "
+            f"{format_number(advice.baseline_spread)}. {accepted}",
         )
-    yield limits_note(advice)
+    if gate is not None:
+        yield (
+            "Test",
+            f"after each seed from the {MIN_SEEDS}rd to the {settings.seeds}th at most, a "
+            "confidence interval of the mean difference is looked at: accepted if it lies within "
+            "the bar, rejected if it lies beyond. Over all looks the chance of each error is "
+            f"{ERROR_RATE:.0%} (a sequential t test, Pocock 1977; docs/gate.md).",
+        )
+    else:
+        yield "Worse", WORSE_NOTE
+        yield "Indistinguishable", INDISTINGUISHABLE_NOTE
+        if any(verdict.forecast for verdict in advice.verdicts):
+            yield "Predicted peak", PEAK_NOTE
+    steps = f"{settings.steps} steps are not a whole training"
+    yield "What this is not", f"{steps}: what goes wrong later is not seen."
 
 
 def next_command(advice: Advice) -> str:
@@ -229,10 +287,10 @@ def next_command(advice: Advice) -> str:
     if advice.recommendation is None:
         return ""
     words = advice.recommendation.command
-    given = given_keys()
-    if not given:
+    objects = given_keys()
+    if not objects:
         return quote_command(words)
-    return python_call("run", [word for word in words if "=" in word], given)
+    return python_call("run", [word for word in words if "=" in word], objects)
 
 
 def advice_html(advice: Advice) -> str:
@@ -246,7 +304,7 @@ def print_advice(console: Console, advice: Advice) -> None:
     if gate is not None:
         console.print(gate_sentence(gate), soft_wrap=True)
         return
-    console.print(advice_terminal_table(advice))
+    console.print(terminal_table(advice_table(advice), "which precision?"))
     sentences = filter(None, [advice_sentence(advice), other_sentences(advice)])
     console.print(" ".join(sentences), soft_wrap=True)
     command = next_command(advice)

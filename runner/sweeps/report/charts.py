@@ -9,15 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runner.sweeps.report.compare import (
-    BASELINE,
-    Comparison,
-    compare_with_baselines,
-    group_name,
-    pareto_front,
-    sweep_letter,
-    without_sweep,
-)
 from runner.sweeps.report.downsample import (
     ENVELOPE_BUCKETS,
     MEAN_BUCKETS,
@@ -28,6 +19,15 @@ from runner.sweeps.report.downsample import (
 )
 from runner.sweeps.report.jobs import Job, SweepData
 from runner.sweeps.report.point_labels import label_points
+from runner.sweeps.verdict.compare import (
+    BASELINE,
+    Comparison,
+    compare_with_baselines,
+    group_name,
+    pareto_front,
+    sweep_letter,
+    without_sweep,
+)
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.markup import LegendEntry
 from runner.utils.plots import chart_style, plain_label

@@ -3,29 +3,188 @@
 To change a column, change its entry in `COLUMNS`; to change which columns a table has and in which
 order, change the tuple of names of that table. There are three kinds of rows: a job, a group of
 jobs with its comparison to 32-true, and a verdict of mode=advise. A column has one function per
-kind of row that it can show.
+kind of row that it can show: `_job_*`, `_group_*` and `_verdict_*`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.table import Table as TerminalTable
 
+from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.modes.result import RunResult
-from runner.modes.tables import memory_saving
-from runner.sweeps.report import cells
-from runner.sweeps.report.cells import TableFacts
-from runner.sweeps.report.compare import BASELINE, Comparison, sweep_letter, without_sweep
-from runner.sweeps.report.ranking import Advice, PrecisionVerdict
-from runner.sweeps.report.wording import health_words
+from runner.modes.tables import change_since_training, memory_saving
+from runner.sweeps.report.wording import (
+    VERDICT_TONES,
+    difference_words,
+    format_mean_sd,
+    format_range,
+    format_ratio,
+    health_words,
+    rating_reason,
+    rating_words,
+)
+from runner.sweeps.verdict.compare import BASELINE, Comparison, sweep_letter, without_sweep
+from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
+from runner.sweeps.verdict.statistics import Spread
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.formatting import format_number
-from runner.utils.markup import Cell, Table
+from runner.utils.formatting import format_number, format_percent
+from runner.utils.markup import Cell, Table, Tone, terminal_table
 
-JobCell = Callable[[RunResult, TableFacts], str]
-GroupCell = Callable[[Comparison, TableFacts], Cell]
-VerdictCell = Callable[[PrecisionVerdict], Cell]
+MAX_REASON_CHARACTERS = 80
+"""Characters of an error in the cell of a group's status."""
+
+
+@dataclass(frozen=True)
+class TableFacts:
+    """What a column needs to know of the whole table.
+
+    Attributes:
+        jobs: every job of the table.
+        groups: its rows in a table of groups, empty in the other tables.
+        baseline: the precision that the rows are compared with.
+    """
+
+    jobs: Sequence[RunResult]
+    groups: Sequence[Comparison] = ()
+    baseline: str = BASELINE
+
+    @property
+    def quality(self) -> str:
+        """Return the name of the quality that all jobs share, else "quality"."""
+        names = {job.quality for job in self.jobs if job.quality}
+        return names.pop() if len(names) == 1 else "quality"
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Return whether the jobs evaluated a checkpoint instead of training."""
+        return any(job.trained_in for job in self.jobs)
+
+    @property
+    def has_speed_ratios(self) -> bool:
+        """Return whether every group that finished has a ratio, so that examples/s say no more."""
+        finished = [c for c in self.groups if c.group.finished_count]
+        return bool(self.groups) and all(c.speed_ratio for c in finished)
+
+
+def _group_status(c: Comparison, _: TableFacts) -> Cell:
+    """Return how many jobs ended how, with the reasons."""
+    counts = c.group.counts
+    jobs = len(c.group.jobs)
+    if jobs == 1:
+        text = ", ".join(counts)
+    else:
+        text = ", ".join(f"{count}/{jobs} {outcome}" for outcome, count in counts.items())
+    reason = " ".join(" ".join(c.group.reasons).split())
+    # The whole reason is in the list of failures below the table.
+    if len(reason) > MAX_REASON_CHARACTERS:
+        reason = f"{reason[:MAX_REASON_CHARACTERS].rstrip()}…"
+    tone: Tone = "quiet" if set(counts) == {"finished"} else "bad"
+    return Cell(text, tone, reason)
+
+
+def _verdict_rating(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
+    """Return the verdict on a precision, with its reason."""
+    tone = VERDICT_TONES.get(verdict.rating, "")
+    return Cell(rating_words(verdict), tone, rating_reason(verdict))
+
+
+def _group_quality(c: Comparison, facts: TableFacts) -> Cell:
+    """Return mean ± standard deviation of the quality, with the number of seeds."""
+    quality = c.group.quality
+    if quality is None:
+        return Cell("diverged" if c.group.counts.get("diverged") else "", "bad")
+    # With one seed everywhere the number is in the footnotes only.
+    qualities = [other.group.quality for other in facts.groups if other.group.quality]
+    note = ""
+    if any(other.n > 1 for other in qualities):
+        note = f"{quality.n} seeds" if quality.n > 1 else "one seed"
+    return Cell(format_mean_sd(quality), note=note)
+
+
+def _group_best(c: Comparison, _: TableFacts) -> str:
+    """Return the mean of the best qualities; empty for evaluations."""
+    return "" if c.group.is_evaluation else _mean(c.group.best)
+
+
+def _job_change(metric: str, job: RunResult, facts: TableFacts) -> str:
+    """Return how a metric changed from the checkpoint's own precision."""
+    change = change_since_training(metric, job, facts.jobs)
+    return "" if change is None else f"{change:+.4g}"
+
+
+def _group_difference(c: Comparison, _: TableFacts) -> Cell:
+    """Return the verdict on the difference to the baseline's quality."""
+    if c.is_baseline and not c.group.is_evaluation:
+        return Cell("baseline", "quiet")
+    if c.difference is None:
+        return Cell("")
+    verdict, numbers = difference_words(c.difference)
+    return Cell(verdict, VERDICT_TONES.get(c.difference.verdict, ""), numbers)
+
+
+def _group_speed_ratio(c: Comparison, facts: TableFacts) -> Cell:
+    """Return the ratio of speeds with its range over seeds and a bar."""
+    ratios = [other.speed_ratio.value for other in facts.groups if other.speed_ratio]
+    bar = c.speed_ratio.value / max(ratios) if c.speed_ratio else None
+    return Cell(format_ratio(c.speed_ratio), note=format_range(c.speed_ratio), bar=bar)
+
+
+def _verdict_speed_ratio(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
+    """Return the ratio of speeds with its range over seeds; unknown if emulated."""
+    if verdict.is_emulated:
+        return Cell("unknown", "quiet", "emulated")
+    ratio = verdict.comparison.speed_ratio
+    return Cell(format_ratio(ratio), note=format_range(ratio))
+
+
+def _group_memory_ratio(c: Comparison, facts: TableFacts) -> Cell:
+    """Return the ratio of memory with the MiB and a bar."""
+    if c.memory_ratio is None:
+        return Cell("")
+    ratios = [other.memory_ratio for other in facts.groups if other.memory_ratio]
+    bar = c.memory_ratio / max(ratios, default=1)
+    return Cell(f"{c.memory_ratio:.2f}", note=_mib(c.group.memory_mib), bar=bar)
+
+
+def _verdict_memory_ratio(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
+    """Return the ratio of memory with the MiB; empty if emulation distorts it."""
+    # Weights take as much emulated; an accelerator's peak does not.
+    if verdict.is_emulated and not verdict.group.is_on_cpu:
+        return Cell("")
+    ratio = verdict.comparison.memory_ratio
+    return Cell("" if ratio is None else f"{ratio:.2f}", note=_mib(verdict.group.memory_mib))
+
+
+def _verdict_forecast(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
+    """Return the predicted peak of memory with the largest batch that fits."""
+    if verdict.forecast is None:
+        return Cell("")
+    peak = _mib(verdict.forecast.get("peak_mib"))
+    batch = verdict.forecast.get("largest_batch")
+    if not batch:
+        return Cell(peak)
+    # The forecast tries no larger batch.
+    more = " or more" if batch == MAX_FORECAST_BATCH_SIZE else ""
+    return Cell(peak, note=f"largest batch {batch}{more}")
+
+
+def _mean(spread: Spread | None) -> str:
+    return format_number(spread.mean) if spread else ""
+
+
+def _range(spread: Spread | None) -> str:
+    """Return the range of a spread, one number if all values are equal."""
+    if spread is None:
+        return ""
+    low = format_number(spread.low)
+    high = format_number(spread.high)
+    return low if low == high else f"{low} to {high}"
+
+
+def _mib(value: float | None) -> str:
+    return "" if value is None else f"{format_number(value)} MiB"
 
 
 @dataclass(frozen=True)
@@ -43,9 +202,9 @@ class Column:
     """
 
     name: str
-    job: JobCell | None = None
-    group: GroupCell | None = None
-    verdict: VerdictCell | None = None
+    job: Callable[[RunResult, TableFacts], str] | None = None
+    group: Callable[[Comparison, TableFacts], Cell | str] | None = None
+    verdict: Callable[[PrecisionVerdict, TableFacts], Cell | str] | None = None
     title: Callable[[TableFacts], str] | None = None
     is_shown: Callable[[TableFacts], bool] | None = None
     is_text: bool = False
@@ -56,35 +215,36 @@ COLUMNS = (
     Column(
         "sweep",
         job=lambda job, _: sweep_letter(job.label),
-        group=lambda c, _: Cell(sweep_letter(c.group.name)),
+        group=lambda c, _: sweep_letter(c.group.name),
         is_text=True,
     ),
     Column(
         "precision",
-        group=lambda c, _: Cell(without_sweep(c.group.name)),
-        verdict=lambda verdict: Cell(verdict.name),
-        title=cells.first_title,
+        group=lambda c, _: without_sweep(c.group.name),
+        verdict=lambda verdict, _: verdict.name,
+        # Where other settings are swept, the names are those of jobs.
+        title=lambda facts: "job" if any(c.group.settings for c in facts.groups) else "precision",
         is_text=True,
     ),
-    Column("status", job=cells.job_status, group=cells.group_status, is_text=True),
-    Column("verdict", verdict=cells.verdict_rating, is_text=True),
+    Column("status", job=lambda job, _: job.outcome, group=_group_status, is_text=True),
+    Column("verdict", verdict=_verdict_rating, is_text=True),
     Column(
         "device",
-        group=lambda c, _: Cell(c.group.device),
+        group=lambda c, _: c.group.device,
         is_shown=lambda facts: len({c.group.device for c in facts.groups}) > 1,
         is_text=True,
     ),
     Column(
         "quality",
         job=lambda job, _: format_number(job.metrics.get(job.quality)),
-        group=cells.group_quality,
+        group=_group_quality,
         title=lambda facts: facts.quality,
     ),
-    Column("best", job=lambda job, _: format_number(job.best), group=cells.group_best),
+    Column("best", job=lambda job, _: format_number(job.best), group=_group_best),
     Column(
         "change",
-        job=lambda job, facts: cells.job_change(job.quality, job, facts),
-        group=cells.group_change,
+        job=lambda job, facts: _job_change(job.quality, job, facts),
+        group=lambda c, _: f"{c.group.change.mean:+.4g}" if c.group.change else "",
     ),
     Column(
         "loss",
@@ -93,36 +253,37 @@ COLUMNS = (
     ),
     Column(
         "loss change",
-        job=lambda job, facts: cells.job_change(VAL_LOSS, job, facts),
+        job=lambda job, facts: _job_change(VAL_LOSS, job, facts),
         is_shown=lambda facts: facts.quality != VAL_LOSS,
     ),
     Column(
         "difference",
-        group=cells.group_difference,
+        group=_group_difference,
         title=lambda facts: f"against {facts.baseline}",
         is_text=True,
     ),
     Column(
         "speed ratio",
-        group=cells.group_speed_ratio,
-        verdict=cells.verdict_speed_ratio,
+        group=_group_speed_ratio,
+        verdict=_verdict_speed_ratio,
         title=lambda facts: f"speed × {facts.baseline}",
     ),
     Column(
         "examples/s",
         job=lambda job, _: format_number(job.examples_per_second),
-        group=lambda c, _: cells.mean_cell(c.group.speed),
+        group=lambda c, _: _mean(c.group.speed),
         is_shown=lambda facts: not facts.has_speed_ratios,
     ),
     Column("step ms", job=lambda job, _: format_number(job.step_ms)),
     Column(
         "memory ratio",
-        group=cells.group_memory_ratio,
-        verdict=cells.verdict_memory_ratio,
+        group=_group_memory_ratio,
+        verdict=_verdict_memory_ratio,
         title=lambda facts: f"memory × {facts.baseline}",
     ),
-    Column("MiB", group=cells.group_memory),
-    Column("predicted peak", verdict=cells.verdict_forecast),
+    # The ratio's cell has the MiB beneath it.
+    Column("MiB", group=lambda c, _: _mib(c.group.memory_mib) if c.memory_ratio is None else ""),
+    Column("predicted peak", verdict=_verdict_forecast),
     Column("weights MiB", job=lambda job, _: format_number(job.weights_mib)),
     Column(
         "saved", job=lambda job, _: memory_saving(job), is_shown=lambda facts: facts.is_evaluation
@@ -132,22 +293,28 @@ COLUMNS = (
         job=lambda job, _: format_number(job.optimizer_mib),
         is_shown=lambda facts: len({job.optimizer_mib or None for job in facts.jobs} - {None}) > 1,
     ),
-    Column("trains", job=cells.job_trains),
-    Column("peak", job=lambda job, _: format_number(job.peak_memory_mib), title=cells.peak_title),
     Column(
-        "converted", job=lambda job, _: job.converted, group=lambda c, _: Cell(c.group.converted)
+        "trains",
+        job=lambda job, _: "" if job.trains in (None, 1.0) else format_percent(job.trains),
     ),
+    Column(
+        "peak",
+        job=lambda job, _: format_number(job.peak_memory_mib),
+        # A CPU has no allocator to ask: its peak is the resident set of the process.
+        title=lambda facts: f"{'process' if any(j.is_on_cpu for j in facts.jobs) else 'peak'} MiB",
+    ),
+    Column("converted", job=lambda job, _: job.converted, group=lambda c, _: c.group.converted),
     Column(
         "skipped",
         job=lambda job, _: format_number(job.skipped_steps),
-        group=lambda c, _: cells.range_cell(c.group.skipped),
+        group=lambda c, _: _range(c.group.skipped),
     ),
     Column(
         "final scale",
         job=lambda job, _: format_number(job.loss_scale),
-        group=lambda c, _: cells.range_cell(c.group.loss_scale),
+        group=lambda c, _: _range(c.group.loss_scale),
     ),
-    Column("health", verdict=lambda verdict: Cell(health_words(verdict)), is_text=True),
+    Column("health", verdict=lambda verdict, _: health_words(verdict), is_text=True),
 )
 _BY_NAME = {column.name: column for column in COLUMNS}
 
@@ -196,18 +363,10 @@ ADVICE_COLUMNS = (
     "health",
 )
 
-Row = TypeVar("Row")
-
 
 def jobs_table(results: Sequence[RunResult], names: Sequence[str] = REPORT_JOB_COLUMNS) -> Table:
     """Return the table with one row per job."""
-    facts = TableFacts(results)
-
-    def cell(column: Column, job: RunResult) -> Cell:
-        assert column.job is not None
-        return Cell(column.job(job, facts))
-
-    return _table(names, results, cell, facts, is_cards=False)
+    return replace(_table("job", names, results, TableFacts(results)), cards=False)
 
 
 def groups_table(compared: Sequence[Comparison], recommended: Comparison | None) -> Table:
@@ -215,45 +374,26 @@ def groups_table(compared: Sequence[Comparison], recommended: Comparison | None)
     jobs = [job for comparison in compared for job in comparison.group.jobs]
     is_of_two_sweeps = any(sweep_letter(job.label) for job in jobs)
     facts = TableFacts(jobs, compared, f"A's {BASELINE}" if is_of_two_sweeps else BASELINE)
-
-    def cell(column: Column, c: Comparison) -> Cell:
-        assert column.group is not None
-        return column.group(c, facts)
-
-    marked = None
-    for index, comparison in enumerate(compared):
-        if comparison is recommended:
-            marked = index
-    return _table(GROUP_COLUMNS, compared, cell, facts, marked)
+    marked = next((i for i, c in enumerate(compared) if c is recommended), None)
+    return replace(_table("group", GROUP_COLUMNS, compared, facts), marked=marked)
 
 
 def advice_table(advice: Advice) -> Table:
     """Return the table with one row per verdict of mode=advise, best first."""
     jobs = [job for verdict in advice.verdicts for job in verdict.group.jobs]
     facts = TableFacts(jobs, baseline=advice.settings.baseline)
-
-    def cell(column: Column, verdict: PrecisionVerdict) -> Cell:
-        assert column.verdict is not None
-        return column.verdict(verdict)
-
-    marked = 0 if advice.recommendation is not None else None
-    return _table(ADVICE_COLUMNS, advice.verdicts, cell, facts, marked)
+    table = _table("verdict", ADVICE_COLUMNS, advice.verdicts, facts)
+    return replace(table, marked=0 if advice.recommendation is not None else None)
 
 
-def _table(
-    names: Sequence[str],
-    rows: Sequence[Row],
-    cell: Callable[[Column, Row], Cell],
-    facts: TableFacts,
-    marked: int | None = None,
-    is_cards: bool = True,
-) -> Table:
+def _table(kind: str, names: Sequence[str], rows: Sequence[Any], facts: TableFacts) -> Table:
     """Return a table without the columns that are not shown or have no text.
 
     Args:
-        cell: makes the cell of a column in a row.
-        marked: index of the row that stands out.
-        is_cards: whether rows turn into cards on a narrow screen; else the table scrolls.
+        kind: job, group or verdict, which the rows are.
+        names: of the columns, in their order.
+        rows: one RunResult, Comparison or PrecisionVerdict for each row.
+        facts: of the whole table.
     """
     titles: list[str] = []
     columns: list[list[Cell]] = []
@@ -262,15 +402,16 @@ def _table(
         column = _BY_NAME[name]
         if column.is_shown is not None and not column.is_shown(facts):
             continue
-        made = [cell(column, row) for row in rows]
-        if not any(one.text for one in made):
+        values = [getattr(column, kind)(row, facts) for row in rows]
+        cells = [value if isinstance(value, Cell) else Cell(value) for value in values]
+        if not any(cell.text for cell in cells):
             continue
         if column.is_text:
             text_columns.add(len(titles))
         titles.append(column.title(facts) if column.title else column.name)
-        columns.append(made)
-    by_row = [[made[i] for made in columns] for i in range(len(rows))]
-    return Table(titles, by_row, frozenset(text_columns), marked, cards=is_cards)
+        columns.append(cells)
+    by_row = [[cells[i] for cells in columns] for i in range(len(rows))]
+    return Table(titles, by_row, frozenset(text_columns), cards=True)
 
 
 def sweep_table(results: Sequence[RunResult]) -> TerminalTable:
@@ -279,24 +420,4 @@ def sweep_table(results: Sequence[RunResult]) -> TerminalTable:
     title = "sweep"
     if precisions:
         title = f"sweep; change: from the checkpoint's own {', '.join(precisions)}"
-    made = jobs_table(results, TERMINAL_JOB_COLUMNS)
-    shown = TerminalTable(title=title, title_justify="left")
-    for i, name in enumerate(made.head):
-        is_text = i in made.words
-        shown.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
-    return _with_rows(shown, made)
-
-
-def advice_terminal_table(advice: Advice) -> TerminalTable:
-    """Return the terminal's table of mode=advise; its reasons are long and wrap."""
-    made = advice_table(advice)
-    shown = TerminalTable(title="which precision?", title_justify="left")
-    for i, name in enumerate(made.head):
-        shown.add_column(name, justify="left" if i in made.words else "right", overflow="fold")
-    return _with_rows(shown, made)
-
-
-def _with_rows(shown: TerminalTable, made: Table) -> TerminalTable:
-    for row in made.rows:
-        shown.add_row(*("\n".join(filter(None, (cell.text, cell.note))) for cell in row))
-    return shown
+    return terminal_table(jobs_table(results, TERMINAL_JOB_COLUMNS), title, wraps=False)

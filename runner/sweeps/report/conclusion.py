@@ -8,13 +8,6 @@ import math
 from collections.abc import Sequence
 
 from runner.modes.tables import shared_settings
-from runner.sweeps.report.compare import BASELINE, Comparison, Group, sweep_letter
-from runner.sweeps.report.number_text import (
-    MAX_LISTED_NAMES,
-    format_mean_sd,
-    format_range,
-    join_names,
-)
 from runner.sweeps.report.settings_summary import (
     best_group,
     settings_sentence,
@@ -22,11 +15,16 @@ from runner.sweeps.report.settings_summary import (
     verdict_word,
 )
 from runner.sweeps.report.wording import (
+    MAX_LISTED_NAMES,
     difference_words,
+    format_mean_sd,
+    format_range,
+    join_names,
     memory_name,
     memory_words,
     speed_words,
 )
+from runner.sweeps.verdict.compare import BASELINE, Comparison, Group, sweep_letter
 from runner.utils.formatting import format_number
 
 NO_BASELINE_REASON = f"no {BASELINE} job to compare with; add precision={BASELINE}"

@@ -6,7 +6,7 @@ A report gets the note of a number only if it shows such a number.
 from collections.abc import Iterator, Sequence
 
 from runner.config.precision_keys import omitted_key_messages
-from runner.sweeps.report.compare import (
+from runner.sweeps.verdict.compare import (
     BASELINE,
     MIN_GAIN_ONE_SEED,
     MIN_GAIN_SEEDS,

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from runner.modes.result import RunResult
-from runner.sweeps.advisor.settings import AdviseSettings
-from runner.sweeps.report.ranking import Advice, rank_precisions
+from runner.sweeps.verdict.ranking import Advice, rank_precisions
+from runner.sweeps.verdict.settings import AdviseSettings
 from runner.tracking.history import Curve
 
 

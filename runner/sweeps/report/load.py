@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.modes.result import RunResult, Status, read_results
-from runner.sweeps.advisor.settings import AdviseSettings
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.verdict.settings import AdviseSettings
 from runner.tracking import history
 from runner.tracking.history import Curve
 from runner.utils.formatting import shorten_override

@@ -11,7 +11,6 @@ from pathlib import Path
 from runner.sweeps.report import advice_page
 from runner.sweeps.report.charts import chart_figures, legend_entries, overview_figure
 from runner.sweeps.report.columns import groups_table, jobs_table
-from runner.sweeps.report.compare import BASELINE, Comparison, Group, compare_with_baselines
 from runner.sweeps.report.conclusion import (
     NO_BASELINE_REASON,
     conclusion_sentence,
@@ -22,11 +21,12 @@ from runner.sweeps.report.conclusion import (
 from runner.sweeps.report.downsample import curve_points
 from runner.sweeps.report.export import job_rows, write_rows
 from runner.sweeps.report.footnotes import report_footnotes
-from runner.sweeps.report.gate import gate_verdict
 from runner.sweeps.report.jobs import Job, SweepData
-from runner.sweeps.report.number_text import join_names
 from runner.sweeps.report.settings_summary import settings_blocks
 from runner.sweeps.report.swept import swept_keys
+from runner.sweeps.report.wording import join_names
+from runner.sweeps.verdict.compare import BASELINE, Comparison, Group, compare_with_baselines
+from runner.sweeps.verdict.gate import gate_verdict
 from runner.utils.formatting import format_number
 from runner.utils.markup import (
     Block,

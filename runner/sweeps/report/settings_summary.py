@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from runner.modes.tables import shared_settings
-from runner.sweeps.report.compare import (
+from runner.sweeps.report.wording import format_mean_sd, join_names
+from runner.sweeps.verdict.compare import (
     BASELINE,
     Comparison,
     Group,
     has_several_models,
     qualities_by_seed,
 )
-from runner.sweeps.report.number_text import format_mean_sd, join_names
-from runner.sweeps.report.statistics import Verdict, quality_difference
+from runner.sweeps.verdict.statistics import Verdict, quality_difference
 from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
 
 MAX_SUMMARIES = 3

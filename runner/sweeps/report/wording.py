@@ -1,11 +1,12 @@
-"""Word verdicts and ratios, for the tables and sentences of reports and of mode=advise."""
+"""Word verdicts, ratios and numbers, for the tables and sentences of reports and of mode=advise."""
 
 import math
+from collections.abc import Iterable
 
-from runner.sweeps.report.compare import BASELINE, Comparison
-from runner.sweeps.report.number_text import format_interval, format_ratio
-from runner.sweeps.report.ranking import PrecisionVerdict
-from runner.sweeps.report.statistics import MIN_SEEDS, Difference, Verdict
+from runner.sweeps.verdict.compare import BASELINE, Comparison
+from runner.sweeps.verdict.ranking import PrecisionVerdict
+from runner.sweeps.verdict.settings import TIMEOUT_WORDS
+from runner.sweeps.verdict.statistics import MIN_SEEDS, Difference, Ratio, Spread, Verdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number
 from runner.utils.markup import Tone
@@ -27,12 +28,65 @@ VERDICT_WORDS = {
 VERDICT_TONES: dict[Verdict, Tone] = {
     **dict.fromkeys((Verdict.RECOMMENDED, Verdict.BETTER), "good"),
     **dict.fromkeys((Verdict.WORSE, Verdict.DIVERGED, Verdict.FAILED), "bad"),
-    **dict.fromkeys(
-        (Verdict.UNCLEAR, Verdict.UNJUDGED, Verdict.SLOW, Verdict.UNAVAILABLE), "quiet"
-    ),
+    **dict.fromkeys((Verdict.UNCLEAR, Verdict.UNJUDGED), "quiet"),
+    **dict.fromkeys((Verdict.SLOW, Verdict.UNAVAILABLE), "quiet"),
 }
 MIN_STAGNANT_SHARE = 0.01
 """Share of the weights that did not move, from which the table mentions it."""
+MAX_LISTED_NAMES = 3
+"""Names in a sentence; the rest are counted."""
+MAX_DECIMALS = 8
+"""Smaller errors are written with an exponent."""
+LARGEST_ERROR = 1e300
+"""Keeps the logarithm of an infinite error finite."""
+
+
+def format_mean_sd(spread: Spread | None) -> str:
+    """Return mean ± standard deviation with two digits of the deviation; for one value the mean."""
+    if spread is None:
+        return ""
+    if not spread.sd:
+        mean = format_number(spread.mean)
+        return f"{mean} ± 0" if spread.n > 1 else mean
+    return format_interval(spread.mean, spread.sd)
+
+
+def format_interval(value: float, error: float, sign: str = "") -> str:
+    """Return value ± error, both with the decimals that show two digits of the error.
+
+    Args:
+        value: the middle of the interval.
+        error: half of its width.
+        sign: "+" writes the sign of a positive value, too.
+    """
+    places = 4
+    if error > 0:
+        places = 1 - math.floor(math.log10(min(error, LARGEST_ERROR)))
+    if not -3 < places <= MAX_DECIMALS:
+        return f"{value:{sign}.3g} ± {error:.2g}"
+    places = max(0, places)
+    return f"{value:{sign}.{places}f} ± {error:.{places}f}"
+
+
+def format_ratio(ratio: Ratio | None) -> str:
+    """Return a ratio of speeds with two decimals, empty without one."""
+    return f"{ratio.value:.2f}" if ratio else ""
+
+
+def format_range(ratio: Ratio | None) -> str:
+    """Return a ratio's range over seeds, empty with one seed."""
+    if ratio is None or ratio.low == ratio.high:
+        return ""
+    return f"{ratio.low:.2f} to {ratio.high:.2f}"
+
+
+def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
+    """Return the first names, and how many more there are."""
+    every = list(names)
+    listed = ", ".join(every[:limit])
+    if len(every) > limit:
+        return f"{listed} and {len(every) - limit} more"
+    return listed
 
 
 def difference_words(difference: Difference) -> tuple[str, str]:
@@ -79,12 +133,21 @@ def rating_words(verdict: PrecisionVerdict) -> str:
 
 def rating_reason(verdict: PrecisionVerdict) -> str:
     """Return the reason of a verdict: numbers, float32's finding, what was tried."""
-    parts = (
-        reason_sentence(verdict),
-        verdict.float32_finding,
-        _loss_scale_remedy(verdict),
-        _attempts_words(verdict),
-    )
+    parts = [reason_sentence(verdict), verdict.float32_finding]
+    scale = verdict.group.loss_scale
+    skipped = verdict.group.skipped
+    # Without a skipped step the loss scale did not begin too high.
+    if verdict.rating is Verdict.WORSE and scale is not None and skipped and skipped.high:
+        parts.append(
+            "steps were skipped until the loss scale had fallen; try "
+            f"precision.loss_scale.init_scale={scale.low:g}"
+        )
+    attempts = []
+    for overrides, gap in verdict.attempted_remedies:
+        loss = f"{verdict.noun} {verdict.sign * gap:+.2g}"
+        attempts.append(f"{overrides} {'did not finish' if math.isnan(gap) else loss}")
+    if attempts:
+        parts.append(f"tried on one seed: {', '.join(attempts)}")
     return "; ".join(filter(None, parts))
 
 
@@ -97,7 +160,7 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
         return group.reasons[0].split("\n")[0]
     if verdict.rating is Verdict.SLOW:
         step = min(job.steps for job in group.jobs)
-        return f"a trial reached step {step} in more than four times {verdict.baseline}'s time"
+        return f"a trial reached step {step} in {TIMEOUT_WORDS} {verdict.baseline}'s time"
     if test is None:
         return _baseline_loss_words(verdict) if verdict.name == verdict.baseline else ""
     if test.n < MIN_SEEDS:
@@ -117,34 +180,6 @@ def _baseline_loss_words(verdict: PrecisionVerdict) -> str:
     if spread.sd is None:
         return f"{mean}, one seed"
     return f"{mean}, seeds differ by {format_number(spread.sd)}"
-
-
-def _loss_scale_remedy(verdict: PrecisionVerdict) -> str:
-    """Return the remedy if the loss scale began too high, else an empty text."""
-    scale = verdict.group.loss_scale
-    skipped = verdict.group.skipped
-    if verdict.rating is not Verdict.WORSE or scale is None:
-        return ""
-    # Without a skipped step the scale did not begin too high.
-    if skipped is None or not skipped.high:
-        return ""
-    return (
-        "steps were skipped until the loss scale had fallen; try "
-        f"precision.loss_scale.init_scale={scale.low:g}"
-    )
-
-
-def _attempts_words(verdict: PrecisionVerdict) -> str:
-    """Return the remedies that were tried, each with its loss minus the baseline's."""
-    attempts = []
-    for overrides, gap in verdict.attempted_remedies:
-        if math.isnan(gap):
-            attempts.append(f"{overrides} did not finish")
-        else:
-            attempts.append(f"{overrides} {verdict.noun} {verdict.sign * gap:+.2g}")
-    if not attempts:
-        return ""
-    return f"tried on one seed: {', '.join(attempts)}"
 
 
 def health_words(verdict: PrecisionVerdict) -> str:

@@ -6,9 +6,9 @@ import pytest
 
 from runner.modes.result import RunResult
 from runner.sweeps.advisor.gate_rounds import GateRounds
-from runner.sweeps.advisor.settings import AdviseSettings
-from runner.sweeps.report.gate import gate_verdict
-from runner.sweeps.report.ranking import rank_precisions
+from runner.sweeps.verdict.gate import gate_verdict
+from runner.sweeps.verdict.ranking import rank_precisions
+from runner.sweeps.verdict.settings import AdviseSettings
 from runner.utils.errors import ConfigError
 
 SETTINGS = AdviseSettings("time", 1.0, 10, 100, 3, "5m", ["python"], mode="gate", max_gap=0.1)

@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 import pytest
 
 from runner.sweeps.report.load import load_from_folder
-from runner.sweeps.report.ranking import Advice, PrecisionVerdict
+from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 
 pytestmark = pytest.mark.slow
 

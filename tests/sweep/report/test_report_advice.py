@@ -1,4 +1,4 @@
-"""runner.sweeps.report.ranking and advice_page: the ranking, the recommendation, the words."""
+"""runner.sweeps.verdict.ranking and advice_page: the ranking, the recommendation, the words."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweeps.advisor.settings import AdviseSettings, memory_forecast
 from runner.sweeps.report.advice_page import (
     advice_blocks,
     advice_sentence,
@@ -16,9 +15,10 @@ from runner.sweeps.report.advice_page import (
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.jobs import Job, SweepData
 from runner.sweeps.report.pages import write_report
-from runner.sweeps.report.ranking import Advice, rank_precisions
-from runner.sweeps.report.statistics import Ratio
 from runner.sweeps.report.wording import health_words, reason_sentence
+from runner.sweeps.verdict.ranking import Advice, rank_precisions
+from runner.sweeps.verdict.settings import AdviseSettings
+from runner.sweeps.verdict.statistics import Ratio
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.markup import to_markdown
 
@@ -256,7 +256,7 @@ def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path
         overrides={"a": ["b=1", "c=2"]},
         unavailable={"tf32": "needs: a GPU"},
         diagnoses={"a": "short of range"},
-        memory={"a": memory_forecast(12.5, 64)},
+        memory={"a": {"peak_mib": 12.5, "largest_batch": 64}},
     )
     question.write(tmp_path)
     assert AdviseSettings.read(tmp_path) == question

@@ -4,11 +4,10 @@ import pytest
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.columns import sweep_table
-from runner.sweeps.report.compare import compare_with_baselines, group_jobs, pareto_front
 from runner.sweeps.report.conclusion import conclusion_text, recommended_precision
-from runner.sweeps.report.number_text import format_interval, format_mean_sd
-from runner.sweeps.report.statistics import Spread
-from runner.sweeps.report.wording import difference_words
+from runner.sweeps.report.wording import difference_words, format_interval, format_mean_sd
+from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs, pareto_front
+from runner.sweeps.verdict.statistics import Spread
 
 CPU, GPU = "Some CPU (2 of 2 threads)", "NVIDIA H100"
 

@@ -10,7 +10,6 @@ import pytest
 
 from runner.modes.result import RunResult
 from runner.sweeps.report import load
-from runner.sweeps.report.compare import compare_with_baselines
 from runner.sweeps.report.load import (
     load_from_folder,
     load_from_store,
@@ -18,6 +17,7 @@ from runner.sweeps.report.load import (
     write_job_facts,
 )
 from runner.sweeps.report.rebuild import rebuild_report, store_report
+from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.reader import Reader, StoredRun

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from runner.sweeps.report.sequential_test import look_error_rate, look_until_decided
-from runner.sweeps.report.statistics import ERROR_RATE
+from runner.sweeps.verdict.gate import look_error_rate, look_until_decided
+from runner.sweeps.verdict.statistics import ERROR_RATE
 
 DRAWS = 3000
 THREE_STANDARD_ERRORS = 3 * math.sqrt(ERROR_RATE * (1 - ERROR_RATE) / DRAWS)

@@ -3,11 +3,11 @@
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweeps.report.compare import compare_with_baselines
 from runner.sweeps.report.conclusion import conclusion_sentence
 from runner.sweeps.report.jobs import Job, SweepData
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.settings_summary import settings_blocks
+from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.utils.markup import Items, Table, Text
 
 

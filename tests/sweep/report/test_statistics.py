@@ -1,4 +1,4 @@
-"""runner.sweeps.report.statistics: intervals as scipy's, verdicts with the stated error rate."""
+"""runner.sweeps.verdict.statistics: intervals as scipy's, verdicts with the stated error rate."""
 
 import math
 import random
@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 from scipy import stats
 
-from runner.sweeps.report.statistics import (
+from runner.sweeps.report.wording import VERDICT_WORDS, difference_words
+from runner.sweeps.verdict.statistics import (
     ERROR_RATE,
     SeedValues,
     Verdict,
@@ -15,7 +16,6 @@ from runner.sweeps.report.statistics import (
     non_inferiority_test,
     quality_difference,
 )
-from runner.sweeps.report.wording import VERDICT_WORDS, difference_words
 
 MINE = [0.90, 0.93, 0.95]
 

@@ -3,7 +3,6 @@
 The report is made from this file and the trials' results. Its field names are keys of the file.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,25 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runner.config.annotations import dataclass_fields_from_json
-from runner.modes.result import RunResult
-from runner.sweeps.report.compare import BASELINE
+from runner.sweeps.verdict.compare import BASELINE
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.files import read_json, write_text
+from runner.utils.files import read_json, write_json
 from runner.utils.layout import ADVICE
-from runner.utils.secrets import redact_values
 
+TIMEOUT_TIME_RATIO = 4
+"""Time limit of a trial over the time that the baseline takes."""
+_COUNT_WORDS = ("no", "one", "two", "three", "four", "five", "six")
+TIMEOUT_WORDS = f"more than {_COUNT_WORDS[TIMEOUT_TIME_RATIO]} times"
+"""TIMEOUT_TIME_RATIO in a sentence."""
 EMULATED_STEP_TIME_RATIO = 5.0
 """Expected step time of an emulated precision over the baseline's."""
-
-
-def memory_forecast(peak_mib: float, largest_batch: int) -> dict[str, float]:
-    """Return an entry of AdviseSettings.memory.
-
-    Args:
-        peak_mib: MiB at the peak of a step.
-        largest_batch: largest batch size that fits; 0 if it is unknown.
-    """
-    return {"peak_mib": peak_mib, "largest_batch": largest_batch}
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,8 @@ class AdviseSettings:
         overrides: further overrides of each precision that has some.
         unavailable: precisions that this machine lacks, with the reason.
         diagnoses: what float32's numbers say of each precision that fails.
-        memory: forecast for each precision that trains as well; see memory_forecast().
+        memory: forecast for each precision that trains as well: peak_mib, at the peak of a step,
+            and largest_batch, the largest batch size that fits, 0 if it is unknown.
         busy: share of the processors that other programs kept busy when the command began, 0 to 1.
         metric: that precisions are judged by: val/loss, or the one that task.quality names.
         direction: max where more of it is better, else min.
@@ -83,11 +76,6 @@ class AdviseSettings:
     max_gap: float | None = None
     recorded: Sequence[Mapping[str, Any]] = field(default_factory=list)
     recorded_in: str = ""
-
-    @property
-    def recorded_results(self) -> list[RunResult]:
-        """Return the results of the run or sweep that advise.baseline names."""
-        return [RunResult.from_json(values) for values in self.recorded]
 
     def margin(self, spread: float) -> float:
         """Return the accepted loss above the baseline's, in its unit.
@@ -145,6 +133,4 @@ class AdviseSettings:
         Raises:
             OSError: the file cannot be written.
         """
-        # The words of the command may hold a password, as a tracking URI does.
-        content = redact_values(asdict(self))
-        write_text(folder / ADVICE, json.dumps(content, indent=2) + "\n")
+        write_json(folder / ADVICE, asdict(self))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from runner.modes.result import RunResult
 from runner.modes.tables import change_since_training, shared_settings
-from runner.sweeps.report.statistics import (
+from runner.sweeps.verdict.statistics import (
     Difference,
     Ratio,
     SeedValues,
@@ -93,8 +93,8 @@ class Group:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Return whether the device is a CPU, by the name that runner.utils.accelerator gives."""
-        return "threads)" in self.device
+        """Return whether the device is a CPU."""
+        return any(job.is_on_cpu for job in self.jobs)
 
     @property
     def memory_mib(self) -> float | None:
@@ -240,20 +240,16 @@ class Comparison:
 def compare_with_baselines(results: Sequence[RunResult]) -> list[Comparison]:
     """Compare every group of a sweep with its baseline, in the order of group_jobs()."""
     groups = group_jobs(results)
-    candidates = {}
-    for group in groups:
-        if group.precision == BASELINE:
-            candidates[group.settings, group.device] = group
-    baselines = [_baseline_of(group, candidates) for group in groups]
-    pairs = list(zip(groups, baselines, strict=True))
+    candidates = {
+        (group.settings, group.device): group for group in groups if group.precision == BASELINE
+    }
+    pairs = [(group, _baseline_of(group, candidates)) for group in groups]
     used = {id(baseline) for group, baseline in pairs if baseline is not group}
     compared = []
     for group, baseline in pairs:
         # A 32-true group that no other group is compared with is an ordinary row.
-        if baseline is group and id(group) not in used:
-            compared.append(compare_two_groups(group, None))
-        else:
-            compared.append(compare_two_groups(group, baseline))
+        is_alone = baseline is group and id(group) not in used
+        compared.append(compare_two_groups(group, None if is_alone else baseline))
     return compared
 
 
@@ -270,12 +266,12 @@ def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> G
         settings = FIRST_SWEEP + settings.removeprefix(SECOND_SWEEP)
     # Settings that belong to a precision, such as its keep_fp32, have no 32-true with the same.
     shared = shared_settings(settings)
-    for wanted in (settings, shared):
-        if (wanted, group.device) in candidates:
-            return candidates[wanted, group.device]
+    for each in (settings, shared):
+        if (each, group.device) in candidates:
+            return candidates[each, group.device]
     # A second sweep may have run on another machine.
     if is_second:
-        return next((found for (each, _), found in candidates.items() if each == shared), None)
+        return next((group for (each, _), group in candidates.items() if each == shared), None)
     return None
 
 
@@ -288,9 +284,13 @@ def compare_two_groups(group: Group, baseline: Group | None) -> Comparison:
     is_comparable = group.is_on_cpu == baseline.is_on_cpu
     if group.memory_mib is not None and baseline.memory_mib and is_comparable:
         memory_ratio = group.memory_mib / baseline.memory_mib
-    speed_ratio = _speed_ratio(group, baseline)
-    difference = _difference(group, baseline)
-    return Comparison(group, baseline, speed_ratio, memory_ratio, difference)
+    return Comparison(
+        group,
+        baseline,
+        _speed_ratio(group, baseline),
+        memory_ratio,
+        _difference(group, baseline),
+    )
 
 
 def _difference(group: Group, baseline: Group) -> Difference | None:
@@ -337,11 +337,10 @@ def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
 
 def _speeds_by_seed(group: Group) -> SeedValues:
     """Return (seed, examples/s) of each job; None for one that failed or was too short."""
-    speeds = []
-    for job in group.jobs:
-        speed = job.examples_per_second if job.status == "finished" else None
-        speeds.append((job.seed, speed or None))
-    return speeds
+    return [
+        (job.seed, (job.status == "finished" and job.examples_per_second) or None)
+        for job in group.jobs
+    ]
 
 
 def pareto_front(comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -352,19 +351,18 @@ def pareto_front(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """
     timed = [comparison for comparison in comparisons if comparison.group.speed]
     complete = [comparison for comparison in timed if comparison.group.is_complete]
-    front = []
-    for candidate in complete:
-        if not any(_dominates(other.group, candidate.group) for other in complete):
-            front.append(candidate)
-    return front
+    return [
+        candidate
+        for candidate in complete
+        if not any(_dominates(other.group, candidate.group) for other in complete)
+    ]
 
 
 def _dominates(first: Group, second: Group) -> bool:
     """Return whether the first group is nowhere worse than the second, and somewhere better."""
     if first.device != second.device:
         return False
-    merits = zip(_merits(first), _merits(second), strict=True)
-    gains = [merit - other_merit for merit, other_merit in merits]
+    gains = [merit - other for merit, other in zip(_merits(first), _merits(second), strict=True)]
     return min(gains) >= 0 and max(gains) > 0
 
 
@@ -373,5 +371,4 @@ def _merits(group: Group) -> tuple[float, float, float]:
     assert group.speed is not None
     assert group.quality is not None
     quality_sign = 1 if group.jobs[0].direction == "max" else -1
-    memory_mib = group.memory_mib or 0.0
-    return group.speed.mean, -memory_mib, quality_sign * group.quality.mean
+    return group.speed.mean, -(group.memory_mib or 0.0), quality_sign * group.quality.mean

@@ -1,27 +1,106 @@
-"""Say whether mode=gate accepts its precision: by a sequential test, as verdict.json has it."""
+"""Say whether mode=gate accepts its precision: by a sequential test, as verdict.json has it.
+
+The test decides on a difference from as few seeds as possible. After each seed from MIN_SEEDS on, a
+confidence interval of the mean paired difference is looked at: below the bar it is accepted, above
+the bar it is rejected, else another seed is trained. Looking several times raises the chance of an
+error, so that each look uses a smaller error rate, the same one for all looks (Pocock, Biometrika
+64, 1977, here for Student's t).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
-from runner.sweeps.report.ranking import Advice, PrecisionVerdict
-from runner.sweeps.report.sequential_test import (
-    Decision,
-    Look,
-    look_error_rate,
-    look_until_decided,
-)
-from runner.sweeps.report.statistics import ERROR_RATE, MIN_SEEDS, Verdict
+from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
+from runner.sweeps.verdict.settings import TIMEOUT_WORDS
+from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict, paired_half_width
 from runner.utils.files import write_json
 from runner.utils.formatting import format_number
 from runner.utils.layout import VERDICT
 
+Decision = Literal["accepted", "rejected", "undecided"]
+SIMULATED_SEQUENCES = 100_000
+"""Sequences of seeds from which look_error_rate() is found; ERROR_RATE then holds within 0.001."""
 SCHEMA_VERSION = 1
 """Of verdict.json; raised where a key changes its meaning or goes away."""
 EXIT_STATUS: Mapping[Decision, int] = {"accepted": 0, "rejected": 1, "undecided": 3}
 NOT_TRAINED = (Verdict.FAILED, Verdict.UNAVAILABLE)
 """Ratings of a precision that was refused or crashed: no answer about its numbers."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The decision after some seeds.
+
+    Attributes:
+        seeds: how many there were.
+        gap: mean difference.
+        half_width: half the confidence interval of the gap.
+        decision: by the interval and the bar.
+    """
+
+    seeds: int
+    gap: float
+    half_width: float
+    decision: Decision
+
+
+def look_until_decided(gaps: Sequence[float], bar: float, max_seeds: int) -> list[Look]:
+    """Return the looks at a precision until one of them decides; empty below MIN_SEEDS seeds.
+
+    The chance that a precision whose true gap is the bar or more is accepted is ERROR_RATE over
+    all looks, and so is the chance that one whose true gap is the bar or less is rejected, where
+    differences are normal and the bar is not estimated from the same seeds.
+
+    Args:
+        gaps: loss minus the baseline's, in the order in which the seeds were trained; finite.
+        bar: largest accepted gap.
+        max_seeds: seeds after which there is no further look.
+    """
+    error_rate = look_error_rate(max_seeds)
+    looks: list[Look] = []
+    for count in range(MIN_SEEDS, min(len(gaps), max_seeds) + 1):
+        gap = fmean(gaps[:count])
+        half_width = paired_half_width(gaps[:count], error_rate)
+        decision: Decision = "undecided"
+        if gap + half_width <= bar:
+            decision = "accepted"
+        elif gap - half_width > bar:
+            decision = "rejected"
+        looks.append(Look(count, gap, half_width, decision))
+        if decision != "undecided":
+            break
+    return looks
+
+
+@cache
+def look_error_rate(max_seeds: int) -> float:
+    """Return the one-sided error rate of each look for ERROR_RATE over all looks.
+
+    It depends on nothing but the number of looks: if the true gap is the bar, Student's t of the
+    differences has the same distribution whatever their deviation is. Found by simulation with a
+    fixed seed.
+
+    Args:
+        max_seeds: seeds at the last look; MIN_SEEDS or more.
+    """
+    import numpy as np
+    from scipy.stats import t
+
+    draws = np.random.default_rng(0).standard_normal((SIMULATED_SEQUENCES, max_seeds))
+    counts = np.arange(1, max_seeds + 1)
+    means = draws.cumsum(1) / counts
+    squares = (draws**2).cumsum(1) - counts * means**2
+    least = np.ones(SIMULATED_SEQUENCES)
+    for count in range(MIN_SEEDS, max_seeds + 1):
+        deviation = np.sqrt(squares[:, count - 1] / (count - 1))
+        statistic = means[:, count - 1] / (deviation / np.sqrt(count))
+        least = np.minimum(least, t.cdf(statistic, count - 1))
+    # The least p value over the looks is below this one in ERROR_RATE of the sequences.
+    return float(np.quantile(least, ERROR_RATE))
 
 
 @dataclass(frozen=True)
@@ -118,27 +197,24 @@ def gate_verdict(advice: Advice) -> GateVerdict | None:
     settings = advice.settings
     if settings.mode != "gate":
         return None
-    lines = [line for line in advice.verdicts if line.name != settings.baseline]
-    if not lines:
+    precision = next((v for v in advice.verdicts if v.name != settings.baseline), None)
+    if precision is None:
         return None
-    precision = lines[0]
     bar = settings.margin(advice.baseline_spread)
     looks: list[Look] = []
     # The spread of the baseline is unknown below two seeds, and with it a bar in its units.
     if bar == bar:
         looks = look_until_decided([*precision.gaps.values()], bar, settings.seeds)
-    decision, reason = _decide(advice, precision, looks, bar)
+    decision, reason = _decide(precision, looks, bar)
     return GateVerdict(decision, reason, precision, looks, bar, advice)
 
 
-def _decide(
-    advice: Advice, precision: PrecisionVerdict, looks: Sequence[Look], bar: float
-) -> tuple[Decision, str]:
+def _decide(precision: PrecisionVerdict, looks: Sequence[Look], bar: float) -> tuple[Decision, str]:
     """Return the decision, and the reason for it."""
     if precision.rating is Verdict.DIVERGED:
         return "rejected", f"it diverged at step {precision.diverged_step}"
     if precision.rating is Verdict.SLOW:
-        return "undecided", f"it takes more than four times the time of {precision.baseline}"
+        return "undecided", f"it takes {TIMEOUT_WORDS} the time of {precision.baseline}"
     if precision.rating in NOT_TRAINED:
         return "undecided", f"it did not train: {' '.join(precision.group.reasons)}".rstrip(". ")
     if not looks:

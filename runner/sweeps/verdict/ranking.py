@@ -5,9 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from runner.modes.result import RunResult
-from runner.sweeps.advisor.settings import AdviseSettings
-from runner.sweeps.report.compare import BASELINE, Comparison, Group, compare_two_groups, group_jobs
-from runner.sweeps.report.statistics import (
+from runner.sweeps.verdict.compare import (
+    BASELINE,
+    Comparison,
+    Group,
+    compare_two_groups,
+    group_jobs,
+)
+from runner.sweeps.verdict.settings import AdviseSettings
+from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
     Difference,
     Ratio,
@@ -137,7 +143,8 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
         results: of all trials, those of the search for remedies included.
         settings: what mode=advise was asked and measured.
     """
-    groups = group_jobs([*results, *settings.recorded_results])
+    recorded = [RunResult.from_json(values) for values in settings.recorded]
+    groups = group_jobs([*results, *recorded])
     trials = [group for group in groups if not _is_search_trial(group)]
     # Trials and recorded results of the baseline may come from different devices.
     bases = [group for group in trials if group.name == settings.baseline]
@@ -158,13 +165,19 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
         verdict = _verdict(group, base, test, settings)
         verdicts.append(replace(verdict, gaps=of_group))
     if base is not None:
-        verdicts.append(_baseline_verdict(base, settings))
+        # The baseline is compared with nothing.
+        verdict = _verdict(base, base, None, settings)
+        if base.finished_count and not verdict.is_failing:
+            verdict = replace(verdict, rating=Verdict.BASELINE)
+        verdicts.append(verdict)
 
-    attempts = [
-        (group, _first_gap(group, base_losses, settings))
-        for group in groups
-        if _is_search_trial(group)
-    ]
+    attempts = []
+    for group in groups:
+        if _is_search_trial(group):
+            losses = _final_losses(group, settings)
+            first = next((seed for seed in losses if seed in base_losses), None)
+            gap = math.nan if first is None else losses[first] - base_losses[first]
+            attempts.append((group, gap))
     with_attempts = [_add_attempts(verdict, verdicts, attempts) for verdict in verdicts]
     return Advice(settings, _rank_verdicts(with_attempts, settings.objective), base_losses)
 
@@ -188,9 +201,7 @@ def _final_losses(group: Group, settings: AdviseSettings) -> dict[int | None, fl
     return losses
 
 
-def _gaps(
-    group: Group, base_losses: LossBySeed, settings: AdviseSettings
-) -> dict[int | None, float]:
+def _gaps(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> LossBySeed:
     """Return the loss minus the baseline's of each seed that both have, in the seeds' order."""
     losses = _final_losses(group, settings)
     seeds = sorted(seed for seed in losses if seed is not None and seed in base_losses)
@@ -199,14 +210,6 @@ def _gaps(
         first = min(seed for seed in losses if seed is not None)
         seeds = [seed for seed in seeds if seed != first]
     return {seed: losses[seed] - base_losses[seed] for seed in seeds}
-
-
-def _first_gap(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> float:
-    """Return the first seed's loss minus the baseline's, NaN if its trial did not finish."""
-    for seed, loss in _final_losses(group, settings).items():
-        if seed in base_losses:
-            return loss - base_losses[seed]
-    return math.nan
 
 
 def _add_attempts(
@@ -226,14 +229,6 @@ def _add_attempts(
     return replace(verdict, attempted_remedies=of_group)
 
 
-def _baseline_verdict(base: Group, settings: AdviseSettings) -> PrecisionVerdict:
-    """Return the verdict on the baseline, which is compared with nothing."""
-    verdict = _verdict(base, base, None, settings)
-    if base.finished_count and not verdict.is_failing:
-        return replace(verdict, rating=Verdict.BASELINE)
-    return verdict
-
-
 def _verdict(
     group: Group, base: Group | None, test: Difference | None, settings: AdviseSettings
 ) -> PrecisionVerdict:
@@ -242,32 +237,28 @@ def _verdict(
     if rating is Verdict.DIVERGED:
         diverged = [job for job in group.jobs if job.outcome == "diverged"]
         diverged_step = min(job.diverged_step or job.steps for job in diverged)
+    comparison = replace(compare_two_groups(group, base), difference=test)
+    if base is not None and base.device != group.device:
+        # A recorded baseline of another machine: neither its speed nor its memory compares.
+        comparison = replace(comparison, speed_ratio=None, memory_ratio=None)
+    elif comparison.speed_ratio is not None and comparison.speed_ratio.n < MIN_SEEDS:
+        comparison = replace(comparison, speed_ratio=None)
+    precision = group.precision
+    overrides = settings.overrides.get(precision, ())
     # What was measured on float32's numbers belongs to the precision without a remedy.
     is_plain = not group.settings
     return PrecisionVerdict(
-        _comparison(group, base, test),
+        comparison,
         rating,
         diverged_step,
-        group.precision in settings.emulated,
-        _command(group, settings),
-        settings.diagnoses.get(group.precision, "") if is_plain else "",
-        settings.memory.get(group.precision) if is_plain else None,
+        precision in settings.emulated,
+        [*settings.command, f"precision={precision}", *overrides, *group.settings.split()],
+        settings.diagnoses.get(precision, "") if is_plain else "",
+        settings.memory.get(precision) if is_plain else None,
         metric=settings.metric,
         sign=1 if settings.direction == "min" else -1,
         baseline=settings.baseline,
     )
-
-
-def _comparison(group: Group, base: Group | None, test: Difference | None) -> Comparison:
-    """Compare with the baseline; drop the speed ratio if too few seeds measured it."""
-    comparison = replace(compare_two_groups(group, base), difference=test)
-    if base is not None and base.device != group.device:
-        # A recorded baseline of another machine: neither its speed nor its memory compares.
-        return replace(comparison, speed_ratio=None, memory_ratio=None)
-    ratio = comparison.speed_ratio
-    if ratio is not None and ratio.n < MIN_SEEDS:
-        ratio = None
-    return replace(comparison, speed_ratio=ratio)
 
 
 def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> Verdict:
@@ -284,20 +275,16 @@ def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> 
     return test.verdict if test else Verdict.UNCLEAR
 
 
-def _command(group: Group, settings: AdviseSettings) -> Sequence[str]:
-    """Return the words of the command that trains in a group's precision and settings."""
-    precision = group.precision
-    overrides = settings.overrides.get(precision, ())
-    return [*settings.command, f"precision={precision}", *overrides, *group.settings.split()]
-
-
 def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
     """Sort the verdicts: recommended, acceptable by the objective, then by their rating."""
     speeds = _ranking_speeds(verdicts)
     merits = [_merit_key(verdict, objective, speeds[id(verdict)]) for verdict in verdicts]
-    best = _best_index(verdicts, merits)
     rated = list(verdicts)
-    if best is not None:
+    # An emulated precision has no speed here, so it is never recommended.
+    fit = [i for i, v in enumerate(verdicts) if v.is_acceptable and not v.is_emulated]
+    # If the baseline itself did not train, nothing was measured against it.
+    if any(verdicts[i].rating is Verdict.BASELINE for i in fit):
+        best = max(fit, key=lambda i: merits[i])
         rated[best] = replace(rated[best], rating=Verdict.RECOMMENDED)
 
     def place(index: int) -> tuple[float, ...]:
@@ -310,22 +297,6 @@ def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list
         return _RANKS[verdict.rating], verdict.is_emulated, harm, *negated
 
     return [rated[index] for index in sorted(range(len(rated)), key=place)]
-
-
-def _best_index(
-    verdicts: Sequence[PrecisionVerdict], merits: Sequence[tuple[float, ...]]
-) -> int | None:
-    """Return the index of the verdict to recommend, None without a baseline to judge by."""
-    # An emulated precision has no speed here, so it is never recommended.
-    fit = [
-        index
-        for index, verdict in enumerate(verdicts)
-        if verdict.is_acceptable and not verdict.is_emulated
-    ]
-    # If the baseline itself did not train, nothing was measured against it.
-    if not any(verdicts[index].rating is Verdict.BASELINE for index in fit):
-        return None
-    return max(fit, key=lambda index: merits[index])
 
 
 def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
@@ -342,17 +313,12 @@ def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
     speeds = dict.fromkeys(map(id, verdicts), 1.0)
     leader: Ratio | None = None
     for key, ratio in sorted(measured, key=lambda pair: pair[1].value, reverse=True):
-        if leader is None or _is_slower(ratio, leader):
+        # A precision slower than the baseline must not get the speed of one that is faster.
+        is_across_baseline = leader is not None and (ratio.value > 1) != (leader.value > 1)
+        if leader is None or ratio.high < leader.low or is_across_baseline:
             leader = ratio
         speeds[key] = leader.value
     return speeds
-
-
-def _is_slower(ratio: Ratio, leader: Ratio) -> bool:
-    """Return whether a speed is measurably below the leader's."""
-    # A precision slower than the baseline must not get the speed of one that is faster.
-    is_across_baseline = (ratio.value > 1) != (leader.value > 1)
-    return ratio.high < leader.low or is_across_baseline
 
 
 def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple[float, ...]:
