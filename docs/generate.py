@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 
 from runner.config.commands import COMMANDS
 from runner.config.schema import RunSpec
+from runner.modes.result_table import FIXED_COLUMNS, METRIC_PREFIX, SETTING_PREFIX
 from runner.precision.registry import load_precision, precision_names, yaml_header
-from runner.sweeps.report.export import FIXED_COLUMNS, METRIC_PREFIX, SETTING_PREFIX
 from runner.tracking.metric_names import METRICS
 from runner.utils.errors import Unavailable
 

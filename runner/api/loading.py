@@ -7,8 +7,7 @@ from pathlib import Path
 from runner.api.sweeps import SweepResult
 from runner.config.overrides import path_exists
 from runner.modes.result import RunResult
-from runner.sweeps.report.jobs import SweepData
-from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
+from runner.sweeps.report.load import SweepData, load_from_folder, load_from_store, result_of_run
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.rebuild import find_parent_run, report_folder
 from runner.tracking.uri import resolve_uri, sqlite_path

@@ -17,9 +17,8 @@ from runner.config.overrides import quote_value, rewrite_arguments
 from runner.config.resolve import register_schema
 from runner.modes.result import RunResult
 from runner.sweeps.report.conclusion import conclusion_text
-from runner.sweeps.report.export import job_rows
-from runner.sweeps.report.jobs import SweepData
-from runner.sweeps.report.load import load_from_folder
+from runner.sweeps.report.load import SweepData, load_from_folder
+from runner.sweeps.report.pages import job_rows
 from runner.sweeps.sweep import Sweep, finish_sweep
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.ranking import Advice

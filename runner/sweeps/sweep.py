@@ -25,8 +25,12 @@ from runner.sweeps.manifest import Manifest
 from runner.sweeps.report import advice_page
 from runner.sweeps.report.columns import sweep_table
 from runner.sweeps.report.conclusion import conclusion_text
-from runner.sweeps.report.jobs import SweepData
-from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts
+from runner.sweeps.report.load import (
+    JOB_RESULTS_FOLDER,
+    SweepData,
+    load_from_folder,
+    write_job_facts,
+)
 from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
 from runner.sweeps.report.wording import join_names

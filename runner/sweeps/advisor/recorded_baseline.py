@@ -8,15 +8,17 @@ from runner.config.overrides import path_exists
 from runner.config.schema import RunSpec
 from runner.modes.result import RunResult
 from runner.modes.run_metadata import config_text
-from runner.sweeps.report.job_settings import (
+from runner.sweeps.report.load import (
     JobSettings,
     flat_config,
+    load_from_folder,
+    load_from_store,
     read_settings,
+    result_of_run,
     settings_in_folder,
     settings_in_store,
     stored_settings,
 )
-from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
 from runner.sweeps.report.rebuild import existing_store, find_parent_run
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.compare import BASELINE

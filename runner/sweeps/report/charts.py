@@ -1,5 +1,7 @@
 """Draw a sweep's charts: loss and quality over the steps, loss scales, speed against quality.
 
+Curves of many steps are drawn with few points, without losing dips and peaks of a single step.
+
 matplotlib is imported inside the functions, so that a report without charts does not need it.
 """
 
@@ -8,17 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from runner.sweeps.report.downsample import (
-    ENVELOPE_BUCKETS,
-    MEAN_BUCKETS,
-    Points,
-    bucket_means,
-    curve_points,
-    envelope,
-)
-from runner.sweeps.report.jobs import Job, SweepData
-from runner.sweeps.report.point_labels import label_points
+from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.verdict.compare import (
     BASELINE,
     Comparison,
@@ -28,6 +22,7 @@ from runner.sweeps.verdict.compare import (
     sweep_letter,
     without_sweep,
 )
+from runner.tracking.history import Curve
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.markup import LegendEntry
 from runner.utils.plots import chart_style, plain_label
@@ -36,6 +31,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Points = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Steps and values, both of shape [points]."""
+ENVELOPE_BUCKETS = 750
+"""Each becomes two points, its least and its greatest value: a chart has fewer pixels."""
+MEAN_BUCKETS = 200
+"""Buckets of a smoothed curve."""
 Style = tuple[str, Any]
 """Colour, and dash pattern as matplotlib's linestyle."""
 DrawPanel = Callable[["Axes | None", Sequence[Job], Mapping[str, Style]], bool]
@@ -51,6 +52,66 @@ MAX_WIDE_LINES = 8
 """More curves are drawn with narrow lines, and without the unsmoothed curve behind the means."""
 MAX_MARKED_POINTS = 40
 """Curves of no more points, such as evaluations, get a dot at each point."""
+LABEL_FONT_SIZE = 7.5
+CHARACTER_WIDTH = 4.6
+LINE_HEIGHT = 9
+"""Points that a character and a line of LABEL_FONT_SIZE take, about."""
+POINT_RADIUS = 6
+LABEL_DISTANCE = 11
+"""Points from the middle of a point to the near end of a label at its side."""
+RIGHT_MARGIN = 6
+"""Points by which a label may cross the right edge of the axes."""
+LABEL_PLACES = ((1, 0), (-1, 0), (0, 13), (0, -13), (1, 12), (-1, 12), (1, -12), (-1, -12))
+"""(side, rise) of a label from its point, in order of preference: side is 1 for right, -1 for left
+and 0 for centred; rise is in points."""
+ALIGNMENTS = {1: "left", 0: "center", -1: "right"}
+
+
+def curve_points(curve: Curve) -> Points:
+    """Return steps and values in order of steps.
+
+    A step that was repeated after a resume has its last value.
+    """
+    # np.unique() returns the first index of each step: reversed, the last value recorded for it.
+    steps, first = np.unique(curve[0][::-1], return_index=True)
+    return steps, curve[2][::-1][first]
+
+
+def envelope(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
+    """Return each bucket's least and greatest value, in their order.
+
+    These are at most 2 * ENVELOPE_BUCKETS points. Values that are not finite are left out; a
+    bucket without any other becomes a gap (NaN).
+    """
+    if len(steps) <= 2 * ENVELOPE_BUCKETS:
+        return steps, np.where(np.isfinite(values), values, np.nan)
+    selected: list[int] = []
+    for bucket in np.array_split(np.arange(len(steps)), ENVELOPE_BUCKETS):
+        finite = bucket[np.isfinite(values[bucket])]
+        if len(finite) == 0:
+            selected.append(int(bucket[0]))
+        else:
+            least = int(finite[values[finite].argmin()])
+            greatest = int(finite[values[finite].argmax()])
+            # A set: a bucket of one value is one point.
+            selected += sorted({least, greatest})
+    index = np.array(selected)
+    return steps[index], np.where(np.isfinite(values[index]), values[index], np.nan)
+
+
+def bucket_means(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
+    """Return the mean of each of MEAN_BUCKETS buckets over its finite values, NaN without any.
+
+    Curves of at most 2 * MEAN_BUCKETS points are returned as they are, with NaN for infinite
+    values.
+    """
+    if len(steps) <= 2 * MEAN_BUCKETS:
+        return steps, np.where(np.isfinite(values), values, np.nan)
+    buckets = np.array_split(np.arange(len(steps)), MEAN_BUCKETS)
+    finite = [values[bucket][np.isfinite(values[bucket])] for bucket in buckets]
+    mean_steps = np.array([steps[bucket].mean() for bucket in buckets])
+    mean_values = np.array([part.mean() if len(part) else np.nan for part in finite])
+    return mean_steps, mean_values
 
 
 def group_styles(names: Sequence[str]) -> dict[str, Style]:
@@ -356,3 +417,47 @@ def _speed_and_quality(c: Comparison, is_ratio: bool) -> tuple[float, float]:
     assert c.group.quality is not None
     speed = c.speed_ratio.value if is_ratio and c.speed_ratio else c.group.speed.mean
     return speed, c.group.quality.mean
+
+
+def label_points(axes: "Axes", named: Sequence[tuple[str, tuple[float, float]]]) -> None:
+    """Write each name next to its point, where it covers neither a point nor another name.
+
+    Without such a place a name is left out: the legend has the colours.
+
+    Args:
+        axes: with everything else already drawn.
+        named: (name, (x, y)) of each point, in data coordinates.
+    """
+    from matplotlib.transforms import Bbox
+
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    # The layout decides where the points are.
+    figure.draw_without_rendering()
+    pixels = figure.dpi / 72
+    centres = [axes.transData.transform(point) for _, point in named]
+    radius = POINT_RADIUS * pixels
+    taken = [Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius) for x, y in centres]
+    for (name, point), (x, y) in zip(named, centres, strict=True):
+        width = CHARACTER_WIDTH * len(name) * pixels
+        height = LINE_HEIGHT * pixels
+        for side, rise in LABEL_PLACES:
+            left_edge = x + LABEL_DISTANCE * side * pixels - width * (1 - side) / 2
+            box = Bbox.from_bounds(left_edge, y + rise * pixels - height / 2, width, height)
+            if box.x0 < axes.bbox.x0 or box.x1 > axes.bbox.x1 + RIGHT_MARGIN * pixels:
+                continue
+            if any(box.overlaps(other) for other in taken):
+                continue
+            taken.append(box)
+            axes.annotate(
+                name,
+                point,
+                (LABEL_DISTANCE * side, rise),
+                textcoords="offset points",
+                fontsize=LABEL_FONT_SIZE,
+                ha=ALIGNMENTS[side],
+                va="center",
+                parse_math=False,
+                bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6},
+            )
+            break

@@ -52,22 +52,16 @@ def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | Non
         return None
     if not any(comparison.is_judged for comparison in comparisons):
         return None
-    candidates = [comparison for comparison in comparisons if _is_recommendable(comparison)]
+    candidates = []
+    for comparison in comparisons:
+        group = comparison.group
+        is_comparable = group.is_complete and not group.is_evaluation and comparison.speed_ratio
+        is_gain = comparison.speed_verdict == "faster" and comparison.is_not_worse
+        if is_comparable and (comparison.is_baseline or is_gain):
+            candidates.append(comparison)
     if not any(candidate.is_baseline for candidate in candidates):
         return None
     return _fastest(candidates)
-
-
-def _is_recommendable(comparison: Comparison) -> bool:
-    """Return whether the group is 32-true or faster and not worse, and ended in full."""
-    group = comparison.group
-    if not group.is_complete or group.is_evaluation:
-        return False
-    if comparison.speed_ratio is None:
-        return False
-    if comparison.is_baseline:
-        return True
-    return comparison.speed_verdict == "faster" and comparison.is_not_worse
 
 
 def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
@@ -85,23 +79,23 @@ def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return what the numbers show, one sentence per device."""
     if any(sweep_letter(comparison.group.name) for comparison in comparisons):
         return _two_sweeps_sentence(comparisons)
+    if not comparisons:
+        return "No job wrote a result."
     by_device: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
         if comparison.group.quality:
             by_device.setdefault(comparison.group.device, []).append(comparison)
-    if not by_device:
-        return _no_result_sentence(comparisons)
-    sentences = {}
-    for device, ended in by_device.items():
-        every = [comparison for comparison in comparisons if comparison.group.device == device]
-        sentences[device] = _device_sentence(ended, every)
-    if len(sentences) == 1:
-        return next(iter(sentences.values()))
-    parts = []
-    for device, sentence in sentences.items():
-        name = device or "an unknown device"
-        parts.append(f"On {name}: {sentence}")
-    return " ".join(parts)
+    if by_device:
+        sentences = []
+        for device, ended in by_device.items():
+            sentence = _device_sentence(ended, [c for c in comparisons if c.group.device == device])
+            place = f"On {device or 'an unknown device'}: " if len(by_device) > 1 else ""
+            sentences.append(f"{place}{sentence}")
+        return " ".join(sentences)
+    # Modes like plan and explain finish without a quality: that is no failure.
+    if any(comparison.group.counts.get("finished") for comparison in comparisons):
+        return "Nothing was trained or evaluated."
+    return "No job finished with a finite result."
 
 
 def _two_sweeps_sentence(comparisons: Sequence[Comparison]) -> str:
@@ -117,41 +111,28 @@ def _two_sweeps_sentence(comparisons: Sequence[Comparison]) -> str:
     return f"Nothing is compared: A has no {BASELINE} job with the settings of another one."
 
 
-def _no_result_sentence(comparisons: Sequence[Comparison]) -> str:
-    if not comparisons:
-        return "No job wrote a result."
-    # Modes like plan and inspect finish without a quality: that is no failure.
-    if any(comparison.group.counts.get("finished") for comparison in comparisons):
-        return "Nothing was trained or evaluated."
-    return "No job finished with a finite result."
-
-
 def failure_sentence(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
     """Return which groups diverged, failed, stopped or cannot run here; empty if none."""
     parts = []
     if missing_jobs:
         parts.append(missing_jobs)
-    groups = [comparison.group for comparison in comparisons]
     for outcome, words in FAILURE_WORDS.items():
-        names = [_failed_share(group, outcome) for group in groups if group.counts.get(outcome)]
+        names = []
+        for comparison in comparisons:
+            group = comparison.group
+            count = group.counts.get(outcome, 0)
+            # The number of jobs, unless all ended so.
+            share = f" ({count} of {len(group.jobs)})" if count < len(group.jobs) else ""
+            if count:
+                names.append(f"{group.name}{share}")
         if names:
             parts.append(f"{words}: {join_names(names)}")
-    if not parts:
-        return ""
-    return f"{_capitalise('; '.join(parts))}."
+    return _capitalised_sentence("; ".join(parts)) if parts else ""
 
 
-def _capitalise(text: str) -> str:
-    """Return the text with a capital first letter; str.capitalize() would lower all others."""
-    return f"{text[0].upper()}{text[1:]}"
-
-
-def _failed_share(group: Group, outcome: str) -> str:
-    """Return a group's name, with the number of its jobs that ended so unless all did."""
-    count = group.counts[outcome]
-    if count == len(group.jobs):
-        return group.name
-    return f"{group.name} ({count} of {len(group.jobs)})"
+def _capitalised_sentence(text: str) -> str:
+    # str.capitalize() would lower all letters but the first.
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
@@ -167,7 +148,12 @@ def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -
     if any(group.is_evaluation for group in groups):
         return _evaluation_sentence(groups)
     if len(ended) == 1 and (ended[0].is_baseline or ended[0].baseline is None):
-        return _single_group_sentence(ended[0])
+        facts = _group_facts(groups[0])
+        addition = "add another precision"
+        if groups[0].precision != BASELINE:
+            addition = f"add precision={BASELINE}"
+        rest = "" if ended[0].is_baseline else f"; to compare, {addition}"
+        return f"Only {groups[0].name} ended: {facts}{rest}."
     if len({group.settings for group in groups}) > 1:
         return settings_sentence(ended, every)
     others = [comparison for comparison in ended if not comparison.is_baseline]
@@ -180,21 +166,16 @@ def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -
     return _unjudged_sentence(ended)
 
 
-def _single_group_sentence(only: Comparison) -> str:
-    group = only.group
-    facts = _group_facts(group)
-    if only.is_baseline:
-        return f"Only {group.name} ended: {facts}."
-    addition = "add another precision"
-    if group.precision != BASELINE:
-        addition = f"add precision={BASELINE}"
-    return f"Only {group.name} ended: {facts}; to compare, {addition}."
-
-
 def _untimed_sentence(others: Sequence[Comparison]) -> str:
     """Compare quality alone: some jobs were too short for their speed to mean much."""
     against = ""
-    compared = [_quality_facts(other) for other in others if other.difference]
+    compared = []
+    for other in others:
+        if other.difference:
+            words, numbers = difference_words(other.difference)
+            separator = ", " if numbers.startswith("identical") else " "
+            verdict = separator.join(filter(None, (words, numbers)))
+            compared.append(f"{other.group.name} {format_mean_sd(other.group.quality)} ({verdict})")
     if compared:
         quality = others[0].group.jobs[0].quality
         against = f" {quality} against {BASELINE}: {join_names(compared)}."
@@ -202,16 +183,6 @@ def _untimed_sentence(others: Sequence[Comparison]) -> str:
     if all(job.kernels == "emulated" for job in jobs):
         return f"Emulated: the hardware itself is needed to measure the speed.{against}"
     return f"Too short for a comparison of speed; train for more steps.{against}"
-
-
-def _quality_facts(comparison: Comparison) -> str:
-    """Return a group's name, mean quality, and the verdict on its difference to 32-true's."""
-    assert comparison.difference is not None
-    group = comparison.group
-    words, numbers = difference_words(comparison.difference)
-    separator = ", " if numbers.startswith("identical") else " "
-    verdict = separator.join(filter(None, (words, numbers)))
-    return f"{group.name} {format_mean_sd(group.quality)} ({verdict})"
 
 
 def _group_facts(group: Group) -> str:
@@ -244,8 +215,8 @@ def _checkpoint_sentence(groups: Sequence[Group]) -> str:
     trained_in = next((job.trained_in for job in jobs if job.trained_in), BASELINE)
     # Evaluated in its own precision, a checkpoint weighs the same and changes by nothing.
     others = [group for group in groups if group.precision != trained_in] or groups
-    lightest = min(others, key=_weights_mib)
-    nearest = min(others, key=_change_size)
+    lightest = min(others, key=lambda g: g.weights_mib.mean if g.weights_mib else math.inf)
+    nearest = min(others, key=lambda g: abs(g.change.mean) if g.change else math.inf)
     # One group can be both: it is named once.
     changes = dict.fromkeys([_change_words(lightest), _change_words(nearest)])
     trained_quality = ""
@@ -253,14 +224,6 @@ def _checkpoint_sentence(groups: Sequence[Group]) -> str:
         trained_quality = format_number(first.quality.mean - first.change.mean)
     quality = first.jobs[0].quality
     return f"{quality} was {trained_quality} as trained in {trained_in}: {'; '.join(changes)}."
-
-
-def _weights_mib(group: Group) -> float:
-    return group.weights_mib.mean if group.weights_mib else math.inf
-
-
-def _change_size(group: Group) -> float:
-    return abs(group.change.mean) if group.change else math.inf
 
 
 def _change_words(group: Group) -> str:
@@ -275,7 +238,7 @@ def _no_baseline_sentence(ended: Sequence[Comparison]) -> str:
     reason = NO_BASELINE_REASON
     if any(comparison.baseline for comparison in ended):
         reason = f"{BASELINE} reached no finite result to compare with"
-    sentence = f"{_capitalise(reason)}."
+    sentence = _capitalised_sentence(reason)
     timed = [comparison.group for comparison in ended if comparison.group.speed]
     if not timed:
         return sentence
@@ -296,19 +259,16 @@ def _unjudged_sentence(ended: Sequence[Comparison]) -> str:
         quality = fastest.group.jobs[0].quality
         gap = f" ({fastest.difference.value:+.2g} {quality})"
     least = _least_memory_words(timed, fastest)
-    return f"{costs}{least}; quality not judged{gap}: {_unjudged_reason(ended)}."
-
-
-def _unjudged_reason(ended: Sequence[Comparison]) -> str:
     groups = [comparison.group for comparison in ended]
     single = [group.name for group in groups if group.quality and group.quality.n == 1]
-    if not single:
-        return "no spread over the seeds"
-    # The seed of a training by another trainer may be unknown.
-    has_seeds = any(job.seed is not None for group in groups for job in group.jobs)
-    advice = "add seed=0,1,2" if has_seeds else "train each with several seeds"
-    whose = "each" if len(single) == len(ended) else f"of {join_names(single)}"
-    return f"one seed {whose}; {advice}"
+    reason = "no spread over the seeds"
+    if single:
+        # The seed of a training by another trainer may be unknown.
+        has_seeds = any(job.seed is not None for group in groups for job in group.jobs)
+        advice = "add seed=0,1,2" if has_seeds else "train each with several seeds"
+        whose = "each" if len(single) == len(ended) else f"of {join_names(single)}"
+        reason = f"one seed {whose}; {advice}"
+    return f"{costs}{least}; quality not judged{gap}: {reason}."
 
 
 def _judged_sentence(ended: Sequence[Comparison]) -> str:
@@ -340,26 +300,16 @@ def _complete_others(ended: Sequence[Comparison]) -> list[Comparison]:
 def _cost_words(comparison: Comparison, nothing_faster: str) -> str:
     """Return the fastest group's speed and memory; nothing_faster introduces one that is not."""
     name = comparison.group.name
-    speed = _speed_clause(comparison)
     if comparison.speed_verdict == "faster":
-        text = f"{name} trains {speed}"
+        text = f"{name} trains {speed_words(comparison)}"
     elif comparison.speed_verdict == "unclear":
-        text = f"{name} is {speed}"
+        between = format_range(comparison.speed_ratio)
+        text = f"{name} is neither measurably faster nor slower than {BASELINE} ({between} ×)"
     else:
+        is_slower = comparison.speed_verdict == "slower"
+        speed = speed_words(comparison) if is_slower else f"about as fast as {BASELINE}"
         text = f"{nothing_faster} than {BASELINE}: {name} is {speed}"
     return ", ".join(filter(None, [text, _memory_clause(comparison)]))
-
-
-def _speed_clause(comparison: Comparison) -> str:
-    """Return for example `1.42 × as fast as 32-true`, or that it is about as fast."""
-    if comparison.speed_verdict == "unclear":
-        between = format_range(comparison.speed_ratio)
-        return f"neither measurably faster nor slower than {BASELINE} ({between} ×)"
-    if comparison.speed_verdict in ("faster", "slower"):
-        return speed_words(comparison)
-    if comparison.speed_ratio is None:
-        return "not timed"
-    return f"about as fast as {BASELINE}"
 
 
 def _memory_clause(comparison: Comparison) -> str:

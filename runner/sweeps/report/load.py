@@ -1,7 +1,8 @@
-"""Load a sweep's jobs with their curves, from its folder or from MLflow alone.
+"""Load a sweep's jobs with their curves and settings, from its folder or from MLflow alone.
 
 Each process that ran jobs stores a list of their results (jobs-<time>.json) with the parent run, so
-that a report made from MLflow also knows the jobs that never became a run there.
+that a report made from MLflow also knows the jobs that never became a run there. What a job ran
+with is in files of its folder and, for a job that was recorded, in MLflow.
 """
 
 import json
@@ -12,15 +13,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from runner.config.resolve import leaves
 from runner.modes.result import RunResult, Status, read_results
 from runner.sweeps.manifest import Manifest
-from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.settings import AdviseSettings
 from runner.tracking import history
 from runner.tracking.history import Curve
+from runner.utils.files import read_text, write_json
 from runner.utils.formatting import shorten_override
-from runner.utils.layout import RESULT
-from runner.utils.secrets import redact, redact_values
+from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT
+from runner.utils.secrets import redact
 from runner.utils.terminal import quote_command
 
 if TYPE_CHECKING:
@@ -47,6 +52,74 @@ _IGNORED_OVERRIDE = re.compile(
     r"[+~]*(seed|precision|mode|tracking\b.*|hydra\b.*|data\.root|train\.num_workers)="
 )
 """Overrides in which two jobs may differ and still be compared."""
+_MACHINE_FACTS = ("python", "platform", "cuda", "threads", *GIT_KEYS)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job: its result, and its metrics over the steps exactly as they were recorded.
+
+    Attributes:
+        curves: by metric name, see _CURVE_METRICS; empty for a job that never trained.
+    """
+
+    result: RunResult
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SweepData:
+    """A sweep, complete or in part.
+
+    Attributes:
+        jobs: in the order in which the command asked for them.
+        commands: the commands typed, one per machine or process that took part.
+        is_stopped: whether a signal ended it before its last job.
+        job_count: how many jobs it has, those that never began included; 0 if unknown.
+        advise_settings: of mode=advise; None for a sweep that the user laid out.
+        fetch_failures: artifacts of the store that could not be fetched, and why.
+        notes: sentences on the jobs of two sweeps, see join_sweeps.
+    """
+
+    jobs: Sequence[Job]
+    commands: Sequence[str] = ()
+    sweep_id: str = ""
+    is_stopped: bool = False
+    job_count: int = 0
+    advise_settings: AdviseSettings | None = None
+    fetch_failures: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether resuming the sweep would run a job.
+
+        That is one that did not begin, was stopped, or failed for another reason than its numbers.
+        """
+        # A trial of mode=advise that fails is an answer about its precision.
+        if self.advise_settings:
+            return self.is_stopped
+        if self.is_stopped or self.missing_jobs_clause:
+            return True
+        # A job that diverged would diverge again.
+        repeatable = [job.result for job in self.jobs if not job.result.diverged]
+        return any(result.status in ("failed", "stopped") for result in repeatable)
+
+    @property
+    def advice(self) -> Advice | None:
+        """Return the answer of mode=advise, None for any other sweep."""
+        if self.advise_settings is None:
+            return None
+        return rank_precisions([job.result for job in self.jobs], self.advise_settings)
+
+    @property
+    def missing_jobs_clause(self) -> str:
+        """Return a clause on the jobs that did not begin; empty if every job began."""
+        if self.job_count > len(self.jobs):
+            return f"only {len(self.jobs)} of the sweep's {self.job_count} jobs began"
+        if self.is_stopped and not self.job_count:
+            return "the sweep was stopped before its last job"
+        return ""
 
 
 @dataclass
@@ -77,11 +150,11 @@ class _StoredFacts:
 def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
     """Load a sweep whose jobs ran here."""
     manifest = Manifest.read(folder)
-    jobs = []
-    for result in read_results(folder):
-        # A result names the folder where its job ran; the sweep may have been moved since.
-        job_folder = folder / Path(result.folder).name
-        jobs.append(Job(result, history.from_folder(job_folder)))
+    # A result names the folder where its job ran; the sweep may have been moved since.
+    jobs = [
+        Job(result, history.from_folder(folder / Path(result.folder).name))
+        for result in read_results(folder)
+    ]
     commands = [quote_command(manifest.command)]
     settings = AdviseSettings.read(folder)
     return SweepData(jobs, commands, manifest.id, is_stopped, manifest.jobs, settings)
@@ -92,7 +165,6 @@ def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
 
     They include the jobs that never became a run there.
     """
-    path = folder / f"jobs-{began_ms}.json"
     content = {
         "commands": list(data.commands),
         "stopped": data.is_stopped,
@@ -100,8 +172,7 @@ def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
         "request": asdict(data.advise_settings) if data.advise_settings else None,
         "results": [asdict(job.result) for job in data.jobs],
     }
-    path.write_text(json.dumps(redact_values(content), indent=2) + "\n")
-    return path
+    return write_json(folder / f"jobs-{began_ms}.json", content)
 
 
 def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
@@ -123,7 +194,9 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     jobs = []
     for result in results:
         run = runs.get(result.run_id or "")
-        jobs.append(Job(result, _curves(reader, run)))
+        # The exact history that the run stored, else the store's own points.
+        curves = reader.history(run.run_id, _CURVE_METRICS) if run is not None else {}
+        jobs.append(Job(result, curves))
     return SweepData(
         jobs,
         facts.commands or [parent.tags.get("command", "")],
@@ -154,15 +227,12 @@ def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
     has_seeds = len({result.seed for result in known}) > 1
     renamed = []
     for result in results:
-        if not result.overrides:
-            renamed.append(result)
-            continue
-        distinct = _compared_overrides(result) - common
-        group = " ".join([result.precision, *sorted(map(shorten_override, distinct))])
-        label = group
-        if has_seeds and result.seed is not None:
-            label = f"{group} seed={result.seed}"
-        renamed.append(replace(result, group=group, label=label))
+        if result.overrides:
+            distinct = _compared_overrides(result) - common
+            group = " ".join([result.precision, *sorted(map(shorten_override, distinct))])
+            seed = f" seed={result.seed}" if has_seeds and result.seed is not None else ""
+            result = replace(result, group=group, label=f"{group}{seed}")
+        renamed.append(result)
     return renamed
 
 
@@ -245,6 +315,87 @@ def _stored_values(run: "StoredRun") -> dict[str, Any]:
     return values
 
 
-def _curves(reader: "Reader", run: "StoredRun | None") -> dict[str, Curve]:
-    """Return the exact history that the run stored, else the store's own points."""
-    return reader.history(run.run_id, _CURVE_METRICS) if run is not None else {}
+@dataclass(frozen=True)
+class JobSettings:
+    """What a job ran with; what is not known of it is missing.
+
+    Attributes:
+        config: values of the resolved config by dotted key, as YAML writes them.
+        environment: python, platform, cuda, threads, commit and the version of each package.
+    """
+
+    config: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_texts(cls, config: str, environment: str) -> "JobSettings":
+        """Return the settings that the texts of a run's two files hold; damaged ones hold none."""
+        facts: Any = {}
+        with suppress(ValueError):
+            facts = json.loads(environment)
+        if not isinstance(facts, dict):
+            return cls(flat_config(config))
+        known = {name: facts.get(name) for name in _MACHINE_FACTS}
+        packages = facts.get("packages")
+        if isinstance(packages, dict):
+            known |= packages
+        texts = {str(name): str(value) for name, value in known.items() if value is not None}
+        return cls(flat_config(config), texts)
+
+
+def settings_in_folder(folder: Path, data: SweepData) -> list[JobSettings]:
+    """Return the settings of each job of a sweep, in the order of the jobs, from its folder."""
+    return [read_settings(folder / Path(job.result.folder).name) for job in data.jobs]
+
+
+def settings_in_store(reader: "Reader", parent: "StoredRun", data: SweepData) -> list[JobSettings]:
+    """Return the settings of each job of a sweep, in the order of the jobs, from MLflow alone.
+
+    Raises:
+        TrackingError: the store does not answer.
+    """
+    runs = {run.run_id: run for run in reader.jobs(parent)}
+    settings = []
+    for job in data.jobs:
+        run = runs.get(job.result.run_id or "")
+        settings.append(stored_settings(reader, run) if run else JobSettings())
+    return settings
+
+
+def read_settings(folder: Path) -> JobSettings:
+    """Return the settings of a run from its folder."""
+    texts = []
+    for name in (CONFIG, ENVIRONMENT):
+        text = ""
+        # A file that is missing or cannot be read says nothing.
+        with suppress(OSError, ValueError):
+            text = read_text(folder / name)
+        texts.append(text)
+    return JobSettings.of_texts(*texts)
+
+
+def stored_settings(reader: "Reader", run: "StoredRun") -> JobSettings:
+    """Return the settings of a run from MLflow.
+
+    Raises:
+        TrackingError: the store does not answer.
+    """
+    data = [reader.artifact_or_notice(run.run_id, name) or b"" for name in (CONFIG, ENVIRONMENT)]
+    return JobSettings.of_texts(*(content.decode(errors="replace") for content in data))
+
+
+def flat_config(text: str) -> dict[str, str]:
+    """Return the values of a config by dotted key."""
+    content = None
+    with suppress(yaml.YAMLError, RecursionError):
+        # Every value as it is written: "1e-3" is no number for YAML, and None has no name there.
+        content = yaml.load(text, yaml.BaseLoader)
+    if not isinstance(content, dict):
+        return {}
+    return {key: _value_text(value) for key, value in leaves(content)}
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_value_text, value))}]"
+    return str(value)

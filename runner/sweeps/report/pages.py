@@ -4,12 +4,24 @@ The parts of a page are blocks of runner.utils.markup; its tables come from colu
 sentences from conclusion.py or, for mode=advise, from advice_page.py.
 """
 
+import csv
+import io
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from runner.config.precision_keys import omitted_key_messages
+from runner.modes.result import RunResult
+from runner.modes.result_table import (
+    FIXED_COLUMNS,
+    METRIC_PREFIX,
+    SETTING_PREFIX,
+    setting_values,
+    table_rows,
+)
 from runner.sweeps.report import advice_page
-from runner.sweeps.report.charts import chart_figures, legend_entries, overview_figure
+from runner.sweeps.report.charts import chart_figures, curve_points, legend_entries, overview_figure
 from runner.sweeps.report.columns import groups_table, jobs_table
 from runner.sweeps.report.conclusion import (
     NO_BASELINE_REASON,
@@ -18,15 +30,19 @@ from runner.sweeps.report.conclusion import (
     failure_sentence,
     recommended_precision,
 )
-from runner.sweeps.report.downsample import curve_points
-from runner.sweeps.report.export import job_rows, write_rows
-from runner.sweeps.report.footnotes import report_footnotes
-from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.settings_summary import settings_blocks
-from runner.sweeps.report.swept import swept_keys
 from runner.sweeps.report.wording import join_names
-from runner.sweeps.verdict.compare import BASELINE, Comparison, Group, compare_with_baselines
+from runner.sweeps.verdict.compare import (
+    BASELINE,
+    MIN_GAIN_ONE_SEED,
+    MIN_GAIN_SEEDS,
+    Comparison,
+    compare_with_baselines,
+    sweep_letter,
+)
 from runner.sweeps.verdict.gate import gate_verdict
+from runner.utils.files import write_text
 from runner.utils.formatting import format_number
 from runner.utils.markup import (
     Block,
@@ -41,6 +57,7 @@ from runner.utils.markup import (
     to_markdown,
 )
 from runner.utils.plots import svg_element
+from runner.utils.secrets import redact_values
 
 MAX_TITLE_KEYS = 4
 """Swept keys in the title of the page."""
@@ -48,6 +65,30 @@ MAX_FAILED_JOB_NAMES = 6
 """Names of the jobs that failed for one reason."""
 MAX_NOTE_CHARACTERS = 7000
 """Characters of the note; MLflow stores a tag's value up to 8000."""
+SCHEMA_VERSION = 1
+"""Version of report.json; a new column does not change it."""
+TEST_SOURCES = {
+    "paired t": "paired t, Student 1908, over equal seeds",
+    "Welch": "Welch 1947; paired t where the seeds of both are the same",
+}
+QUALITY_NOTE = """the last evaluation's, mean ± sample standard deviation (number of seeds);
+diverged jobs are not in the mean. Seeds: {seeds}."""
+CHANGE_NOTE = "against what the checkpoint reached in the precision it was trained in."
+VERDICT_NOTE = """difference of the means with its 95 % interval ({test}). An interval that contains
+0 is no measurable difference, which is not equality: more seeds narrow it. Each is judged on its
+own: of 20 equal precisions one falls outside by chance."""
+SPEED_NOTE = """examples/s of training, without the first block of steps and without evaluations (in
+mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else of
+the medians, with the range over seeds. Called faster or slower where the range excludes 1 and the
+median is more than {several:.0%} from it ({single:.0%} with one seed)."""
+TWO_SWEEPS_NOTE = f"""the jobs of A and of B are compared with {BASELINE} of A. B's seeds are paired
+with A's where both are the same. Whatever differs between A and B may be the cause of a verdict on
+B."""
+ROUNDING_NOTE = """Compiled code with train.compile_rounding=fused leaves out the roundings of half
+precision between the operations that it fuses; eager rounds after each one, as uncompiled."""
+CPU_MEMORY_NOTE = """weights plus optimizer state, without activations. The process's resident set
+is not compared: it includes the memory of earlier jobs."""
+GPU_MEMORY_NOTE = "peak of allocated device memory."
 
 
 def write_report(data: SweepData, folder: Path) -> list[Path]:
@@ -65,14 +106,24 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         answer = list(advice_page.advice_blocks(data.advice))
     else:
         answer = list(_answer_blocks(data, compared))
-    answer += _fetch_failure_blocks(data)
+    if data.fetch_failures:
+        answer += [
+            Heading("Not fetched from the store"),
+            Text(
+                "Without these artifacts the report uses the tags, last metrics and points of the "
+                "store. Make it again when they can be fetched."
+            ),
+            *map(Text, data.fetch_failures),
+        ]
+    pictures = [svg_element(figure) for figure in chart_figures(data)]
+    charts = [Heading("Curves"), Charts(pictures, legend_entries(data))] if pictures else []
     details = list(_detail_blocks(data, compared))
 
     # Markdown cannot hold the charts: they are in report.png.
     markdown_path = folder / "report.md"
     markdown_path.write_text(to_markdown(title, [*answer, *details]))
     html_path = folder / "report.html"
-    html_path.write_text(to_html(title, [*answer, *_chart_blocks(data), *details]))
+    html_path.write_text(to_html(title, [*answer, *charts, *details]))
     paths = [markdown_path, html_path]
     figure = overview_figure(data)
     if figure is not None:
@@ -84,18 +135,6 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     if gate is not None:
         paths.append(gate.write(folder))
     return paths
-
-
-def _fetch_failure_blocks(data: SweepData) -> Iterator[Block]:
-    """Yield the artifacts that could not be fetched: without them the report is weaker."""
-    if data.fetch_failures:
-        yield Heading("Not fetched from the store")
-        yield Text(
-            "Without these artifacts the report uses the tags, last metrics and points of the "
-            "store. Make it again when they can be fetched."
-        )
-        for message in data.fetch_failures:
-            yield Text(message)
 
 
 def summary_markdown(data: SweepData, limit: int = MAX_NOTE_CHARACTERS) -> str:
@@ -132,12 +171,8 @@ def _summary_parts(data: SweepData) -> tuple[str, Table | None, str]:
         return "\n\n".join(map(markdown, blocks)), table, tail
     compared = compare_with_baselines([job.result for job in data.jobs])
     head = markdown(Text(conclusion_text(compared, data.missing_jobs_clause), "answer"))
-    table = _groups_table(compared) if compared else None
+    table = groups_table(compared, recommended_precision(compared)) if compared else None
     return head, table, tail
-
-
-def _groups_table(compared: Sequence[Comparison]) -> Table:
-    return groups_table(compared, recommended_precision(compared))
 
 
 def _page_title(data: SweepData) -> str:
@@ -153,6 +188,22 @@ def _page_title(data: SweepData) -> str:
     keys = swept_keys(results)[:MAX_TITLE_KEYS]
     title = f"Sweep over {' × '.join(keys) or 'one job'}"
     return f"{title}: {trained}" if trained else title
+
+
+def swept_keys(results: Sequence[RunResult]) -> list[str]:
+    """Return the keys whose values differ between jobs, in the order of the command."""
+    values_by_job = [setting_values(result) for result in results]
+    keys = dict.fromkeys(key for values in values_by_job for key in values)
+    swept = []
+    for key in keys:
+        values_of_key = {values.get(key) for values in values_by_job}
+        if len(values_of_key) > 1:
+            swept.append(key)
+    if swept:
+        return swept
+    # A result made from the tags of a run has a precision and no overrides.
+    precisions = {result.precision for result in results}
+    return ["precision"] if len(precisions) > 1 else []
 
 
 def _distinct(names: Iterable[str]) -> str:
@@ -179,37 +230,31 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     if not compared:
         return
     yield from settings_blocks(compared)
-    yield _groups_table(compared)
-    uncompared = _uncompared_names(compared)
+    yield groups_table(compared, recommended_precision(compared))
+    alone = [comparison.group for comparison in compared if comparison.baseline is None]
+    ended = [group for group in alone if group.finished_count]
+    uncompared = [group.name for group in ended if group.precision != BASELINE]
     # Without any baseline the conclusion says so already.
     if uncompared and any(comparison.baseline for comparison in compared):
         names = join_names(uncompared)
         yield Text(f"Not compared: {names}: {NO_BASELINE_REASON} with the same settings.", "small")
 
 
-def _uncompared_names(compared: Sequence[Comparison]) -> list[str]:
-    """Return the names of the groups that ended and have no 32-true group to compare with."""
-    groups = [comparison.group for comparison in compared if comparison.baseline is None]
-    ended = [group for group in groups if group.finished_count]
-    return [group.name for group in ended if group.precision != BASELINE]
-
-
-def _chart_blocks(data: SweepData) -> list[Block]:
-    """Return the charts with their legend; empty if nothing was trained."""
-    pictures = [svg_element(figure) for figure in chart_figures(data)]
-    if not pictures:
-        return []
-    return [Heading("Curves"), Charts(pictures, legend_entries(data))]
-
-
 def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     """Yield what stands under the charts: failures, every job, the commands, the method."""
     groups = [comparison.group for comparison in compared]
-    yield from _unavailable_blocks(groups)
-    failed = [job for job in data.jobs if job.result.outcome in ("failed", "stopped", "diverged")]
-    if failed:
+    unavailable = [group for group in groups if group.counts.get("unavailable")]
+    if unavailable:
+        yield Heading("Unavailable here")
+        yield Items([(group.name, " ".join(group.reasons)) for group in unavailable])
+    labels_by_reason: dict[str, list[str]] = {}
+    for job in data.jobs:
+        if job.result.outcome in ("failed", "stopped", "diverged"):
+            labels_by_reason.setdefault(_failure_reason(job), []).append(job.result.label)
+    if labels_by_reason:
+        failures = labels_by_reason.items()
         yield Heading("Failed")
-        yield Items(_failure_items(failed))
+        yield Items([(join_names(jobs, MAX_FAILED_JOB_NAMES), why) for why, jobs in failures])
     if data.jobs:
         yield Heading("Every job")
         yield jobs_table([job.result for job in data.jobs])
@@ -224,25 +269,6 @@ def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Items(list(report_footnotes(compared)), small=True)
 
 
-def _unavailable_blocks(groups: Sequence[Group]) -> Iterator[Block]:
-    """Yield the groups that this machine cannot run, with the reasons."""
-    unavailable = [group for group in groups if group.counts.get("unavailable")]
-    if unavailable:
-        yield Heading("Unavailable here")
-        yield Items([(group.name, " ".join(group.reasons)) for group in unavailable])
-
-
-def _failure_items(failed: Sequence[Job]) -> list[tuple[str, str]]:
-    """Return (jobs, reason), each reason once."""
-    labels_by_reason: dict[str, list[str]] = {}
-    for job in failed:
-        labels_by_reason.setdefault(_failure_reason(job), []).append(job.result.label)
-    return [
-        (join_names(labels, MAX_FAILED_JOB_NAMES), reason)
-        for reason, labels in labels_by_reason.items()
-    ]
-
-
 def _failure_reason(job: Job) -> str:
     """Return a job's error, or what of a diverged job's numbers is not finite."""
     result = job.result
@@ -251,18 +277,90 @@ def _failure_reason(job: Job) -> str:
     if result.error:
         return f"diverged: {result.error}"
     metrics = ", ".join(f"{name} {format_number(value)}" for name, value in result.metrics.items())
-    step = _first_nonfinite_step(job)
-    if step is None:
-        return f"diverged: {metrics}"
-    return f"diverged: {metrics}; training loss first not finite at step {step}"
-
-
-def _first_nonfinite_step(job: Job) -> int | None:
-    """Return the first optimizer step whose training loss is NaN or infinite."""
     curve = job.curves.get("train/loss")
-    if curve is None or not curve.shape[-1]:
-        return None
-    for step, loss in zip(*curve_points(curve), strict=True):
-        if not math.isfinite(loss):
-            return int(step)
-    return None
+    if curve is not None and curve.shape[-1]:
+        for step, loss in zip(*curve_points(curve), strict=True):
+            if not math.isfinite(loss):
+                first = f"training loss first not finite at step {int(step)}"
+                return f"diverged: {metrics}; {first}"
+    return f"diverged: {metrics}"
+
+
+def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]]:
+    """Yield (term, explanation) for every kind of number that the report compares.
+
+    A report gets the note of a number only if it shows such a number.
+    """
+    finished = [comparison.group for comparison in compared if comparison.group.finished_count]
+    if any(group.quality for group in finished):
+        seeds = {job.seed for group in finished for job in group.jobs if job.seed is not None}
+        yield "Quality", QUALITY_NOTE.format(seeds=", ".join(map(str, sorted(seeds))) or "unknown")
+    if any(group.change for group in finished):
+        yield "Change", CHANGE_NOTE
+    tests = {comparison.difference.test for comparison in compared if comparison.difference} - {""}
+    if tests:
+        # Welch's note names the paired test, too: groups of one report can need either.
+        source = TEST_SOURCES["Welch" if "Welch" in tests else "paired t"]
+        yield "Verdict", VERDICT_NOTE.format(test=source)
+    if any(c.speed_ratio for c in compared if not c.is_baseline):
+        yield "Speed", SPEED_NOTE.format(several=MIN_GAIN_SEEDS, single=MIN_GAIN_ONE_SEED)
+    if any(sweep_letter(group.name) for group in finished):
+        yield "Two sweeps", TWO_SWEEPS_NOTE
+    names_by_rounding: dict[str, list[str]] = {}
+    for group in finished:
+        for rounding in sorted({job.fused_rounding or "uncompiled" for job in group.jobs}):
+            names_by_rounding.setdefault(rounding, []).append(group.name)
+    if names_by_rounding.keys() - {"uncompiled"}:
+        groups = [f"{name}: {', '.join(names)}" for name, names in names_by_rounding.items()]
+        yield "Rounding between fused operations", f"{'; '.join(groups)}. {ROUNDING_NOTE}"
+    # Which keys of the command which precisions ran without.
+    jobs = [job for comparison in compared for job in comparison.group.jobs]
+    pairs = dict.fromkeys(f"{job.precision} {key}" for job in jobs for key in job.left_out)
+    if pairs:
+        yield "Keys", " ".join(omitted_key_messages(list(pairs)))
+    if any(group.is_on_cpu for group in finished):
+        yield "Memory on a CPU", CPU_MEMORY_NOTE
+    if any(group.peak_mib for group in finished if not group.is_on_cpu):
+        yield "Memory on a GPU", GPU_MEMORY_NOTE
+
+
+def job_rows(data: SweepData) -> list[dict[str, object]]:
+    """Return one row per job, in the order of the jobs, see table_rows."""
+    return table_rows([job.result for job in data.jobs])
+
+
+def write_rows(rows: Sequence[Mapping[str, object]], folder: Path) -> list[Path]:
+    """Write rows of job_rows() as report.csv and report.json into a folder; return the paths.
+
+    In CSV None is an empty field. In JSON, which has the meaning of each column, too, a number that
+    is not finite is its name.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    safe_rows = redact_values([dict(row) for row in rows])
+    columns = list(safe_rows[0]) if safe_rows else list(FIXED_COLUMNS)
+    text = io.StringIO()
+    # "\n": csv's own "\r\n" would become "\r\r\n" where the platform writes line ends of two.
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(safe_rows)
+    meanings = dict(FIXED_COLUMNS)
+    for name in columns:
+        if name.startswith(METRIC_PREFIX):
+            meanings[name] = f"last value of {name.removeprefix(METRIC_PREFIX)}"
+        elif name.startswith(SETTING_PREFIX):
+            meanings[name] = f"value of {name.removeprefix(SETTING_PREFIX)} that the command sets"
+    plain = [{name: _json_value(value) for name, value in row.items()} for row in safe_rows]
+    content = {"version": SCHEMA_VERSION, "columns": meanings, "rows": plain}
+    json_text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    return [
+        write_text(folder / "report.csv", text.getvalue()),
+        write_text(folder / "report.json", json_text),
+    ]
+
+
+def _json_value(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -13,9 +13,14 @@ from runner.checkpoint.locate import newest_sweeps
 from runner.config.commands import REPORT
 from runner.config.overrides import path_exists
 from runner.sweeps.manifest import Manifest
-from runner.sweeps.report.job_settings import settings_in_folder, settings_in_store
-from runner.sweeps.report.jobs import SweepData
-from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, load_from_store
+from runner.sweeps.report.load import (
+    JOB_RESULTS_FOLDER,
+    SweepData,
+    load_from_folder,
+    load_from_store,
+    settings_in_folder,
+    settings_in_store,
+)
 from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.sweeps.report.sweep_pair import LoadedSweep, join_sweeps
 from runner.tracking.mlflow import NOTE_TAG

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from runner.modes.tables import shared_settings
-from runner.sweeps.report.wording import format_mean_sd, join_names
+from runner.sweeps.report.wording import VERDICT_WORDS, format_mean_sd, join_names
 from runner.sweeps.verdict.compare import (
     BASELINE,
     Comparison,
@@ -21,14 +21,8 @@ from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
 
 MAX_SUMMARIES = 3
 """Precisions in the conclusion; the report's list has all."""
-_QUALITY_WORDS = {
-    Verdict.SAME: "no measurable difference",
-    Verdict.BETTER: "better",
-    Verdict.WORSE: "worse",
-    Verdict.UNJUDGED: "no verdict",
-}
 _NOT_COMPARED = "not compared"
-_NAMED_WORDS = ("better", "worse", _NOT_COMPARED)
+_NAMED_WORDS = (VERDICT_WORDS[Verdict.BETTER], VERDICT_WORDS[Verdict.WORSE], _NOT_COMPARED)
 """Results that are rare and matter: the settings are named."""
 _BEST_NOTE = (
     "best: measurably better than every other precision of its column (95 % interval of the "
@@ -50,40 +44,31 @@ class _Grid:
     columns: Sequence[str]
     cells: dict[tuple[str, str], Comparison]
 
-    @property
-    def is_grid(self) -> bool:
-        """Return whether at least two settings have several precisions to compare."""
-        counts = [sum((row, column) in self.cells for row in self.rows) for column in self.columns]
-        return sum(count > 1 for count in counts) > 1
+    @classmethod
+    def of_device(cls, compared: Sequence[Comparison], device: str) -> "_Grid":
+        """Return the groups of a device."""
+        cells = {}
+        for comparison in compared:
+            group = comparison.group
+            if group.device != device:
+                continue
+            setting = shared_settings(group.settings)
+            # The precision with the keys that it does not share with 32-true.
+            shared = setting.split()
+            own_keys = [word for word in group.settings.split() if word not in shared]
+            cells[" ".join([group.precision, *own_keys]), setting] = comparison
+        rows = dict.fromkeys(row for row, _ in cells)
+        columns = dict.fromkeys(column for _, column in cells)
+        return cls(list(rows), list(columns), cells)
 
     def column(self, setting: str) -> list[Comparison]:
         """Return the comparisons of one setting."""
         return [self.cells[row, setting] for row in self.rows if (row, setting) in self.cells]
 
-    def row(self, name: str) -> dict[str, Comparison]:
-        """Return the comparisons of one precision by setting."""
-        return {
-            setting: self.cells[name, setting]
-            for setting in self.columns
-            if (name, setting) in self.cells
-        }
-
-
-def _grid(compared: Sequence[Comparison]) -> _Grid:
-    cells = {}
-    for comparison in compared:
-        setting = shared_settings(comparison.group.settings)
-        cells[_row_name(comparison.group), setting] = comparison
-    rows = dict.fromkeys(row for row, _ in cells)
-    columns = dict.fromkeys(column for _, column in cells)
-    return _Grid(list(rows), list(columns), cells)
-
-
-def _row_name(group: Group) -> str:
-    """Return the precision with the keys that it does not share with 32-true."""
-    shared = shared_settings(group.settings).split()
-    own = [word for word in group.settings.split() if word not in shared]
-    return " ".join([group.precision, *own])
+    @property
+    def is_grid(self) -> bool:
+        """Return whether at least two settings have several precisions to compare."""
+        return sum(len(self.column(setting)) > 1 for setting in self.columns) > 1
 
 
 def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
@@ -92,35 +77,29 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
     Nothing is yielded for a sweep that does not compare precisions in several settings.
     """
     devices = dict.fromkeys(comparison.group.device for comparison in compared)
-    grids = {name: _grid([c for c in compared if c.group.device == name]) for name in devices}
-    grids = {name: grid for name, grid in grids.items() if grid.is_grid}
+    grids = {device: _Grid.of_device(compared, device) for device in devices}
+    grids = {device: grid for device, grid in grids.items() if grid.is_grid}
     if not grids:
         return
     yield Heading("Precisions in each setting")
     for device, grid in grids.items():
         if len(grids) > 1:
             yield Text(f"On {device or 'an unknown device'}:")
-        table = _grid_table(grid)
-        yield table
+        best = {id(_measured_best(grid.column(setting))) for setting in grid.columns}
+        rows = []
+        for row in grid.rows:
+            comparisons = [grid.cells.get((row, setting)) for setting in grid.columns]
+            rows.append(
+                [Cell(row), *(_quality_cell(each, id(each) in best) for each in comparisons)]
+            )
+        yield Table(["precision", *grid.columns], rows)
         summaries = list(_summaries(grid))
         if summaries:
             yield Items(summaries)
-        if any(cell.note == "best" for row in table.rows for cell in row):
+        if any(cell.note == "best" for row in rows for cell in row):
             yield Text(_BEST_NOTE, "small")
-    groups = [comparison.group for comparison in compared]
-    if has_several_models(groups):
+    if has_several_models([comparison.group for comparison in compared]):
         yield Text("Qualities of different models or data are not compared.", "small")
-
-
-def _grid_table(grid: _Grid) -> Table:
-    """Return quality by precision and setting."""
-    best = {id(_measured_best(grid.column(setting))) for setting in grid.columns}
-    rows = []
-    for row in grid.rows:
-        comparisons = [grid.cells.get((row, setting)) for setting in grid.columns]
-        cells = [_quality_cell(each, id(each) in best) for each in comparisons]
-        rows.append([Cell(row), *cells])
-    return Table(["precision", *grid.columns], rows)
 
 
 def _quality_cell(comparison: Comparison | None, is_best: bool) -> Cell:
@@ -136,39 +115,29 @@ def _quality_cell(comparison: Comparison | None, is_best: bool) -> Cell:
 
 def _measured_best(column: Sequence[Comparison]) -> Comparison | None:
     """Return the group that is measurably better than every other one of a setting, if any is."""
-    groups = [comparison for comparison in column if comparison.group.quality]
-    if len(groups) < 2:
+    ended = [comparison for comparison in column if comparison.group.quality]
+    if len(ended) < 2:
         return None
-    for candidate in groups:
-        others = [other for other in groups if other is not candidate]
-        if all(_is_better(candidate.group, other.group) for other in others):
+    for candidate in ended:
+        values = qualities_by_seed(candidate.group)
+        direction = candidate.group.jobs[0].direction
+        others = [qualities_by_seed(c.group) for c in ended if c is not candidate]
+        differences = [quality_difference(values, other, direction) for other in others]
+        if all(difference.verdict is Verdict.BETTER for difference in differences):
             return candidate
     return None
-
-
-def _is_better(group: Group, other: Group) -> bool:
-    """Return whether the group's quality is measurably better than the other's."""
-    values = qualities_by_seed(group)
-    difference = quality_difference(values, qualities_by_seed(other), group.jobs[0].direction)
-    return difference.verdict is Verdict.BETTER
 
 
 def _summaries(grid: _Grid) -> Iterator[tuple[str, str]]:
     """Yield (precision, for how many settings each verdict against 32-true holds)."""
     for name in grid.rows:
-        row = {
-            setting: comparison
-            for setting, comparison in grid.row(name).items()
-            if comparison.baseline is not None and not comparison.is_baseline
-        }
+        row = {}
+        for setting in grid.columns:
+            comparison = grid.cells.get((name, setting))
+            if comparison and comparison.baseline is not None and not comparison.is_baseline:
+                row[setting] = comparison
         if len(row) > 1:
-            yield name, _summary(row)
-
-
-def _summary(row: dict[str, Comparison]) -> str:
-    """Return for how many settings each verdict on quality and speed holds."""
-    clauses = [*_counts(row, verdict_word), *_counts(row, speed_word)]
-    return ", ".join(clauses)
+            yield name, ", ".join([*_counts(row, verdict_word), *_counts(row, speed_word)])
 
 
 def speed_word(comparison: Comparison) -> str:
@@ -183,7 +152,7 @@ def verdict_word(comparison: Comparison) -> str:
         return ""
     if comparison.difference is None:
         return _NOT_COMPARED
-    return _QUALITY_WORDS[comparison.difference.verdict]
+    return VERDICT_WORDS[comparison.difference.verdict]
 
 
 def _counts(row: dict[str, Comparison], word_of: Callable[[Comparison], str]) -> Iterator[str]:
@@ -207,10 +176,11 @@ def settings_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) 
         every: all comparisons of that device.
     """
     groups = [comparison.group for comparison in ended]
-    sentences = []
+    sentences: list[str] = []
     if not has_several_models(groups):
         sentences.append(_best_sentence(groups))
-    summaries = [f"{name}: {text}" for name, text in _summaries(_grid(every))]
+    grid = _Grid.of_device(every, groups[0].device)
+    summaries = [f"{name}: {text}" for name, text in _summaries(grid)]
     if summaries:
         more = len(summaries) - MAX_SUMMARIES
         rest = [f"{more} more precisions: see the report"] if more > 0 else []

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from runner.modes.result import RunResult
-from runner.sweeps.report.job_settings import JobSettings
-from runner.sweeps.report.jobs import SweepData
+from runner.sweeps.report.load import JobSettings, SweepData
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.compare import BASELINE, FIRST_SWEEP, SECOND_SWEEP, group_name
 from runner.utils.errors import ConfigError

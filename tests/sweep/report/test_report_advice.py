@@ -13,7 +13,7 @@ from runner.sweeps.report.advice_page import (
     other_sentences,
 )
 from runner.sweeps.report.columns import advice_table
-from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.wording import health_words, reason_sentence
 from runner.sweeps.verdict.ranking import Advice, rank_precisions

@@ -8,15 +8,18 @@ import pytest
 from matplotlib.collections import PathCollection
 
 from runner.modes.result import RunResult
-from runner.sweeps.report.charts import chart_figures, group_styles, legend_entries, overview_figure
-from runner.sweeps.report.downsample import (
+from runner.sweeps.report.charts import (
     ENVELOPE_BUCKETS,
     MEAN_BUCKETS,
     bucket_means,
+    chart_figures,
     curve_points,
     envelope,
+    group_styles,
+    legend_entries,
+    overview_figure,
 )
-from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.report.load import Job, SweepData
 from runner.utils.plots import plain_label, svg_element
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweeps.report.jobs import Job, SweepData
+from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.utils.markup import (
     Cell,

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweeps.report.export import FIXED_COLUMNS, job_rows, write_rows
-from runner.sweeps.report.jobs import Job, SweepData
-from runner.sweeps.report.load import load_from_folder
-from runner.sweeps.report.pages import write_report
+from runner.sweeps.report.load import Job, SweepData, load_from_folder
+from runner.sweeps.report.pages import FIXED_COLUMNS, job_rows, write_report, write_rows
 
 GOLDEN = Path(__file__).parent / "golden"
 DONE = RunResult(

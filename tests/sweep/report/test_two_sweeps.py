@@ -8,9 +8,13 @@ import pytest
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.charts import group_styles
-from runner.sweeps.report.job_settings import JobSettings, settings_in_folder
-from runner.sweeps.report.jobs import Job, SweepData
-from runner.sweeps.report.load import load_from_folder
+from runner.sweeps.report.load import (
+    Job,
+    JobSettings,
+    SweepData,
+    load_from_folder,
+    settings_in_folder,
+)
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.sweep_pair import LoadedSweep, join_sweeps
 from runner.sweeps.verdict.compare import compare_with_baselines
