@@ -91,7 +91,9 @@ class SweepCallback(Callback):
             # The advisor has its own rule for keys that only some precisions have.
             if config.hydra.sweeper.get("_target_") != ADVISE:
                 left_out = omitted_key_pairs(config, _needs_no_emulation)
-            Sweep.begin(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
+            # Now, so that the store exists before any job needs it.
+            sweep = Sweep(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
+            Sweep.current = sweep
             for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)
         except RunnerError as error:
@@ -214,8 +216,16 @@ def prepare_search(config: DictConfig) -> None:
     # The plugin's own default is an Enum; what a user gives, on the command line or in a yaml,
     # is text, or a list for several objectives.
     if isinstance(config.hydra.sweeper.direction, Enum):
+        # The task of a checkpoint is not read here.
+        direction = _task_direction(config) if config.mode == "train" else ""
+        if direction not in _DIRECTIONS:
+            raise ConfigError(
+                "Optuna cannot know here whether more or less is better "
+                f"(mode={config.mode}, task._target_={config.task.get('_target_')}). Type "
+                "hydra.sweeper.direction=maximize or hydra.sweeper.direction=minimize."
+            )
         with read_write(config):
-            config.hydra.sweeper.direction = _direction(config)
+            config.hydra.sweeper.direction = _DIRECTIONS[direction]
     # Optuna would report each failed job as one without a number; the job itself has said why.
     logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)
     # Optuna 2 uses names that SQLAlchemy deprecates.
@@ -223,24 +233,6 @@ def prepare_search(config: DictConfig) -> None:
         import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-
-def _direction(config: DictConfig) -> str:
-    """Return the direction of the task's quality, `maximize` or `minimize`.
-
-    Raises:
-        ConfigError: it is unknown; the task of a checkpoint is not read here.
-    """
-    direction = None
-    if config.mode == "train":
-        direction = _DIRECTIONS.get(_task_direction(config))
-    if direction is None:
-        raise ConfigError(
-            f"Optuna cannot know here whether more or less is better (mode={config.mode}, "
-            f"task._target_={config.task.get('_target_')}). Type hydra.sweeper.direction=maximize "
-            "or hydra.sweeper.direction=minimize."
-        )
-    return direction
 
 
 def _task_direction(config: DictConfig) -> str:

@@ -6,7 +6,7 @@ ran them, nor on whether a job's process survived.
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,30 +83,22 @@ class Sweep:
         # object.
         with ExitStack() as lock:
             lock.enter_context(folder_lock(folder))
-            self._begin(overrides, tracking, resume, left_out)
+            if resume:
+                manifest = with_longer_lists(Manifest.read(folder), overrides)
+            else:
+                command = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
+                sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
+                manifest = Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms())
+                manifest = manifest.signed()
+            self.manifest = replace(manifest, left_out=left_out)
+            # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
+            replace(self.manifest, finished=False).write(folder)
+            self.tracker: Tracker = build_group("tracking", tracking)
+            self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
+            self.tracker.check_store()
+            if not self.joins_other_sweep:
+                self._open_parent_run(resume)
             self._lock = lock.pop_all()
-
-    def _begin(
-        self,
-        overrides: Sequence[str],
-        tracking: Mapping[str, Any],
-        resume: bool,
-        left_out: Sequence[str],
-    ) -> None:
-        """Write the manifest, and open the parent run; the arguments are those of the class."""
-        folder = self.folder
-        if resume:
-            manifest = with_longer_lists(Manifest.read(folder), overrides)
-        else:
-            manifest = _new_manifest(overrides, tracking)
-        self.manifest = replace(manifest, left_out=left_out)
-        # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
-        replace(self.manifest, finished=False).write(folder)
-        self.tracker: Tracker = build_group("tracking", tracking)
-        self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
-        self.tracker.check_store()
-        if not self.joins_other_sweep:
-            self._open_parent_run(resume)
 
     @property
     def id(self) -> str:
@@ -118,31 +110,22 @@ class Sweep:
         words = (redact_override(word).removeprefix("++") for word in self.manifest.overrides)
         # Shortened after redacting: half a credential would not be recognised.
         name = f"sweep {' '.join(words)}"[:250]
+        # The swept keys, without those of a preset, arrange the dashboard: Hydra reports what it
+        # cannot read.
+        swept = []
+        with suppress(HydraException):
+            parsed = OverridesParser.create().parse_overrides([*self.manifest.overrides])
+            swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
         tags = {
             "sweep_id": self.id,
             "output_dir": str(self.folder),
             "command": quote_command(command),
-            "swept": " ".join(_swept_keys(self.manifest.overrides)),
+            "swept": " ".join(swept),
         }
         previous = latest_journal(self.folder) if resume else None
         info = RunInfo(self.folder, {}, tags, name, sweep=self.id, role="sweep", continues=previous)
         self.tracker.open(info)
         self.tracker.note(notes.running_note(quote_command(command)))
-
-    @classmethod
-    def begin(
-        cls,
-        folder: Path,
-        overrides: Sequence[str],
-        tracking: Mapping[str, Any],
-        resume: bool,
-        left_out: Sequence[str] = (),
-    ) -> None:
-        """Open this process's sweep, so that the store exists before any job needs it.
-
-        The arguments are those of the class.
-        """
-        cls.current = cls(folder, overrides, tracking, resume, left_out)
 
     def end_early(self, reason: str) -> None:
         """Let the sweep end before its last job, for a reason that its end prints."""
@@ -183,7 +166,9 @@ class Sweep:
             console.print(sanitize(self._early_end), markup=False, soft_wrap=True)
         jobs_file = self._store_report(data)
         error = f"{failed} of {len(results)} jobs did not finish." if failed else None
-        self.tracker.close(_run_status(status, failed), error)
+        run_status: Status = "FAILED" if status or failed else "FINISHED"
+        # 128 + the signal's number: a stop, by a shell's convention.
+        self.tracker.close("KILLED" if status > 128 else run_status, error)
         _print_conclusion(console, self._add_jobs_of_other_machines(console, data, jobs_file))
         # A sweep that was refused before its first job would be refused again: no location.
         if results or status != 2:
@@ -283,18 +268,8 @@ def _count_failed(data: SweepData, results: Sequence[RunResult]) -> tuple[int, b
     is_unavailable = "unavailable" in statuses
     if data.advise_settings and not data.is_stopped:
         is_answered = data.advice is not None and data.advice.recommendation is not None
-        if is_answered:
-            failed = 0
-        return failed, False
+        return 0 if is_answered else failed, False
     return failed, is_unavailable
-
-
-def _run_status(status: int, failed: int) -> Status:
-    """Return the status of the parent run."""
-    # 128 + the signal's number: a stop, by a shell's convention.
-    if status > 128:
-        return "KILLED"
-    return "FAILED" if status or failed else "FINISHED"
 
 
 def _print_results(console: Console, results: Sequence[RunResult]) -> None:
@@ -317,29 +292,9 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
         console.print("Stopped. Results so far:")
     if data.advice:
         advice_page.print_advice(console, data.advice)
-    else:
-        console.print(
-            conclusion_text(
-                compare_with_baselines([job.result for job in data.jobs]), data.missing_jobs_clause
-            )
-        )
-
-
-def _new_manifest(overrides: Sequence[str], tracking: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of the sweep that this process's command begins."""
-    command = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
-    sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
-    return Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms()).signed()
-
-
-def _swept_keys(overrides: Sequence[str]) -> list[str]:
-    """Return the keys that a sweep's command varies, without those of a preset."""
-    try:
-        parsed = OverridesParser.create().parse_overrides([*overrides])
-    except HydraException:
-        # The keys only arrange the dashboard: Hydra reports what it cannot read.
-        return []
-    return [override.key_or_group for override in parsed if override.is_sweep_override()]
+        return
+    compared = compare_with_baselines([job.result for job in data.jobs])
+    console.print(conclusion_text(compared, data.missing_jobs_clause))
 
 
 def end_if_failed(folder: Path) -> bool:

@@ -1,6 +1,6 @@
 """Read the run or sweep that advise.baseline names, and check that it can be compared with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,7 +74,12 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> R
     precision = _chosen_precision(name, [result.precision for result, _ in jobs], judged)
     jobs = [job for job in jobs if job[0].precision == precision]
     results = [result for result, _ in jobs]
-    _check_one_run_per_seed(name, results)
+    seeds = [result.seed for result in results]
+    if len(set(seeds)) < len(seeds) or None in seeds:
+        raise ConfigError(
+            f"advise.baseline={name} has several runs of {precision} for one seed, and runs are "
+            "compared seed by seed. Name a sweep over seeds alone."
+        )
     lengths = {result.steps for result in results}
     if any(result.steps < result.planned_steps for result in results):
         raise ConfigError(
@@ -135,32 +140,23 @@ def _read_stored_jobs(name: str, spec: RunSpec) -> list[RecordedJob]:
 
 def _chosen_precision(name: str, precisions: Sequence[str], judged: Sequence[str]) -> str:
     """Return the precision of a baseline's runs; of several the one that reports compare with."""
-    found = dict.fromkeys(precisions)
-    others = [precision for precision in found if precision not in judged]
+    distinct = dict.fromkeys(precisions)
+    others = [precision for precision in distinct if precision not in judged]
     if len(others) == 1:
         return others[0]
     if BASELINE in others:
         return BASELINE
-    if not found:
+    if not distinct:
         raise ConfigError(f"advise.baseline={name}: none of its runs has finished.")
     if not others:
         raise ConfigError(
-            f"advise.baseline={name} has runs of {join_names(found)} alone, which is what is to be "
-            "judged. Name a run or sweep of another precision."
+            f"advise.baseline={name} has runs of {join_names(distinct)} alone, which is what is to "
+            "be judged. Name a run or sweep of another precision."
         )
     raise ConfigError(
         f"advise.baseline={name} has runs of {join_names(others)}. Name a run or sweep of one "
         "precision."
     )
-
-
-def _check_one_run_per_seed(name: str, results: Sequence[RunResult]) -> None:
-    seeds = [result.seed for result in results]
-    if len(set(seeds)) < len(seeds) or None in seeds:
-        raise ConfigError(
-            f"advise.baseline={name} has several runs of {results[0].precision} for one seed, and "
-            "runs are compared seed by seed. Name a sweep over seeds alone."
-        )
 
 
 def _check_same_settings(name: str, jobs: Sequence[JobSettings], spec: RunSpec) -> None:
@@ -173,7 +169,12 @@ def _check_same_settings(name: str, jobs: Sequence[JobSettings], spec: RunSpec) 
                 f"advise.baseline={name} has a run without its config.yaml: it cannot be known "
                 "whether it trained the same. Name a run that has one."
             )
-        differing |= dict.fromkeys(_differing_keys(job.config, own))
+        for key in dict.fromkeys([*job.config, *own]):
+            values = [each.get(key, "") for each in (job.config, own)]
+            is_same = values[0] == values[1] or all(value in _ABSENT_VALUES for value in values)
+            is_compared = key.partition(".")[0] in _COMPARED_SECTIONS and key not in _IGNORED_KEYS
+            if is_compared and not is_same:
+                differing[key] = None
     if not differing:
         return
     config = jobs[0].config
@@ -186,17 +187,3 @@ def _check_same_settings(name: str, jobs: Sequence[JobSettings], spec: RunSpec) 
         f"advise.baseline={name} trained with other settings than this command: "
         f"{', '.join(texts[:MAX_DIFFERING_KEYS])}{end}. Type the same settings."
     )
-
-
-def _differing_keys(config: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
-    """Return the keys that decide what is trained, and whose values differ."""
-    keys = dict.fromkeys([*config, *own])
-    differing = []
-    for key in keys:
-        if key.partition(".")[0] not in _COMPARED_SECTIONS or key in _IGNORED_KEYS:
-            continue
-        values = [each.get(key, "") for each in (config, own)]
-        same = values[0] == values[1] or all(value in _ABSENT_VALUES for value in values)
-        if not same:
-            differing.append(key)
-    return differing

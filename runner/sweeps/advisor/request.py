@@ -4,17 +4,18 @@ Everything that cannot be compared is refused here, before the first trial.
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.invocation import override_texts
+from runner.config.overrides import PRECISION_ALIASES
 from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets, loading_problems
@@ -22,23 +23,13 @@ from runner.data.task_target import task_problems
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision
 from runner.precision.registry import (
+    PrecisionSupport,
     load_precision,
+    precision_config,
     precision_names,
     supported_precisions,
 )
-from runner.sweeps.advisor.precision_choice import (
-    check_extras,
-    check_gate,
-    emulatable,
-    fitting_extras,
-    has_key,
-    missing_precisions,
-    read_baseline,
-    trainable_here,
-    typed_precisions,
-    with_baseline,
-)
-from runner.sweeps.advisor.recorded_baseline import RecordedBaseline
+from runner.sweeps.advisor.recorded_baseline import RecordedBaseline, read_recorded_baseline
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError
 
@@ -48,6 +39,7 @@ _NO_CHECKPOINTS = (
     "checkpoint.every_steps=null",
     "checkpoint.safetensors=false",
 )
+_EMULATE = "precision.emulate"
 _SCHEDULED_GROUPS = ("mode", "precision", "seed", "advise", "hydra")
 """Keys and groups that the advisor sets for every trial."""
 _TRIAL_KEYS = (
@@ -113,38 +105,42 @@ class AdviseRequest:
             Unavailable: the device is not there.
         """
         _check_launcher(config)
-        overrides = _parse(override_texts(config.hydra.overrides.task))
+        words = override_texts(config.hydra.overrides.task)
+        overrides = OverridesParser.create().parse_overrides([*words])
         _check_sweeps(overrides, f"mode={config.mode}")
-        extras = _precision_extras(overrides)
+        by_key = {o.get_key_element().lstrip("+~"): o for o in overrides}
+        extras = {key: o for key, o in by_key.items() if key.startswith("precision.")}
         spec = _baseline_spec(config, extras)
         device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
-        config_dir = _config_dir(config)
-        typed = typed_precisions(overrides, precision_names(config_dir))
-        if spec.mode == "gate":
-            check_gate(typed)
+        # The folder that --config-dir names.
+        sources = config.hydra.runtime.config_sources
+        folders = [Path(s.path) for s in sources if s.provider == "command-line"]
+        config_dir = folders[0] if folders else None
+        typed = _typed_precisions(overrides, precision_names(config_dir), spec.mode)
         # Only those that were typed: to ask the others would import their libraries, for seconds.
         supported = supported_precisions(device, config_dir, typed)
-        emulated = emulatable(supported, extras, config_dir)
+        emulated = _emulatable(supported, extras, config_dir)
         chosen = typed or [*trainable_here(spec, emulated, supported, config_dir)]
-        baseline, recorded = read_baseline(spec, chosen, config_dir)
-        precisions = with_baseline(chosen, baseline, spec.mode)
+        missing = {row.name: row.why for row in supported if row.why and row.name not in chosen}
+        baseline, recorded = _read_baseline(spec, chosen, config_dir)
+        precisions = _with_baseline(chosen, baseline, spec.mode)
         fitting = {}
         for name in precisions:
-            fitting[name] = [*fitting_extras(name, extras, name in emulated, config_dir)]
+            fitting[name] = [*_fitting_extras(name, extras, name in emulated, config_dir)]
         if spec.mode == "gate":
             # They belong to the precision that is asked about.
             fitting[baseline] = []
-        check_extras(extras, fitting)
+        _check_extras(extras, fitting)
         return cls(
             spec=spec,
             device=device,
             overrides=_input_lines(overrides, lambda o: _group(o) not in _SCHEDULED_GROUPS),
             seed_override=_input_lines(overrides, lambda o: o.get_key_element() == "seed"),
-            command=_command_words(config),
+            command=_command_words(config, config_dir),
             precisions=precisions,
             precision_overrides=fitting,
             emulated_precisions=[name for name in precisions if name in emulated],
-            missing_precisions={} if typed else missing_precisions(supported, chosen),
+            missing_precisions={} if typed else missing,
             seed=spec.seed,
             config_dir=config_dir,
             recorded=recorded,
@@ -167,7 +163,7 @@ class AdviseRequest:
         """Return whether a precision loses updates and has the key update, which was not typed."""
         precision = self.load_precision(name)
         is_typed = any("precision.update=" in word for word in self.precision_overrides[name])
-        has_update = has_key(name, "update", self.config_dir)
+        has_update = _has_key(name, "update", self.config_dir)
         return precision.loses_updates and has_update and not is_typed
 
     def load_precision(self, name: str) -> Precision:
@@ -234,26 +230,14 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
     return spec
 
 
-def _command_words(config: DictConfig) -> list[str]:
+def _command_words(config: DictConfig, config_dir: Path | None) -> list[str]:
     """Return the words of a command with the same config folder and config name."""
     words = ["python", "-m", "runner"]
-    config_dir = _config_dir(config)
     if config_dir is not None:
         words += ["--config-dir", os.path.relpath(config_dir)]
     if config.hydra.job.config_name != "config":
         words += ["--config-name", config.hydra.job.config_name]
     return words
-
-
-def _config_dir(config: DictConfig) -> Path | None:
-    """Return the folder that --config-dir names; None without one."""
-    sources = config.hydra.runtime.config_sources
-    folders = [Path(s.path) for s in sources if s.provider == "command-line"]
-    return folders[0] if folders else None
-
-
-def _parse(words: Sequence[str]) -> list[Override]:
-    return OverridesParser.create().parse_overrides([*words])
 
 
 def _input_lines(overrides: Sequence[Override], is_wanted: Callable[[Override], bool]) -> list[str]:
@@ -266,12 +250,6 @@ def _group(override: Override) -> str:
     return override.get_key_element().lstrip("+~").partition(".")[0].partition("/")[0]
 
 
-def _precision_extras(overrides: Sequence[Override]) -> dict[str, Override]:
-    """Return the overrides of keys under precision, by key."""
-    by_key = {o.get_key_element().lstrip("+~"): o for o in overrides}
-    return {key: o for key, o in by_key.items() if key.startswith("precision.")}
-
-
 def _check_sweeps(overrides: Sequence[Override], mode: str) -> None:
     """Refuse several values of any key but precision."""
     swept = [o for o in overrides if o.is_sweep_override() and o.get_key_element() != "precision"]
@@ -281,3 +259,162 @@ def _check_sweeps(overrides: Sequence[Override], mode: str) -> None:
             f"{mode} answers for one config, and {swept[0].input_line} names several. Type "
             f"one value of {key}; advise.seeds=5 repeats trials with other seeds."
         )
+
+
+def _typed_precisions(
+    overrides: Sequence[Override], known: Sequence[str], mode: str
+) -> list[str] | None:
+    """Return the names after `precision=`, None where it was not typed.
+
+    Raises:
+        ConfigError: one of them is not the name of a precision, or mode=gate has not one of them.
+    """
+    override = next((o for o in overrides if o.get_key_element() == "precision"), None)
+    if override is None and mode == "gate":
+        raise ConfigError(
+            "mode=gate asks about one precision. Type precision=<it>, as in precision=bf16-true."
+        )
+    if override is None:
+        return None
+    lists = (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP)
+    values = [override.value()]
+    if override.is_sweep_override():
+        if override.value_type not in lists:
+            raise ConfigError(f"{override.input_line}: name the precisions, one after another.")
+        values = [*override.sweep_string_iterator()]
+    # The strings of a sweep keep the quotes that were typed.
+    plain = [str(value).strip("'\"") for value in values]
+    # Each precision once: an alias and its name may both have been typed.
+    names = list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in plain))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"precision={unknown[0]} is not known. Allowed: {', '.join(known)}.")
+    if mode == "gate" and len(names) > 1:
+        raise ConfigError(
+            f"mode=gate asks about one precision, and precision={','.join(names)} names "
+            f"{len(names)}. Type one of them, or mode=advise to compare all."
+        )
+    return names
+
+
+def _read_baseline(
+    spec: RunSpec, judged: Sequence[str], config_dir: Path | None
+) -> tuple[str, RecordedBaseline | None]:
+    """Return the precision of the baseline, and its runs if they are recorded.
+
+    Raises:
+        ConfigError: advise.baseline is neither a precision nor a run or sweep, or cannot be
+            compared with.
+    """
+    typed = spec.advise.baseline
+    name = PRECISION_ALIASES.get(typed, typed)
+    if name in precision_names(config_dir):
+        return name, None
+    recorded = read_recorded_baseline(typed, spec, judged)
+    return recorded.precision, recorded
+
+
+def _with_baseline(names: Sequence[str], baseline: str, mode: str) -> list[str]:
+    """Return precisions with the baseline first.
+
+    Raises:
+        ConfigError: there is none to compare with the baseline.
+    """
+    precisions = [baseline, *(name for name in names if name != baseline)]
+    if len(precisions) > 1:
+        return precisions
+    if mode == "gate":
+        raise ConfigError(
+            f"mode=gate compares a precision with the baseline, and precision={baseline} is it. "
+            "Type another precision, or another advise.baseline."
+        )
+    raise ConfigError(
+        f"mode=advise compares precisions with {baseline}, and was given no other. Leave "
+        "precision= out to try all that this machine has, or name some: "
+        "precision=bf16-mixed,16-mixed."
+    )
+
+
+def _check_extras(extras: Mapping[str, Override], fitting: Mapping[str, Sequence[str]]) -> None:
+    """Refuse keys under precision that no precision takes."""
+    used = {word.partition("=")[0] for words in fitting.values() for word in words}
+    # Checked before other keys: precisions have it, and it is unused as long as none is emulated.
+    if _EMULATE in {*extras} - used:
+        raise ConfigError(
+            "precision.emulate=true: this machine lacks none of "
+            f"{', '.join(fitting)} that could be emulated. Leave it out."
+        )
+    unused = [key for key in extras if key not in used]
+    if unused:
+        raise ConfigError(
+            f"{unused[0]}: none of {', '.join(fitting)} has such a key. Leave it out, or name the "
+            "precisions that it is for."
+        )
+
+
+def _emulatable(
+    supported: Sequence[PrecisionSupport],
+    extras: dict[str, Override],
+    config_dir: Path | None,
+) -> list[str]:
+    """Return precisions that this machine lacks and emulates, if precision.emulate=true was typed.
+
+    Args:
+        supported: what this machine has and lacks.
+        extras: overrides of keys under precision; precision.emulate=false, which is every
+            precision's default, is removed.
+
+    Raises:
+        ConfigError: precision.emulate is neither true nor false.
+    """
+    if _EMULATE not in extras:
+        return []
+    value = extras[_EMULATE].value()
+    if not isinstance(value, bool):
+        raise ConfigError(f"precision.emulate={value} is not known. Allowed: true, false.")
+    if not value:
+        del extras[_EMULATE]
+        return []
+    # A reason (`why`) stands only in the rows of precisions that this machine lacks.
+    lacking = [row.name for row in supported if row.why]
+    return [name for name in lacking if _has_key(name, "emulate", config_dir)]
+
+
+def trainable_here(
+    spec: RunSpec,
+    emulated: Collection[str],
+    supported: Sequence[PrecisionSupport],
+    config_dir: Path | None,
+) -> Iterator[str]:
+    """Yield the precisions that this device has or emulates, and that are worth a trial."""
+    has_adapter = bool(spec.adapter.get("_target_"))
+    for row in supported:
+        if not row.runs and row.name not in emulated:
+            continue
+        precision = load_precision(row.name, config_dir)
+        # Frozen 4-bit and 8-bit weights train nothing without an adapter.
+        trains_nothing = precision.freezes and not has_adapter
+        # float64 costs time and memory, and can only win on quality.
+        is_float64 = precision.storage is torch.float64
+        cannot_win = is_float64 and spec.advise.objective != "quality"
+        # Weights for a later packing cost time and quality now.
+        cannot_win = cannot_win or bool(precision.trains_for)
+        if not (trains_nothing or cannot_win):
+            yield row.name
+
+
+def _has_key(name: str, key: str, config_dir: Path | None) -> bool:
+    """Return whether a precision's config has a key."""
+    return key in precision_config(name, config_dir)
+
+
+def _fitting_extras(
+    name: str, extras: Mapping[str, Override], is_emulated: bool, config_dir: Path | None
+) -> Iterator[str]:
+    """Yield the overrides of keys that a precision has; what runs here is not emulated."""
+    for key, override in extras.items():
+        is_wanted = is_emulated or key != _EMULATE
+        if is_wanted and _has_key(name, key.split(".")[1], config_dir):
+            assert override.input_line is not None
+            # Once precision=<name> is chosen, the key exists: Hydra refuses `+` for it.
+            yield override.input_line.lstrip("+")

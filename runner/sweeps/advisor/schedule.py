@@ -1,16 +1,22 @@
 """Schedule the trials of mode=advise within its budget.
 
 Measure the baseline's step time, run every precision for several seeds, then diagnose those that
-fail and search for remedies: a rule of precision.update, or modules to keep out of the precision.
-At last forecast the memory of the others. mode=gate takes the measurement alone, and rounds of its
-own.
+fail and search for remedies. At last forecast the memory of the others. mode=gate takes the
+measurement alone, and rounds of its own: seed after seed, until its precision is accepted or
+rejected.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+import psutil
+import torch
 
 from runner.config.overrides import as_typed
 from runner.diagnostics.memory.forecast import (
@@ -21,36 +27,41 @@ from runner.diagnostics.memory.forecast import (
 )
 from runner.diagnostics.numerics import read
 from runner.modes.result import RunResult
-from runner.sweeps.advisor.baseline_timing import (
-    JOB_OVERHEAD_SECONDS,
-    BaselineTiming,
-    measure_baseline,
-)
-from runner.sweeps.advisor.diagnosis import (
+from runner.sweeps.advisor.remedies import (
     FLOAT32,
     Diagnosis,
+    RemedyTrials,
     describe_shortage,
+    search_fp32_modules,
+    search_update_rules,
     suspect_modules,
     swallows_updates,
 )
-from runner.sweeps.advisor.fp32_search import Float32ModuleSearch
-from runner.sweeps.advisor.gate_rounds import GateRounds
-from runner.sweeps.advisor.remedy_trials import RemedyTrials
 from runner.sweeps.advisor.request import AdviseRequest
-from runner.sweeps.advisor.system_load import other_programs_load
 from runner.sweeps.advisor.trials import Trials
-from runner.sweeps.advisor.update_rule_search import search_update_rules
+from runner.sweeps.verdict.gate import NOT_TRAINED, gate_verdict
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.settings import (
     EMULATED_STEP_TIME_RATIO,
     TIMEOUT_TIME_RATIO,
     AdviseSettings,
 )
-from runner.sweeps.verdict.statistics import MIN_SEEDS
+from runner.sweeps.verdict.statistics import MIN_SEEDS, Verdict
+from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
-from runner.utils.errors import RunnerError
+from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.tensors import MIB
 
+BASELINE_BUDGET_SHARE = 0.05
+"""Share of the budget in which the baseline's step time is measured, for a second at least."""
+JOB_OVERHEAD_SECONDS = 0.7
+"""Time of a job before and after its run: process, imports, the end of its record."""
+_UNREACHED_STEP = 10**9
+"""Step of an evaluation that never comes."""
+LOAD_SECONDS = 0.5
+"""Time that a measurement of other programs takes: the kernel counts in hundredths of a second."""
+_TRAINED = (Verdict.BASELINE, Verdict.RECOMMENDED)
+"""Ratings of a baseline that trained in every trial."""
 TRIALS_BUDGET_SHARE = 0.6
 """Share of the budget that the trials are planned for: precisions differ in speed, and those that
 fail take further trials."""
@@ -66,6 +77,22 @@ MAX_TIMEOUT_SLACK_SECONDS = 30.0
 """Longest time that is added to a trial's limit: a busy machine may stall for a while."""
 TIMEOUT_SLACK_BUDGET_SHARE = 0.1
 """Share of the budget that the added time is at most."""
+
+
+@dataclass(frozen=True)
+class BaselineTiming:
+    """Measured times of the baseline, of a step and of a job besides them, and what it records.
+
+    Attributes:
+        metric: that precisions are judged by.
+        direction: whichever of it is better.
+    """
+
+    step_seconds: float
+    overhead_seconds: float
+    planned_steps: int
+    metric: str = VAL_LOSS
+    direction: Literal["max", "min"] = "min"
 
 
 class TrialScheduler:
@@ -131,36 +158,29 @@ class TrialScheduler:
         if self.options.update_rules:
             search_update_rules(remedies, diagnosis.losing)
         if self.options.islands:
-            Float32ModuleSearch(remedies).run(diagnosis.suspects)
+            search_fp32_modules(remedies, diagnosis.suspects)
 
     def _forecast_memory(self) -> None:
         """Write the forecast memory of the precisions that train as well as the baseline."""
+        spec = self.request.spec
+        device = self.request.device
+        batch_size = spec.train.batch_size
         forecasts = {}
         for verdict in self._advice().verdicts:
             # The forecast knows no remedies; an emulated precision takes other memory here than on
             # its hardware.
             is_forecastable = not (verdict.group.settings or verdict.is_emulated)
-            if verdict.is_acceptable and is_forecastable:
-                name = verdict.group.precision
-                # Precisions are judged without a forecast, too.
-                with suppress(RunnerError):
-                    forecasts[name] = self._memory_forecast(name)
+            if not verdict.is_acceptable or not is_forecastable:
+                continue
+            name = verdict.group.precision
+            # Precisions are judged without a forecast, too.
+            with suppress(RunnerError):
+                forecast = peak_forecast(spec, self.request.load_precision(name), device)
+                peak = forecast(batch_size).total / MIB
+                usable = free_memory(device) * USABLE_MEMORY_SHARE
+                largest = largest_fitting_batch(forecast, batch_size, usable)
+                forecasts[name] = {"peak_mib": peak, "largest_batch": largest or 0}
         self._write(replace(self.settings, memory=forecasts))
-
-    def _memory_forecast(self, name: str) -> dict[str, float]:
-        """Return a precision's entry of AdviseSettings.memory.
-
-        Raises:
-            RunnerError: the memory cannot be forecast.
-        """
-        spec = self.request.spec
-        device = self.request.device
-        batch_size = spec.train.batch_size
-        forecast = peak_forecast(spec, self.request.load_precision(name), device)
-        peak = forecast(batch_size).total / MIB
-        usable = free_memory(device) * USABLE_MEMORY_SHARE
-        largest = largest_fitting_batch(forecast, batch_size, usable)
-        return {"peak_mib": peak, "largest_batch": largest or 0}
 
     def _diagnose(self, failing: Sequence[str]) -> Diagnosis:
         """Train float32 once more with snapshots of its numbers, and write what they say.
@@ -174,10 +194,10 @@ class TrialScheduler:
         eager = ("train.compile=false", "train.compile_rounding=fused")
         length = self.settings.length_overrides(FLOAT32)
         words = [*length, f"numerics.every={every}", *eager]
-        if self.trials.remaining_seconds <= 0:
-            return Diagnosis()
-        trial = self.request.trial_overrides(FLOAT32, self.request.seed, *words)
-        result = self.trials.launch(trial)
+        result = None
+        if self.trials.remaining_seconds > 0:
+            trial = self.request.trial_overrides(FLOAT32, self.request.seed, *words)
+            result = self.trials.launch(trial)
         if result is None or result.status != "finished":
             return Diagnosis()
         try:
@@ -282,7 +302,8 @@ class TrialScheduler:
             results = self._run_round(running[turn:] + running[:turn], seed)
             seconds = {r.precision: self._cost(r) for r in results}
             # What failed or was too slow with one seed is not tried with another.
-            finished = self._finished(results)
+            ended = [r for r in results if r.steps >= self.settings.steps]
+            finished = {r.precision for r in ended if r.outcome == "finished"}
             running = [name for name in running if name in finished]
             has_diverged |= any(r.outcome == "diverged" for r in results)
             # The baseline alone needs further seeds only to judge a diverged precision with a
@@ -360,11 +381,6 @@ class TrialScheduler:
                 loss = self.settings.judged_loss(result.metrics)
                 return -math.inf if loss is None else -loss
 
-    def _finished(self, results: Sequence[RunResult]) -> set[str]:
-        """Return the precisions whose trial took all its steps."""
-        steps = self.settings.steps
-        return {r.precision for r in results if r.outcome == "finished" and r.steps >= steps}
-
     def _advice(self) -> Advice:
         """Return what the trials so far say."""
         return rank_precisions(self.trials.results(), self.settings)
@@ -376,3 +392,149 @@ def _round_down(number: float) -> int:
         return 0
     power = 10 ** math.floor(math.log10(number))
     return next(factor * power for factor in (5, 2, 1) if factor * power <= number)
+
+
+class GateRounds:
+    """The trials of one command with mode=gate.
+
+    Args:
+        request: the command.
+        trials: runs the jobs.
+        settings: set the length of a trial, the bar and the largest number of seeds.
+    """
+
+    def __init__(self, request: AdviseRequest, trials: Trials, settings: AdviseSettings) -> None:
+        self.request = request
+        self.trials = trials
+        self.settings = settings
+        self.console = plain_console()
+
+    def run(self) -> None:
+        """Run a trial of the baseline and of the precision for each seed, until it is decided.
+
+        Raises:
+            ConfigError: the precision does not train.
+            SystemExit: a signal has stopped the sweep.
+        """
+        longest_seconds = 0.0
+        for number, seed in enumerate(self.request.trial_seeds(self.settings.seeds)):
+            if self.trials.remaining_seconds < longest_seconds:
+                self.console.print(f"the budget ends after {number} seeds")
+                break
+            before = self.trials.remaining_seconds
+            # Each round begins with the other precision, so that none always runs first.
+            order = self.request.precisions[:: -1 if number % 2 else 1]
+            for precision in order:
+                # The baseline's trials may be recorded.
+                if self.request.recorded_result(precision, seed) is None:
+                    length = self.settings.length_overrides(precision)
+                    self.trials.launch(self.request.trial_overrides(precision, seed, *length))
+            longest_seconds = max(longest_seconds, before - self.trials.remaining_seconds)
+            if self._is_decided():
+                break
+
+    def _is_decided(self) -> bool:
+        """Print the last look, and return whether no further seed is needed.
+
+        Raises:
+            ConfigError: the precision or the baseline does not train.
+        """
+        advice = rank_precisions(self.trials.results(), self.settings)
+        # Where the baseline does not train, a precision that does not either is no worse.
+        for each in advice.verdicts:
+            if each.name == self.settings.baseline and each.rating not in _TRAINED:
+                raise ConfigError(
+                    f"mode=gate has no answer: the baseline {each.name} itself does not train "
+                    f"({each.rating}). Type another advise.baseline, or settings that it trains "
+                    "with."
+                )
+        verdict = gate_verdict(advice)
+        if verdict is None or verdict.precision.rating in NOT_TRAINED:
+            reason = verdict.reason if verdict else "no trial wrote a result"
+            raise ConfigError(
+                f"mode=gate has no answer for {self.request.precisions[1]}: {reason}."
+            )
+        if verdict.looks:
+            look = verdict.looks[-1]
+            self.console.print(f"{look.seeds} seeds: {verdict.decision}, {verdict.reason}")
+        # More seeds do not help a precision that diverged or is too slow for a trial.
+        hopeless = verdict.precision.rating in (Verdict.DIVERGED, Verdict.SLOW)
+        return hopeless or verdict.decision != "undecided"
+
+
+def measure_baseline(request: AdviseRequest, trials: Trials) -> BaselineTiming:
+    """Measure the baseline's times in a short job that is then deleted.
+
+    Args:
+        request: the command.
+        trials: runs the job.
+
+    Raises:
+        ConfigError: the baseline does not train, or measures no loss.
+    """
+    seconds = max(1.0, BASELINE_BUDGET_SHARE * trials.budget)
+    words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_UNREACHED_STEP}"]
+    # No longer than a trial, or the whole run, takes.
+    limits = [n for n in (request.spec.train.max_steps, request.spec.advise.steps) if n]
+    if limits:
+        words.append(f"train.max_steps={min(limits)}")
+    plain_console().print(
+        f"{request.baseline} for {seconds:.0f} s at most, to measure its step time"
+    )
+    # The job is deleted below, and a store would keep its run.
+    trial = request.trial_overrides(request.baseline, request.seed, *words, is_tracked=False)
+    trials.record_shared_overrides(trial)
+    result = trials.launch(trial)
+    trials.delete_jobs()
+    if result is None or result.status != "finished" or not result.step_ms:
+        error = result.error if result else ""
+        raise ConfigError(error or f"{request.baseline} took no step: there is nothing to compare.")
+    is_named = request.spec.task.get("quality") is not None
+    metric = result.quality if is_named else VAL_LOSS
+    if metric not in result.metrics:
+        raise ConfigError(
+            f"mode={request.spec.mode} judges by {metric}, which task= does not measure."
+        )
+    step_seconds = result.step_ms / 1e3
+    # Besides its steps a run may compile, which the trials do as well.
+    other_seconds = max(0.0, result.seconds - result.steps * step_seconds)
+    overhead = other_seconds + JOB_OVERHEAD_SECONDS
+    direction = result.direction if is_named else "min"
+    return BaselineTiming(step_seconds, overhead, result.planned_steps, metric, direction)
+
+
+def other_programs_load(device: torch.device) -> float:
+    """Return the share of this process's processors that other programs keep busy, from 0 to 1.
+
+    This process and its descendants do not count. The share is 0 for a device that is no CPU.
+
+    Args:
+        device: that trials run on.
+    """
+    # The processors' load changes a CPU's step times only.
+    if device.type != "cpu":
+        return 0.0
+    own_before = _own_cpu_seconds()
+    began = perf_counter()
+    percents = psutil.cpu_percent(LOAD_SECONDS, percpu=True)
+    seconds = perf_counter() - began
+    # This command's tracking writer may be at work meanwhile.
+    own_seconds = _own_cpu_seconds() - own_before
+    # Linux only: elsewhere a process may use every processor.
+    if hasattr(os, "sched_getaffinity"):
+        usable = os.sched_getaffinity(0)
+        percents = [percent for n, percent in enumerate(percents) if n in usable]
+    busy = sum(percents) / 100 - own_seconds / seconds
+    return min(1.0, max(0.0, busy / max(len(percents), 1)))
+
+
+def _own_cpu_seconds() -> float:
+    """Return the CPU seconds so far of this process and its descendants."""
+    process = psutil.Process()
+    total = 0.0
+    for member in (process, *process.children(recursive=True)):
+        # A child may end between the listing and the reading.
+        with suppress(psutil.Error):
+            times = member.cpu_times()
+            total += times.user + times.system
+    return total

@@ -32,9 +32,7 @@ class Trials:
         self.budget = budget
         # A resumed command has the whole budget again; jobs that finished before take none of it.
         self._began = perf_counter()
-        self._earlier_results: dict[int, RunResult] = {}
-        if resumes:
-            self._earlier_results = self._results_by_number()
+        self._earlier_results = self._results_by_number() if resumes else {}
         self._next_number = max(self._earlier_results, default=-1) + 1
 
     @property
@@ -53,22 +51,18 @@ class Trials:
         Raises:
             SystemExit: a signal has stopped the sweep.
         """
-        number = self._number(words)
-        is_earlier = number in self._earlier_results
+        # By its overrides, not by its place: how many trials come before it depends on the budget.
+        earlier = self._earlier_results.items()
+        numbers = [n for n, result in earlier if have_same_settings(result.overrides, words)]
+        if numbers:
+            number = numbers[0]
+        else:
+            number = self._next_number
+            self._next_number += 1
         # One job per launch: jobs that run at once would disturb each other's timing.
-        if not (is_earlier and final_result(self.folder / str(number), words)):
+        if not (numbers and final_result(self.folder / str(number), words)):
             self.launcher.launch([[*words]], initial_job_idx=number)
         return self._results_by_number().get(number)
-
-    def _number(self, words: Sequence[str]) -> int:
-        """Return the number that a job had in an earlier command, else the next one."""
-        # By its overrides, not by its place: how many trials come before it depends on the budget.
-        for number, result in self._earlier_results.items():
-            if have_same_settings(result.overrides, words):
-                return number
-        number = self._next_number
-        self._next_number += 1
-        return number
 
     def record_shared_overrides(self, words: Sequence[str]) -> None:
         """Write the overrides that all jobs share to the manifest: no job is named after them.

@@ -16,6 +16,6 @@ Reading order: `isolated` (the launcher), `job_runner` (runs jobs, so many at on
 (what is sent), `job_process` (one job, seen from the sweep), `fork_server` (the process that
 forks), `job_main` (the job's own process), then `runner/tracking/job_journal.py` (the sweep finds
 the job's journal), `writer_process.py` and `writer/uploader.py` (journal to MLflow). Not on that
-path: `job_output` (output and exit reasons), `stop_requests` (signals), and `remote`, `remote_job`,
-`submitit` (Slurm, Ray, joblib, whose processes run one job each through a JobRunner).
+path: `stop_requests` (signals), and `remote` with `remote_job` (Slurm, Ray, joblib, whose processes
+run one job each through a JobRunner).
 """

@@ -1,28 +1,28 @@
 """The launcher's handles on its child processes: JobProcess and ForkServerClient.
 
+A job's output is forwarded to the sweep's, and its last lines explain why the job died.
+
 Nothing here blocks: every pipe is registered with the launcher's selector, which calls back when
 there is something to read.
 """
 
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from select import select
 from selectors import EVENT_READ, BaseSelector
+from typing import TextIO
 
-from runner.sweeps.launcher.job_output import OutputStream, exit_reason, oom_kills
 from runner.sweeps.launcher.job_request import STATUS_STRUCT, JobRequest
 from runner.utils.stop_signals import signals_blocked
-
-PipeEnd = Connection | io.FileIO
-"""This process's end of a pipe or socket to a job."""
 
 _READ_BYTES = 65536
 """Bytes of a job's output that are read at once: the size of a pipe's buffer on Linux."""
@@ -30,6 +30,11 @@ _COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); "
 _COMMAND += "from runner.sweeps.launcher.fork_server import run_fork_server; "
 _COMMAND += "run_fork_server(int(sys.argv[2]))"
 """Program of the fork server: its arguments are the folder of this package's top, and a socket."""
+_TAIL_CHARACTERS = 32_000
+"""Characters of a job's output in which the reason of its death is looked for: Python's report of a
+crash names every frame and every compiled module."""
+_REASON_LINES = 3
+_PYTHON_CRASH = "Fatal Python error"
 
 
 class ForkServerClient:
@@ -97,7 +102,7 @@ class JobProcess:
         self._status_data = b""
         # The kernel counts kills since the machine started: those of before are subtracted.
         self._oom_kills_before = oom_kills()
-        self._readers: dict[PipeEnd, Callable[[], bool]] = {}
+        self._readers: dict[io.FileIO, Callable[[], bool]] = {}
         self._unsent_signals: list[int] = []
         self._out = OutputStream(sys.stdout, prefix)
         self._err = OutputStream(sys.stderr, prefix)
@@ -167,19 +172,16 @@ class JobProcess:
         """Return the file descriptor to write to, of a pipe whose data goes to `feed`."""
         read_end, write_end = os.pipe()
         file = open(read_end, "rb", buffering=0)  # noqa: PTH123, SIM115
-        self._watch(file, lambda: feed(file.read(_READ_BYTES)))
+        self._readers[file] = lambda: feed(file.read(_READ_BYTES))
+        self._selector.register(file, EVENT_READ, lambda: self._read(file))
         return write_end
 
-    def _watch(self, source: PipeEnd, read: Callable[[], bool]) -> None:
-        """Have the selector call `read` for new data, until `read` returns False."""
-        self._readers[source] = read
-        self._selector.register(source, EVENT_READ, lambda: self._read(source))
-
-    def _read(self, source: PipeEnd) -> None:
+    def _read(self, source: io.FileIO) -> None:
+        """Read new data of a pipe, which is closed at its end."""
         if not self._readers[source]():
             self._drop(source)
 
-    def _drop(self, source: PipeEnd) -> None:
+    def _drop(self, source: io.FileIO) -> None:
         self._selector.unregister(source)
         del self._readers[source]
         source.close()
@@ -192,3 +194,106 @@ class JobProcess:
                 self.send_signal(self._unsent_signals.pop(0))
         self.has_ended = not data
         return bool(data)
+
+
+class OutputStream:
+    """A job's stdout or stderr on its way to this process's.
+
+    Args:
+        target: this process's stream.
+        prefix: begins each line, where several jobs run at once; empty for one that runs alone.
+
+    Attributes:
+        tail: the last characters of the output, without prefixes.
+    """
+
+    def __init__(self, target: TextIO, prefix: str) -> None:
+        self.tail = ""
+        self._target = target
+        self._prefix = prefix
+        # Incremental: a read may end within a character of several bytes.
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._unfinished_line = ""
+
+    def feed(self, data: bytes) -> bool:
+        """Forward data that was read; return False at the end of the output.
+
+        Args:
+            data: empty at the end.
+        """
+        text = self._unfinished_line + self._decoder.decode(data, final=not data)
+        end = len(text)
+        if self._prefix and data:
+            # Jobs that run at once must not write into each other's lines.
+            end = text.rfind("\n") + 1
+        shown = text[:end]
+        self._unfinished_line = text[end:]
+        self.tail = (self.tail + shown)[-_TAIL_CHARACTERS:]
+        if self._prefix:
+            shown = "".join(self._prefix + line for line in shown.splitlines(keepends=True))
+        self._target.write(shown)
+        self._target.flush()
+        return bool(data)
+
+
+def exit_reason(
+    status: int | None, tail: str, kills: int, stop_signals: Collection[int] = ()
+) -> str:
+    """Return why a job's process ended without a result.
+
+    Args:
+        status: status of os.waitpid; None for a job whose fork server died.
+        tail: end of the job's output.
+        kills: processes that the kernel killed for lack of memory while the job ran.
+        stop_signals: signals that the sweep sent to stop the job.
+    """
+    # First: what a job prints or how it exits after a requested stop is no reason of its own.
+    if status is not None and _signal_number(status) in stop_signals:
+        name = signal.Signals(_signal_number(status)).name
+        return f"Stopped by {name} before it wrote a result."
+    if status is None:
+        reason = "The fork server was killed, and this job with it."
+    elif os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        reason = f"Its process was ended by {name}"
+        # The kernel counts such kills for the whole machine, not by process.
+        if name == "SIGKILL" and kills:
+            reason += " (out of memory: the kernel killed a process for it meanwhile)"
+        reason += "."
+    else:
+        code = os.WEXITSTATUS(status)
+        reason = f"Its process ended with exit status {code} before it wrote a result."
+    lines = last_lines(tail)
+    return f"{reason} Last lines: {' | '.join(lines)}" if lines else reason
+
+
+def _signal_number(status: int) -> int:
+    """Return the signal that ended a process, directly or as an exit status of 128 + number."""
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status)
+    return os.WEXITSTATUS(status) - 128
+
+
+def last_lines(text: str) -> list[str]:
+    """Return the last lines of an output that are not blank, without surrounding spaces.
+
+    If the output holds Python's report of a crash, they are the first lines of that report.
+    """
+    # The report's first lines say where the crash happened; a long stack follows.
+    _, crash, report = text.rpartition(_PYTHON_CRASH)
+    lines = [line.strip() for line in (crash + report).splitlines() if line.strip()]
+    if crash:
+        return lines[: _REASON_LINES + 1]
+    return lines[-_REASON_LINES:]
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory since the machine started.
+
+    It is 0 where the kernel does not say.
+    """
+    try:
+        words = Path("/proc/vmstat").read_text().split()
+        return int(words[words.index("oom_kill") + 1])
+    except (OSError, ValueError):
+        return 0

@@ -58,7 +58,7 @@ class JobRequest:
         if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, (os.cpu_count() or 1) // jobs)
         return cls(
-            arguments=job_arguments(config),
+            arguments=_job_arguments(config),
             job_folder=job_folder(config),
             folder=os.getcwd(),  # noqa: PTH109
             path=[*sys.path],
@@ -79,7 +79,7 @@ class JobRequest:
             torch.set_num_threads(self.threads)
 
 
-def job_arguments(config: DictConfig) -> list[str]:
+def _job_arguments(config: DictConfig) -> list[str]:
     """Return the words after `python -m runner` of the command that runs one job of a sweep.
 
     Args:

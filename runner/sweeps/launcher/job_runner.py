@@ -4,7 +4,6 @@ import atexit
 import math
 import signal
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import NamedTuple
@@ -89,12 +88,15 @@ class JobRunner:
         Raises:
             SystemExit: a signal has stopped the sweep, or with fail_fast a job has failed.
         """
-        with (
-            DefaultSelector() as selector,
-            StopRequests(self._stop_file) as stop,
-            self._kill_at_exit(),
-        ):
-            returns = self._run_all(jobs, selector, stop)
+        with DefaultSelector() as selector, StopRequests(self._stop_file) as stop:
+            try:
+                returns = self._run_all(jobs, selector, stop)
+            finally:
+                # No job outlives the launch.
+                self._forward([signal.SIGKILL])
+                for job in self._running.values():
+                    job.process.close()
+                self._running.clear()
         # After the jobs, not while they run: a store that does not answer delays no job.
         for journal in self._unsaved_journals:
             journal.wait(
@@ -119,7 +121,9 @@ class JobRunner:
         selector.register(stop, EVENT_READ, lambda: self._forward(stop.read_new_signals()))
         while self._running or (has_more_jobs and not self._is_stopping(stop)):
             self._forward(stop.read_new_signals())
-            while has_more_jobs and self._has_room() and not self._is_stopping(stop):
+            while has_more_jobs and not self._is_stopping(stop):
+                if len(self._running) == self._jobs_at_once:
+                    break
                 config = next(jobs, None)
                 if config is None:
                     has_more_jobs = False
@@ -153,20 +157,6 @@ class JobRunner:
             self._has_failed_fast = True
             # Each ends after its current step with a checkpoint, as for a signal of the user's.
             self._forward([signal.SIGTERM])
-
-    def _has_room(self) -> bool:
-        return len(self._running) < self._jobs_at_once
-
-    @contextmanager
-    def _kill_at_exit(self) -> Iterator[None]:
-        """Kill the jobs that run when the context ends: no job outlives the launch."""
-        try:
-            yield
-        finally:
-            self._forward([signal.SIGKILL])
-            for job in self._running.values():
-                job.process.close()
-            self._running.clear()
 
     def _forward(self, signals: Sequence[int]) -> None:
         """Send signals to every job that runs."""

@@ -1,19 +1,25 @@
 """Run the jobs of a sweep through a launcher of Hydra's plugins: submitit, Ray, joblib, any other.
 
 This is the sweep's side: it hands a RemoteJob to the plugin's launcher, and records every job that
-comes back without a result. The job's side is remote_job.
+comes back without a result. Jobs of submitit's launchers are waited for one by one, however each
+ends: the plugin's own launch raises at the first one that fails, and leaves the others running. The
+job's side is remote_job.
 """
 
 import copy
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -22,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from runner.config.hydra_plugins import REMOTE, register
 from runner.config.overrides import quote_value
 from runner.sweeps.launcher.isolated import update_job_count
-from runner.sweeps.launcher.job_output import last_lines
+from runner.sweeps.launcher.job_process import last_lines
 from runner.sweeps.launcher.job_request import compose_job_config, job_folder, job_hydra_config
 from runner.sweeps.launcher.job_runner import job_return
 from runner.sweeps.launcher.remote_job import STOP_FILE_NAME, RemoteJob
@@ -37,7 +43,12 @@ _MAX_VISIBILITY_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 _RAY_STORE_BYTES = 2**27
 """Size of Ray's object store, which a sweep hardly uses; Ray's default is a third of the memory."""
-
+_SLURM_POLL_SECONDS = 1.0
+_TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+"""Signals that submitit's local processes would pass on as a kill; jobs get them through the stop
+file instead."""
+_CANCEL_SECONDS = 20.0
+"""Time that cancelled jobs have to end."""
 ReturnOrReason = JobReturn | str
 """What Hydra expects of a job, or the reason why there is none."""
 
@@ -101,87 +112,86 @@ class RemoteLauncher(Launcher):
             ConfigError: the other launcher accepts none of the jobs.
             SystemExit: a signal has stopped the sweep.
         """
+        config = self._config
         setup_globals()
-        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
-        update_job_count(self._config, initial_job_idx + len(job_overrides))
+        configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+        update_job_count(config, initial_job_idx + len(job_overrides))
         jobs = {
-            number: compose_job_config(self._context, self._config, number, overrides)
+            number: compose_job_config(self._context, config, number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         }
-        existing_jobs = {number for number, config in jobs.items() if job_folder(config).exists()}
-        stop_file = Path(self._config.hydra.sweep.dir, STOP_FILE_NAME)
-        # An earlier sweep in the same folder may have been stopped.
-        stop_file.unlink(missing_ok=True)
-        if not self._config.hydra.callbacks.sweep.resume:
-            for number in existing_jobs:
-                # A result of another sweep in the same folder would be taken for this job's.
-                (job_folder(jobs[number]) / RESULT).unlink(missing_ok=True)
-        remote_job = self._remote_job(frozenset(existing_jobs), len(jobs))
-        if self._node.get("ray"):
+        existing_jobs = {number for number, job in jobs.items() if job_folder(job).exists()}
+        stop_file = Path(config.hydra.sweep.dir, STOP_FILE_NAME)
+        # Files of another sweep in the same folder would be taken for this one's.
+        stale = [stop_file]
+        if not config.hydra.callbacks.sweep.resume:
+            stale += [job_folder(jobs[number]) / RESULT for number in existing_jobs]
+        for path in stale:
+            path.unlink(missing_ok=True)
+        is_ray = bool(self._node.get("ray"))
+        if is_ray:
             # Before the signal handlers here: ray.init installs its own for SIGTERM.
             self._start_ray()
+        # Ray's processes may have been started before the command, so that MLflow's variables are
+        # missing there. Other launchers' processes get the command's environment.
+        prefix = "MLFLOW_" if is_ray else "HYDRA_"
+        remote_job = RemoteJob(
+            folder=os.getcwd(),  # noqa: PTH109
+            path=[*sys.path],
+            environ={key: value for key, value in os.environ.items() if key.startswith(prefix)},
+            existing_jobs=frozenset(existing_jobs),
+            jobs_at_once=_jobs_at_once(self._node, len(jobs)),
+            is_child=_launcher_name(self._node) == "JoblibLauncher",
+        )
         with StopFile(stop_file) as stop:
-            try:
-                outcomes = self._run(remote_job, job_overrides, initial_job_idx, stop)
-            except Interrupted:
-                outcomes = ["Stopped at once by a second signal."] * len(jobs)
-            except Exception as error:
-                # Plugins raise for a failed job as well as for jobs that they do not accept. Where
-                # nothing started, the command is at fault, and is refused as a whole.
-                started = any(job_folder(jobs[n]).exists() for n in {*jobs} - existing_jobs)
-                if not stop.received_signal and not started:
-                    raise self._launcher_error(error) from error
-                outcomes = [explain_launcher_error(error)] * len(jobs)
+            outcomes = self._run(remote_job, jobs, job_overrides, stop)
         by_job = dict(zip(jobs, outcomes, strict=True))
         _record_missing_results(jobs, by_job, bool(stop.received_signal))
         stop_file.unlink(missing_ok=True)
         if stop.received_signal:
             raise SystemExit(128 + stop.received_signal)
-        return [_job_return(config, by_job[number]) for number, config in jobs.items()]
-
-    def _remote_job(self, existing_jobs: frozenset[int], jobs: int) -> RemoteJob:
-        """Return Hydra's task function for the jobs of a launch.
-
-        Args:
-            existing_jobs: numbers of the jobs whose folders exist already.
-            jobs: number of jobs in the launch.
-        """
-        # Ray's processes may have been started before the command, so that MLflow's variables are
-        # missing there. Other launchers' processes get the command's environment.
-        prefix = "MLFLOW_" if self._node.get("ray") else "HYDRA_"
-        return RemoteJob(
-            folder=os.getcwd(),  # noqa: PTH109
-            path=[*sys.path],
-            environ={key: value for key, value in os.environ.items() if key.startswith(prefix)},
-            existing_jobs=existing_jobs,
-            jobs_at_once=_jobs_at_once(self._node, jobs),
-            is_child=_launcher_name(self._node) == "JoblibLauncher",
-        )
+        return [_job_return(job, by_job[number]) for number, job in jobs.items()]
 
     def _run(
-        self, job: RemoteJob, overrides: Sequence[Sequence[str]], first: int, stop: StopFile
+        self,
+        task: RemoteJob,
+        jobs: Mapping[int, DictConfig],
+        overrides: Sequence[Sequence[str]],
+        stop: StopFile,
     ) -> Sequence[ReturnOrReason]:
         """Run jobs through the other launcher; return the outcome of each, in order.
 
         Args:
-            job: what the other launcher runs for each job.
+            task: what the other launcher runs for each job.
+            jobs: config of each job by number.
             overrides: overrides of each job.
-            first: number of the first job.
             stop: the context that signals go to.
+
+        Raises:
+            ConfigError: the other launcher accepts none of the jobs.
         """
         # A copy: the sweep's own config names this launcher.
         config = copy.deepcopy(self._config)
         with read_write(config), open_dict(config):
             config.hydra.launcher = self._node
-        launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=self._context, task_function=job, config=config
-        )
-        # Submitit's launchers have it; their own launch gives up at the first job that fails.
-        if hasattr(launcher, "_EXECUTOR"):
-            from runner.sweeps.launcher.submitit import run_jobs
-
-            return run_jobs(launcher, overrides, first, stop)
-        return launcher.launch(overrides, first)
+        try:
+            launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=self._context, task_function=task, config=config
+            )
+            # Submitit's launchers have it; their own launch gives up at the first job that fails.
+            if hasattr(launcher, "_EXECUTOR"):
+                return _run_submitit_jobs(launcher, overrides, min(jobs), stop)
+            return launcher.launch(overrides, min(jobs))
+        except Interrupted:
+            return ["Stopped at once by a second signal."] * len(jobs)
+        except Exception as error:
+            # Plugins raise for a failed job as well as for jobs that they do not accept. Where
+            # nothing started, the command is at fault, and is refused as a whole.
+            new_jobs = {*jobs} - task.existing_jobs
+            started = any(job_folder(jobs[number]).exists() for number in new_jobs)
+            if not stop.received_signal and not started:
+                raise self._launcher_error(error) from error
+            return [_explain_error(error)] * len(jobs)
 
     def _start_ray(self) -> None:
         """Start a Ray cluster of this machine, or join the one that an address names."""
@@ -200,12 +210,10 @@ class RemoteLauncher(Launcher):
 
     def _launcher_error(self, error: Exception) -> ConfigError:
         choice = self._config.hydra.runtime.choices.get("hydra/launcher")
-        return ConfigError(
-            f"hydra/launcher={choice} takes no jobs: {explain_launcher_error(error)}"
-        )
+        return ConfigError(f"hydra/launcher={choice} takes no jobs: {_explain_error(error)}")
 
 
-def explain_launcher_error(error: Exception) -> str:
+def _explain_error(error: Exception) -> str:
     """Return an error of a launcher as one line: its type, and the last lines of its message."""
     lines = last_lines(str(error))
     return f"{type(error).__name__}: {' | '.join(lines)}" if lines else type(error).__name__
@@ -225,6 +233,13 @@ def _jobs_at_once(node: DictConfig, jobs: int) -> int:
 
 def _launcher_name(node: DictConfig) -> str:
     return str(node._target_).rpartition(".")[2]
+
+
+def _job_return(config: DictConfig, outcome: ReturnOrReason) -> JobReturn:
+    """Return what Hydra expects of a job; for one without a result, a return without a value."""
+    if isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED:
+        return outcome
+    return job_return(config)
 
 
 def _record_missing_results(
@@ -251,7 +266,16 @@ def _record_missing_results(
         has_not_begun = stopped and not folder.exists()
         if (folder / RESULT).exists() or has_not_begun:
             continue
-        reason = _missing_result_reason(outcome, folder.parent)
+        if isinstance(outcome, str):
+            reason = outcome
+        elif outcome.status == JobStatus.FAILED:
+            reason = str(outcome._return_value)
+        else:
+            reason = (
+                f"It ran, but left no result in {folder.parent} as this machine sees it. The "
+                "machines of a launcher must share that folder: type hydra.sweep.dir=<folder that "
+                "all of them see>."
+            )
         reasons.setdefault(reason, []).append(str(number))
         with job_hydra_config(config):
             record_result(config, folder, "stopped" if stopped else "failed", reason)
@@ -259,19 +283,103 @@ def _record_missing_results(
         print_error(f"job {', '.join(numbers)}: {reason}")
 
 
-def _missing_result_reason(outcome: ReturnOrReason, sweep_folder: Path) -> str:
-    if isinstance(outcome, str):
-        return outcome
-    if outcome.status == JobStatus.FAILED:
-        return str(outcome._return_value)
-    return (
-        f"It ran, but left no result in {sweep_folder} as this machine sees it. The machines of a "
-        "launcher must share that folder: type hydra.sweep.dir=<folder that all of them see>."
-    )
+def _run_submitit_jobs(
+    launcher: Any, overrides: Sequence[Sequence[str]], first: int, stop: StopFile
+) -> Sequence[ReturnOrReason]:
+    """Run jobs through a submitit launcher of Hydra's plugin.
+
+    Args:
+        launcher: of the plugin, set up.
+        overrides: overrides of each job.
+        first: number of the first job.
+        stop: the context that signals go to.
+
+    Returns:
+        What Hydra expects of each job, or why there is none.
+
+    Raises:
+        Interrupted: a second signal has cancelled the jobs.
+        Exception: submitit or its batch system accepts none of them.
+    """
+    jobs = _submit(launcher, overrides, first)
+    # After a stop, Slurm is asked about jobs: those that it has dropped leave no result to find.
+    asks_slurm = False
+    try:
+        while not all(job.done(force_check=asks_slurm) for job in jobs):
+            if stop.received_signal and not asks_slurm:
+                asks_slurm = True
+                # Jobs that have not begun leave Slurm's queue; the others stop by themselves. All
+                # are one array, whose number is the part of a job's id before the underscore.
+                if jobs[0]._cancel_command == "scancel":
+                    array = jobs[0].job_id.partition("_")[0]
+                    with suppress(OSError):
+                        subprocess.run(["scancel", "--state=PENDING", array], check=False)
+            time.sleep(_SLURM_POLL_SECONDS if asks_slurm else _POLL_SECONDS)
+        return [_outcome(job) for job in jobs]
+    except Interrupted:
+        _cancel(jobs)
+        raise
+    finally:
+        # These files hold the config, which may hold secrets.
+        for job in jobs:
+            job.paths.submitted_pickle.unlink(missing_ok=True)
+            job.paths.result_pickle.unlink(missing_ok=True)
 
 
-def _job_return(config: DictConfig, outcome: ReturnOrReason) -> JobReturn:
-    """Return what Hydra expects of a job; for one without a result, a return without a value."""
-    if isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED:
-        return outcome
-    return job_return(config)
+def _submit(launcher: Any, overrides: Sequence[Sequence[str]], first: int) -> Sequence[Any]:
+    """Submit jobs as the plugin's own launch does; return submitit's jobs."""
+    from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+    from submitit import AutoExecutor
+    from submitit.core.utils import JobPaths
+
+    kind = launcher._EXECUTOR
+    params = dict(launcher.params)
+    folder = params.pop("submitit_folder")
+    private = JobPaths.get_first_id_independent_folder(folder)
+    private.mkdir(parents=True, exist_ok=True)
+    # The pickled jobs hold the config, which may hold secrets.
+    private.chmod(0o700)
+    limits = {f"{kind}_{key}": params.pop(key) for key in ("max_num_timeout",) if key in params}
+    executor = AutoExecutor(folder, kind, **limits)
+    # submitit wants the name of the executor before the parameters that only this executor has.
+    common = BaseQueueConf.__dataclass_fields__
+    parameters = {key if key in common else f"{kind}_{key}": value for key, value in params.items()}
+    executor.update_parameters(**parameters)
+    numbers = range(first, first + len(overrides))
+    state = Singleton.get_state()
+    # The arguments of the plugin's launcher, one column each: overrides, key of the sweep's
+    # folder, number, id, Hydra's global state.
+    rest = zip(*[("hydra.sweep.dir", n, f"job_id_for_{n}", state) for n in numbers], strict=True)
+    # Local processes inherit the blocked signals.
+    blocked = _TERMINAL_SIGNALS if kind == "local" else []
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        return executor.map_array(launcher, [[*texts] for texts in overrides], *rest)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _outcome(job: Any) -> ReturnOrReason:
+    """Return what Hydra expects of a job that ended, or why there is none."""
+    try:
+        return job.results()[0]
+    except Exception as error:
+        output = job.stderr() or job.stdout() or str(error)
+        lines = " | ".join(last_lines(output))
+        return f"Its {type(job).__name__} {job.job_id} ended as {job.state}. Last lines: {lines}"
+
+
+def _cancel(jobs: Sequence[Any]) -> None:
+    """Cancel all jobs, and wait until they have ended, for _CANCEL_SECONDS at most."""
+    for job in jobs:
+        if not job.done():
+            with suppress(OSError):
+                # Only jobs of the local executor have a process.
+                process = getattr(job, "_process", None)
+                if process:
+                    process.terminate()
+                else:
+                    job.cancel(check=False)
+    deadline = time.monotonic() + _CANCEL_SECONDS
+    while time.monotonic() < deadline and not all(job.done() for job in jobs):
+        time.sleep(_POLL_SECONDS)

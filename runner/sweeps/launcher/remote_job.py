@@ -103,10 +103,14 @@ class RemoteJob:
     def _enter_environment(self) -> None:
         """Take over the command's working directory, import path and missing variables."""
         sweep = Path(HydraConfig.get().sweep.dir)
+        unseen = [] if (sweep / MANIFEST).is_file() else [str(sweep)]
         if not Path(self.folder).is_dir():
-            raise _not_shared(Path(self.folder))
-        if not (sweep / MANIFEST).is_file():
-            raise _not_shared(sweep)
+            unseen = [self.folder]
+        if unseen:
+            raise ConfigError(
+                f"{socket.gethostname()} does not see {unseen[0]}. The machines of a launcher must "
+                "share the folder that the command is typed in and hydra.sweep.dir=<folder>."
+            )
         sys.path += [path for path in self.path if path not in sys.path]
         os.chdir(self.folder)
         for key, value in self.environ.items():
@@ -116,14 +120,6 @@ class RemoteJob:
         cpus = os.environ.get("SLURM_CPUS_PER_TASK")
         if cpus:
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
-
-
-def _not_shared(folder: Path) -> ConfigError:
-    """Return the error for a folder of the command's that this machine does not see."""
-    return ConfigError(
-        f"{socket.gethostname()} does not see {folder}. The machines of a launcher must "
-        "share the folder that the command is typed in and hydra.sweep.dir=<folder>."
-    )
 
 
 @contextmanager

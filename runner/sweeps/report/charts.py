@@ -135,7 +135,12 @@ def legend_entries(data: SweepData) -> list[LegendEntry]:
     """Return the legend of every group that the charts show, in order."""
     jobs = _trained_jobs(data)
     style_of = group_styles([_job_group_name(job) for job in jobs])
-    shown = [job for job in jobs if job.curves or _is_timed(job)]
+    # A job without curves is in the chart of speeds.
+    shown = [
+        job
+        for job in jobs
+        if job.curves or (job.result.status == "finished" and job.result.examples_per_second)
+    ]
     entries = []
     for name in dict.fromkeys(_job_group_name(job) for job in shown):
         colour, dash = style_of[name]
@@ -223,11 +228,6 @@ def _job_group_name(job: Job) -> str:
     return group_name(job.result)
 
 
-def _is_timed(job: Job) -> bool:
-    """Return whether the job has a speed that can be compared."""
-    return job.result.status == "finished" and bool(job.result.examples_per_second)
-
-
 def _curves_with_points(jobs: Sequence[Job], *keys: str) -> Iterator[tuple[Job, Points]]:
     """Yield each job's first curve among the keys that has points; jobs without any are skipped."""
     for job in jobs:
@@ -260,7 +260,7 @@ def _draw_train_loss(
     title = "training loss"
     if is_any_smoothed:
         title += f" (means over 1/{MEAN_BUCKETS} of the run)"
-    _finish_curve_axes(axes, title, _coloured_points(curves, style_of), is_log=True)
+    _finish_curve_axes(axes, title, curves, style_of, is_log=True)
     return True
 
 
@@ -281,15 +281,8 @@ def _draw_quality(axes: "Axes | None", jobs: Sequence[Job], style_of: Mapping[st
         drawn = envelope(steps, values)
         axes.plot(*drawn, color=colour, ls=dash, lw=width, marker=marker, ms=4)
     is_log = key.endswith(("loss", "perplexity"))
-    _finish_curve_axes(axes, plain_label(key), _coloured_points(curves, style_of), is_log)
+    _finish_curve_axes(axes, plain_label(key), curves, style_of, is_log)
     return True
-
-
-def _coloured_points(
-    curves: Sequence[tuple[Job, Points]], style_of: Mapping[str, Style]
-) -> list[tuple[str, Points]]:
-    """Return each curve with its group's colour."""
-    return [(style_of[_job_group_name(job)][0], points) for job, points in curves]
 
 
 def _set_title(axes: "Axes", text: str) -> None:
@@ -297,21 +290,28 @@ def _set_title(axes: "Axes", text: str) -> None:
 
 
 def _finish_curve_axes(
-    axes: "Axes", title: str, lines: Sequence[tuple[str, Points]], is_log: bool
+    axes: "Axes",
+    title: str,
+    curves: Sequence[tuple[Job, Points]],
+    style_of: Mapping[str, Style],
+    is_log: bool,
 ) -> None:
     """Set scale, title and labels; mark with a cross where a curve stopped being finite.
 
     Args:
-        lines: colour and points of each curve.
+        axes: with the curves.
+        title: of the chart.
+        curves: each job with its points.
+        style_of: style of each group.
         is_log: whether to scale logarithmically, if all values are positive.
     """
-    finite_values = np.concatenate([values[np.isfinite(values)] for _, (_, values) in lines])
+    finite_values = np.concatenate([values[np.isfinite(values)] for _, (_, values) in curves])
     if is_log and len(finite_values) and finite_values.min() > 0:
         axes.set_yscale("log")
     # At the upper edge: a value that is not finite has no height of its own.
     top = axes.get_xaxis_transform()
     has_gap = False
-    for colour, (steps, values) in lines:
+    for job, (steps, values) in curves:
         nonfinite = ~np.isfinite(values)
         if not nonfinite.any():
             continue
@@ -320,7 +320,7 @@ def _finish_curve_axes(
             steps[nonfinite.argmax()],
             0.97,
             "X",
-            color=colour,
+            color=style_of[_job_group_name(job)][0],
             mec="white",
             mew=0.5,
             ms=8,
@@ -372,8 +372,20 @@ def _draw_speed_and_quality(
         return len(drawn) >= 2
     is_ratio = all(c.speed_ratio for c in drawn)
     points = [_speed_and_quality(c, is_ratio) for c in drawn]
-    _draw_groups(axes, drawn, points, style_of)
-    _draw_front(axes, drawn, is_ratio)
+    # A disc for each group, its area in proportion to memory, with the quality's spread.
+    memories = [c.group.memory_mib or 0 for c in drawn]
+    most = max(memories)
+    for c, memory, (x, y) in zip(drawn, memories, points, strict=True):
+        assert c.group.quality is not None
+        colour = style_of[c.group.name][0]
+        # The least area still shows its colour; without any known memory all discs are equal.
+        size = max(15, 260 * memory / most) if most else 60
+        axes.errorbar(x, y, yerr=c.group.quality.sd, color=colour, lw=1, capsize=3, fmt="none")
+        axes.scatter([x], [y], s=size, color=colour, alpha=0.55, ec="white", zorder=3)
+    front = sorted(_speed_and_quality(best, is_ratio) for best in pareto_front(drawn))
+    # No line between speeds of several devices.
+    if len(front) > 1 and len({c.group.device for c in drawn}) == 1:
+        axes.plot(*zip(*front, strict=True), color="#888888", lw=0.8, ls="--", zorder=1)
     axes.margins(0.18)
     labels = [plain_label(c.group.name, 26) for c in drawn]
     label_points(axes, list(zip(labels, points, strict=True)))
@@ -381,34 +393,6 @@ def _draw_speed_and_quality(
     quality = plain_label(drawn[0].group.jobs[0].quality)
     _set_title(axes, f"{quality} against speed (area: memory; dashed: Pareto front)")
     return True
-
-
-def _draw_groups(
-    axes: "Axes",
-    drawn: Sequence[Comparison],
-    points: Sequence[tuple[float, float]],
-    style_of: Mapping[str, Style],
-) -> None:
-    """Draw a disc for each group, its area in proportion to memory, with the quality's spread."""
-    memories = [comparison.group.memory_mib or 0 for comparison in drawn]
-    most = max(memories)
-    for comparison, memory, (x, y) in zip(drawn, memories, points, strict=True):
-        group = comparison.group
-        assert group.quality is not None
-        colour = style_of[group.name][0]
-        # The least area still shows its colour; without any known memory all discs are equal.
-        size = max(15, 260 * memory / most) if most else 60
-        axes.errorbar(x, y, yerr=group.quality.sd, color=colour, lw=1, capsize=3, fmt="none")
-        axes.scatter([x], [y], s=size, color=colour, alpha=0.55, ec="white", zorder=3)
-
-
-def _draw_front(axes: "Axes", drawn: Sequence[Comparison], is_ratio: bool) -> None:
-    """Connect the groups of the Pareto front; no line between speeds of several devices."""
-    if len({comparison.group.device for comparison in drawn}) > 1:
-        return
-    front = sorted(_speed_and_quality(best, is_ratio) for best in pareto_front(drawn))
-    if len(front) > 1:
-        axes.plot(*zip(*front, strict=True), color="#888888", lw=0.8, ls="--", zorder=1)
 
 
 def _speed_and_quality(c: Comparison, is_ratio: bool) -> tuple[float, float]:

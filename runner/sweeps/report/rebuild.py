@@ -1,10 +1,12 @@
 """Make the report of a sweep, or of two, from files: the command `report`.
 
-A sweep is read from its folder or from MLflow alone.
+A sweep is read from its folder or from MLflow alone. The jobs of two sweeps, A and B, are joined
+for one report that names each job after its sweep.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +14,11 @@ from typing import TYPE_CHECKING
 from runner.checkpoint.locate import newest_sweeps
 from runner.config.commands import REPORT
 from runner.config.overrides import path_exists
+from runner.modes.result import RunResult
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.load import (
     JOB_RESULTS_FOLDER,
+    JobSettings,
     SweepData,
     load_from_folder,
     load_from_store,
@@ -22,7 +26,8 @@ from runner.sweeps.report.load import (
     settings_in_store,
 )
 from runner.sweeps.report.pages import summary_markdown, write_report
-from runner.sweeps.report.sweep_pair import LoadedSweep, join_sweeps
+from runner.sweeps.report.wording import join_names
+from runner.sweeps.verdict.compare import BASELINE, FIRST_SWEEP, SECOND_SWEEP, group_name
 from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
@@ -33,6 +38,29 @@ from runner.utils.terminal import sanitize
 
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
+
+_IGNORED_KEYS = ("tracking.", "checkpoint.resume", "sweep.")
+"""Config keys that say where a job is recorded, and not what it computes."""
+_QUALITY_KEYS = ("model.", "task.", "data.", "adapter.", "mode")
+"""Config keys that say of what a quality is."""
+MAX_DIFFERENCES = 12
+"""Settings that the line of differences names."""
+
+
+@dataclass(frozen=True)
+class LoadedSweep:
+    """A sweep with what its jobs ran with.
+
+    Attributes:
+        name: folder or id, as it was typed.
+        date: when it began; empty if unknown.
+        settings: of each job, in the order of data.jobs.
+    """
+
+    name: str
+    date: str
+    data: SweepData
+    settings: Sequence[JobSettings]
 
 
 def rebuild_report(argv: Sequence[str]) -> int:
@@ -60,7 +88,7 @@ def rebuild_report(argv: Sequence[str]) -> int:
         if len(arguments.words) == 2:
             paths = _report_two(arguments.words, arguments.values, out)
         else:
-            paths = _rebuild(next(iter(arguments.words), None), arguments.values, out)
+            paths = _report_one(next(iter(arguments.words), None), arguments.values, out)
     except OSError as error:
         raise ConfigError(
             f"The report cannot be written: {error.filename or out}: {os_error_reason(error)}. "
@@ -71,15 +99,28 @@ def rebuild_report(argv: Sequence[str]) -> int:
     return 0
 
 
-def _rebuild(sweep: str | None, typed: Mapping[str, str], out: str | None) -> list[Path]:
+def _report_one(sweep: str | None, typed: Mapping[str, str], out: str | None) -> list[Path]:
     """Write the report of one sweep; return the paths."""
-    is_any_newest = sweep is None and not any(key.startswith("tracking.") for key in typed)
-    folder = next(iter(newest_sweeps()), None) if is_any_newest else _sweep_folder(sweep)
-    if folder is None:
-        return _report_from_store(sweep, typed, out)
-    target = Path(out) if out else folder
-    target.mkdir(parents=True, exist_ok=True)
-    return write_report(load_from_folder(folder), target)
+    folder = Path(sweep) if sweep and path_exists(sweep) else None
+    if sweep is None and not any(key.startswith("tracking.") for key in typed):
+        folder = next(iter(newest_sweeps()), None)
+    if folder is not None:
+        target = Path(out) if out else folder
+        target.mkdir(parents=True, exist_ok=True)
+        return write_report(load_from_folder(folder), target)
+    uri = existing_store(sweep, typed)
+    if sweep is None:
+        from runner.tracking.reader import Reader
+
+        name = resolve_experiment(typed.get("tracking.experiment"), os.environ)
+        newest = Reader(uri).newest_sweep(name)
+        if newest is None:
+            raise ConfigError(
+                f"There is no sweep in the experiment {name!r} of {redact(uri)}. Type report "
+                "<sweep folder or parent run id>."
+            )
+        sweep = newest.run_id
+    return store_report(uri, sweep, Path(out) if out else report_folder(sweep))[0]
 
 
 def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None) -> list[Path]:
@@ -99,8 +140,8 @@ def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None
 
 def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
     """Return a sweep with what its jobs ran with, of a folder or of the store."""
-    folder = _sweep_folder(sweep)
-    if folder is not None:
+    if path_exists(sweep):
+        folder = Path(sweep)
         data = load_from_folder(folder)
         began_ms = Manifest.read(folder).began_ms
         return LoadedSweep(sweep, _date(began_ms), data, settings_in_folder(folder, data))
@@ -163,13 +204,6 @@ def is_joined_by_others(uri: str, run_id: str, own: str) -> bool:
     return any(Path(path).name != own for path in Reader(uri).artifacts(run_id, JOB_RESULTS_FOLDER))
 
 
-def _report_from_store(sweep: str | None, typed: Mapping[str, str], out: str | None) -> list[Path]:
-    uri = existing_store(sweep, typed)
-    if sweep is None:
-        sweep = _newest_sweep(uri, typed.get("tracking.experiment"))
-    return store_report(uri, sweep, Path(out) if out else report_folder(sweep))[0]
-
-
 def existing_store(sweep: str | None, typed: Mapping[str, str]) -> str:
     """Return the URI of the store that holds the sweep.
 
@@ -180,28 +214,12 @@ def existing_store(sweep: str | None, typed: Mapping[str, str]) -> str:
     database = sqlite_path(uri)
     # Opening a database that does not exist would create it.
     if database and not database.exists():
-        missing = "There is no sweep in outputs/sweeps"
-        if sweep:
-            missing = f"{sweep} is no sweep here"
+        missing = f"{sweep} is no sweep here" if sweep else "There is no sweep in outputs/sweeps"
         raise ConfigError(
             f"{missing}, and nothing was logged to {redact(uri)} yet. Type report <sweep folder>, "
             "or tracking.uri=... for another store."
         )
     return uri
-
-
-def _newest_sweep(uri: str, experiment: str | None) -> str:
-    """Return the id of the newest parent run in an experiment of the store."""
-    from runner.tracking.reader import Reader
-
-    name = resolve_experiment(experiment, os.environ)
-    newest = Reader(uri).newest_sweep(name)
-    if newest is None:
-        raise ConfigError(
-            f"There is no sweep in the experiment {name!r} of {redact(uri)}. Type report "
-            "<sweep folder or parent run id>."
-        )
-    return newest.run_id
 
 
 def report_folder(sweep: str) -> Path:
@@ -229,8 +247,90 @@ def find_parent_run(reader: "Reader", name: str) -> "StoredRun":
     return parent
 
 
-def _sweep_folder(sweep: str | None) -> Path | None:
-    """Return the folder that was typed, None if the word names no folder here."""
-    if sweep is None or not path_exists(sweep):
-        return None
-    return Path(sweep)
+def join_sweeps(first: LoadedSweep, second: LoadedSweep) -> SweepData:
+    """Return the jobs of two sweeps as those of one, with a note on what differs between them.
+
+    Raises:
+        ConfigError: a sweep has no job.
+    """
+    jobs = []
+    names = []
+    for word, sweep in ((FIRST_SWEEP, first), (SECOND_SWEEP, second)):
+        if not sweep.data.jobs:
+            raise ConfigError(
+                f"{sweep.name} has no job that wrote a result. Type report <A> <B> with two sweeps "
+                "that ran."
+            )
+        jobs += [replace(job, result=_named(job.result, word)) for job in sweep.data.jobs]
+        names.append(f"{word[-1]} is {', '.join(filter(None, [sweep.name, sweep.date]))}")
+    both = (first.data, second.data)
+    return SweepData(
+        jobs,
+        [command for data in both for command in data.commands],
+        is_stopped=any(data.is_stopped for data in both),
+        job_count=sum(max(data.job_count, len(data.jobs)) for data in both),
+        fetch_failures=[failure for data in both for failure in data.fetch_failures],
+        notes=[
+            f"{'; '.join(names)}. Both are compared with {BASELINE} of A.",
+            *_difference_notes(first, second),
+        ],
+    )
+
+
+def _named(result: RunResult, word: str) -> RunResult:
+    """Return a result whose group, label and overrides have the word of its sweep."""
+    own_words = result.label.removeprefix(result.precision)
+    return replace(
+        result,
+        group=f"{result.precision} {word} {result.settings}".rstrip(),
+        label=f"{result.precision} {word} {own_words.strip()}".rstrip(),
+        overrides=[*result.overrides, word],
+    )
+
+
+def _difference_notes(first: LoadedSweep, second: LoadedSweep) -> Iterator[str]:
+    """Yield what the jobs of A and B ran with, where it differs, in one line, and a reservation."""
+    settings, others = _settings_of_shared_groups(first, second)
+    if not any(each.config for each in settings) or not any(each.config for each in others):
+        yield "What differs between A and B is not known: the jobs of one have no config.yaml."
+        return
+    keys = dict.fromkeys(key for each in (*settings, *others) for key in each.values)
+    differences = []
+    quality_keys = []
+    for key in keys:
+        values = _value_texts(key, settings)
+        other_values = _value_texts(key, others)
+        if values != other_values and not key.startswith(_IGNORED_KEYS):
+            differences.append(f"{key} ({values or 'none'}, {other_values or 'none'})")
+            quality_keys += [key] if key.startswith(_QUALITY_KEYS) else []
+    if not differences:
+        yield "No setting, version or commit that A and B recorded differs."
+        return
+    yield f"What differs (in A, in B): {join_names(differences, MAX_DIFFERENCES)}."
+    if quality_keys:
+        yield (
+            f"The qualities of A and B are of other models, tasks or data "
+            f"({join_names(quality_keys)}): their difference is not that of the precisions."
+        )
+
+
+def _settings_of_shared_groups(
+    first: LoadedSweep, second: LoadedSweep
+) -> tuple[list[JobSettings], list[JobSettings]]:
+    """Return the settings of the jobs whose groups both sweeps have; of all if they share none."""
+    names, other_names = (
+        {group_name(job.result) for job in sweep.data.jobs} for sweep in (first, second)
+    )
+    shared = names & other_names
+
+    def of_shared(sweep: LoadedSweep) -> list[JobSettings]:
+        pairs = zip(sweep.data.jobs, sweep.settings, strict=True)
+        return [each for job, each in pairs if not shared or group_name(job.result) in shared]
+
+    return of_shared(first), of_shared(second)
+
+
+def _value_texts(key: str, settings: Iterable[JobSettings]) -> str:
+    """Return the values that jobs have of a key; empty if none has the key."""
+    values = {each.values.get(key, "") for each in settings if each.config}
+    return ", ".join(sorted(filter(None, values)))

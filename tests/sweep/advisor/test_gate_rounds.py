@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweeps.advisor.gate_rounds import GateRounds
+from runner.sweeps.advisor.schedule import GateRounds
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.ranking import rank_precisions
 from runner.sweeps.verdict.settings import AdviseSettings

@@ -1,10 +1,10 @@
-"""runner.sweeps.advisor.minimal_set finds the smallest set that is enough, in few trials."""
+"""runner.sweeps.advisor.remedies finds the smallest set that is enough, in few trials."""
 
 from itertools import combinations
 
 import pytest
 
-from runner.sweeps.advisor.minimal_set import find_minimal_set
+from runner.sweeps.advisor.remedies import find_minimal_set
 
 TREE = {
     "": ["stem", "blocks", "head"],

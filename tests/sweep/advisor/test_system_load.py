@@ -1,4 +1,4 @@
-"""runner.sweeps.advisor.system_load measures other programs, and leaves this process's own out."""
+"""runner.sweeps.advisor.schedule measures other programs, and leaves this process's own out."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from runner.sweeps.advisor.system_load import other_programs_load
+from runner.sweeps.advisor.schedule import other_programs_load
 
 CPU = torch.device("cpu")
 LOOP = "while True: pass"

@@ -1,10 +1,10 @@
-"""runner.sweeps.launcher.job_output: why a job ended without a result."""
+"""runner.sweeps.launcher.job_process: why a job ended without a result."""
 
 import signal
 
 import pytest
 
-from runner.sweeps.launcher.job_output import exit_reason
+from runner.sweeps.launcher.job_process import exit_reason
 
 BY_SHELL = (128 + signal.SIGINT) << 8
 BY_SIGNAL = signal.SIGINT

@@ -16,7 +16,7 @@ from runner.sweeps.report.load import (
     settings_in_folder,
 )
 from runner.sweeps.report.pages import write_report
-from runner.sweeps.report.sweep_pair import LoadedSweep, join_sweeps
+from runner.sweeps.report.rebuild import LoadedSweep, join_sweeps
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.statistics import Verdict
 from runner.utils.errors import ConfigError

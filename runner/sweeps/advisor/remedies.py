@@ -1,0 +1,411 @@
+"""Say why a precision fails, and search by trials for what heals it.
+
+float32's numbers say what a narrower precision lacks, and in which modules. A remedy is an
+override: a rule of precision.update, or the smallest set of modules to keep out of the precision.
+One seed chooses a remedy, other seeds verify it.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from runner.config.targets import build_group
+from runner.diagnostics.numerics import Numerics
+from runner.modes.result import RunResult
+from runner.precision.contract import Precision
+from runner.sweeps.advisor.request import AdviseRequest
+from runner.sweeps.advisor.trials import Trials
+from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, rank_precisions
+from runner.sweeps.verdict.settings import AdviseSettings
+from runner.sweeps.verdict.statistics import Verdict
+from runner.utils.console import plain_console
+
+FLOAT32 = "32-true"
+"""The precision whose numbers explain the others, whatever the baseline is."""
+MAX_SUSPECTS_PER_FORMAT = 16
+"""Number of modules that each format of a precision adds to the suspects at most."""
+_REASON_TEXTS = {
+    "overflow": "overflow",
+    "underflow": "become zero",
+    "noise": "are rounding error",
+    "swallowed": "are swallowed",
+}
+ACCEPTED_GAP_SHARE = 0.25
+"""A remedy is accepted if at most this share of the gap to the baseline's loss remains."""
+RULES_BY_BYTES = ("stochastic_rounding", "kahan", "remainders", "master_weights")
+"""Rules that keep updates, the one of the fewest bytes per weight first; with AdamW 6, 8, 12 and 14
+(bench/results/update_rules.md)."""
+_IGNORE_KEY = "precision.ignore_modules"
+Modules = tuple[str, ...]
+"""Dotted names of modules, which are left out of a precision with all modules inside them."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What float32's numbers say of the precisions that fail; empty if they are not known.
+
+    Attributes:
+        suspects: modules that each precision harms most, by dotted name, the worst first.
+        losing: precisions that round away updates of their weights.
+    """
+
+    suspects: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    losing: Sequence[str] = ()
+
+
+def swallows_updates(numbers: Numerics, precision: Precision) -> bool:
+    """Return whether a precision rounds away updates that float32's weights keep.
+
+    Args:
+        numbers: measured in a run with float32.
+        precision: narrower than float32.
+    """
+    stored = [name for name, kinds in precision.formats if "updates" in kinds]
+    return any(numbers.sensitivity(name, ("updates",)) != "none" for name in stored)
+
+
+def describe_shortage(numbers: Numerics, precision: Precision) -> str:
+    """Return a sentence on the first format that lacks range or precision, empty if none does.
+
+    Args:
+        numbers: measured in a run with float32.
+        precision: narrower than float32.
+    """
+    for fmt, kinds in precision.formats:
+        shortage = numbers.sensitivity(fmt, kinds)
+        if shortage == "none":
+            continue
+        text = f"short of {fmt}'s {shortage}"
+        # One reason: the sentence is a cell of the report's table.
+        for module, kind, reason, share in numbers.reasons(fmt, kinds)[:1]:
+            text += f": in {module} {share:.0%} of {kind} {_REASON_TEXTS[reason]}"
+        return text
+    return ""
+
+
+def suspect_modules(numbers: Numerics, precision: Precision) -> list[str]:
+    """Return the modules that a precision harms most, the worst first.
+
+    Args:
+        numbers: measured in a run with float32.
+        precision: narrower than float32.
+    """
+    # A dict is a set that keeps the order: several formats may name one module.
+    modules: dict[str, None] = {}
+    for fmt, kinds in precision.formats:
+        for module, *_ in numbers.worst(fmt, MAX_SUSPECTS_PER_FORMAT, kinds):
+            # A name in parentheses is the model as a whole.
+            if not module.startswith("("):
+                modules[module] = None
+    return list(modules)
+
+
+class RemedyTrials:
+    """Trials of remedies, which are overrides of a precision that fails.
+
+    Args:
+        request: the command.
+        trials: runs the jobs.
+        settings: set the length of a trial.
+    """
+
+    def __init__(self, request: AdviseRequest, trials: Trials, settings: AdviseSettings) -> None:
+        self.request = request
+        self.trials = trials
+        self.settings = settings
+        self.console = plain_console()
+        self._longest_trial_seconds = 0.0
+
+    @property
+    def has_time(self) -> bool:
+        """Return whether the budget has time for another trial."""
+        # The longest trial so far, not the mean: a trial that starts is not stopped by the budget.
+        return self.trials.remaining_seconds >= self._longest_trial_seconds
+
+    def advice(self) -> Advice:
+        """Return what the trials so far say."""
+        return rank_precisions(self.trials.results(), self.settings)
+
+    def failing(self) -> list[PrecisionVerdict]:
+        """Return the verdicts on precisions that fail, and that no remedy has healed so far."""
+        plain = []
+        healed = set()
+        for verdict in self.advice().verdicts:
+            if not verdict.group.settings:
+                plain.append(verdict)
+            elif verdict.is_acceptable:
+                healed.add(verdict.group.precision)
+        return [one for one in plain if one.is_failing and one.group.precision not in healed]
+
+    def is_enough(self, verdict: PrecisionVerdict, override: str, max_gap: float) -> bool:
+        """Return whether the first seed's loss with an override is near enough to the baseline's.
+
+        Args:
+            verdict: on the precision without the override.
+            override: the remedy.
+            max_gap: see max_gap().
+        """
+        (seed,) = self.request.trial_seeds(1)
+        result = self.run_trial(verdict.group.precision, override, seed)
+        loss = self.settings.judged_loss(result.metrics) if result else None
+        if result is None or result.outcome != "finished" or loss is None:
+            loss = inf
+        return loss - self.advice().baseline_losses[seed] <= max_gap
+
+    def max_gap(self, verdict: PrecisionVerdict) -> float:
+        """Return the largest gap to the baseline's loss with which a remedy is accepted.
+
+        It is advise.max_gap, or two standard deviations of the baseline's loss between seeds, or a
+        share of the gap that the precision has without a remedy, if that is larger.
+        """
+        margin = self.settings.max_gap
+        if margin is None:
+            # One trial decides, and seeds alone seldom put a loss further away than two deviations.
+            margin = 2 * self.advice().baseline_spread
+        if verdict.test is None or verdict.rating is not Verdict.WORSE:
+            return margin
+        return max(margin, ACCEPTED_GAP_SHARE * verdict.test.value)
+
+    def run_trial(self, name: str, override: str, seed: int) -> RunResult | None:
+        """Return the result of one trial with an override, None if the budget has no time for it.
+
+        Args:
+            name: of the precision.
+            override: the remedy; empty for none.
+            seed: the trial's.
+        """
+        if not self.has_time:
+            return None
+        began = perf_counter()
+        words = [*self.settings.length_overrides(name), *filter(None, [override])]
+        result = self.trials.launch(self.request.trial_overrides(name, seed, *words))
+        self._longest_trial_seconds = max(self._longest_trial_seconds, perf_counter() - began)
+        return result
+
+    def verify(self, name: str, override: str) -> None:
+        """Run trials of a remedy with other seeds than the one that chose it.
+
+        Args:
+            name: of the precision.
+            override: the remedy.
+        """
+        self.console.print(f"{name}: {override} helps; verifying it with other seeds")
+        # A remedy that was chosen by a seed's loss is biased towards that seed.
+        for seed in self.request.trial_seeds(self.request.spec.advise.seeds + 1)[1:]:
+            # The baseline has no loss for the last seed, which is one after those of the rounds.
+            if seed not in self.advice().baseline_losses:
+                self.run_trial(self.request.baseline, "", seed)
+            if self.run_trial(name, override, seed) is None:
+                break
+        verified = f"{name} {override}"
+        if any(one.name == verified and one.is_failing for one in self.advice().verdicts):
+            self.console.print(f"{verified}: with other seeds it does not help")
+
+
+def search_update_rules(remedies: RemedyTrials, losing: Collection[str]) -> None:
+    """Try the rules for each precision that fails and loses updates, until one of them helps.
+
+    Args:
+        remedies: runs the trials.
+        losing: names of precisions whose updates float32's numbers say are swallowed.
+    """
+    for verdict in remedies.failing():
+        name = verdict.group.precision
+        if name not in losing or not remedies.request.takes_update_rule(name):
+            continue
+        remedies.console.print(f"{name} fails: searching for a rule that keeps its updates")
+        max_gap = remedies.max_gap(verdict)
+        overrides = (f"precision.update={rule}" for rule in RULES_BY_BYTES)
+        helps = (each for each in overrides if remedies.is_enough(verdict, each, max_gap))
+        remedy = next(helps, None)
+        if remedy is not None:
+            remedies.verify(name, remedy)
+        else:
+            limit = "" if remedies.has_time else " in the time that was left"
+            remedies.console.print(f"{name}: no rule of precision.update helps{limit}")
+
+
+def search_fp32_modules(remedies: RemedyTrials, suspects: Mapping[str, Sequence[str]]) -> None:
+    """Search for the modules that have to stay in float32, for each precision that fails.
+
+    Precisions for which the user has named modules are not searched.
+
+    Args:
+        remedies: runs the trials.
+        suspects: modules by dotted name for each precision, the most suspicious first.
+    """
+    request = remedies.request
+    tree = _module_tree(request)
+
+    def gain(verdict: PrecisionVerdict) -> float:
+        ratio = verdict.comparison.speed_ratio
+        return ratio.value if ratio else 0.0
+
+    # The budget may end during any of the searches: the fastest precision comes first.
+    for verdict in sorted(remedies.failing(), key=gain, reverse=True):
+        name = verdict.group.precision
+        key = _exclusion_key(request.load_precision(name))
+        overrides = request.precision_overrides.get(name, ())
+        if key and not any(word.startswith(key) for word in overrides):
+            _search_modules(remedies, verdict, key, tree, suspects.get(name, ()))
+
+
+def _search_modules(
+    remedies: RemedyTrials,
+    verdict: PrecisionVerdict,
+    key: str,
+    tree: Mapping[str, Sequence[str]],
+    suspects: Sequence[str],
+) -> None:
+    """Search for the smallest set of modules for one precision, and verify it.
+
+    Args:
+        remedies: runs the trials.
+        verdict: the verdict on the precision.
+        key: leaves modules out of the precision.
+        tree: children of each module by dotted name.
+        suspects: modules by dotted name, the most suspicious first.
+    """
+    name = verdict.group.precision
+    max_gap = remedies.max_gap(verdict)
+    # A precision that converts no module at all is float32: that set needs no trial.
+    every_module = frozenset(tree[""]) if key == _IGNORE_KEY else None
+    tried: dict[frozenset[str] | None, bool] = {every_module: True}
+
+    def is_enough(modules: Modules) -> bool:
+        chosen = frozenset(modules)
+        if chosen not in tried:
+            tried[chosen] = remedies.is_enough(verdict, _override(key, modules), max_gap)
+        return tried[chosen]
+
+    remedies.console.print(f"{name} fails: searching for modules to keep out of it")
+    modules = find_minimal_set(tree, suspects, is_enough)
+    if modules is None or frozenset(modules) == every_module:
+        limit = "" if remedies.has_time else " in the time that was left"
+        remedies.console.print(f"{name}: no set of modules that was tried helps{limit}")
+        return
+    remedies.verify(name, _override(key, modules))
+
+
+def _exclusion_key(precision: Precision) -> str:
+    """Return the key that leaves modules out of a precision, empty if there is none."""
+    if precision.freezes:
+        # Frozen weights stay quantized: float32 modules would not train either.
+        return ""
+    if precision.converts_layers:
+        return _IGNORE_KEY
+    # What computes in 4 bytes has nothing to gain from float32.
+    return "precision.keep_fp32" if precision.compute.itemsize < 4 else ""
+
+
+def _override(key: str, modules: Modules) -> str:
+    """Return the override that leaves modules out."""
+    names = []
+    for name in modules:
+        # YAML or Hydra would read names such as `0` as numbers.
+        is_plain = name.replace(".", "_").isidentifier()
+        names.append(name if is_plain else f"'{name}'")
+    return f"{key}=[{','.join(names)}]"
+
+
+def _module_tree(request: AdviseRequest) -> dict[str, list[str]]:
+    """Return the children of every module by dotted name; the model's own name is empty."""
+    node = request.spec.model
+    # Only names are needed: on the meta device weights take no memory and no time.
+    try:
+        with torch.device("meta"):
+            model: nn.Module = build_group("model", node)
+    except (NotImplementedError, RuntimeError):
+        # Its constructor reads values of tensors, which the meta device does not have.
+        model = build_group("model", node)
+    tree: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        # A child of the model itself has no dot before its name.
+        tree[name] = [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
+    return tree
+
+
+def find_minimal_set(
+    tree: Mapping[str, Sequence[str]],
+    suspects: Sequence[str],
+    is_enough: Callable[[Modules], bool],
+) -> Modules | None:
+    """Return a set of modules that is enough, and of which none can be left out or narrowed.
+
+    First the most suspicious modules are tried alone, then all modules together. From the first
+    set that is enough, one module after another is left out, the least suspicious first; then
+    modules are replaced by their parts. Another set of the same size may be enough as well.
+
+    Args:
+        tree: the children of each module by dotted name; the model's own name is empty.
+        suspects: names, the most suspicious first; modules that are not among them come last.
+        is_enough: returns whether a set is; False once nothing more may be tried.
+
+    Returns:
+        None if not even all modules together are enough.
+    """
+    rank = {name: place for place, name in enumerate(suspects)}
+    top = sorted(tree[""], key=lambda name: _suspicion_rank(name, rank))
+    # One, two and four suspects, then everything. Each set is a trial: a right suspicion is
+    # confirmed by the first, and a wrong one costs three before the search starts from all modules.
+    starts = [tuple(suspects[:n]) for n in (1, 2, 4) if n <= len(suspects)]
+    modules = next((start for start in [*starts, tuple(top)] if is_enough(start)), None)
+    if modules is None:
+        return None
+    modules = _leave_out(modules, rank, is_enough)
+    # One level of the tree at a time: large modules that can be left out are never taken apart, and
+    # trials are spent below the others only.
+    while True:
+        narrower = _narrow_once(modules, tree, rank, is_enough)
+        if narrower is None:
+            return modules
+        modules = narrower
+
+
+def _suspicion_rank(name: str, rank: Mapping[str, int]) -> int:
+    """Return the rank of a module: that of the most suspicious module in it, 0 the highest."""
+    ranks = [place for s, place in rank.items() if s == name or s.startswith(f"{name}.")]
+    return min(ranks, default=len(rank))
+
+
+def _leave_out(
+    modules: Modules, rank: Mapping[str, int], is_enough: Callable[[Modules], bool]
+) -> Modules:
+    """Return the set without the modules that can be left out one after another."""
+    # Zeller and Hildebrandt's ddmin ("Simplifying and Isolating Failure-Inducing Input", 2002),
+    # one module at a time. The least suspicious first, which can most probably be left out.
+    for name in sorted(modules, key=lambda name: -_suspicion_rank(name, rank)):
+        fewer = tuple(other for other in modules if other != name)
+        # The empty set is the precision itself, which fails.
+        if fewer and is_enough(fewer):
+            modules = fewer
+    return modules
+
+
+def _narrow_once(
+    modules: Modules,
+    tree: Mapping[str, Sequence[str]],
+    rank: Mapping[str, int],
+    is_enough: Callable[[Modules], bool],
+) -> Modules | None:
+    """Return the set with one module replaced by as few of its parts as are enough.
+
+    Returns:
+        None if no module can be replaced.
+    """
+    for name in modules:
+        others = tuple(other for other in modules if other != name)
+        parts = sorted(tree.get(name, ()), key=lambda part: _suspicion_rank(part, rank))
+        # The two most suspicious parts are tried alone; a single part is tried as all parts.
+        parts_alone = parts[:2] if len(parts) > 1 else []
+        for part in parts_alone:
+            if is_enough((*others, part)):
+                return (*others, part)
+        # Not even all parts are enough where the module's own arithmetic needs float32.
+        if parts and is_enough((*others, *parts)):
+            return _leave_out((*others, *parts), rank, is_enough)
+    return None
