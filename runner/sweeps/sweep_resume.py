@@ -48,10 +48,8 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     lists = [text for text in added if "," in text and not text.startswith(_NO_LISTS)]
     added = [text for text in added if text not in lists]
     name = resume[-1].partition("=")[2].strip("'\"")
-    if name == "last":
-        folder = _last_sweep(is_unfinished=not lists)
-    else:
-        folder = _find_folder(name, _tracking_uri(added))
+    uris = [text.partition("=")[2] for text in added if text.startswith("tracking.uri=")]
+    folder = _find_folder(name, uris[0] if uris else None, is_unfinished=not lists)
     manifest = Manifest.read(folder)
     # The manifest is a file that others may have written: no other program is started.
     if [*manifest.command[:3]] != RUNNER_COMMAND:
@@ -63,12 +61,25 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     added = [text for text in added if text not in manifest.command]
     lists = [text for text in lists if text not in manifest.command]
     _check_added(added, manifest, name)
-    _check_working_directory(manifest, name)
+    # Another working directory than the sweep's is refused, if that one still exists.
+    original = Path(manifest.cwd).absolute()
+    if original != Path.cwd() and original.is_dir():
+        raise ConfigError(
+            f"{RESUME_KEY}={name}: its command was typed in another folder, which its files are "
+            f"relative to. Type cd {shlex.quote(str(original))} first."
+        )
     # Redacted words are typed again, see _check_added().
     command = _with_lists(manifest.command[3:], lists)
     command = [word for word in command if _REDACTION_MARK not in word]
     _select_recorded_store(folder, [*command, *added])
-    return [*command, *added, *_folder_overrides(folder)]
+    # Hydra then runs the sweep again in its own folder.
+    return [
+        *command,
+        *added,
+        f"hydra.sweep.dir={quote_value(str(folder.absolute()))}",
+        "hydra.callbacks.sweep.resume=true",
+        "hydra.mode=MULTIRUN",
+    ]
 
 
 def _with_lists(command: Sequence[str], lists: Sequence[str]) -> list[str]:
@@ -145,12 +156,6 @@ def resumed_numbers(
     return [next(free) if number is None else number for number in resumed]
 
 
-def _tracking_uri(words: Sequence[str]) -> str | None:
-    """Return the value of the first `tracking.uri=` among words."""
-    values = (text.partition("=")[2] for text in words if text.startswith("tracking.uri="))
-    return next(values, None)
-
-
 def _check_trusted(manifest: Manifest, typed: Sequence[str], name: str) -> None:
     """Refuse a manifest from elsewhere, whose command could name any code.
 
@@ -190,25 +195,6 @@ def _check_added(added: Sequence[str], manifest: Manifest, name: str) -> None:
             f"{RESUME_KEY}={name}: the sweep's command held secrets, which are not stored. Type "
             f"them again: {' '.join(f'{key}=<value>' for key in missing)}"
         )
-
-
-def _check_working_directory(manifest: Manifest, name: str) -> None:
-    """Refuse another working directory than the sweep's, if that one still exists."""
-    original = Path(manifest.cwd).absolute()
-    if original != Path.cwd() and original.is_dir():
-        raise ConfigError(
-            f"{RESUME_KEY}={name}: its command was typed in another folder, which its files are "
-            f"relative to. Type cd {shlex.quote(str(original))} first."
-        )
-
-
-def _folder_overrides(folder: Path) -> list[str]:
-    """Return the overrides that make Hydra run the sweep again in its own folder."""
-    return [
-        f"hydra.sweep.dir={quote_value(str(folder.absolute()))}",
-        "hydra.callbacks.sweep.resume=true",
-        "hydra.mode=MULTIRUN",
-    ]
 
 
 def _select_recorded_store(folder: Path, words: Sequence[str]) -> None:
@@ -265,24 +251,23 @@ def _settings(overrides: Sequence[str]) -> set[str]:
     return {redact(text) for text in overrides if not text.lstrip("+~").startswith(_TRACKING)}
 
 
-def _find_folder(name: str, uri: str | None) -> Path:
+def _find_folder(name: str, uri: str | None, is_unfinished: bool) -> Path:
     """Return the folder of a sweep.
 
     Args:
-        name: the folder, or the id of the sweep's parent run or of one of its jobs.
+        name: the folder, or the id of the sweep's parent run or of one of its jobs, or `last`.
         uri: store in which ids are looked up; None for the default one.
+        is_unfinished: the last sweep is the newest one that has not finished.
     """
-    folder = locate.find_sweep(name, uri, RESUME_KEY)
-    if folder is not None:
-        return folder
-    raise ConfigError(
-        f"{RESUME_KEY}={name}: no sweep is there. Type {RESUME_KEY}=last, or the folder of a sweep "
-        "(outputs/sweeps/<time>), or the MLflow id of a parent run whose sweep ran on this machine."
-    )
-
-
-def _last_sweep(is_unfinished: bool) -> Path:
-    """Return the folder of the newest sweep, or of the newest one that has not finished."""
+    if name != "last":
+        folder = locate.find_sweep(name, uri, RESUME_KEY)
+        if folder is not None:
+            return folder
+        raise ConfigError(
+            f"{RESUME_KEY}={name}: no sweep is there. Type {RESUME_KEY}=last, or the folder of a "
+            "sweep (outputs/sweeps/<time>), or the MLflow id of a parent run whose sweep ran on "
+            "this machine."
+        )
     for folder in locate.newest_sweeps():
         if not is_unfinished or not Manifest.read(folder).finished:
             return folder

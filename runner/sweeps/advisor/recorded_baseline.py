@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from runner.config.overrides import path_exists
@@ -9,14 +10,13 @@ from runner.config.schema import RunSpec
 from runner.modes.result import RunResult
 from runner.modes.run_metadata import config_text
 from runner.sweeps.report.load import (
+    Job,
     JobSettings,
     flat_config,
     load_from_folder,
     load_from_store,
     read_settings,
     result_of_run,
-    settings_in_folder,
-    settings_in_store,
     stored_settings,
 )
 from runner.sweeps.report.rebuild import existing_store, find_parent_run
@@ -37,8 +37,6 @@ _ABSENT_VALUES = ("", "null", "None", "false", "False", "[]", "{}")
 """Values of a key that mean the same as its absence in a config of another version."""
 MAX_DIFFERING_KEYS = 5
 """Config keys that the message of a baseline with other settings names."""
-
-RecordedJob = tuple[RunResult, JobSettings]
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,10 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> R
         ConfigError: there is no such run or sweep, or it is no baseline of this command.
         TrackingError: the store does not answer.
     """
-    jobs = [job for job in _read_jobs(name, spec) if job[0].outcome == "finished"]
-    precision = _chosen_precision(name, [result.precision for result, _ in jobs], judged)
-    jobs = [job for job in jobs if job[0].precision == precision]
-    results = [result for result, _ in jobs]
+    jobs = [job for job in _read_jobs(name, spec) if job.result.outcome == "finished"]
+    precision = _chosen_precision(name, [job.result.precision for job in jobs], judged)
+    jobs = [job for job in jobs if job.result.precision == precision]
+    results = [job.result for job in jobs]
     seeds = [result.seed for result in results]
     if len(set(seeds)) < len(seeds) or None in seeds:
         raise ConfigError(
@@ -91,7 +89,7 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> R
             f"advise.baseline={name}: its runs have {join_names(map(str, sorted(lengths)))} steps, "
             "and runs of unequal lengths are no baseline. Name a sweep over seeds alone."
         )
-    _check_same_settings(name, [settings for _, settings in jobs], spec)
+    _check_same_settings(name, [job.read_settings() for job in jobs], spec)
     named = [
         replace(result, group=precision, label=f"{precision} seed={result.seed}")
         for result in results
@@ -99,25 +97,19 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> R
     return RecordedBaseline(name, precision, named, lengths.pop())
 
 
-def _read_jobs(name: str, spec: RunSpec) -> list[RecordedJob]:
+def _read_jobs(name: str, spec: RunSpec) -> Sequence[Job]:
     """Return the results in a folder or in the command's store, with what each ran with."""
     folder = Path(name)
     if path_exists(name) and folder.is_dir():
         if (folder / MANIFEST).is_file():
-            data = load_from_folder(folder)
-            results = [job.result for job in data.jobs]
-            return [*zip(results, settings_in_folder(folder, data), strict=True)]
+            return load_from_folder(folder).jobs
         try:
-            return [(RunResult.read(folder), read_settings(folder))]
+            return [Job(RunResult.read(folder), read_settings=partial(read_settings, folder))]
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"advise.baseline={name}: the folder holds no finished run and no sweep. Name a "
                 "precision, or the folder or MLflow id of a run or a sweep."
             ) from error
-    return _read_stored_jobs(name, spec)
-
-
-def _read_stored_jobs(name: str, spec: RunSpec) -> list[RecordedJob]:
     from runner.tracking.reader import Reader  # imports mlflow
 
     tracking = {f"tracking.{key}": value for key, value in spec.tracking.items() if value}
@@ -125,7 +117,8 @@ def _read_stored_jobs(name: str, spec: RunSpec) -> list[RecordedJob]:
         reader = Reader(existing_store(name, tracking))
         run = reader.run(name) if name.isalnum() else None
         if run is not None and run.tags.get("role") != "sweep":
-            return [(result_of_run(reader, run), stored_settings(reader, run))]
+            settings = partial(stored_settings, reader, run)
+            return [Job(result_of_run(reader, run), read_settings=settings)]
         parent = find_parent_run(reader, name)
     except ConfigError as error:
         raise ConfigError(
@@ -133,9 +126,7 @@ def _read_stored_jobs(name: str, spec: RunSpec) -> list[RecordedJob]:
             "of the store. Type python -m runner doctor for the precisions, or tracking.uri=... "
             "for another store."
         ) from error
-    data = load_from_store(reader, parent)
-    results = [job.result for job in data.jobs]
-    return [*zip(results, settings_in_store(reader, parent, data), strict=True)]
+    return load_from_store(reader, parent).jobs
 
 
 def _chosen_precision(name: str, precisions: Sequence[str], judged: Sequence[str]) -> str:

@@ -5,8 +5,8 @@ override: a rule of precision.update, or the smallest set of modules to keep out
 One seed chooses a remedy, other seeds verify it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from time import perf_counter
 
@@ -46,62 +46,45 @@ Modules = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What float32's numbers say of the precisions that fail; empty if they are not known.
+    """What float32's numbers say of a precision that fails.
 
     Attributes:
-        suspects: modules that each precision harms most, by dotted name, the worst first.
-        losing: precisions that round away updates of their weights.
+        finding: the first format that lacks range or precision, as a clause.
+        suspects: modules that the precision harms most, by dotted name, the worst first.
+        loses_updates: it rounds away updates that float32's weights keep.
     """
 
-    suspects: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    losing: Sequence[str] = ()
+    finding: str
+    suspects: Sequence[str]
+    loses_updates: bool
 
 
-def swallows_updates(numbers: Numerics, precision: Precision) -> bool:
-    """Return whether a precision rounds away updates that float32's weights keep.
+def diagnose(numbers: Numerics, precision: Precision) -> Diagnosis:
+    """Return what a precision lacks.
 
     Args:
         numbers: measured in a run with float32.
         precision: narrower than float32.
     """
-    stored = [name for name, kinds in precision.formats if "updates" in kinds]
-    return any(numbers.sensitivity(name, ("updates",)) != "none" for name in stored)
-
-
-def describe_shortage(numbers: Numerics, precision: Precision) -> str:
-    """Return a sentence on the first format that lacks range or precision, empty if none does.
-
-    Args:
-        numbers: measured in a run with float32.
-        precision: narrower than float32.
-    """
+    finding = f"in every module {FLOAT32}'s numbers fit its formats"
     for fmt, kinds in precision.formats:
         shortage = numbers.sensitivity(fmt, kinds)
-        if shortage == "none":
-            continue
-        text = f"short of {fmt}'s {shortage}"
-        # One reason: the sentence is a cell of the report's table.
-        for module, kind, reason, share in numbers.reasons(fmt, kinds)[:1]:
-            text += f": in {module} {share:.0%} of {kind} {_REASON_TEXTS[reason]}"
-        return text
-    return ""
-
-
-def suspect_modules(numbers: Numerics, precision: Precision) -> list[str]:
-    """Return the modules that a precision harms most, the worst first.
-
-    Args:
-        numbers: measured in a run with float32.
-        precision: narrower than float32.
-    """
+        if shortage != "none":
+            finding = f"short of {fmt}'s {shortage}"
+            # One reason: the clause is a cell of the report's table.
+            for module, kind, reason, share in numbers.reasons(fmt, kinds)[:1]:
+                finding += f": in {module} {share:.0%} of {kind} {_REASON_TEXTS[reason]}"
+            break
     # A dict is a set that keeps the order: several formats may name one module.
-    modules: dict[str, None] = {}
+    suspects: dict[str, None] = {}
     for fmt, kinds in precision.formats:
         for module, *_ in numbers.worst(fmt, MAX_SUSPECTS_PER_FORMAT, kinds):
             # A name in parentheses is the model as a whole.
             if not module.startswith("("):
-                modules[module] = None
-    return list(modules)
+                suspects[module] = None
+    stored = [fmt for fmt, kinds in precision.formats if "updates" in kinds]
+    loses_updates = any(numbers.sensitivity(fmt, ("updates",)) != "none" for fmt in stored)
+    return Diagnosis(finding, list(suspects), loses_updates)
 
 
 class RemedyTrials:
@@ -206,16 +189,17 @@ class RemedyTrials:
             self.console.print(f"{verified}: with other seeds it does not help")
 
 
-def search_update_rules(remedies: RemedyTrials, losing: Collection[str]) -> None:
+def search_update_rules(remedies: RemedyTrials, diagnoses: Mapping[str, Diagnosis]) -> None:
     """Try the rules for each precision that fails and loses updates, until one of them helps.
 
     Args:
         remedies: runs the trials.
-        losing: names of precisions whose updates float32's numbers say are swallowed.
+        diagnoses: of each precision that failed.
     """
     for verdict in remedies.failing():
         name = verdict.group.precision
-        if name not in losing or not remedies.request.takes_update_rule(name):
+        loses_updates = name in diagnoses and diagnoses[name].loses_updates
+        if not loses_updates or not remedies.request.takes_update_rule(name):
             continue
         remedies.console.print(f"{name} fails: searching for a rule that keeps its updates")
         max_gap = remedies.max_gap(verdict)
@@ -229,14 +213,14 @@ def search_update_rules(remedies: RemedyTrials, losing: Collection[str]) -> None
             remedies.console.print(f"{name}: no rule of precision.update helps{limit}")
 
 
-def search_fp32_modules(remedies: RemedyTrials, suspects: Mapping[str, Sequence[str]]) -> None:
+def search_fp32_modules(remedies: RemedyTrials, diagnoses: Mapping[str, Diagnosis]) -> None:
     """Search for the modules that have to stay in float32, for each precision that fails.
 
     Precisions for which the user has named modules are not searched.
 
     Args:
         remedies: runs the trials.
-        suspects: modules by dotted name for each precision, the most suspicious first.
+        diagnoses: of each precision that failed.
     """
     request = remedies.request
     tree = _module_tree(request)
@@ -251,7 +235,8 @@ def search_fp32_modules(remedies: RemedyTrials, suspects: Mapping[str, Sequence[
         key = _exclusion_key(request.load_precision(name))
         overrides = request.precision_overrides.get(name, ())
         if key and not any(word.startswith(key) for word in overrides):
-            _search_modules(remedies, verdict, key, tree, suspects.get(name, ()))
+            suspects = diagnoses[name].suspects if name in diagnoses else ()
+            _search_modules(remedies, verdict, key, tree, suspects)
 
 
 def _search_modules(
@@ -330,9 +315,7 @@ def _module_tree(request: AdviseRequest) -> dict[str, list[str]]:
 
 
 def find_minimal_set(
-    tree: Mapping[str, Sequence[str]],
-    suspects: Sequence[str],
-    is_enough: Callable[[Modules], bool],
+    tree: Mapping[str, Sequence[str]], suspects: Sequence[str], is_enough: Callable[[Modules], bool]
 ) -> Modules | None:
     """Return a set of modules that is enough, and of which none can be left out or narrowed.
 

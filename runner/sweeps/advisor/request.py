@@ -4,7 +4,7 @@ Everything that cannot be compared is refused here, before the first trial.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.invocation import override_texts
-from runner.config.overrides import PRECISION_ALIASES
+from runner.config.overrides import PRECISION_ALIASES, as_typed
 from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets, loading_problems
@@ -62,29 +62,30 @@ class AdviseRequest:
         spec: resolved, with the baseline's precision or the one that was typed.
         device: that trials run on.
         overrides: the user's, without those of precision, seed, mode and advise.
-        seed_override: the override of the seed, if one was typed.
-        command: words of a command that come before its overrides.
+        command: words of a command, without precision and mode, that trains the config.
         precisions: to try, the baseline first.
         recorded: the run or sweep that advise.baseline names; None for a precision.
         precision_overrides: further overrides of each precision.
         emulated_precisions: precisions that this machine emulates.
         missing_precisions: precisions that this machine lacks, with the reason.
-        seed: the first one.
         config_dir: the user's configs, among them further precisions; None without --config-dir.
     """
 
     spec: RunSpec
     device: torch.device
     overrides: Sequence[str]
-    seed_override: Sequence[str]
     command: Sequence[str]
     precisions: Sequence[str]
     precision_overrides: Mapping[str, Sequence[str]]
     emulated_precisions: Sequence[str]
     missing_precisions: Mapping[str, str]
-    seed: int
     config_dir: Path | None = None
     recorded: RecordedBaseline | None = None
+
+    @property
+    def seed(self) -> int:
+        """Return the first seed."""
+        return self.spec.seed
 
     @property
     def baseline(self) -> str:
@@ -122,7 +123,12 @@ class AdviseRequest:
         emulated = _emulatable(supported, extras, config_dir)
         chosen = typed or [*trainable_here(spec, emulated, supported, config_dir)]
         missing = {row.name: row.why for row in supported if row.why and row.name not in chosen}
-        baseline, recorded = _read_baseline(spec, chosen, config_dir)
+        # A precision, or else a run or sweep, whose precision it is then.
+        baseline = PRECISION_ALIASES.get(spec.advise.baseline, spec.advise.baseline)
+        recorded = None
+        if baseline not in precision_names(config_dir):
+            recorded = read_recorded_baseline(spec.advise.baseline, spec, chosen)
+            baseline = recorded.precision
         precisions = _with_baseline(chosen, baseline, spec.mode)
         fitting = {}
         for name in precisions:
@@ -131,17 +137,19 @@ class AdviseRequest:
             # They belong to the precision that is asked about.
             fitting[baseline] = []
         _check_extras(extras, fitting)
+        lines = [(o, o.input_line) for o in overrides if o.input_line]
+        user = [line for o, line in lines if _group(o) not in _SCHEDULED_GROUPS]
+        seed = [line for o, line in lines if o.get_key_element() == "seed"]
         return cls(
             spec=spec,
             device=device,
-            overrides=_input_lines(overrides, lambda o: _group(o) not in _SCHEDULED_GROUPS),
-            seed_override=_input_lines(overrides, lambda o: o.get_key_element() == "seed"),
-            command=_command_words(config, config_dir),
+            overrides=user,
+            # As typed: the mark of a new key is the program's own.
+            command=[*_command_words(config, config_dir), *map(as_typed, user), *seed],
             precisions=precisions,
             precision_overrides=fitting,
             emulated_precisions=[name for name in precisions if name in emulated],
             missing_precisions={} if typed else missing,
-            seed=spec.seed,
             config_dir=config_dir,
             recorded=recorded,
         )
@@ -163,7 +171,7 @@ class AdviseRequest:
         """Return whether a precision loses updates and has the key update, which was not typed."""
         precision = self.load_precision(name)
         is_typed = any("precision.update=" in word for word in self.precision_overrides[name])
-        has_update = _has_key(name, "update", self.config_dir)
+        has_update = "update" in precision_config(name, self.config_dir)
         return precision.loses_updates and has_update and not is_typed
 
     def load_precision(self, name: str) -> Precision:
@@ -240,11 +248,6 @@ def _command_words(config: DictConfig, config_dir: Path | None) -> list[str]:
     return words
 
 
-def _input_lines(overrides: Sequence[Override], is_wanted: Callable[[Override], bool]) -> list[str]:
-    """Return overrides as they were typed."""
-    return [o.input_line for o in overrides if is_wanted(o) and o.input_line]
-
-
 def _group(override: Override) -> str:
     """Return the first part of an override's key."""
     return override.get_key_element().lstrip("+~").partition(".")[0].partition("/")[0]
@@ -297,23 +300,6 @@ def _typed_precisions(
     return names
 
 
-def _read_baseline(
-    spec: RunSpec, judged: Sequence[str], config_dir: Path | None
-) -> tuple[str, RecordedBaseline | None]:
-    """Return the precision of the baseline, and its runs if they are recorded.
-
-    Raises:
-        ConfigError: advise.baseline is neither a precision nor a run or sweep, or cannot be
-            compared with.
-    """
-    typed = spec.advise.baseline
-    name = PRECISION_ALIASES.get(typed, typed)
-    if name in precision_names(config_dir):
-        return name, None
-    recorded = read_recorded_baseline(typed, spec, judged)
-    return recorded.precision, recorded
-
-
 def _with_baseline(names: Sequence[str], baseline: str, mode: str) -> list[str]:
     """Return precisions with the baseline first.
 
@@ -353,9 +339,7 @@ def _check_extras(extras: Mapping[str, Override], fitting: Mapping[str, Sequence
 
 
 def _emulatable(
-    supported: Sequence[PrecisionSupport],
-    extras: dict[str, Override],
-    config_dir: Path | None,
+    supported: Sequence[PrecisionSupport], extras: dict[str, Override], config_dir: Path | None
 ) -> list[str]:
     """Return precisions that this machine lacks and emulates, if precision.emulate=true was typed.
 
@@ -377,7 +361,7 @@ def _emulatable(
         return []
     # A reason (`why`) stands only in the rows of precisions that this machine lacks.
     lacking = [row.name for row in supported if row.why]
-    return [name for name in lacking if _has_key(name, "emulate", config_dir)]
+    return [name for name in lacking if "emulate" in precision_config(name, config_dir)]
 
 
 def trainable_here(
@@ -403,18 +387,13 @@ def trainable_here(
             yield row.name
 
 
-def _has_key(name: str, key: str, config_dir: Path | None) -> bool:
-    """Return whether a precision's config has a key."""
-    return key in precision_config(name, config_dir)
-
-
 def _fitting_extras(
     name: str, extras: Mapping[str, Override], is_emulated: bool, config_dir: Path | None
 ) -> Iterator[str]:
     """Yield the overrides of keys that a precision has; what runs here is not emulated."""
     for key, override in extras.items():
-        is_wanted = is_emulated or key != _EMULATE
-        if is_wanted and _has_key(name, key.split(".")[1], config_dir):
+        has_key = key.split(".")[1] in precision_config(name, config_dir)
+        if has_key and (is_emulated or key != _EMULATE):
             assert override.input_line is not None
             # Once precision=<name> is chosen, the key exists: Hydra refuses `+` for it.
             yield override.input_line.lstrip("+")

@@ -10,15 +10,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
 
 import psutil
 import torch
 
-from runner.config.overrides import as_typed
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
     free_memory,
@@ -31,15 +29,13 @@ from runner.sweeps.advisor.remedies import (
     FLOAT32,
     Diagnosis,
     RemedyTrials,
-    describe_shortage,
+    diagnose,
     search_fp32_modules,
     search_update_rules,
-    suspect_modules,
-    swallows_updates,
 )
 from runner.sweeps.advisor.request import AdviseRequest
 from runner.sweeps.advisor.trials import Trials
-from runner.sweeps.verdict.gate import NOT_TRAINED, gate_verdict
+from runner.sweeps.verdict.gate import NOT_TRAINED, GateVerdict, gate_verdict
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.settings import (
     EMULATED_STEP_TIME_RATIO,
@@ -79,22 +75,6 @@ TIMEOUT_SLACK_BUDGET_SHARE = 0.1
 """Share of the budget that the added time is at most."""
 
 
-@dataclass(frozen=True)
-class BaselineTiming:
-    """Measured times of the baseline, of a step and of a job besides them, and what it records.
-
-    Attributes:
-        metric: that precisions are judged by.
-        direction: whichever of it is better.
-    """
-
-    step_seconds: float
-    overhead_seconds: float
-    planned_steps: int
-    metric: str = VAL_LOSS
-    direction: Literal["max", "min"] = "min"
-
-
 class TrialScheduler:
     """The trials of one command with mode=advise.
 
@@ -123,9 +103,9 @@ class TrialScheduler:
         """
         # A resumed command keeps the length of its finished trials, to compare further ones.
         if self._written is None:
-            self._set_budget(measure_baseline(self.request, self.trials))
+            self._set_budget(self._measure_baseline())
         if self.request.is_gate:
-            GateRounds(self.request, self.trials, self.settings).run()
+            run_gate_rounds(self.request, self.trials, self.settings)
             return
         self._run_rounds()
         self._diagnose_and_search()
@@ -149,16 +129,16 @@ class TrialScheduler:
         # Nothing is recommended if not even the baseline trains.
         if not failing or advice.recommendation is None:
             return
-        diagnosis = self._diagnose(failing)
+        diagnoses = self._diagnose(failing)
         # Without a spread of the baseline's loss between seeds there is no gap to accept by.
         if len(advice.baseline_losses) < 2:
             self.console.print("no time to search for what heals a precision that fails")
             return
         remedies = RemedyTrials(self.request, self.trials, self.settings)
         if self.options.update_rules:
-            search_update_rules(remedies, diagnosis.losing)
+            search_update_rules(remedies, diagnoses)
         if self.options.islands:
-            search_fp32_modules(remedies, diagnosis.suspects)
+            search_fp32_modules(remedies, diagnoses)
 
     def _forecast_memory(self) -> None:
         """Write the forecast memory of the precisions that train as well as the baseline."""
@@ -182,11 +162,14 @@ class TrialScheduler:
                 forecasts[name] = {"peak_mib": peak, "largest_batch": largest or 0}
         self._write(replace(self.settings, memory=forecasts))
 
-    def _diagnose(self, failing: Sequence[str]) -> Diagnosis:
+    def _diagnose(self, failing: Sequence[str]) -> dict[str, Diagnosis]:
         """Train float32 once more with snapshots of its numbers, and write what they say.
 
         Args:
             failing: names of precisions.
+
+        Returns:
+            The diagnosis of each; empty where the numbers are not known.
         """
         every = max(1, self.settings.steps // DIAGNOSIS_SNAPSHOTS)
         # Numbers are read by hooks, which need eager modules: a config with train.compile is
@@ -194,72 +177,111 @@ class TrialScheduler:
         eager = ("train.compile=false", "train.compile_rounding=fused")
         length = self.settings.length_overrides(FLOAT32)
         words = [*length, f"numerics.every={every}", *eager]
-        result = None
-        if self.trials.remaining_seconds > 0:
-            trial = self.request.trial_overrides(FLOAT32, self.request.seed, *words)
-            result = self.trials.launch(trial)
+        if self.trials.remaining_seconds <= 0:
+            return {}
+        trial = self.request.trial_overrides(FLOAT32, self.request.seed, *words)
+        result = self.trials.launch(trial)
         if result is None or result.status != "finished":
-            return Diagnosis()
+            return {}
         try:
             numbers = read(self.trials.folder / Path(result.folder).name)
         except RunnerError:
-            return Diagnosis()
-        nothing = f"in every module {FLOAT32}'s numbers fit its formats"
-        findings: dict[str, str] = {}
-        suspects: dict[str, list[str]] = {}
-        losing = []
+            return {}
         # A precision may fail both by itself and with a set of modules.
-        for name in dict.fromkeys(failing):
-            precision = self.request.load_precision(name)
-            findings[name] = describe_shortage(numbers, precision) or nothing
-            suspects[name] = suspect_modules(numbers, precision)
-            if swallows_updates(numbers, precision):
-                losing.append(name)
+        diagnoses = {name: diagnose(numbers, self.request.load_precision(name)) for name in failing}
+        findings = {name: diagnosis.finding for name, diagnosis in diagnoses.items()}
         self._write(replace(self.settings, diagnoses=findings))
-        return Diagnosis(suspects, losing)
+        return diagnoses
 
-    def _choose_steps(self, timing: BaselineTiming) -> int:
-        """Return the number of optimizer steps of a trial that the budget allows."""
+    def _measure_baseline(self) -> RunResult:
+        """Measure the baseline's times in a short job that is then deleted, and return its result.
+
+        Raises:
+            ConfigError: the baseline does not train.
+        """
+        request = self.request
+        seconds = max(1.0, BASELINE_BUDGET_SHARE * self.trials.budget)
+        words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_UNREACHED_STEP}"]
+        # No longer than a trial, or the whole run, takes.
+        limits = [n for n in (request.spec.train.max_steps, self.options.steps) if n]
+        if limits:
+            words.append(f"train.max_steps={min(limits)}")
+        time = f"{seconds:.0f} s at most"
+        self.console.print(f"{request.baseline} for {time}, to measure its step time")
+        # The job is deleted below, and a store would keep its run.
+        trial = request.trial_overrides(request.baseline, request.seed, *words, is_tracked=False)
+        self.trials.record_shared_overrides(trial)
+        result = self.trials.launch(trial)
+        self.trials.delete_jobs()
+        if result is None or result.status != "finished" or not result.step_ms:
+            none = f"{request.baseline} took no step: there is nothing to compare."
+            raise ConfigError((result.error if result else "") or none)
+        return result
+
+    def _choose_steps(self, planned: int, step_seconds: float, overhead_seconds: float) -> int:
+        """Return the number of optimizer steps of a trial that the budget allows.
+
+        Args:
+            planned: steps of the whole run.
+            step_seconds: of the baseline.
+            overhead_seconds: time of a job besides its steps.
+        """
         emulated = len(self.request.emulated_precisions)
         others = len(self.request.precisions) - 1 - emulated
         # A round of all precisions takes as long as this many trials of the baseline.
         round_cost = 1 + EXPECTED_STEP_TIME_RATIO * others + EMULATED_STEP_TIME_RATIO * emulated
         count = self.options.seeds * round_cost
-        seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - timing.overhead_seconds
+        seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - overhead_seconds
         # Twice the time, because rounding down may take up to 60 % of it.
-        least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / timing.step_seconds))
+        least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / step_seconds))
         # A round number, so that the same machine gives the same one again although measured step
         # times differ a little.
-        affordable = _round_down(seconds / timing.step_seconds)
-        return min(timing.planned_steps, max(least, affordable))
+        affordable = _round_down(seconds / step_seconds)
+        return min(planned, max(least, affordable))
 
-    def _set_budget(self, timing: BaselineTiming) -> None:
-        """Set the length of the trials, and write the settings."""
+    def _set_budget(self, timed: RunResult) -> None:
+        """Set the length of the trials, and write the settings.
+
+        Args:
+            timed: result of the baseline.
+
+        Raises:
+            ConfigError: the baseline does not measure what precisions are judged by.
+        """
         request = self.request
         recorded = request.recorded
         options = self.options
-        steps = min(timing.planned_steps, options.steps or self._choose_steps(timing))
+        is_named = request.spec.task.get("quality") is not None
+        metric = timed.quality if is_named else VAL_LOSS
+        if metric not in timed.metrics:
+            raise ConfigError(
+                f"mode={request.spec.mode} judges by {metric}, which task= does not measure."
+            )
+        step_seconds = (timed.step_ms or 0.0) / 1e3
+        # Besides its steps a run may compile, which the trials do as well.
+        other_seconds = max(0.0, timed.seconds - timed.steps * step_seconds)
+        overhead = other_seconds + JOB_OVERHEAD_SECONDS
+        planned = timed.planned_steps
+        steps = min(planned, options.steps or self._choose_steps(planned, step_seconds, overhead))
         if recorded is not None:
             # Losses after unequal numbers of steps could not be compared.
             steps = recorded.steps
-        baseline_seconds = steps * timing.step_seconds
         slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
-        self._written = AdviseSettings(
+        settings = AdviseSettings(
             objective=options.objective,
             tolerance=options.tolerance,
             steps=steps,
-            seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * timing.step_seconds + slack),
+            seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * step_seconds + slack),
             seeds=options.seeds,
             budget=options.budget,
-            # As typed: the mark of a new key is the program's own.
-            command=[*request.command, *map(as_typed, request.overrides), *request.seed_override],
+            command=request.command,
             emulated=request.emulated_precisions,
             overrides={name: words for name, words in request.precision_overrides.items() if words},
             unavailable=request.missing_precisions,
             # No job runs now, so that what is measured are other programs.
             busy=other_programs_load(request.device),
-            metric=timing.metric,
-            direction=timing.direction,
+            metric=metric,
+            direction=timed.direction if is_named else "min",
             mode="gate" if request.is_gate else "advise",
             baseline=request.baseline,
             max_gap=options.max_gap,
@@ -268,21 +290,26 @@ class TrialScheduler:
         )
         # Typed keys under precision follow from a trial's precision: no job is named after them.
         shared = {word for words in request.precision_overrides.values() for word in words}
-        length = self._written.length_overrides(request.baseline)
+        length = settings.length_overrides(request.baseline)
         trial = request.trial_overrides(request.baseline, request.seed, *length)
         self.trials.record_shared_overrides([*trial, *sorted(shared)])
-        self._write(self._written)
-        self._warn_of_small_budget(baseline_seconds + timing.overhead_seconds)
-        text = f"{steps} steps, {options.seeds} seeds, {len(request.precisions)} precisions"
-        self.console.print(f"{text}: {', '.join(request.precisions)}")
+        self._write(settings)
+        self._print_plan(steps * step_seconds + overhead)
 
-    def _warn_of_small_budget(self, trial_seconds: float) -> None:
-        """Print a warning if the budget is too small for verdicts, by the baseline's step time."""
-        seconds = MIN_SEEDS * trial_seconds * len(self.request.precisions)
+    def _print_plan(self, trial_seconds: float) -> None:
+        """Print what will run, with a warning if the budget is too small for verdicts.
+
+        Args:
+            trial_seconds: of the baseline, by its step time.
+        """
+        names = self.request.precisions
+        seconds = MIN_SEEDS * trial_seconds * len(names)
         if seconds > self.trials.remaining_seconds:
             time = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
             text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.options.budget}.")
+        text = f"{self.settings.steps} steps, {self.options.seeds} seeds, {len(names)} precisions"
+        self.console.print(f"{text}: {', '.join(names)}")
 
     def _run_rounds(self) -> None:
         """Run one trial of each precision per seed.
@@ -394,113 +421,64 @@ def _round_down(number: float) -> int:
     return next(factor * power for factor in (5, 2, 1) if factor * power <= number)
 
 
-class GateRounds:
-    """The trials of one command with mode=gate.
+def run_gate_rounds(request: AdviseRequest, trials: Trials, settings: AdviseSettings) -> None:
+    """Run a trial of the baseline and of mode=gate's precision for each seed, until it is decided.
 
     Args:
         request: the command.
         trials: runs the jobs.
         settings: set the length of a trial, the bar and the largest number of seeds.
-    """
-
-    def __init__(self, request: AdviseRequest, trials: Trials, settings: AdviseSettings) -> None:
-        self.request = request
-        self.trials = trials
-        self.settings = settings
-        self.console = plain_console()
-
-    def run(self) -> None:
-        """Run a trial of the baseline and of the precision for each seed, until it is decided.
-
-        Raises:
-            ConfigError: the precision does not train.
-            SystemExit: a signal has stopped the sweep.
-        """
-        longest_seconds = 0.0
-        for number, seed in enumerate(self.request.trial_seeds(self.settings.seeds)):
-            if self.trials.remaining_seconds < longest_seconds:
-                self.console.print(f"the budget ends after {number} seeds")
-                break
-            before = self.trials.remaining_seconds
-            # Each round begins with the other precision, so that none always runs first.
-            order = self.request.precisions[:: -1 if number % 2 else 1]
-            for precision in order:
-                # The baseline's trials may be recorded.
-                if self.request.recorded_result(precision, seed) is None:
-                    length = self.settings.length_overrides(precision)
-                    self.trials.launch(self.request.trial_overrides(precision, seed, *length))
-            longest_seconds = max(longest_seconds, before - self.trials.remaining_seconds)
-            if self._is_decided():
-                break
-
-    def _is_decided(self) -> bool:
-        """Print the last look, and return whether no further seed is needed.
-
-        Raises:
-            ConfigError: the precision or the baseline does not train.
-        """
-        advice = rank_precisions(self.trials.results(), self.settings)
-        # Where the baseline does not train, a precision that does not either is no worse.
-        for each in advice.verdicts:
-            if each.name == self.settings.baseline and each.rating not in _TRAINED:
-                raise ConfigError(
-                    f"mode=gate has no answer: the baseline {each.name} itself does not train "
-                    f"({each.rating}). Type another advise.baseline, or settings that it trains "
-                    "with."
-                )
-        verdict = gate_verdict(advice)
-        if verdict is None or verdict.precision.rating in NOT_TRAINED:
-            reason = verdict.reason if verdict else "no trial wrote a result"
-            raise ConfigError(
-                f"mode=gate has no answer for {self.request.precisions[1]}: {reason}."
-            )
-        if verdict.looks:
-            look = verdict.looks[-1]
-            self.console.print(f"{look.seeds} seeds: {verdict.decision}, {verdict.reason}")
-        # More seeds do not help a precision that diverged or is too slow for a trial.
-        hopeless = verdict.precision.rating in (Verdict.DIVERGED, Verdict.SLOW)
-        return hopeless or verdict.decision != "undecided"
-
-
-def measure_baseline(request: AdviseRequest, trials: Trials) -> BaselineTiming:
-    """Measure the baseline's times in a short job that is then deleted.
-
-    Args:
-        request: the command.
-        trials: runs the job.
 
     Raises:
-        ConfigError: the baseline does not train, or measures no loss.
+        ConfigError: the precision does not train.
+        SystemExit: a signal has stopped the sweep.
     """
-    seconds = max(1.0, BASELINE_BUDGET_SHARE * trials.budget)
-    words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_UNREACHED_STEP}"]
-    # No longer than a trial, or the whole run, takes.
-    limits = [n for n in (request.spec.train.max_steps, request.spec.advise.steps) if n]
-    if limits:
-        words.append(f"train.max_steps={min(limits)}")
-    plain_console().print(
-        f"{request.baseline} for {seconds:.0f} s at most, to measure its step time"
-    )
-    # The job is deleted below, and a store would keep its run.
-    trial = request.trial_overrides(request.baseline, request.seed, *words, is_tracked=False)
-    trials.record_shared_overrides(trial)
-    result = trials.launch(trial)
-    trials.delete_jobs()
-    if result is None or result.status != "finished" or not result.step_ms:
-        error = result.error if result else ""
-        raise ConfigError(error or f"{request.baseline} took no step: there is nothing to compare.")
-    is_named = request.spec.task.get("quality") is not None
-    metric = result.quality if is_named else VAL_LOSS
-    if metric not in result.metrics:
-        raise ConfigError(
-            f"mode={request.spec.mode} judges by {metric}, which task= does not measure."
-        )
-    step_seconds = result.step_ms / 1e3
-    # Besides its steps a run may compile, which the trials do as well.
-    other_seconds = max(0.0, result.seconds - result.steps * step_seconds)
-    overhead = other_seconds + JOB_OVERHEAD_SECONDS
-    direction = result.direction if is_named else "min"
-    return BaselineTiming(step_seconds, overhead, result.planned_steps, metric, direction)
+    console = plain_console()
+    longest_seconds = 0.0
+    for number, seed in enumerate(request.trial_seeds(settings.seeds)):
+        if trials.remaining_seconds < longest_seconds:
+            console.print(f"the budget ends after {number} seeds")
+            break
+        before = trials.remaining_seconds
+        # Each round begins with the other precision, so that none always runs first.
+        order = request.precisions[:: -1 if number % 2 else 1]
+        for precision in order:
+            # The baseline's trials may be recorded.
+            if request.recorded_result(precision, seed) is None:
+                length = settings.length_overrides(precision)
+                trials.launch(request.trial_overrides(precision, seed, *length))
+        longest_seconds = max(longest_seconds, before - trials.remaining_seconds)
+        verdict = _checked_verdict(request, trials, settings)
+        if verdict.looks:
+            look = verdict.looks[-1]
+            console.print(f"{look.seeds} seeds: {verdict.decision}, {verdict.reason}")
+        # More seeds do not help a precision that diverged or is too slow for a trial.
+        is_hopeless = verdict.precision.rating in (Verdict.DIVERGED, Verdict.SLOW)
+        if is_hopeless or verdict.decision != "undecided":
+            break
+
+
+def _checked_verdict(
+    request: AdviseRequest, trials: Trials, settings: AdviseSettings
+) -> GateVerdict:
+    """Return the verdict of mode=gate so far.
+
+    Raises:
+        ConfigError: the precision or the baseline does not train.
+    """
+    advice = rank_precisions(trials.results(), settings)
+    # Where the baseline does not train, a precision that does not either is no worse.
+    for each in advice.verdicts:
+        if each.name == settings.baseline and each.rating not in _TRAINED:
+            raise ConfigError(
+                f"mode=gate has no answer: the baseline {each.name} itself does not train "
+                f"({each.rating}). Type another advise.baseline, or settings that it trains with."
+            )
+    verdict = gate_verdict(advice)
+    if verdict is None or verdict.precision.rating in NOT_TRAINED:
+        reason = verdict.reason if verdict else "no trial wrote a result"
+        raise ConfigError(f"mode=gate has no answer for {request.precisions[1]}: {reason}.")
+    return verdict
 
 
 def other_programs_load(device: torch.device) -> float:

@@ -12,7 +12,7 @@ status through one pipe, output through two more, and `result.json` in the job's
 what came of the job. The job's record is the journal in its folder, which the sweep's process names
 to its writer process: MLflow is imported once for all jobs.
 
-Reading order: `isolated` (the launcher), `job_runner` (runs jobs, so many at once), `job_request`
+Reading order: `isolated` (the launcher, and the JobRunner: so many jobs at once), `job_request`
 (what is sent), `job_process` (one job, seen from the sweep), `fork_server` (the process that
 forks), `job_main` (the job's own process), then `runner/tracking/job_journal.py` (the sweep finds
 the job's journal), `writer_process.py` and `writer/uploader.py` (journal to MLflow). Not on that

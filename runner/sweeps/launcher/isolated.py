@@ -1,18 +1,268 @@
-"""The launcher that Hydra calls: run each job of a sweep in a process of its own."""
+"""Run each job of a sweep in a process of its own on this machine, at most so many at once.
 
-from collections.abc import Sequence
+Hydra calls IsolatedLauncher, which runs the jobs through a JobRunner.
+"""
+
+import atexit
+import math
+import signal
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import final
+from selectors import EVENT_READ, BaseSelector, DefaultSelector
+from typing import NamedTuple, final
 
-from hydra.core.utils import JobReturn, configure_log, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from runner.config.hydra_plugins import register
-from runner.sweeps.launcher.job_request import compose_job_config
-from runner.sweeps.launcher.job_runner import JobRunner, shared_fork_server
+from runner.config.invocation import override_texts
+from runner.modes.result import RunResult
+from runner.sweeps.launcher.job_process import ForkServerClient, JobProcess
+from runner.sweeps.launcher.job_request import (
+    JobRequest,
+    compose_job_config,
+    job_folder,
+    job_hydra_config,
+)
+from runner.sweeps.launcher.stop_requests import StopRequests
+from runner.tracking.job_journal import JobJournal
+from runner.tracking.journal_status import JournalStatus
+from runner.tracking.writer_process import shared_writer
 from runner.utils.errors import ConfigError
+from runner.utils.layout import RESULT
+from runner.utils.terminal import print_error, sanitize
+
+GRACE_SECONDS = 10.0
+"""Time that jobs have to end after the second signal, before they are killed."""
+_MAX_UPLOAD_WAIT_SECONDS = 60.0
+"""Longest wait for the journals of jobs that died while their upload makes no progress."""
+
+_POLL_SECONDS = 0.25
+"""Longest time until a new journal of a job, or the death of the writer, is noticed."""
+
+_fork_server: ForkServerClient | None = None
+
+
+def shared_fork_server() -> ForkServerClient:
+    """Return this process's fork server, one for all its sweeps; a new one if it was killed."""
+    global _fork_server
+    if _fork_server is None:
+        atexit.register(_close_fork_server)
+        _fork_server = ForkServerClient()
+    if not _fork_server.is_alive:
+        _fork_server.close()
+        _fork_server = ForkServerClient()
+    return _fork_server
+
+
+def _close_fork_server() -> None:
+    if _fork_server is not None:
+        _fork_server.close()
+
+
+class _RunningJob(NamedTuple):
+    """A job's process, the journal that it writes, its config, and its result before it began."""
+
+    process: JobProcess
+    journal: JobJournal
+    config: DictConfig
+    earlier_result: int | None
+
+
+class JobRunner:
+    """Runs jobs as processes: one that dies is a failed job, nothing more.
+
+    Args:
+        jobs_at_once: how many run at once, 1 or more.
+        stop_file: a file that requests a stop, see StopRequests.
+        fail_fast: the first failed job ends the sweep: jobs that run are stopped, and no further
+            one is started.
+    """
+
+    def __init__(
+        self, jobs_at_once: int = 1, stop_file: Path | None = None, fail_fast: bool = False
+    ) -> None:
+        self._jobs_at_once = jobs_at_once
+        self._stop_file = stop_file
+        self._fail_fast = fail_fast
+        self._has_failed_fast = False
+        self._running: dict[int, _RunningJob] = {}
+        self._unsaved_journals: list[JournalStatus] = []
+
+    def run(self, jobs: Iterator[DictConfig]) -> Sequence[JobReturn]:
+        """Run jobs, and return what Hydra expects of each, in order of their numbers.
+
+        Args:
+            jobs: config of each job, composed when the job is about to start.
+
+        Raises:
+            SystemExit: a signal has stopped the sweep, or with fail_fast a job has failed.
+        """
+        with DefaultSelector() as selector, StopRequests(self._stop_file) as stop:
+            try:
+                returns = self._run_all(jobs, selector, stop)
+            finally:
+                # No job outlives the launch.
+                self._forward([signal.SIGKILL])
+                for job in self._running.values():
+                    job.process.close()
+                self._running.clear()
+        # After the jobs, not while they run: a store that does not answer delays no job.
+        for journal in self._unsaved_journals:
+            journal.wait(
+                _MAX_UPLOAD_WAIT_SECONDS,
+                lambda: bool(stop.received_signals),
+                "the store",
+                shared_writer().keep_alive,
+            )
+        if stop.received_signals:
+            # The exit status of a shell's command that a signal ended.
+            raise SystemExit(128 + stop.received_signals[0])
+        if self._has_failed_fast:
+            raise SystemExit(1)
+        return [returns[number] for number in sorted(returns)]
+
+    def _run_all(
+        self, jobs: Iterator[DictConfig], selector: BaseSelector, stop: StopRequests
+    ) -> dict[int, JobReturn]:
+        """Run jobs, at most jobs_at_once; after a stop request start no further one."""
+        returns: dict[int, JobReturn] = {}
+        has_more_jobs = True
+        selector.register(stop, EVENT_READ, lambda: self._forward(stop.read_new_signals()))
+        while self._running or (has_more_jobs and not self._is_stopping(stop)):
+            self._forward(stop.read_new_signals())
+            while has_more_jobs and not self._is_stopping(stop):
+                if len(self._running) == self._jobs_at_once:
+                    break
+                config = next(jobs, None)
+                if config is None:
+                    has_more_jobs = False
+                else:
+                    self._start(config, selector)
+            for key, _ in selector.select(timeout=_POLL_SECONDS):
+                key.data()
+            for running in self._running.values():
+                running.journal.find()
+            shared_writer().keep_alive()
+            if stop.seconds_since_second_signal() > GRACE_SECONDS:
+                self._forward([signal.SIGKILL])
+            # A list of its own: _finish removes the job from those that run.
+            for number in [n for n, job in self._running.items() if job.process.has_ended]:
+                folder = job_folder(self._running[number].config)
+                returns[number] = self._finish(number, stop)
+                if self._fail_fast and not self._is_stopping(stop):
+                    from runner.sweeps.sweep import end_if_failed
+
+                    if end_if_failed(folder):
+                        self._has_failed_fast = True
+                        # Each ends after its current step with a checkpoint, as for a signal.
+                        self._forward([signal.SIGTERM])
+        # A signal may have come after the last look, and ends the sweep all the same.
+        stop.read_new_signals()
+        return returns
+
+    def _is_stopping(self, stop: StopRequests) -> bool:
+        return bool(stop.received_signals) or self._has_failed_fast
+
+    def _forward(self, signals: Sequence[int]) -> None:
+        """Send signals to every job that runs."""
+        for number in signals:
+            for job in self._running.values():
+                job.process.send_signal(number)
+
+    def _start(self, config: DictConfig, selector: BaseSelector) -> None:
+        """Start a job's process.
+
+        Args:
+            config: the job's.
+            selector: watches the pipes of the process.
+        """
+        number = int(config.hydra.job.num)
+        folder = job_folder(config)
+        if not config.hydra.callbacks.sweep.resume:
+            # A result of another sweep in the same folder would be taken for this job's.
+            (folder / RESULT).unlink(missing_ok=True)
+        prefix = f"[job {number}] " if self._jobs_at_once > 1 else ""
+        request = JobRequest.from_config(config, self._jobs_at_once)
+        journal = JobJournal(folder)
+        earlier = _result_version(folder)
+        process = JobProcess(shared_fork_server(), selector, request, prefix)
+        self._running[number] = _RunningJob(process, journal, config, earlier)
+
+    def _finish(self, number: int, stop: StopRequests) -> JobReturn:
+        """Return what Hydra expects of an ended job, and record its death if it has no result."""
+        job = self._running.pop(number)
+        job.process.close()
+        job.journal.find()
+        folder = job_folder(job.config)
+        # A resumed job's folder may hold the result of an earlier command, which a job that is
+        # finished already leaves as it is.
+        version = _result_version(folder)
+        has_result = version is not None and (
+            version != job.earlier_result or job.process.exit_status == 0
+        )
+        if has_result:
+            return job_return(job.config, RunResult.read(folder))
+        sent = [signal.SIGTERM] if self._has_failed_fast else []
+        self._record_dead_job(number, job, [*stop.received_signals, *sent])
+        return job_return(job.config)
+
+    def _record_dead_job(
+        self, number: int, job: _RunningJob, stop_signals: Collection[int]
+    ) -> None:
+        """Print why a job died, write it to the job's result, and end the job's MLflow run."""
+        from runner.modes import notes
+        from runner.sweeps.job_result import job_origin, record_result
+
+        config = job.config
+        reason = job.process.death_reason(stop_signals)
+        stopped = bool(stop_signals)
+        if stopped:
+            print(sanitize(f"job {number}: {reason}"), flush=True)
+        else:
+            print_error(f"job {number}: {reason}")
+        with job_hydra_config(config):
+            record_result(config, job_folder(config), "stopped" if stopped else "failed", reason)
+            command = job_origin(sweeping=True).command_text()
+        status = "KILLED" if stopped else "FAILED"
+        note = notes.failed_note(command, status, reason)
+        journal = job.journal.end(status, reason, note)
+        if journal is not None:
+            self._unsaved_journals.append(journal)
+
+
+def _result_version(folder: Path) -> int | None:
+    """Return what tells one result.json of a job's folder from the next; None without one."""
+    try:
+        # The file is never rewritten, but replaced by a new one.
+        return (folder / RESULT).stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def job_return(config: DictConfig, result: RunResult | None = None) -> JobReturn:
+    """Return what Hydra expects of a job that ended, however it ended.
+
+    The value that a sweeper optimises is None without a number: Optuna's sweeper then counts a
+    failed trial and continues, while NaN would end its study.
+
+    Args:
+        config: the job's.
+        result: the job's.
+    """
+    # Any other status would make Hydra's sweeper raise, and end the sweep; result.json has the
+    # job's own status.
+    ended = JobReturn(
+        overrides=override_texts(config.hydra.overrides.task),
+        cfg=config,
+        status=JobStatus.COMPLETED,
+    )
+    has_number = result is not None and result.status == "finished"
+    if result is not None and has_number and not math.isnan(result.objective):
+        ended.return_value = result.objective
+    return ended
 
 
 def prepare_launcher() -> None:

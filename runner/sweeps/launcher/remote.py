@@ -27,10 +27,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.hydra_plugins import REMOTE, register
 from runner.config.overrides import quote_value
-from runner.sweeps.launcher.isolated import update_job_count
+from runner.sweeps.launcher.isolated import job_return, update_job_count
 from runner.sweeps.launcher.job_process import last_lines
 from runner.sweeps.launcher.job_request import compose_job_config, job_folder, job_hydra_config
-from runner.sweeps.launcher.job_runner import job_return
 from runner.sweeps.launcher.remote_job import STOP_FILE_NAME, RemoteJob
 from runner.sweeps.launcher.stop_requests import StopFile
 from runner.utils.errors import ConfigError

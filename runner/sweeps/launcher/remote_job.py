@@ -14,7 +14,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict, read_write
 
-from runner.sweeps.launcher.job_runner import JobRunner
+from runner.sweeps.launcher.isolated import JobRunner
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
 

@@ -46,7 +46,10 @@ class StopRequests(SignalHandler):
 
     def read_new_signals(self) -> list[int]:
         """Return signals received since the last call; those within 0.5 s count as one."""
-        self._read_stop_file()
+        # The signal that the stop file names, once, unless a signal came before.
+        if self._first_at is None and self._stop_file is not None and self._stop_file.exists():
+            self.handle_signal(int(self._stop_file.read_text()))
+            self._stop_file = None
         new = [*os.read(self._read_end, 64)] if select([self], [], [], 0)[0] else []
         now = time.monotonic()
         if new and self._first_at is None:
@@ -60,12 +63,6 @@ class StopRequests(SignalHandler):
             self._second_at = now
         self.received_signals += new
         return new
-
-    def _read_stop_file(self) -> None:
-        """Queue the signal that the stop file names, once, unless a signal came before."""
-        if self._first_at is None and self._stop_file is not None and self._stop_file.exists():
-            self.handle_signal(int(self._stop_file.read_text()))
-            self._stop_file = None
 
     def seconds_since_second_signal(self) -> float:
         """Return the seconds since the second signal, 0 before it."""

@@ -1,9 +1,9 @@
 """Columns of every table of a sweep: the terminal's, report.md's, report.html's and MLflow's note.
 
-To change a column, change its entry in `COLUMNS`; to change which columns a table has and in which
-order, change the tuple of names of that table. There are three kinds of rows: a job, a group of
-jobs with its comparison to 32-true, and a verdict of mode=advise. A column has one function per
-kind of row that it can show: `_job_*`, `_group_*` and `_verdict_*`.
+To change a column, change its entry in `COLUMNS`, whose order is that of every table. There are
+three kinds of rows: a job, a group of jobs with its comparison to 32-true, and a verdict of
+mode=advise. A column has one function per kind of row that it shows. Where the tables of two kinds
+want a column in different places, it has an entry for each.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,11 +103,6 @@ def _group_quality(c: Comparison, facts: TableFacts) -> Cell:
     return Cell(format_mean_sd(quality), note=note)
 
 
-def _group_best(c: Comparison, _: TableFacts) -> str:
-    """Return the mean of the best qualities; empty for evaluations."""
-    return "" if c.group.is_evaluation else _mean(c.group.best)
-
-
 def _job_change(metric: str, job: RunResult, facts: TableFacts) -> str:
     """Return how a metric changed from the checkpoint's own precision."""
     change = change_since_training(metric, job, facts.jobs)
@@ -170,21 +165,12 @@ def _verdict_forecast(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
     return Cell(peak, note=f"largest batch {batch}{more}")
 
 
-def _mean(spread: Spread | None) -> str:
-    return format_number(spread.mean) if spread else ""
-
-
-def _range(spread: Spread | None) -> str:
-    """Return the range of a spread, one number if all values are equal."""
-    if spread is None:
-        return ""
-    low = format_number(spread.low)
-    high = format_number(spread.high)
-    return low if low == high else f"{low} to {high}"
-
-
 def _mib(value: float | None) -> str:
     return "" if value is None else f"{format_number(value)} MiB"
+
+
+Value = Cell | Spread | str | float | None
+"""Of a cell: a number is written as in every table, a spread as its range."""
 
 
 @dataclass(frozen=True)
@@ -194,36 +180,38 @@ class Column:
     A table leaves out a column whose cells are all empty.
 
     Attributes:
-        name: the key by which the tables below select the column.
-        job, group, verdict: make the cell from a row; None if no table shows such rows.
-        title: the heading; None for the name.
+        name: the heading, unless `title` makes another one.
+        job, group, verdict: make the cell from a row; None if the table of such rows lacks it.
+        title: the heading.
         is_shown: whether a table has the column; None for always.
         is_text: whether cells are words, aligned left, instead of numbers.
+        in_terminal: whether the terminal's table of jobs has the column, too.
     """
 
     name: str
-    job: Callable[[RunResult, TableFacts], str] | None = None
-    group: Callable[[Comparison, TableFacts], Cell | str] | None = None
-    verdict: Callable[[PrecisionVerdict, TableFacts], Cell | str] | None = None
+    job: Callable[[RunResult, TableFacts], Value] | None = None
+    group: Callable[[Comparison, TableFacts], Value] | None = None
+    verdict: Callable[[PrecisionVerdict, TableFacts], Value] | None = None
     title: Callable[[TableFacts], str] | None = None
     is_shown: Callable[[TableFacts], bool] | None = None
     is_text: bool = False
+    in_terminal: bool = True
 
 
 COLUMNS = (
     Column("job", job=lambda job, _: without_sweep(job.label), is_text=True),
-    Column(
-        "sweep",
-        job=lambda job, _: sweep_letter(job.label),
-        group=lambda c, _: sweep_letter(c.group.name),
-        is_text=True,
-    ),
     Column(
         "precision",
         group=lambda c, _: without_sweep(c.group.name),
         verdict=lambda verdict, _: verdict.name,
         # Where other settings are swept, the names are those of jobs.
         title=lambda facts: "job" if any(c.group.settings for c in facts.groups) else "precision",
+        is_text=True,
+    ),
+    Column(
+        "sweep",
+        job=lambda job, _: sweep_letter(job.label),
+        group=lambda c, _: sweep_letter(c.group.name),
         is_text=True,
     ),
     Column("status", job=lambda job, _: job.outcome, group=_group_status, is_text=True),
@@ -236,11 +224,15 @@ COLUMNS = (
     ),
     Column(
         "quality",
-        job=lambda job, _: format_number(job.metrics.get(job.quality)),
+        job=lambda job, _: job.metrics.get(job.quality),
         group=_group_quality,
         title=lambda facts: facts.quality,
     ),
-    Column("best", job=lambda job, _: format_number(job.best), group=_group_best),
+    # Of an evaluation the best quality is the quality.
+    Column(
+        "best",
+        group=lambda c, _: c.group.best.mean if c.group.best and not c.group.is_evaluation else "",
+    ),
     Column(
         "change",
         job=lambda job, facts: _job_change(job.quality, job, facts),
@@ -248,7 +240,7 @@ COLUMNS = (
     ),
     Column(
         "loss",
-        job=lambda job, _: format_number(job.metrics.get(VAL_LOSS)),
+        job=lambda job, _: job.metrics.get(VAL_LOSS),
         is_shown=lambda facts: facts.is_evaluation and facts.quality != VAL_LOSS,
     ),
     Column(
@@ -270,11 +262,10 @@ COLUMNS = (
     ),
     Column(
         "examples/s",
-        job=lambda job, _: format_number(job.examples_per_second),
-        group=lambda c, _: _mean(c.group.speed),
+        job=lambda job, _: job.examples_per_second,
+        group=lambda c, _: c.group.speed.mean if c.group.speed else "",
         is_shown=lambda facts: not facts.has_speed_ratios,
     ),
-    Column("step ms", job=lambda job, _: format_number(job.step_ms)),
     Column(
         "memory ratio",
         group=_group_memory_ratio,
@@ -284,89 +275,39 @@ COLUMNS = (
     # The ratio's cell has the MiB beneath it.
     Column("MiB", group=lambda c, _: _mib(c.group.memory_mib) if c.memory_ratio is None else ""),
     Column("predicted peak", verdict=_verdict_forecast),
-    Column("weights MiB", job=lambda job, _: format_number(job.weights_mib)),
+    Column("weights MiB", job=lambda job, _: job.weights_mib),
     Column(
         "saved", job=lambda job, _: memory_saving(job), is_shown=lambda facts: facts.is_evaluation
     ),
     Column(
         "state MiB",
-        job=lambda job, _: format_number(job.optimizer_mib),
+        job=lambda job, _: job.optimizer_mib,
         is_shown=lambda facts: len({job.optimizer_mib or None for job in facts.jobs} - {None}) > 1,
     ),
     Column(
-        "trains",
-        job=lambda job, _: "" if job.trains in (None, 1.0) else format_percent(job.trains),
+        "trains", job=lambda job, _: "" if job.trains in (None, 1.0) else format_percent(job.trains)
     ),
     Column(
         "peak",
-        job=lambda job, _: format_number(job.peak_memory_mib),
+        job=lambda job, _: job.peak_memory_mib,
         # A CPU has no allocator to ask: its peak is the resident set of the process.
         title=lambda facts: f"{'process' if any(j.is_on_cpu for j in facts.jobs) else 'peak'} MiB",
     ),
-    Column("converted", job=lambda job, _: job.converted, group=lambda c, _: c.group.converted),
-    Column(
-        "skipped",
-        job=lambda job, _: format_number(job.skipped_steps),
-        group=lambda c, _: _range(c.group.skipped),
-    ),
-    Column(
-        "final scale",
-        job=lambda job, _: format_number(job.loss_scale),
-        group=lambda c, _: _range(c.group.loss_scale),
-    ),
+    Column("converted", job=lambda job, _: job.converted),
+    Column("skipped", job=lambda job, _: job.skipped_steps),
+    Column("final scale", job=lambda job, _: job.loss_scale, group=lambda c, _: c.group.loss_scale),
+    Column("skipped", group=lambda c, _: c.group.skipped),
+    Column("converted", group=lambda c, _: c.group.converted),
+    Column("best", job=lambda job, _: job.best, in_terminal=False),
+    Column("step ms", job=lambda job, _: job.step_ms, in_terminal=False),
     Column("health", verdict=lambda verdict, _: health_words(verdict), is_text=True),
 )
-_BY_NAME = {column.name: column for column in COLUMNS}
-
-TERMINAL_JOB_COLUMNS = (
-    "job",
-    "sweep",
-    "status",
-    "quality",
-    "change",
-    "loss",
-    "loss change",
-    "examples/s",
-    "weights MiB",
-    "saved",
-    "state MiB",
-    "trains",
-    "peak",
-    "converted",
-    "skipped",
-    "final scale",
-)
-REPORT_JOB_COLUMNS = (*TERMINAL_JOB_COLUMNS, "best", "step ms")
-GROUP_COLUMNS = (
-    "precision",
-    "sweep",
-    "status",
-    "device",
-    "quality",
-    "best",
-    "change",
-    "difference",
-    "speed ratio",
-    "examples/s",
-    "memory ratio",
-    "MiB",
-    "final scale",
-    "skipped",
-    "converted",
-)
-ADVICE_COLUMNS = (
-    "precision",
-    "verdict",
-    "speed ratio",
-    "memory ratio",
-    "predicted peak",
-    "health",
-)
 
 
-def jobs_table(results: Sequence[RunResult], names: Sequence[str] = REPORT_JOB_COLUMNS) -> Table:
+def jobs_table(results: Sequence[RunResult], is_terminal: bool = False) -> Table:
     """Return the table with one row per job."""
-    return replace(_table("job", names, results, TableFacts(results)), cards=False)
+    columns = [column for column in COLUMNS if column.in_terminal or not is_terminal]
+    return replace(_table("job", results, TableFacts(results), columns), cards=False)
 
 
 def groups_table(compared: Sequence[Comparison], recommended: Comparison | None) -> Table:
@@ -375,43 +316,54 @@ def groups_table(compared: Sequence[Comparison], recommended: Comparison | None)
     is_of_two_sweeps = any(sweep_letter(job.label) for job in jobs)
     facts = TableFacts(jobs, compared, f"A's {BASELINE}" if is_of_two_sweeps else BASELINE)
     marked = next((i for i, c in enumerate(compared) if c is recommended), None)
-    return replace(_table("group", GROUP_COLUMNS, compared, facts), marked=marked)
+    return replace(_table("group", compared, facts), marked=marked)
 
 
 def advice_table(advice: Advice) -> Table:
     """Return the table with one row per verdict of mode=advise, best first."""
     jobs = [job for verdict in advice.verdicts for job in verdict.group.jobs]
     facts = TableFacts(jobs, baseline=advice.settings.baseline)
-    table = _table("verdict", ADVICE_COLUMNS, advice.verdicts, facts)
-    return replace(table, marked=0 if advice.recommendation is not None else None)
+    marked = 0 if advice.recommendation is not None else None
+    return replace(_table("verdict", advice.verdicts, facts), marked=marked)
 
 
-def _table(kind: str, names: Sequence[str], rows: Sequence[Any], facts: TableFacts) -> Table:
+def _table(
+    kind: str, rows: Sequence[Any], facts: TableFacts, columns: Sequence[Column] = COLUMNS
+) -> Table:
     """Return a table without the columns that are not shown or have no text.
 
     Args:
         kind: job, group or verdict, which the rows are.
-        names: of the columns, in their order.
         rows: one RunResult, Comparison or PrecisionVerdict for each row.
         facts: of the whole table.
+        columns: in their order; those without a function for the kind are left out.
     """
     titles: list[str] = []
-    columns: list[list[Cell]] = []
+    cells_by_column: list[list[Cell]] = []
     text_columns = set()
-    for name in names:
-        column = _BY_NAME[name]
-        if column.is_shown is not None and not column.is_shown(facts):
+    for column in columns:
+        make = getattr(column, kind)
+        if make is None or (column.is_shown is not None and not column.is_shown(facts)):
             continue
-        values = [getattr(column, kind)(row, facts) for row in rows]
-        cells = [value if isinstance(value, Cell) else Cell(value) for value in values]
+        cells = [_cell(make(row, facts)) for row in rows]
         if not any(cell.text for cell in cells):
             continue
         if column.is_text:
             text_columns.add(len(titles))
         titles.append(column.title(facts) if column.title else column.name)
-        columns.append(cells)
-    by_row = [[cells[i] for cells in columns] for i in range(len(rows))]
+        cells_by_column.append(cells)
+    by_row = [[cells[i] for cells in cells_by_column] for i in range(len(rows))]
     return Table(titles, by_row, frozenset(text_columns), cards=True)
+
+
+def _cell(value: Value) -> Cell:
+    if isinstance(value, Cell):
+        return value
+    if isinstance(value, Spread):
+        low = format_number(value.low)
+        high = format_number(value.high)
+        return Cell(low if low == high else f"{low} to {high}")
+    return Cell(value if isinstance(value, str) else format_number(value))
 
 
 def sweep_table(results: Sequence[RunResult]) -> TerminalTable:
@@ -420,4 +372,4 @@ def sweep_table(results: Sequence[RunResult]) -> TerminalTable:
     title = "sweep"
     if precisions:
         title = f"sweep; change: from the checkpoint's own {', '.join(precisions)}"
-    return terminal_table(jobs_table(results, TERMINAL_JOB_COLUMNS), title, wraps=False)
+    return terminal_table(jobs_table(results, is_terminal=True), title, wraps=False)

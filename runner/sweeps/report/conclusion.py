@@ -1,21 +1,19 @@
-"""State a sweep's result in one or two sentences: what the numbers show, and what failed.
+"""State a sweep's result: in one or two sentences, and in a table of precisions and settings.
 
 Each function writes the sentence of one situation (several seeds, one seed, no baseline, ...);
-`_device_sentence` chooses among them.
+`_device_sentence` chooses among them. In a sweep over precision and something else, precisions are
+compared within each setting: what the sweep varies beside precision and seed, such as a learning
+rate or a model.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from runner.modes.tables import shared_settings
-from runner.sweeps.report.settings_summary import (
-    best_group,
-    settings_sentence,
-    speed_word,
-    verdict_word,
-)
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
+    VERDICT_WORDS,
     difference_words,
     format_mean_sd,
     format_range,
@@ -24,8 +22,17 @@ from runner.sweeps.report.wording import (
     memory_words,
     speed_words,
 )
-from runner.sweeps.verdict.compare import BASELINE, Comparison, Group, sweep_letter
+from runner.sweeps.verdict.compare import (
+    BASELINE,
+    Comparison,
+    Group,
+    has_several_models,
+    qualities_by_seed,
+    sweep_letter,
+)
+from runner.sweeps.verdict.statistics import Verdict, quality_difference
 from runner.utils.formatting import format_number
+from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
 
 NO_BASELINE_REASON = f"no {BASELINE} job to compare with; add precision={BASELINE}"
 MAX_WORTHWHILE_MEMORY_SHARE = 0.95
@@ -37,6 +44,15 @@ FAILURE_WORDS = {
     "stopped": "stopped",
     "unavailable": "unavailable here",
 }
+MAX_SUMMARIES = 3
+"""Precisions in the conclusion; the report's list has all."""
+_NOT_COMPARED = "not compared"
+_NAMED_WORDS = (VERDICT_WORDS[Verdict.BETTER], VERDICT_WORDS[Verdict.WORSE], _NOT_COMPARED)
+"""Results that are rare and matter: the settings are named."""
+_BEST_NOTE = (
+    "best: measurably better than every other precision of its column (95 % interval of the "
+    "difference over seeds). A column without a mark has no measurable best."
+)
 
 
 def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | None:
@@ -104,7 +120,7 @@ def _two_sweeps_sentence(comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         if comparison.baseline is None or comparison.is_baseline:
             continue
-        words = [verdict_word(comparison), speed_word(comparison)]
+        words = [_verdict_word(comparison), _speed_word(comparison)]
         clauses.append(f"{comparison.group.name}: {', '.join(filter(None, words)) or 'no result'}")
     if clauses:
         return f"Against {BASELINE} of A: {'; '.join(clauses)}."
@@ -155,7 +171,7 @@ def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -
         rest = "" if ended[0].is_baseline else f"; to compare, {addition}"
         return f"Only {groups[0].name} ended: {facts}{rest}."
     if len({group.settings for group in groups}) > 1:
-        return settings_sentence(ended, every)
+        return _settings_sentence(ended, every)
     others = [comparison for comparison in ended if not comparison.is_baseline]
     if len(others) == len(ended):
         return _no_baseline_sentence(ended)
@@ -203,7 +219,7 @@ def _evaluation_sentence(groups: Sequence[Group]) -> str:
         if group.change:
             by_checkpoint.setdefault(shared_settings(group.settings), []).append(group)
     if not 1 <= len(by_checkpoint) <= MAX_LISTED_NAMES:
-        best = best_group(groups)
+        best = _best_group(groups)
         return f"Evaluated, nothing trained: best {best.name} with {_group_facts(best)}."
     return " ".join(map(_checkpoint_sentence, by_checkpoint.values()))
 
@@ -334,3 +350,187 @@ def _least_memory_words(others: Sequence[Comparison], named: Comparison) -> str:
 
 def _fastest(comparisons: Sequence[Comparison]) -> Comparison:
     return max(comparisons, key=lambda c: c.speed_ratio.value if c.speed_ratio else 0)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The groups of one device by precision and setting.
+
+    Attributes:
+        rows: precisions, with keys of their own such as precision.keep_fp32=[head].
+        columns: the settings.
+        cells: comparison of each row and column; combinations that were not swept are missing.
+    """
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    cells: dict[tuple[str, str], Comparison]
+
+    @classmethod
+    def of_device(cls, compared: Sequence[Comparison], device: str) -> "_Grid":
+        """Return the groups of a device."""
+        cells = {}
+        for comparison in compared:
+            group = comparison.group
+            if group.device != device:
+                continue
+            setting = shared_settings(group.settings)
+            # The precision with the keys that it does not share with 32-true.
+            shared = setting.split()
+            own_keys = [word for word in group.settings.split() if word not in shared]
+            cells[" ".join([group.precision, *own_keys]), setting] = comparison
+        rows = dict.fromkeys(row for row, _ in cells)
+        columns = dict.fromkeys(column for _, column in cells)
+        return cls(list(rows), list(columns), cells)
+
+    def column(self, setting: str) -> list[Comparison]:
+        """Return the comparisons of one setting."""
+        return [self.cells[row, setting] for row in self.rows if (row, setting) in self.cells]
+
+    @property
+    def is_grid(self) -> bool:
+        """Return whether at least two settings have several precisions to compare."""
+        return sum(len(self.column(setting)) > 1 for setting in self.columns) > 1
+
+
+def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
+    """Yield a table of precisions × settings for each device, and a summary for each precision.
+
+    Nothing is yielded for a sweep that does not compare precisions in several settings.
+    """
+    devices = dict.fromkeys(comparison.group.device for comparison in compared)
+    grids = {device: _Grid.of_device(compared, device) for device in devices}
+    grids = {device: grid for device, grid in grids.items() if grid.is_grid}
+    if not grids:
+        return
+    yield Heading("Precisions in each setting")
+    for device, grid in grids.items():
+        if len(grids) > 1:
+            yield Text(f"On {device or 'an unknown device'}:")
+        best = {id(_measured_best(grid.column(setting))) for setting in grid.columns}
+        rows = []
+        for row in grid.rows:
+            comparisons = [grid.cells.get((row, setting)) for setting in grid.columns]
+            rows.append(
+                [Cell(row), *(_quality_cell(each, id(each) in best) for each in comparisons)]
+            )
+        yield Table(["precision", *grid.columns], rows)
+        summaries = list(_summaries(grid))
+        if summaries:
+            yield Items(summaries)
+        if any(cell.note == "best" for row in rows for cell in row):
+            yield Text(_BEST_NOTE, "small")
+    if has_several_models([comparison.group for comparison in compared]):
+        yield Text("Qualities of different models or data are not compared.", "small")
+
+
+def _quality_cell(comparison: Comparison | None, is_best: bool) -> Cell:
+    """Return a group's quality, or how its jobs ended without one; empty if it was not swept."""
+    if comparison is None:
+        return Cell("")
+    group = comparison.group
+    if group.quality is None:
+        return Cell(", ".join(group.counts), "bad")
+    text = format_mean_sd(group.quality)
+    return Cell(text, "good", "best") if is_best else Cell(text)
+
+
+def _measured_best(column: Sequence[Comparison]) -> Comparison | None:
+    """Return the group that is measurably better than every other one of a setting, if any is."""
+    ended = [comparison for comparison in column if comparison.group.quality]
+    if len(ended) < 2:
+        return None
+    for candidate in ended:
+        values = qualities_by_seed(candidate.group)
+        direction = candidate.group.jobs[0].direction
+        others = [qualities_by_seed(c.group) for c in ended if c is not candidate]
+        differences = [quality_difference(values, other, direction) for other in others]
+        if all(difference.verdict is Verdict.BETTER for difference in differences):
+            return candidate
+    return None
+
+
+def _summaries(grid: _Grid) -> Iterator[tuple[str, str]]:
+    """Yield (precision, for how many settings each verdict against 32-true holds)."""
+    for name in grid.rows:
+        row = {}
+        for setting in grid.columns:
+            comparison = grid.cells.get((name, setting))
+            if comparison and comparison.baseline is not None and not comparison.is_baseline:
+                row[setting] = comparison
+        if len(row) > 1:
+            yield name, ", ".join([*_counts(row, _verdict_word), *_counts(row, _speed_word)])
+
+
+def _speed_word(comparison: Comparison) -> str:
+    """Return the verdict on speed in words, empty without one."""
+    words = {"even": "about as fast", "unclear": "speed unclear"}
+    return words.get(comparison.speed_verdict, comparison.speed_verdict)
+
+
+def _verdict_word(comparison: Comparison) -> str:
+    """Return the verdict on quality in words, empty for an evaluated checkpoint."""
+    if comparison.group.is_evaluation:
+        return ""
+    if comparison.difference is None:
+        return _NOT_COMPARED
+    return VERDICT_WORDS[comparison.difference.verdict]
+
+
+def _counts(row: dict[str, Comparison], word_of: Callable[[Comparison], str]) -> Iterator[str]:
+    """Yield each word with the number of settings that it holds for, the most frequent first."""
+    settings_by_word: dict[str, list[str]] = {}
+    for setting, comparison in row.items():
+        settings_by_word.setdefault(word_of(comparison), []).append(setting)
+    settings_by_word.pop("", None)
+    for word, settings in sorted(settings_by_word.items(), key=lambda item: -len(item[1])):
+        text = f"{word} in {len(settings)} of {len(row)} settings"
+        if word in _NAMED_WORDS and len(settings) < len(row):
+            text += f" ({join_names(settings)})"
+        yield text
+
+
+def _settings_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
+    """Return the best group, and how precisions compare with 32-true in each setting.
+
+    Args:
+        ended: the comparisons of one device whose groups have a quality.
+        every: all comparisons of that device.
+    """
+    groups = [comparison.group for comparison in ended]
+    sentences: list[str] = []
+    if not has_several_models(groups):
+        sentences.append(_best_sentence(groups))
+    grid = _Grid.of_device(every, groups[0].device)
+    summaries = [f"{name}: {text}" for name, text in _summaries(grid)]
+    if summaries:
+        more = len(summaries) - MAX_SUMMARIES
+        rest = [f"{more} more precisions: see the report"] if more > 0 else []
+        shown = "; ".join([*summaries[:MAX_SUMMARIES], *rest])
+        sentences.append(f"Against {BASELINE} in each setting: {shown}.")
+    if not sentences:
+        sentences.append("Different models or data: their qualities are not compared.")
+    return " ".join(sentences)
+
+
+def _best_group(groups: Sequence[Group]) -> Group:
+    """Return the group with the best mean quality; every group must have one."""
+    pick = max if groups[0].jobs[0].direction == "max" else min
+    return pick(groups, key=lambda group: group.quality.mean if group.quality else math.nan)
+
+
+def _best_sentence(groups: Sequence[Group]) -> str:
+    """Return the best group, and the best group of each other precision."""
+    best = _best_group(groups)
+    sentence = f"Best {best.jobs[0].quality}: {best.name} with {format_mean_sd(best.quality)}"
+    by_precision: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.precision != best.precision:
+            by_precision.setdefault(group.precision, []).append(group)
+    others = [_best_group(of_precision) for of_precision in by_precision.values()]
+    if others:
+        names = join_names(f"{group.name} with {format_mean_sd(group.quality)}" for group in others)
+        sentence += f"; best of the other precisions: {names}"
+    if all(len(group.jobs) == 1 for group in groups):
+        sentence += "; one seed each: no verdict"
+    return f"{sentence}."

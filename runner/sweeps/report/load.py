@@ -7,9 +7,10 @@ with is in files of its folder and, for a job that was recorded, in MLflow.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,15 +57,50 @@ _MACHINE_FACTS = ("python", "platform", "cuda", "threads", *GIT_KEYS)
 
 
 @dataclass(frozen=True)
+class JobSettings:
+    """What a job ran with; what is not known of it is missing.
+
+    Attributes:
+        config: values of the resolved config by dotted key, as YAML writes them.
+        environment: python, platform, cuda, threads, commit and the version of each package.
+    """
+
+    config: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Return the config and the environment together."""
+        return {**self.config, **self.environment}
+
+    @classmethod
+    def of_texts(cls, config: str, environment: str) -> "JobSettings":
+        """Return the settings that the texts of a run's two files hold; damaged ones hold none."""
+        facts: Any = {}
+        with suppress(ValueError):
+            facts = json.loads(environment)
+        if not isinstance(facts, dict):
+            return cls(flat_config(config))
+        known = {name: facts.get(name) for name in _MACHINE_FACTS}
+        packages = facts.get("packages")
+        if isinstance(packages, dict):
+            known |= packages
+        texts = {str(name): str(value) for name, value in known.items() if value is not None}
+        return cls(flat_config(config), texts)
+
+
+@dataclass(frozen=True)
 class Job:
     """One job: its result, and its metrics over the steps exactly as they were recorded.
 
     Attributes:
         curves: by metric name, see _CURVE_METRICS; empty for a job that never trained.
+        read_settings: reads what the job ran with, which not every report needs.
     """
 
     result: RunResult
     curves: Mapping[str, Curve] = field(default_factory=dict)
+    read_settings: Callable[[], JobSettings] = JobSettings
 
 
 @dataclass(frozen=True)
@@ -122,39 +158,15 @@ class SweepData:
         return ""
 
 
-@dataclass
-class _StoredFacts:
-    """What the processes that ran a sweep's jobs stored with its parent run."""
-
-    is_stopped: bool
-    results: list[RunResult] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
-    job_count: int = 0
-    advise_settings: AdviseSettings | None = None
-
-    def add(self, content: Mapping[str, Any]) -> None:
-        """Add the content of one process's list; entries that cannot be read are skipped."""
-        for values in content.get("results", ()):
-            with suppress(ValueError):
-                self.results.append(RunResult.from_json(values))
-        self.commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
-        self.is_stopped |= bool(content.get("stopped"))
-        self.advise_settings = (
-            AdviseSettings.from_json(content.get("request")) or self.advise_settings
-        )
-        job_count = content.get("requested_jobs")
-        if isinstance(job_count, int):
-            self.job_count += job_count
-
-
 def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
     """Load a sweep whose jobs ran here."""
     manifest = Manifest.read(folder)
-    # A result names the folder where its job ran; the sweep may have been moved since.
-    jobs = [
-        Job(result, history.from_folder(folder / Path(result.folder).name))
-        for result in read_results(folder)
-    ]
+    jobs = []
+    for result in read_results(folder):
+        # A result names the folder where its job ran; the sweep may have been moved since.
+        job_folder = folder / Path(result.folder).name
+        curves = history.from_folder(job_folder)
+        jobs.append(Job(result, curves, partial(read_settings, job_folder)))
     commands = [quote_command(manifest.command)]
     settings = AdviseSettings.read(folder)
     return SweepData(jobs, commands, manifest.id, is_stopped, manifest.jobs, settings)
@@ -177,33 +189,48 @@ def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
 
 def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     """Load a sweep from MLflow, on however many machines its jobs ran."""
-    facts = _stored_facts(reader, parent)
     runs = {run.run_id: run for run in reader.jobs(parent)}
     run_ids = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
-    results = []
-    for result in facts.results:
-        # A result without a run id belongs to the run that names its folder.
-        run_id = result.run_id or run_ids.get(result.folder)
-        results.append(replace(result, run_id=run_id))
+    is_stopped = parent.status == "KILLED"
+    results: list[RunResult] = []
+    commands: list[str] = []
+    job_count = 0
+    settings = None
+    for content in _stored_lists(reader, parent):
+        for values in content.get("results", ()):
+            # Entries that cannot be read are skipped.
+            with suppress(ValueError):
+                result = RunResult.from_json(values)
+                # A result without a run id belongs to the run that names its folder.
+                run_id = result.run_id or run_ids.get(result.folder)
+                results.append(replace(result, run_id=run_id))
+        commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
+        is_stopped |= bool(content.get("stopped"))
+        settings = AdviseSettings.from_json(content.get("request")) or settings
+        count = content.get("requested_jobs")
+        job_count += count if isinstance(count, int) else 0
     # A process that was killed stored no list: its jobs are known by their runs alone.
     listed_ids = {result.run_id for result in results}
     unlisted = [run for run in runs.values() if run.run_id not in listed_ids]
     results += [result_of_run(reader, run) for run in unlisted]
-    if not facts.advise_settings:
+    if not settings:
         results = with_unique_names(results)
     jobs = []
     for result in results:
+        job = Job(result)
         run = runs.get(result.run_id or "")
-        # The exact history that the run stored, else the store's own points.
-        curves = reader.history(run.run_id, _CURVE_METRICS) if run is not None else {}
-        jobs.append(Job(result, curves))
+        if run is not None:
+            # The exact history that the run stored, else the store's own points.
+            curves = reader.history(run.run_id, _CURVE_METRICS)
+            job = Job(result, curves, partial(stored_settings, reader, run))
+        jobs.append(job)
     return SweepData(
         jobs,
-        facts.commands or [parent.tags.get("command", "")],
+        commands or [parent.tags.get("command", "")],
         parent.tags.get("sweep_id", ""),
-        facts.is_stopped,
-        facts.job_count,
-        facts.advise_settings,
+        is_stopped,
+        job_count,
+        settings,
         tuple(reader.notices),
     )
 
@@ -241,17 +268,15 @@ def _compared_overrides(result: RunResult) -> frozenset[str]:
     return frozenset(text for text in result.overrides if not _IGNORED_OVERRIDE.match(text))
 
 
-def _stored_facts(reader: "Reader", parent: "StoredRun") -> _StoredFacts:
-    """Return what the processes that ran the jobs stored with the parent run when they ended."""
-    facts = _StoredFacts(is_stopped=parent.status == "KILLED")
+def _stored_lists(reader: "Reader", parent: "StoredRun") -> Iterator[Mapping[str, Any]]:
+    """Yield what the processes that ran the jobs stored with the parent run when they ended."""
     for path in sorted(reader.artifacts(parent.run_id, JOB_RESULTS_FOLDER)):
         content = None
         # A damaged list leaves the jobs to their own runs.
         with suppress(ValueError):
             content = json.loads(reader.artifact_or_notice(parent.run_id, path) or b"{}")
         if isinstance(content, dict):
-            facts.add(content)
-    return facts
+            yield content
 
 
 def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
@@ -313,58 +338,6 @@ def _stored_values(run: "StoredRun") -> dict[str, Any]:
         # The time of emulated arithmetic says nothing about the precision.
         values |= {"examples_per_second": None, "step_ms": None, "kernels": "emulated"}
     return values
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """What a job ran with; what is not known of it is missing.
-
-    Attributes:
-        config: values of the resolved config by dotted key, as YAML writes them.
-        environment: python, platform, cuda, threads, commit and the version of each package.
-    """
-
-    config: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def values(self) -> dict[str, str]:
-        """Return the config and the environment together."""
-        return {**self.config, **self.environment}
-
-    @classmethod
-    def of_texts(cls, config: str, environment: str) -> "JobSettings":
-        """Return the settings that the texts of a run's two files hold; damaged ones hold none."""
-        facts: Any = {}
-        with suppress(ValueError):
-            facts = json.loads(environment)
-        if not isinstance(facts, dict):
-            return cls(flat_config(config))
-        known = {name: facts.get(name) for name in _MACHINE_FACTS}
-        packages = facts.get("packages")
-        if isinstance(packages, dict):
-            known |= packages
-        texts = {str(name): str(value) for name, value in known.items() if value is not None}
-        return cls(flat_config(config), texts)
-
-
-def settings_in_folder(folder: Path, data: SweepData) -> list[JobSettings]:
-    """Return the settings of each job of a sweep, in the order of the jobs, from its folder."""
-    return [read_settings(folder / Path(job.result.folder).name) for job in data.jobs]
-
-
-def settings_in_store(reader: "Reader", parent: "StoredRun", data: SweepData) -> list[JobSettings]:
-    """Return the settings of each job of a sweep, in the order of the jobs, from MLflow alone.
-
-    Raises:
-        TrackingError: the store does not answer.
-    """
-    runs = {run.run_id: run for run in reader.jobs(parent)}
-    settings = []
-    for job in data.jobs:
-        run = runs.get(job.result.run_id or "")
-        settings.append(stored_settings(reader, run) if run else JobSettings())
-    return settings
 
 
 def read_settings(folder: Path) -> JobSettings:

@@ -29,9 +29,9 @@ from runner.sweeps.report.conclusion import (
     conclusion_text,
     failure_sentence,
     recommended_precision,
+    settings_blocks,
 )
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.settings_summary import settings_blocks
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.compare import (
     BASELINE,

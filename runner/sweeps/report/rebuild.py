@@ -22,8 +22,6 @@ from runner.sweeps.report.load import (
     SweepData,
     load_from_folder,
     load_from_store,
-    settings_in_folder,
-    settings_in_store,
 )
 from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.sweeps.report.wording import join_names
@@ -49,18 +47,16 @@ MAX_DIFFERENCES = 12
 
 @dataclass(frozen=True)
 class LoadedSweep:
-    """A sweep with what its jobs ran with.
+    """A sweep as it was asked for.
 
     Attributes:
         name: folder or id, as it was typed.
         date: when it began; empty if unknown.
-        settings: of each job, in the order of data.jobs.
     """
 
     name: str
     date: str
     data: SweepData
-    settings: Sequence[JobSettings]
 
 
 def rebuild_report(argv: Sequence[str]) -> int:
@@ -139,19 +135,15 @@ def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None
 
 
 def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
-    """Return a sweep with what its jobs ran with, of a folder or of the store."""
+    """Return a sweep of a folder or of the store."""
     if path_exists(sweep):
-        folder = Path(sweep)
-        data = load_from_folder(folder)
-        began_ms = Manifest.read(folder).began_ms
-        return LoadedSweep(sweep, _date(began_ms), data, settings_in_folder(folder, data))
+        began_ms = Manifest.read(Path(sweep)).began_ms
+        return LoadedSweep(sweep, _date(began_ms), load_from_folder(Path(sweep)))
     from runner.tracking.reader import Reader
 
     reader = Reader(existing_store(sweep, typed))
     parent = find_parent_run(reader, sweep)
-    data = load_from_store(reader, parent)
-    settings = settings_in_store(reader, parent, data)
-    return LoadedSweep(sweep, _date(parent.started_ms), data, settings)
+    return LoadedSweep(sweep, _date(parent.started_ms), load_from_store(reader, parent))
 
 
 def _date(unix_ms: int) -> str:
@@ -290,7 +282,13 @@ def _named(result: RunResult, word: str) -> RunResult:
 
 def _difference_notes(first: LoadedSweep, second: LoadedSweep) -> Iterator[str]:
     """Yield what the jobs of A and B ran with, where it differs, in one line, and a reservation."""
-    settings, others = _settings_of_shared_groups(first, second)
+    pair = (first.data.jobs, second.data.jobs)
+    names, other_names = ({group_name(job.result) for job in jobs} for jobs in pair)
+    # The jobs whose groups both sweeps have; all if they share none.
+    shared = names & other_names or names | other_names
+    settings, others = (
+        [job.read_settings() for job in jobs if group_name(job.result) in shared] for jobs in pair
+    )
     if not any(each.config for each in settings) or not any(each.config for each in others):
         yield "What differs between A and B is not known: the jobs of one have no config.yaml."
         return
@@ -312,22 +310,6 @@ def _difference_notes(first: LoadedSweep, second: LoadedSweep) -> Iterator[str]:
             f"The qualities of A and B are of other models, tasks or data "
             f"({join_names(quality_keys)}): their difference is not that of the precisions."
         )
-
-
-def _settings_of_shared_groups(
-    first: LoadedSweep, second: LoadedSweep
-) -> tuple[list[JobSettings], list[JobSettings]]:
-    """Return the settings of the jobs whose groups both sweeps have; of all if they share none."""
-    names, other_names = (
-        {group_name(job.result) for job in sweep.data.jobs} for sweep in (first, second)
-    )
-    shared = names & other_names
-
-    def of_shared(sweep: LoadedSweep) -> list[JobSettings]:
-        pairs = zip(sweep.data.jobs, sweep.settings, strict=True)
-        return [each for job, each in pairs if not shared or group_name(job.result) in shared]
-
-    return of_shared(first), of_shared(second)
 
 
 def _value_texts(key: str, settings: Iterable[JobSettings]) -> str:

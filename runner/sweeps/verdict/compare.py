@@ -285,11 +285,7 @@ def compare_two_groups(group: Group, baseline: Group | None) -> Comparison:
     if group.memory_mib is not None and baseline.memory_mib and is_comparable:
         memory_ratio = group.memory_mib / baseline.memory_mib
     return Comparison(
-        group,
-        baseline,
-        _speed_ratio(group, baseline),
-        memory_ratio,
-        _difference(group, baseline),
+        group, baseline, _speed_ratio(group, baseline), memory_ratio, _difference(group, baseline)
     )
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweeps.advisor.schedule import GateRounds
+from runner.sweeps.advisor.schedule import run_gate_rounds
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.ranking import rank_precisions
 from runner.sweeps.verdict.settings import AdviseSettings
@@ -32,7 +32,7 @@ def trial(precision: str, seed: int, loss: float, diverged: bool) -> RunResult:
 def rounds(tmp_path):
     """Rounds of trials whose divergence is given by precision."""
 
-    def run(**diverged: bool) -> GateRounds:
+    def run(**diverged: bool) -> list[RunResult]:
         done = []
 
         def launch(words):
@@ -51,20 +51,19 @@ def rounds(tmp_path):
         trials = SimpleNamespace(
             folder=tmp_path, launch=launch, results=lambda: done, remaining_seconds=100.0
         )
-        return GateRounds(request, trials, SETTINGS)  # type: ignore[arg-type]
+        run_gate_rounds(request, trials, SETTINGS)  # type: ignore[arg-type]
+        return done
 
     return run
 
 
 def test_a_baseline_that_diverges_rejects_nothing(rounds):
     with pytest.raises(ConfigError, match=r"the baseline 32-true itself does not train \(diverged"):
-        rounds(**{"32_true": True, "bf16_true": True}).run()
+        rounds(**{"32_true": True, "bf16_true": True})
 
 
 def test_a_precision_that_diverges_alone_ends_the_rounds(rounds):
-    gate = rounds(**{"32_true": False, "bf16_true": True})
-    gate.run()
-    trials = gate.trials.results()
+    trials = rounds(**{"32_true": False, "bf16_true": True})
     assert len(trials) == 2  # one seed of each
     verdict = gate_verdict(rank_precisions(trials, SETTINGS))
     assert verdict.decision == "rejected"

@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -179,8 +179,8 @@ def test_a_run_without_a_result_is_compared_by_the_quality_of_its_task(tags, exp
 
 def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
     monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 truncated")
-    facts = load._StoredFacts(False, [DONE], [], 1)
-    monkeypatch.setattr(load, "_stored_facts", lambda *_: facts)
+    content = {"results": [asdict(DONE)], "requested_jobs": 1}
+    monkeypatch.setattr(load, "_stored_lists", lambda *_: [content])
     monkeypatch.setattr(load, "result_of_run", lambda _, run: replace(DONE, run_id=run.run_id))
     reader = Reader(stored[0])
     jobs = load_from_store(reader, reader.run(stored[1])).jobs

@@ -3,10 +3,9 @@
 import pytest
 
 from runner.modes.result import RunResult
-from runner.sweeps.report.conclusion import conclusion_sentence
+from runner.sweeps.report.conclusion import conclusion_sentence, settings_blocks
 from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import write_report
-from runner.sweeps.report.settings_summary import settings_blocks
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.utils.markup import Items, Table, Text
 

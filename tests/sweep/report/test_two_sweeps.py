@@ -13,7 +13,6 @@ from runner.sweeps.report.load import (
     JobSettings,
     SweepData,
     load_from_folder,
-    settings_in_folder,
 )
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.rebuild import LoadedSweep, join_sweeps
@@ -43,8 +42,8 @@ def job(precision, seed, quality, speed=100.0, **more):
 
 
 def sweep(name, results, settings=SETTINGS, date="2026-11-20 10:00"):
-    data = SweepData([Job(result) for result in results], ["python -m runner -m"], name)
-    return LoadedSweep(name, date, data, [settings] * len(results))
+    jobs = [Job(result, read_settings=lambda: settings) for result in results]
+    return LoadedSweep(name, date, SweepData(jobs, ["python -m runner -m"], name))
 
 
 FIRST = [
@@ -154,7 +153,7 @@ def test_settings_are_read_from_whatever_a_folder_holds(tmp_path):
         '{"packages": {"torch": "2"}, "git_commit": "c"}'
     )
     (tmp_path / "1" / "environment.json").write_text("[1]")
-    first, second = settings_in_folder(tmp_path, load_from_folder(tmp_path))
+    first, second = (each.read_settings() for each in load_from_folder(tmp_path).jobs)
     assert first.config == {"a.b": "[1, x]", "a.c": "{}"}
     assert first.environment == {"torch": "2", "git_commit": "c"}
     assert second == JobSettings()
