@@ -152,7 +152,14 @@ class Sweep:
         data = load_from_folder(self.folder, is_stopped)
         self.manifest = replace(self.manifest, finished=not data.is_unfinished)
         results = [job.result for job in data.jobs]
-        failed, is_unavailable = _count_failed(data, results)
+        statuses = [result.status for result in results]
+        failed = statuses.count("failed") + statuses.count("stopped")
+        is_unavailable = "unavailable" in statuses
+        if data.advice and not data.is_stopped:
+            # A precision that fails or is not available is an answer: nothing failed once one is
+            # recommended.
+            failed = 0 if data.advice.recommendation is not None else failed
+            is_unavailable = False
         gate = gate_verdict(data.advice) if data.advice else None
         # Of a gate 1 means rejected, and nothing else.
         failure_status = 1 if gate is None else 2
@@ -255,21 +262,6 @@ class Sweep:
         if not self.manifest.finished:
             command = resume_text(self.folder)
             console.print(f"Resume with: {command}", soft_wrap=True)
-
-
-def _count_failed(data: SweepData, results: Sequence[RunResult]) -> tuple[int, bool]:
-    """Return how many jobs failed or were stopped, and whether this machine lacks what some need.
-
-    In mode=advise a precision that fails or is not available is an answer: nothing failed once one
-    precision is recommended.
-    """
-    statuses = [result.status for result in results]
-    failed = statuses.count("failed") + statuses.count("stopped")
-    is_unavailable = "unavailable" in statuses
-    if data.advise_settings and not data.is_stopped:
-        is_answered = data.advice is not None and data.advice.recommendation is not None
-        return 0 if is_answered else failed, False
-    return failed, is_unavailable
 
 
 def _print_results(console: Console, results: Sequence[RunResult]) -> None:

@@ -105,10 +105,9 @@ class AdviseRequest:
             ConfigError: the command asks for what cannot be compared.
             Unavailable: the device is not there.
         """
-        _check_launcher(config)
         words = override_texts(config.hydra.overrides.task)
         overrides = OverridesParser.create().parse_overrides([*words])
-        _check_sweeps(overrides, f"mode={config.mode}")
+        _check_command(config, overrides)
         by_key = {o.get_key_element().lstrip("+~"): o for o in overrides}
         extras = {key: o for key, o in by_key.items() if key.startswith("precision.")}
         spec = _baseline_spec(config, extras)
@@ -203,8 +202,9 @@ class AdviseRequest:
         return [*user, *advisor, *tracking, *more]
 
 
-def _check_launcher(config: DictConfig) -> None:
-    """Refuse launchers that run jobs elsewhere or at once: trials are timed against each other."""
+def _check_command(config: DictConfig, overrides: Sequence[Override]) -> None:
+    """Refuse several values of any key but precision, and launchers that run jobs elsewhere or at
+    once: trials are timed against each other."""
     hydra = config.hydra
     launcher = str(hydra.launcher.get("_target_"))
     # The isolated launcher has a path in hydra_plugins, too.
@@ -219,6 +219,13 @@ def _check_launcher(config: DictConfig) -> None:
     if str(OmegaConf.to_container(hydra.sweep)["subdir"]) != "${hydra.job.num}":  # type: ignore[index]
         raise ConfigError(
             f"mode={config.mode} names its jobs' folders itself. Leave hydra.sweep.subdir= out."
+        )
+    swept = [o for o in overrides if o.is_sweep_override() and o.get_key_element() != "precision"]
+    if swept:
+        key = swept[0].get_key_element()
+        raise ConfigError(
+            f"mode={config.mode} answers for one config, and {swept[0].input_line} names several. "
+            f"Type one value of {key}; advise.seeds=5 repeats trials with other seeds."
         )
 
 
@@ -251,17 +258,6 @@ def _command_words(config: DictConfig, config_dir: Path | None) -> list[str]:
 def _group(override: Override) -> str:
     """Return the first part of an override's key."""
     return override.get_key_element().lstrip("+~").partition(".")[0].partition("/")[0]
-
-
-def _check_sweeps(overrides: Sequence[Override], mode: str) -> None:
-    """Refuse several values of any key but precision."""
-    swept = [o for o in overrides if o.is_sweep_override() and o.get_key_element() != "precision"]
-    if swept:
-        key = swept[0].get_key_element()
-        raise ConfigError(
-            f"{mode} answers for one config, and {swept[0].input_line} names several. Type "
-            f"one value of {key}; advise.seeds=5 repeats trials with other seeds."
-        )
 
 
 def _typed_precisions(

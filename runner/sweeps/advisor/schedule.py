@@ -318,6 +318,7 @@ class TrialScheduler:
         would give no verdict on all. A round that the budget has no time for is not begun.
         """
         running = list(self.request.precisions)
+        recorded = self.request.recorded.results if self.request.recorded else ()
         seconds: dict[str, float] = {}
         has_diverged = False
         for number, seed in enumerate(self.request.trial_seeds(self.options.seeds)):
@@ -327,7 +328,11 @@ class TrialScheduler:
             # Each round begins with another precision, so that none always runs first.
             turn = number % len(running)
             results = self._run_round(running[turn:] + running[:turn], seed)
-            seconds = {r.precision: self._cost(r) for r in results}
+            # Another trial of a recorded baseline takes no time.
+            seconds = {
+                r.precision: 0.0 if r in recorded else r.seconds + JOB_OVERHEAD_SECONDS
+                for r in results
+            }
             # What failed or was too slow with one seed is not tried with another.
             ended = [r for r in results if r.steps >= self.settings.steps]
             finished = {r.precision for r in ended if r.outcome == "finished"}
@@ -355,12 +360,6 @@ class TrialScheduler:
             if result is not None:
                 results.append(result)
         return results
-
-    def _cost(self, result: RunResult) -> float:
-        """Return the seconds that another trial of a result's precision takes."""
-        if self.request.recorded is not None and result in self.request.recorded.results:
-            return 0.0
-        return result.seconds + JOB_OVERHEAD_SECONDS
 
     def _affordable(
         self,

@@ -137,9 +137,8 @@ class JobRunner:
                 if len(self._running) == self._jobs_at_once:
                     break
                 config = next(jobs, None)
-                if config is None:
-                    has_more_jobs = False
-                else:
+                has_more_jobs = config is not None
+                if config is not None:
                     self._start(config, selector)
             for key, _ in selector.select(timeout=_POLL_SECONDS):
                 key.data()
@@ -200,10 +199,8 @@ class JobRunner:
         # A resumed job's folder may hold the result of an earlier command, which a job that is
         # finished already leaves as it is.
         version = _result_version(folder)
-        has_result = version is not None and (
-            version != job.earlier_result or job.process.exit_status == 0
-        )
-        if has_result:
+        is_own = version != job.earlier_result or job.process.exit_status == 0
+        if version is not None and is_own:
             return job_return(job.config, RunResult.read(folder))
         sent = [signal.SIGTERM] if self._has_failed_fast else []
         self._record_dead_job(number, job, [*stop.received_signals, *sent])
@@ -254,13 +251,10 @@ def job_return(config: DictConfig, result: RunResult | None = None) -> JobReturn
     """
     # Any other status would make Hydra's sweeper raise, and end the sweep; result.json has the
     # job's own status.
-    ended = JobReturn(
-        overrides=override_texts(config.hydra.overrides.task),
-        cfg=config,
-        status=JobStatus.COMPLETED,
-    )
-    has_number = result is not None and result.status == "finished"
-    if result is not None and has_number and not math.isnan(result.objective):
+    overrides = override_texts(config.hydra.overrides.task)
+    ended = JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)
+    is_finished = result is not None and result.status == "finished"
+    if result is not None and is_finished and not math.isnan(result.objective):
         ended.return_value = result.objective
     return ended
 

@@ -50,7 +50,6 @@ from runner.utils.markup import (
     Commands,
     Heading,
     Items,
-    Table,
     Text,
     markdown,
     to_html,
@@ -144,7 +143,14 @@ def summary_markdown(data: SweepData, limit: int = MAX_NOTE_CHARACTERS) -> str:
         data: the sweep.
         limit: characters; the table loses its last rows, whole lines, to stay within.
     """
-    head, table, tail = _summary_parts(data)
+    tail = markdown(Commands(data.commands)) if data.commands else ""
+    if data.advice:
+        blocks, table = advice_page.advice_markdown(data.advice)
+        head = "\n\n".join(map(markdown, blocks))
+    else:
+        compared = compare_with_baselines([job.result for job in data.jobs])
+        head = markdown(Text(conclusion_text(compared, data.missing_jobs_clause), "answer"))
+        table = groups_table(compared, recommended_precision(compared)) if compared else None
     rows = markdown(table).splitlines() if table else []
     hint = "More rows: see report.html among the artifacts."
 
@@ -161,18 +167,6 @@ def summary_markdown(data: SweepData, limit: int = MAX_NOTE_CHARACTERS) -> str:
     # Even without rows the commands are too long: the conclusion is what a reader needs.
     short = f"{head}\n\n{hint}\n"
     return short if len(short) <= limit else head[:limit]
-
-
-def _summary_parts(data: SweepData) -> tuple[str, Table | None, str]:
-    """Return the Markdown before the table, the table, and the Markdown after it."""
-    tail = markdown(Commands(data.commands)) if data.commands else ""
-    if data.advice:
-        blocks, table = advice_page.advice_markdown(data.advice)
-        return "\n\n".join(map(markdown, blocks)), table, tail
-    compared = compare_with_baselines([job.result for job in data.jobs])
-    head = markdown(Text(conclusion_text(compared, data.missing_jobs_clause), "answer"))
-    table = groups_table(compared, recommended_precision(compared)) if compared else None
-    return head, table, tail
 
 
 def _page_title(data: SweepData) -> str:

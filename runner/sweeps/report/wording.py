@@ -162,24 +162,19 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
         step = min(job.steps for job in group.jobs)
         return f"a trial reached step {step} in {TIMEOUT_WORDS} {verdict.baseline}'s time"
     if test is None:
-        return _baseline_loss_words(verdict) if verdict.name == verdict.baseline else ""
+        # Any other metric than the loss is the quality of the trials.
+        spread = group.loss if verdict.metric == VAL_LOSS else group.quality
+        if spread is None or verdict.name != verdict.baseline:
+            return ""
+        seeds = "one seed"
+        if spread.sd is not None:
+            seeds = f"seeds differ by {format_number(spread.sd)}"
+        return f"{verdict.noun} {format_number(spread.mean)}, {seeds}"
     if test.n < MIN_SEEDS:
         gap = f"{verdict.sign * test.value:+.2g}"
         return f"{verdict.noun} {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
     interval = format_interval(verdict.sign * test.value, test.ci_half_width, "+")
     return f"{verdict.noun} {interval}, tolerated {format_number(test.margin)}, {test.n} seeds"
-
-
-def _baseline_loss_words(verdict: PrecisionVerdict) -> str:
-    group = verdict.group
-    # Any other metric than the loss is the quality of the trials.
-    spread = group.loss if verdict.metric == VAL_LOSS else group.quality
-    if spread is None:
-        return ""
-    mean = f"{verdict.noun} {format_number(spread.mean)}"
-    if spread.sd is None:
-        return f"{mean}, one seed"
-    return f"{mean}, seeds differ by {format_number(spread.sd)}"
 
 
 def health_words(verdict: PrecisionVerdict) -> str:

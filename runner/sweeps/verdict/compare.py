@@ -292,12 +292,11 @@ def compare_two_groups(group: Group, baseline: Group | None) -> Comparison:
 def _difference(group: Group, baseline: Group) -> Difference | None:
     """Return the difference in quality, None for the baseline itself and without a quality."""
     # An evaluated checkpoint is compared with its own precision (Group.change), not with 32-true.
-    if group is baseline or group.is_evaluation:
+    if group is baseline or group.is_evaluation or has_several_models([group, baseline]):
         return None
     if group.quality is None or baseline.quality is None:
         return None
-    is_same_quality = group.jobs[0].quality == baseline.jobs[0].quality
-    if not is_same_quality or has_several_models([group, baseline]):
+    if group.jobs[0].quality != baseline.jobs[0].quality:
         return None
     direction = baseline.jobs[0].direction
     return quality_difference(qualities_by_seed(group), qualities_by_seed(baseline), direction)
