@@ -213,16 +213,13 @@ def _select_recorded_store(folder: Path, words: Sequence[str]) -> None:
             os.environ["MLFLOW_TRACKING_URI"] = uri
 
 
-def resume_command(folder: Path) -> list[str]:
-    """Return the words of the command that resumes the sweep in a folder."""
-    return [*RUNNER_COMMAND, f"{RESUME_KEY}={os.path.relpath(folder)}"]
-
-
 def resume_text(folder: Path) -> str:
     """Return the command line, or the call of the Python API, that resumes a sweep."""
-    words = resume_command(folder)
-    given = given_keys()
-    return python_call("sweep", words[-1:], given) if given else quote_command(words)
+    word = f"{RESUME_KEY}={os.path.relpath(folder)}"
+    objects = given_keys()
+    if objects:
+        return python_call("sweep", [word], objects)
+    return quote_command([*RUNNER_COMMAND, word])
 
 
 def final_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:

@@ -92,11 +92,6 @@ class AdviseRequest:
         """Return the precision that others are compared with."""
         return self.precisions[0]
 
-    @property
-    def is_gate(self) -> bool:
-        """Return whether the command asks about one precision."""
-        return self.spec.mode == "gate"
-
     @classmethod
     def from_config(cls, config: DictConfig) -> "AdviseRequest":
         """Read the config of a sweep with mode=advise.

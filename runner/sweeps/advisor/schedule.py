@@ -104,7 +104,7 @@ class TrialScheduler:
         # A resumed command keeps the length of its finished trials, to compare further ones.
         if self._written is None:
             self._set_budget(self._measure_baseline())
-        if self.request.is_gate:
+        if self.settings.mode == "gate":
             run_gate_rounds(self.request, self.trials, self.settings)
             return
         self._run_rounds()
@@ -282,7 +282,7 @@ class TrialScheduler:
             busy=other_programs_load(request.device),
             metric=metric,
             direction=timed.direction if is_named else "min",
-            mode="gate" if request.is_gate else "advise",
+            mode="gate" if request.spec.mode == "gate" else "advise",
             baseline=request.baseline,
             max_gap=options.max_gap,
             recorded=[asdict(result) for result in recorded.results] if recorded else [],

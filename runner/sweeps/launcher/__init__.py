@@ -16,6 +16,6 @@ Reading order: `isolated` (the launcher, and the JobRunner: so many jobs at once
 (what is sent), `job_process` (one job, seen from the sweep), `fork_server` (the process that
 forks), `job_main` (the job's own process), then `runner/tracking/job_journal.py` (the sweep finds
 the job's journal), `writer_process.py` and `writer/uploader.py` (journal to MLflow). Not on that
-path: `stop_requests` (signals), and `remote` with `remote_job` (Slurm, Ray, joblib, whose processes
-run one job each through a JobRunner).
+path: `stop_requests` (signals), and `remote` (Slurm, Ray, joblib, whose processes run one job each
+through a JobRunner).
 """

@@ -1,23 +1,27 @@
 """Run the jobs of a sweep through a launcher of Hydra's plugins: submitit, Ray, joblib, any other.
 
-This is the sweep's side: it hands a RemoteJob to the plugin's launcher, and records every job that
-comes back without a result. Jobs of submitit's launchers are waited for one by one, however each
-ends: the plugin's own launch raises at the first one that fails, and leaves the others running. The
-job's side is remote_job.
+The sweep's side is RemoteLauncher: it hands a RemoteJob to the plugin's launcher, and records every
+job that comes back without a result. Jobs of submitit's launchers are waited for one by one,
+however each ends: the plugin's own launch raises at the first one that fails, and leaves the others
+running. The job's side is RemoteJob, in a process that the plugin has started, on some machine.
 """
 
 import copy
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
@@ -27,16 +31,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.hydra_plugins import REMOTE, register
 from runner.config.overrides import quote_value
-from runner.sweeps.launcher.isolated import job_return, update_job_count
+from runner.sweeps.launcher.isolated import JobRunner, job_return, update_job_count
 from runner.sweeps.launcher.job_process import last_lines
 from runner.sweeps.launcher.job_request import compose_job_config, job_folder, job_hydra_config
-from runner.sweeps.launcher.remote_job import STOP_FILE_NAME, RemoteJob
 from runner.sweeps.launcher.stop_requests import StopFile
 from runner.utils.errors import ConfigError
-from runner.utils.layout import RESULT
+from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.stop_signals import Interrupted
 from runner.utils.terminal import print_error
 
+STOP_FILE_NAME = "stop"
+"""Name of the file in a sweep's folder that requests a stop of its jobs; it holds the number of a
+signal."""
+_PARENT_POLL_SECONDS = 1.0
 _MAX_VISIBILITY_SECONDS = 15.0
 """Longest time that a shared file system takes to show here what another machine wrote."""
 _POLL_SECONDS = 0.2
@@ -78,6 +85,140 @@ def prepare_remote(config: DictConfig) -> None:
         config.hydra.sweep.dir = folder
         # Jobs compose their configs in processes that may have been started in another folder.
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quote_value(folder)}")
+
+
+@dataclass(frozen=True)
+class RemoteJob:
+    """Hydra's task function for jobs that a plugin's launcher runs.
+
+    The job runs in a process of its own there, too, so that the plugin's process survives its
+    death.
+
+    Attributes:
+        folder: the working directory of the command.
+        path: sys.path of the command.
+        environ: variables that the plugin's processes may lack.
+        existing_jobs: numbers of the jobs whose folders existed before the sweep began. Any other
+            job that finds files in its folder was started before by this sweep, and resumes.
+        jobs_at_once: jobs that share the machine's processors.
+        is_child: the plugin's process is a child of the sweep's, and has to stop when that is gone.
+    """
+
+    folder: str
+    path: Sequence[str]
+    environ: Mapping[str, str]
+    existing_jobs: frozenset[int]
+    jobs_at_once: int
+    is_child: bool
+
+    def __call__(self, config: DictConfig) -> object:
+        """Run the job that HydraConfig describes.
+
+        Args:
+            config: the job's, composed by the plugin.
+
+        Returns:
+            What the task function returns; None for a job that was stopped.
+
+        Raises:
+            ConfigError: this machine does not see the sweep's folder.
+            SystemExit: the job was stopped by its batch system, which decides about a restart.
+        """
+        self._enter_environment()
+        hydra = HydraConfig.get()
+        folder = Path(hydra.runtime.output_dir)
+        # The sweep's process may be on another machine, and cannot send signals here.
+        stop_file = Path(hydra.sweep.dir, STOP_FILE_NAME)
+        runner = JobRunner(self.jobs_at_once, stop_file)
+        job = self._job_config(config)
+        try:
+            with _stop_with_parent() if self.is_child else nullcontext():
+                (job_return,) = runner.run(iter([job]))
+            return job_return.return_value
+        except SystemExit as stop:
+            status = int(str(stop.code))
+        if not (folder / RESULT).exists():
+            from runner.sweeps.job_result import record_result
+
+            name = signal.Signals(status - 128).name
+            record_result(config, folder, "stopped", f"Stopped by {name} before it began.")
+        # Without a stop file it was not the sweep that stopped the job.
+        if not stop_file.exists():
+            _return_to_batch_system(status)
+        return None
+
+    def _job_config(self, config: DictConfig) -> DictConfig:
+        """Return the job's config with Hydra's; a job that has begun before resumes."""
+        hydra = HydraConfig.get()
+        # Hydra has written its config there before it calls this function.
+        files = {path.name for path in Path(hydra.runtime.output_dir).iterdir()}
+        has_begun = bool(files - {str(hydra.output_subdir)})
+        job = copy.deepcopy(config)
+        with read_write(job), open_dict(job):
+            job["hydra"] = copy.deepcopy(hydra)
+        if has_begun and int(hydra.job.num) not in self.existing_jobs:
+            with read_write(job.hydra), open_dict(job.hydra):
+                job.hydra.callbacks.sweep.resume = True
+                job.hydra.overrides.hydra.append("hydra.callbacks.sweep.resume=true")
+        return job
+
+    def _enter_environment(self) -> None:
+        """Take over the command's working directory, import path and missing variables."""
+        sweep = Path(HydraConfig.get().sweep.dir)
+        unseen = [] if (sweep / MANIFEST).is_file() else [str(sweep)]
+        if not Path(self.folder).is_dir():
+            unseen = [self.folder]
+        if unseen:
+            raise ConfigError(
+                f"{socket.gethostname()} does not see {unseen[0]}. The machines of a launcher must "
+                "share the folder that the command is typed in and hydra.sweep.dir=<folder>."
+            )
+        sys.path += [path for path in self.path if path not in sys.path]
+        os.chdir(self.folder)
+        for key, value in self.environ.items():
+            os.environ.setdefault(key, value)
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+        # A node has more processors than Slurm gives the job.
+        cpus = os.environ.get("SLURM_CPUS_PER_TASK")
+        if cpus:
+            os.environ.setdefault("OMP_NUM_THREADS", cpus)
+
+
+@contextmanager
+def _stop_with_parent() -> Iterator[None]:
+    """Context that stops the job once this process's parent has ended, and then exits."""
+    parent = os.getppid()
+    ended = threading.Event()
+
+    def watch_parent() -> None:
+        while not ended.wait(_PARENT_POLL_SECONDS):
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    threading.Thread(target=watch_parent, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _return_to_batch_system(status: int) -> None:
+    """Leave a stopped job to its batch system, which may start it again.
+
+    submitit asks Slurm to queue the job again after its own signal; Slurm itself decides about
+    others.
+    """
+    if "SUBMITIT_EXECUTOR" not in os.environ:
+        return
+    from submitit.core.job_environment import JobEnvironment
+
+    if status - 128 == JobEnvironment._usr_sig():
+        # The launcher's handlers are removed by now, so this reaches submitit's.
+        signal.raise_signal(status - 128)
+    raise SystemExit(status)
 
 
 @final

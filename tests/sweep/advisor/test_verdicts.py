@@ -1,6 +1,7 @@
 """mode=advise on the planted cases and on models of the runner: verdict, modules, repeatability."""
 
 import os
+import re
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -109,7 +110,12 @@ def test_a_model_whose_updates_bf16_weights_swallow_trains_with_a_rule_that_keep
     # The rule of the fewest bytes helps: no other one, and no set of modules, is tried.
     assert "precision.update=kahan" not in printed
     assert "keep_fp32" not in printed
-    assert "Use bf16-true precision.update=stochastic_rounding: 0.50 × its weights" in printed
+    # Its speed comes first on a machine where every seed was faster, or every seed slower.
+    sentence = (
+        r"Use bf16-true precision\.update=stochastic_rounding: "
+        r"(\d\.\d\d × as fast as 32-true and )?0\.50 × its weights"
+    )
+    assert re.search(sentence, printed)
 
 
 def test_a_model_that_no_precision_harms_gets_the_same_ranking_twice(planted):
