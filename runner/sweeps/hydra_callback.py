@@ -146,7 +146,7 @@ def _prepare(config: DictConfig) -> None:
 
         prepare_sweeper(config)
     if sweeper.startswith(_OPTUNA):
-        prepare_search(config)
+        _prepare_search(config)
     if config.hydra.launcher.get("_target_") not in (ISOLATED, _BASIC):
         from runner.sweeps.launcher.remote import prepare_remote
 
@@ -193,7 +193,7 @@ def _needs_no_emulation(config: DictConfig) -> bool:
     return False
 
 
-def prepare_search(config: DictConfig) -> None:
+def _prepare_search(config: DictConfig) -> None:
     """Set Optuna's direction to the task's, unless the user names one, and silence its warnings.
 
     Optuna minimises by default, whatever the number is: it would search for the lowest accuracy.

@@ -303,27 +303,26 @@ class IsolatedLauncher(Launcher):
         Raises:
             SystemExit: a signal has stopped the sweep, or with sweep.fail_fast a job has failed.
         """
-        setup_globals()
-        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
-        Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
-        update_job_count(self._config, initial_job_idx + len(job_overrides))
+        begin_launch(self._config, initial_job_idx + len(job_overrides))
+        folder = Path(self._config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
         numbers: Sequence[int] = range(initial_job_idx, initial_job_idx + len(job_overrides))
+        settings = self._config.hydra.callbacks.sweep
         # Another sweeper expects the results of its jobs in their order.
         is_basic = str(self._config.hydra.sweeper.get("_target_")).endswith(".BasicSweeper")
-        if is_basic and self._config.hydra.callbacks.sweep.resume:
+        if is_basic and settings.resume:
             from runner.sweeps.sweep_resume import resumed_numbers
 
-            numbers = resumed_numbers(Path(self._config.hydra.sweep.dir), job_overrides, numbers)
+            numbers = resumed_numbers(folder, job_overrides, numbers)
         jobs = (
             compose_job_config(self._context, self._config, number, overrides)
             for number, overrides in zip(numbers, job_overrides, strict=True)
         )
-        fail_fast = bool(self._config.hydra.callbacks.sweep.fail_fast)
-        return JobRunner(self._n_jobs, fail_fast=fail_fast).run(jobs)
+        return JobRunner(self._n_jobs, fail_fast=bool(settings.fail_fast)).run(jobs)
 
 
-def update_job_count(config: DictConfig, launched: int) -> None:
-    """Set how many jobs this process's sweep has, if it runs one.
+def begin_launch(config: DictConfig, launched: int) -> None:
+    """Do what Hydra expects of a launcher first, and set how many jobs this process's sweep has.
 
     Args:
         config: the sweep's.
@@ -331,6 +330,8 @@ def update_job_count(config: DictConfig, launched: int) -> None:
     """
     from runner.sweeps.sweep import Sweep
 
+    setup_globals()
+    configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     if Sweep.current is not None:
         # A search launches its trials in several calls, and says in n_trials how many there are.
         planned = config.hydra.sweeper.get("n_trials", 0)

@@ -24,14 +24,14 @@ from typing import Any, final
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.hydra_plugins import REMOTE, register
 from runner.config.overrides import quote_value
-from runner.sweeps.launcher.isolated import JobRunner, job_return, update_job_count
+from runner.sweeps.launcher.isolated import JobRunner, begin_launch, job_return
 from runner.sweeps.launcher.job_process import last_lines
 from runner.sweeps.launcher.job_request import compose_job_config, job_folder, job_hydra_config
 from runner.sweeps.launcher.stop_requests import StopFile
@@ -253,9 +253,7 @@ class RemoteLauncher(Launcher):
             SystemExit: a signal has stopped the sweep.
         """
         config = self._config
-        setup_globals()
-        configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-        update_job_count(config, initial_job_idx + len(job_overrides))
+        begin_launch(config, initial_job_idx + len(job_overrides))
         jobs = {
             number: compose_job_config(self._context, config, number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
