@@ -292,52 +292,43 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
         if data:
             return replace(RunResult.from_json(json.loads(data)), **location)
     seed = run.params.get("seed", "")
-    status = _STATUS_BY_RUN_STATUS.get(run.status, "stopped")
+    known = ("val/iou", "val/accuracy", "val/loss")
+    quality = next((key for key in known if key in run.metrics), "")
+    direction: Any = "max" if quality in known[:2] else "min"
+    if run.tags.get("quality") in run.metrics:  # task.quality names it
+        quality = run.tags["quality"]
+        direction = run.tags.get("direction", direction)
+    skipped = run.metrics.get("loss_scale/skipped_steps")
+    # The time of emulated arithmetic says nothing about the precision.
+    is_emulated = bool(run.tags.get("emulated"))
+    timed = {} if is_emulated else run.metrics
     return RunResult(
         run.tags.get("precision", ""),
         run.name,
         run.tags.get("output_dir", ""),
-        status,
+        _STATUS_BY_RUN_STATUS.get(run.status, "stopped"),
         run.tags.get("error", "") if run.status in _STATUS_BY_RUN_STATUS else _UNKNOWN_STATUS,
         group=re.sub(r" seed=\d+(?= |$)", "", run.name),
         seed=int(seed) if seed.isdecimal() else None,
         model=run.tags.get("model", ""),
         data=run.tags.get("data", ""),
         device=run.tags.get("device_name", ""),
-        **_stored_values(run),
+        metrics={key: v for key, v in run.metrics.items() if key.startswith(("val/", "test/"))},
+        quality=quality,
+        direction=direction,
+        train_loss=run.metrics.get("train/loss"),
+        loss_scale=run.metrics.get("loss_scale/value"),
+        skipped_steps=None if skipped is None else int(skipped),
+        weights_mib=run.metrics.get("memory/weights_mib"),
+        optimizer_mib=run.metrics.get("memory/optimizer_mib"),
+        peak_memory_mib=run.metrics.get("memory/peak_mib"),
+        examples_per_second=timed.get("perf/examples_per_second"),
+        step_ms=timed.get("perf/step_ms"),
+        kernels="emulated" if is_emulated else "",
+        converted=run.tags.get("converted", ""),
+        fused_rounding=run.tags.get("fused_rounding", ""),
         **location,
     )
-
-
-def _stored_values(run: "StoredRun") -> dict[str, Any]:
-    """Return the fields of a result that a run's last metrics and tags hold."""
-    known = ("val/iou", "val/accuracy", "val/loss")
-    quality = next((key for key in known if key in run.metrics), "")
-    direction = "max" if quality in known[:2] else "min"
-    if run.tags.get("quality") in run.metrics:  # task.quality names it
-        quality = run.tags["quality"]
-        direction = run.tags.get("direction", direction)
-    values: dict[str, Any] = {
-        "metrics": {key: v for key, v in run.metrics.items() if key.startswith(("val/", "test/"))},
-        "quality": quality,
-        "direction": direction,
-        "train_loss": run.metrics.get("train/loss"),
-        "loss_scale": run.metrics.get("loss_scale/value"),
-        "weights_mib": run.metrics.get("memory/weights_mib"),
-        "optimizer_mib": run.metrics.get("memory/optimizer_mib"),
-        "peak_memory_mib": run.metrics.get("memory/peak_mib"),
-        "examples_per_second": run.metrics.get("perf/examples_per_second"),
-        "step_ms": run.metrics.get("perf/step_ms"),
-        "converted": run.tags.get("converted", ""),
-        "fused_rounding": run.tags.get("fused_rounding", ""),
-    }
-    skipped = run.metrics.get("loss_scale/skipped_steps")
-    if skipped is not None:
-        values["skipped_steps"] = int(skipped)
-    if run.tags.get("emulated"):
-        # The time of emulated arithmetic says nothing about the precision.
-        values |= {"examples_per_second": None, "step_ms": None, "kernels": "emulated"}
-    return values
 
 
 def read_settings(folder: Path) -> JobSettings:

@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -173,8 +174,9 @@ def test_jobs_without_a_list_are_loaded_from_their_runs(stored):
 def test_a_run_without_a_result_is_compared_by_the_quality_of_its_task(tags, expected):
     metrics = {"val/loss": 0.3, "val/accuracy": 0.9}
     run = StoredRun("a", "0", "whole", "FAILED", 0, metrics, tags, {})
-    values = load._stored_values(run)
-    assert (values["quality"], values["direction"]) == expected
+    reader = SimpleNamespace(uri="", artifact_or_notice=lambda *_: None)
+    result = load.result_of_run(reader, run)
+    assert (result.quality, result.direction) == expected
 
 
 def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
@@ -297,5 +299,6 @@ def test_joined_jobs_are_named_by_what_differs():
 )
 def test_a_run_without_a_result_is_compared_by_the_quality_of_its_tags(tags, expected):
     run = StoredRun("1", "0", "", "FAILED", 0, {"val/loss": 1.0, "val/f1": 0.5}, tags, {})
-    values = load._stored_values(run)
-    assert (values["quality"], values["direction"]) == expected
+    reader = SimpleNamespace(uri="", artifact_or_notice=lambda *_: None)
+    result = load.result_of_run(reader, run)
+    assert (result.quality, result.direction) == expected
