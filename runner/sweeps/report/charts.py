@@ -6,7 +6,7 @@ matplotlib is imported inside the functions, so that a report without charts doe
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +39,7 @@ MEAN_BUCKETS = 200
 """Buckets of a smoothed curve."""
 Style = tuple[str, Any]
 """Colour, and dash pattern as matplotlib's linestyle."""
-DrawPanel = Callable[["Axes | None", Sequence[Job], Mapping[str, Style]], bool]
+DrawChart = Callable[["Axes | None"], bool]
 """Draw into the axes and return whether there was something to draw; with None only the latter."""
 GROUP_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's palette for every kind of colour vision, without its yellow, which is invisible
@@ -133,21 +133,17 @@ def group_styles(names: Sequence[str]) -> dict[str, Style]:
 
 def legend_entries(data: SweepData) -> list[LegendEntry]:
     """Return the legend of every group that the charts show, in order."""
-    jobs = _trained_jobs(data)
-    style_of = group_styles([_job_group_name(job) for job in jobs])
-    # A job without curves is in the chart of speeds.
-    shown = [
-        job
-        for job in jobs
-        if job.curves or (job.result.status == "finished" and job.result.examples_per_second)
-    ]
-    entries = []
-    for name in dict.fromkeys(_job_group_name(job) for job in shown):
-        colour, dash = style_of[name]
-        # matplotlib's dash pattern is (offset, lengths).
-        dashes = () if dash == "solid" else dash[1]
-        entries.append(LegendEntry(name, colour, dashes))
-    return entries
+    charts = _Charts(data)
+    entries = {}
+    for job in charts.jobs:
+        is_timed = job.result.status == "finished" and job.result.examples_per_second
+        # A job without curves is in the chart of speeds.
+        if job.curves or is_timed:
+            name = group_name(job.result)
+            colour, dash = charts.style_of[name]
+            # matplotlib's dash pattern is (offset, lengths).
+            entries[name] = LegendEntry(name, colour, () if dash == "solid" else dash[1])
+    return list(entries.values())
 
 
 def chart_figures(data: SweepData) -> "list[Figure]":
@@ -156,243 +152,208 @@ def chart_figures(data: SweepData) -> "list[Figure]":
     Training loss, quality, loss scale, speed against quality: those with something to draw, none
     if nothing was trained.
     """
-    return [_figure(data, [panel], has_legend=False) for panel in _drawable_panels(data)]
+    return [_figure([chart]) for chart in _Charts(data).drawable()]
 
 
 def overview_figure(data: SweepData) -> "Figure | None":
     """Return all charts in one figure with a legend at the right, None without any chart."""
-    drawable = _drawable_panels(data)
-    return _figure(data, drawable, has_legend=True) if drawable else None
+    drawable = _Charts(data).drawable()
+    return _figure(drawable, legend_entries(data)) if drawable else None
 
 
-def _trained_jobs(data: SweepData) -> list[Job]:
-    """Return the jobs of the sweep that trained, instead of evaluating a checkpoint."""
-    return [job for job in data.jobs if not job.result.trained_in]
-
-
-def _drawable_panels(data: SweepData) -> "list[DrawPanel]":
-    every: list[DrawPanel] = [
-        _draw_train_loss,
-        _draw_quality,
-        _draw_loss_scale,
-        _draw_speed_and_quality,
-    ]
-    jobs = _trained_jobs(data)
-    return [panel for panel in every if panel(None, jobs, {})]
-
-
-def _figure(data: SweepData, drawn: "Sequence[DrawPanel]", has_legend: bool) -> "Figure":
+def _figure(drawn: Sequence[DrawChart], legend: Sequence[LegendEntry] = ()) -> "Figure":
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    jobs = _trained_jobs(data)
-    style_of = group_styles([_job_group_name(job) for job in jobs])
     across = min(2, len(drawn))
     down = (len(drawn) + 1) // 2
     width = CHART_WIDTH_INCHES * across
-    if has_legend:
+    if legend:
         width += LEGEND_WIDTH_INCHES
-    size = (width, CHART_HEIGHT_INCHES * down)
     with chart_style(font_size=9):
-        figure = Figure(figsize=size, layout="constrained")
-        if has_legend:
-            _draw_legend(figure, legend_entries(data))
-        for i, panel in enumerate(drawn):
+        figure = Figure(figsize=(width, CHART_HEIGHT_INCHES * down), layout="constrained")
+        lines = []
+        for entry in legend:
+            dash = (0, entry.dashes) if entry.dashes else "solid"
+            lines.append(Line2D([], [], color=entry.colour, ls=dash, lw=1.6))
+        if legend:
+            box = figure.legend(
+                lines,
+                [plain_label(entry.name) for entry in legend],
+                loc="outside right upper",
+                frameon=False,
+                fontsize=8 if len(legend) <= 12 else 7,
+                handlelength=3,
+            )
+            # A dollar sign in a name would begin a formula.
+            for text in box.get_texts():
+                text.set_parse_math(False)
+        for i, draw in enumerate(drawn):
             axes = figure.add_subplot(down, across, i + 1)
             axes.grid(color="#e4e4e4", lw=0.6)
             axes.spines[["top", "right"]].set_visible(False)
-            panel(axes, jobs, style_of)
+            draw(axes)
     return figure
 
 
-def _draw_legend(figure: "Figure", entries: Sequence[LegendEntry]) -> None:
-    from matplotlib.lines import Line2D
-
-    lines = []
-    for entry in entries:
-        dash = (0, entry.dashes) if entry.dashes else "solid"
-        lines.append(Line2D([], [], color=entry.colour, ls=dash, lw=1.6))
-    drawn = figure.legend(
-        lines,
-        [plain_label(entry.name) for entry in entries],
-        loc="outside right upper",
-        frameon=False,
-        fontsize=8 if len(entries) <= 12 else 7,
-        handlelength=3,
-    )
-    # A dollar sign in a name would begin a formula.
-    for text in drawn.get_texts():
-        text.set_parse_math(False)
-
-
-def _job_group_name(job: Job) -> str:
-    return group_name(job.result)
-
-
-def _curves_with_points(jobs: Sequence[Job], *keys: str) -> Iterator[tuple[Job, Points]]:
-    """Yield each job's first curve among the keys that has points; jobs without any are skipped."""
+def _curves(jobs: Sequence[Job], *keys: str) -> list[tuple[Job, Points]]:
+    """Return each job's first curve among the keys that has points; jobs without any are left
+    out."""
+    curves = []
     for job in jobs:
-        for key in keys:
-            curve = job.curves.get(key)
-            if curve is not None and curve.shape[-1]:
-                yield job, curve_points(curve)
-                break
+        recorded = (job.curves[key] for key in keys if key in job.curves)
+        curve = next((each for each in recorded if each.shape[-1]), None)
+        if curve is not None:
+            curves.append((job, curve_points(curve)))
+    return curves
 
 
-def _line_width(jobs: Sequence[Job]) -> float:
-    return 1.3 if len(jobs) <= MAX_WIDE_LINES else 0.9
+class _Charts:
+    """The charts of the jobs of a sweep that trained, instead of evaluating a checkpoint.
 
+    Each is a method, see DrawChart.
+    """
 
-def _draw_train_loss(
-    axes: "Axes | None", jobs: Sequence[Job], style_of: Mapping[str, Style]
-) -> bool:
-    curves = list(_curves_with_points(jobs, "train/loss"))
-    if axes is None or not curves:
-        return bool(curves)
-    is_any_smoothed = False
-    for job, (steps, values) in curves:
-        colour, dash = style_of[_job_group_name(job)]
-        # bucket_means() returns shorter curves as they are.
-        is_smoothed = len(steps) > 2 * MEAN_BUCKETS
-        is_any_smoothed = is_any_smoothed or is_smoothed
-        if is_smoothed and len(curves) <= MAX_WIDE_LINES:
-            axes.plot(*envelope(steps, values), color=colour, lw=0.4, alpha=0.25)
-        axes.plot(*bucket_means(steps, values), color=colour, ls=dash, lw=_line_width(jobs))
-    title = "training loss"
-    if is_any_smoothed:
-        title += f" (means over 1/{MEAN_BUCKETS} of the run)"
-    _finish_curve_axes(axes, title, curves, style_of, is_log=True)
-    return True
+    def __init__(self, data: SweepData) -> None:
+        self.jobs = [job for job in data.jobs if not job.result.trained_in]
+        self.style_of = group_styles([group_name(job.result) for job in self.jobs])
+        self.line_width = 1.3 if len(self.jobs) <= MAX_WIDE_LINES else 0.9
 
+    def drawable(self) -> list[DrawChart]:
+        """Return the charts with something to draw."""
+        every = [self.train_loss, self.quality, self.loss_scale, self.speed_and_quality]
+        return [draw for draw in every if draw(None)]
 
-def _draw_quality(axes: "Axes | None", jobs: Sequence[Job], style_of: Mapping[str, Style]) -> bool:
-    names = {job.result.quality for job in jobs} - {""}
-    key = names.pop() if len(names) == 1 else VAL_LOSS
-    curves = list(_curves_with_points(jobs, key))
-    if not curves:
-        key = VAL_LOSS
-        curves = list(_curves_with_points(jobs, key))
-    if axes is None or not curves:
-        return bool(curves)
-    is_marked = all(len(steps) <= MAX_MARKED_POINTS for _, (steps, _) in curves)
-    marker = "." if is_marked else None
-    width = _line_width(jobs)
-    for job, (steps, values) in curves:
-        colour, dash = style_of[_job_group_name(job)]
-        drawn = envelope(steps, values)
-        axes.plot(*drawn, color=colour, ls=dash, lw=width, marker=marker, ms=4)
-    is_log = key.endswith(("loss", "perplexity"))
-    _finish_curve_axes(axes, plain_label(key), curves, style_of, is_log)
-    return True
+    def train_loss(self, axes: "Axes | None") -> bool:
+        """Draw the training loss, with means over buckets where there are many steps."""
+        curves = _curves(self.jobs, "train/loss")
+        if axes is None or not curves:
+            return bool(curves)
+        is_any_smoothed = False
+        for job, (steps, values) in curves:
+            colour, dash = self.style_of[group_name(job.result)]
+            # bucket_means() returns shorter curves as they are.
+            is_smoothed = len(steps) > 2 * MEAN_BUCKETS
+            is_any_smoothed = is_any_smoothed or is_smoothed
+            if is_smoothed and len(curves) <= MAX_WIDE_LINES:
+                axes.plot(*envelope(steps, values), color=colour, lw=0.4, alpha=0.25)
+            axes.plot(*bucket_means(steps, values), color=colour, ls=dash, lw=self.line_width)
+        title = "training loss"
+        if is_any_smoothed:
+            title += f" (means over 1/{MEAN_BUCKETS} of the run)"
+        self._finish(axes, title, curves, is_log=True)
+        return True
+
+    def quality(self, axes: "Axes | None") -> bool:
+        """Draw the quality that all jobs share, else the validation loss."""
+        names = {job.result.quality for job in self.jobs} - {""}
+        key = names.pop() if len(names) == 1 else VAL_LOSS
+        curves = _curves(self.jobs, key)
+        if not curves:
+            key = VAL_LOSS
+            curves = _curves(self.jobs, key)
+        if axes is None or not curves:
+            return bool(curves)
+        is_marked = all(len(steps) <= MAX_MARKED_POINTS for _, (steps, _) in curves)
+        marker = "." if is_marked else None
+        for job, points in curves:
+            colour, dash = self.style_of[group_name(job.result)]
+            x, y = envelope(*points)
+            axes.plot(x, y, color=colour, ls=dash, lw=self.line_width, marker=marker, ms=4)
+        is_log = key.endswith(("loss", "perplexity"))
+        self._finish(axes, plain_label(key), curves, is_log)
+        return True
+
+    def _finish(
+        self, axes: "Axes", title: str, curves: Sequence[tuple[Job, Points]], is_log: bool
+    ) -> None:
+        """Set scale, title and labels; mark with a cross where a curve stopped being finite.
+
+        Args:
+            axes: with the curves.
+            title: of the chart.
+            curves: each job with its points.
+            is_log: whether to scale logarithmically, if all values are positive.
+        """
+        finite_values = np.concatenate([values[np.isfinite(values)] for _, (_, values) in curves])
+        if is_log and len(finite_values) and finite_values.min() > 0:
+            axes.set_yscale("log")
+        # At the upper edge: a value that is not finite has no height of its own.
+        cross: dict[str, Any] = {"mec": "white", "mew": 0.5, "ms": 8, "clip_on": False, "zorder": 5}
+        has_gap = False
+        for job, (steps, values) in curves:
+            nonfinite = ~np.isfinite(values)
+            if nonfinite.any():
+                has_gap = True
+                step = steps[nonfinite.argmax()]
+                colour = self.style_of[group_name(job.result)][0]
+                top = axes.get_xaxis_transform()
+                axes.plot(step, 0.97, "X", color=colour, transform=top, **cross)
+        if has_gap:
+            title += " (✖: first NaN or inf)"
+        _set_title(axes, title)
+        axes.set_xlabel("optimizer step")
+
+    def loss_scale(self, axes: "Axes | None") -> bool:
+        """Draw the loss scale, with a cross at each skipped step."""
+        curves = _curves(self.jobs, "loss_scale/value", "loss_scale/changes")
+        if axes is None or not curves:
+            return bool(curves)
+        has_positive = False
+        for job, (steps, scales) in curves:
+            colour, dash = self.style_of[group_name(job.result)]
+            x, y = envelope(steps, scales)
+            has_positive = has_positive or bool((y > 0).any())
+            # A scale holds until the step that changes it.
+            axes.plot(x, y, color=colour, ls=dash, lw=1.1, drawstyle="steps-post")
+            for _, (flag_steps, flags) in _curves([job], "loss_scale/overflow"):
+                overflows = flag_steps[flags > 0]
+                # Every n-th: thousands of crosses would hide the curve and fill the page.
+                stride = max(1, math.ceil(len(overflows) / ENVELOPE_BUCKETS))
+                overflows = overflows[::stride]
+                # The value of the curve at each overflow: the crosses are on the curve.
+                heights = scales[np.searchsorted(steps[1:], overflows, "right")]
+                axes.plot(overflows, heights, "x", color=colour, ms=4, mew=0.9)
+        if has_positive:
+            axes.set_yscale("log", base=2)
+        _set_title(axes, "loss scale (×: overflow, step skipped)")
+        axes.set_xlabel("optimizer step")
+        return True
+
+    def speed_and_quality(self, axes: "Axes | None") -> bool:
+        """Draw a disc for each group, its area in proportion to memory, with the quality's
+        spread."""
+        compared = compare_with_baselines([job.result for job in self.jobs])
+        drawn = [c for c in compared if c.group.speed and c.group.quality]
+        # One point alone shows nothing: a quality and a speed are compared with others'.
+        if axes is None or len(drawn) < 2:
+            return len(drawn) >= 2
+        is_ratio = all(c.speed_ratio for c in drawn)
+        points = [_speed_and_quality(c, is_ratio) for c in drawn]
+        memories = [c.group.memory_mib or 0 for c in drawn]
+        most = max(memories)
+        for c, memory, (x, y) in zip(drawn, memories, points, strict=True):
+            assert c.group.quality is not None
+            colour = self.style_of[c.group.name][0]
+            # The least area still shows its colour; without any known memory all discs are equal.
+            size = max(15, 260 * memory / most) if most else 60
+            axes.errorbar(x, y, yerr=c.group.quality.sd, color=colour, lw=1, capsize=3, fmt="none")
+            axes.scatter([x], [y], s=size, color=colour, alpha=0.55, ec="white", zorder=3)
+        front = sorted(_speed_and_quality(best, is_ratio) for best in pareto_front(drawn))
+        # No line between speeds of several devices.
+        if len(front) > 1 and len({c.group.device for c in drawn}) == 1:
+            axes.plot(*zip(*front, strict=True), color="#888888", lw=0.8, ls="--", zorder=1)
+        axes.margins(0.18)
+        labels = [plain_label(c.group.name, 26) for c in drawn]
+        label_points(axes, list(zip(labels, points, strict=True)))
+        axes.set_xlabel(f"speed × {BASELINE}" if is_ratio else "examples/s")
+        quality = plain_label(drawn[0].group.jobs[0].quality)
+        _set_title(axes, f"{quality} against speed (area: memory; dashed: Pareto front)")
+        return True
 
 
 def _set_title(axes: "Axes", text: str) -> None:
     axes.set_title(text, fontsize=9, loc="left", parse_math=False)
-
-
-def _finish_curve_axes(
-    axes: "Axes",
-    title: str,
-    curves: Sequence[tuple[Job, Points]],
-    style_of: Mapping[str, Style],
-    is_log: bool,
-) -> None:
-    """Set scale, title and labels; mark with a cross where a curve stopped being finite.
-
-    Args:
-        axes: with the curves.
-        title: of the chart.
-        curves: each job with its points.
-        style_of: style of each group.
-        is_log: whether to scale logarithmically, if all values are positive.
-    """
-    finite_values = np.concatenate([values[np.isfinite(values)] for _, (_, values) in curves])
-    if is_log and len(finite_values) and finite_values.min() > 0:
-        axes.set_yscale("log")
-    # At the upper edge: a value that is not finite has no height of its own.
-    top = axes.get_xaxis_transform()
-    has_gap = False
-    for job, (steps, values) in curves:
-        nonfinite = ~np.isfinite(values)
-        if not nonfinite.any():
-            continue
-        has_gap = True
-        axes.plot(
-            steps[nonfinite.argmax()],
-            0.97,
-            "X",
-            color=style_of[_job_group_name(job)][0],
-            mec="white",
-            mew=0.5,
-            ms=8,
-            transform=top,
-            clip_on=False,
-            zorder=5,
-        )
-    if has_gap:
-        title += " (✖: first NaN or inf)"
-    _set_title(axes, title)
-    axes.set_xlabel("optimizer step")
-
-
-def _draw_loss_scale(
-    axes: "Axes | None", jobs: Sequence[Job], style_of: Mapping[str, Style]
-) -> bool:
-    curves = list(_curves_with_points(jobs, "loss_scale/value", "loss_scale/changes"))
-    if axes is None or not curves:
-        return bool(curves)
-    has_positive = False
-    for job, (steps, scales) in curves:
-        colour, dash = style_of[_job_group_name(job)]
-        x, y = envelope(steps, scales)
-        has_positive = has_positive or bool((y > 0).any())
-        # A scale holds until the step that changes it.
-        axes.plot(x, y, color=colour, ls=dash, lw=1.1, drawstyle="steps-post")
-        for _, (flag_steps, flags) in _curves_with_points([job], "loss_scale/overflow"):
-            overflows = flag_steps[flags > 0]
-            # Every n-th: thousands of crosses would hide the curve and fill the page.
-            stride = max(1, math.ceil(len(overflows) / ENVELOPE_BUCKETS))
-            overflows = overflows[::stride]
-            # The value of the curve at each overflow: the crosses are on the curve.
-            heights = scales[np.searchsorted(steps[1:], overflows, "right")]
-            axes.plot(overflows, heights, "x", color=colour, ms=4, mew=0.9)
-    if has_positive:
-        axes.set_yscale("log", base=2)
-    _set_title(axes, "loss scale (×: overflow, step skipped)")
-    axes.set_xlabel("optimizer step")
-    return True
-
-
-def _draw_speed_and_quality(
-    axes: "Axes | None", jobs: Sequence[Job], style_of: Mapping[str, Style]
-) -> bool:
-    compared = compare_with_baselines([job.result for job in jobs])
-    drawn = [c for c in compared if c.group.speed and c.group.quality]
-    # One point alone shows nothing: a quality and a speed are compared with others'.
-    if axes is None or len(drawn) < 2:
-        return len(drawn) >= 2
-    is_ratio = all(c.speed_ratio for c in drawn)
-    points = [_speed_and_quality(c, is_ratio) for c in drawn]
-    # A disc for each group, its area in proportion to memory, with the quality's spread.
-    memories = [c.group.memory_mib or 0 for c in drawn]
-    most = max(memories)
-    for c, memory, (x, y) in zip(drawn, memories, points, strict=True):
-        assert c.group.quality is not None
-        colour = style_of[c.group.name][0]
-        # The least area still shows its colour; without any known memory all discs are equal.
-        size = max(15, 260 * memory / most) if most else 60
-        axes.errorbar(x, y, yerr=c.group.quality.sd, color=colour, lw=1, capsize=3, fmt="none")
-        axes.scatter([x], [y], s=size, color=colour, alpha=0.55, ec="white", zorder=3)
-    front = sorted(_speed_and_quality(best, is_ratio) for best in pareto_front(drawn))
-    # No line between speeds of several devices.
-    if len(front) > 1 and len({c.group.device for c in drawn}) == 1:
-        axes.plot(*zip(*front, strict=True), color="#888888", lw=0.8, ls="--", zorder=1)
-    axes.margins(0.18)
-    labels = [plain_label(c.group.name, 26) for c in drawn]
-    label_points(axes, list(zip(labels, points, strict=True)))
-    axes.set_xlabel(f"speed × {BASELINE}" if is_ratio else "examples/s")
-    quality = plain_label(drawn[0].group.jobs[0].quality)
-    _set_title(axes, f"{quality} against speed (area: memory; dashed: Pareto front)")
-    return True
 
 
 def _speed_and_quality(c: Comparison, is_ratio: bool) -> tuple[float, float]:
