@@ -87,59 +87,135 @@ def diagnose(numbers: Numerics, precision: Precision) -> Diagnosis:
     return Diagnosis(finding, list(suspects), loses_updates)
 
 
-class RemedyTrials:
-    """Trials of remedies, which are overrides of a precision that fails.
+class RemedySearch:
+    """The search by trials for what heals the precisions that fail.
 
     Args:
         request: the command.
         trials: runs the jobs.
         settings: set the length of a trial.
+        diagnoses: of each precision that failed; empty if they are not known.
     """
 
-    def __init__(self, request: AdviseRequest, trials: Trials, settings: AdviseSettings) -> None:
+    def __init__(
+        self,
+        request: AdviseRequest,
+        trials: Trials,
+        settings: AdviseSettings,
+        diagnoses: Mapping[str, Diagnosis],
+    ) -> None:
         self.request = request
         self.trials = trials
         self.settings = settings
+        self.diagnoses = diagnoses
         self.console = plain_console()
         self._longest_trial_seconds = 0.0
 
+    def search_update_rules(self) -> None:
+        """Try the rules for each precision that fails and loses updates, until one helps."""
+        for verdict in self._failing():
+            name = verdict.group.precision
+            loses_updates = name in self.diagnoses and self.diagnoses[name].loses_updates
+            if not loses_updates or not self.request.takes_update_rule(name):
+                continue
+            self.console.print(f"{name} fails: searching for a rule that keeps its updates")
+            max_gap = self._max_gap(verdict)
+            overrides = (f"precision.update={rule}" for rule in RULES_BY_BYTES)
+            helps = (each for each in overrides if self._is_enough(verdict, each, max_gap))
+            remedy = next(helps, None)
+            if remedy is not None:
+                self._verify(name, remedy)
+            else:
+                self.console.print(f"{name}: no rule of precision.update helps{self._limit}")
+
+    def search_fp32_modules(self) -> None:
+        """Search for the modules that have to stay in float32, for each precision that fails.
+
+        Precisions for which the user has named modules are not searched.
+        """
+        tree = _module_tree(self.request)
+
+        def gain(verdict: PrecisionVerdict) -> float:
+            ratio = verdict.comparison.speed_ratio
+            return ratio.value if ratio else 0.0
+
+        # The budget may end during any of the searches: the fastest precision comes first.
+        for verdict in sorted(self._failing(), key=gain, reverse=True):
+            name = verdict.group.precision
+            key = _exclusion_key(self.request.load_precision(name))
+            overrides = self.request.precision_overrides.get(name, ())
+            if key and not any(word.startswith(key) for word in overrides):
+                self._search_modules(verdict, key, tree)
+
+    def _search_modules(
+        self, verdict: PrecisionVerdict, key: str, tree: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Search for the smallest set of modules for one precision, and verify it.
+
+        Args:
+            verdict: the verdict on the precision.
+            key: leaves modules out of the precision.
+            tree: children of each module by dotted name.
+        """
+        name = verdict.group.precision
+        suspects = self.diagnoses[name].suspects if name in self.diagnoses else ()
+        max_gap = self._max_gap(verdict)
+        # A precision that converts no module at all is float32: that set needs no trial.
+        every_module = frozenset(tree[""]) if key == _IGNORE_KEY else None
+        tried: dict[frozenset[str] | None, bool] = {every_module: True}
+
+        def is_enough(modules: Modules) -> bool:
+            chosen = frozenset(modules)
+            if chosen not in tried:
+                tried[chosen] = self._is_enough(verdict, _override(key, modules), max_gap)
+            return tried[chosen]
+
+        self.console.print(f"{name} fails: searching for modules to keep out of it")
+        modules = find_minimal_set(tree, suspects, is_enough)
+        if modules is None or frozenset(modules) == every_module:
+            self.console.print(f"{name}: no set of modules that was tried helps{self._limit}")
+            return
+        self._verify(name, _override(key, modules))
+
     @property
-    def has_time(self) -> bool:
-        """Return whether the budget has time for another trial."""
+    def _has_time(self) -> bool:
         # The longest trial so far, not the mean: a trial that starts is not stopped by the budget.
         return self.trials.remaining_seconds >= self._longest_trial_seconds
 
-    def advice(self) -> Advice:
-        """Return what the trials so far say."""
+    @property
+    def _limit(self) -> str:
+        return "" if self._has_time else " in the time that was left"
+
+    def _advice(self) -> Advice:
         return rank_precisions(self.trials.results(), self.settings)
 
-    def failing(self) -> list[PrecisionVerdict]:
+    def _failing(self) -> list[PrecisionVerdict]:
         """Return the verdicts on precisions that fail, and that no remedy has healed so far."""
         plain = []
         healed = set()
-        for verdict in self.advice().verdicts:
+        for verdict in self._advice().verdicts:
             if not verdict.group.settings:
                 plain.append(verdict)
             elif verdict.is_acceptable:
                 healed.add(verdict.group.precision)
         return [one for one in plain if one.is_failing and one.group.precision not in healed]
 
-    def is_enough(self, verdict: PrecisionVerdict, override: str, max_gap: float) -> bool:
+    def _is_enough(self, verdict: PrecisionVerdict, override: str, max_gap: float) -> bool:
         """Return whether the first seed's loss with an override is near enough to the baseline's.
 
         Args:
             verdict: on the precision without the override.
             override: the remedy.
-            max_gap: see max_gap().
+            max_gap: see _max_gap().
         """
         (seed,) = self.request.trial_seeds(1)
-        result = self.run_trial(verdict.group.precision, override, seed)
+        result = self._run_trial(verdict.group.precision, override, seed)
         loss = self.settings.judged_loss(result.metrics) if result else None
         if result is None or result.outcome != "finished" or loss is None:
             loss = inf
-        return loss - self.advice().baseline_losses[seed] <= max_gap
+        return loss - self._advice().baseline_losses[seed] <= max_gap
 
-    def max_gap(self, verdict: PrecisionVerdict) -> float:
+    def _max_gap(self, verdict: PrecisionVerdict) -> float:
         """Return the largest gap to the baseline's loss with which a remedy is accepted.
 
         It is advise.max_gap, or two standard deviations of the baseline's loss between seeds, or a
@@ -148,12 +224,12 @@ class RemedyTrials:
         margin = self.settings.max_gap
         if margin is None:
             # One trial decides, and seeds alone seldom put a loss further away than two deviations.
-            margin = 2 * self.advice().baseline_spread
+            margin = 2 * self._advice().baseline_spread
         if verdict.test is None or verdict.rating is not Verdict.WORSE:
             return margin
         return max(margin, ACCEPTED_GAP_SHARE * verdict.test.value)
 
-    def run_trial(self, name: str, override: str, seed: int) -> RunResult | None:
+    def _run_trial(self, name: str, override: str, seed: int) -> RunResult | None:
         """Return the result of one trial with an override, None if the budget has no time for it.
 
         Args:
@@ -161,7 +237,7 @@ class RemedyTrials:
             override: the remedy; empty for none.
             seed: the trial's.
         """
-        if not self.has_time:
+        if not self._has_time:
             return None
         began = perf_counter()
         words = [*self.settings.length_overrides(name), *filter(None, [override])]
@@ -169,7 +245,7 @@ class RemedyTrials:
         self._longest_trial_seconds = max(self._longest_trial_seconds, perf_counter() - began)
         return result
 
-    def verify(self, name: str, override: str) -> None:
+    def _verify(self, name: str, override: str) -> None:
         """Run trials of a remedy with other seeds than the one that chose it.
 
         Args:
@@ -180,100 +256,13 @@ class RemedyTrials:
         # A remedy that was chosen by a seed's loss is biased towards that seed.
         for seed in self.request.trial_seeds(self.request.spec.advise.seeds + 1)[1:]:
             # The baseline has no loss for the last seed, which is one after those of the rounds.
-            if seed not in self.advice().baseline_losses:
-                self.run_trial(self.request.baseline, "", seed)
-            if self.run_trial(name, override, seed) is None:
+            if seed not in self._advice().baseline_losses:
+                self._run_trial(self.request.baseline, "", seed)
+            if self._run_trial(name, override, seed) is None:
                 break
         verified = f"{name} {override}"
-        if any(one.name == verified and one.is_failing for one in self.advice().verdicts):
+        if any(one.name == verified and one.is_failing for one in self._advice().verdicts):
             self.console.print(f"{verified}: with other seeds it does not help")
-
-
-def search_update_rules(remedies: RemedyTrials, diagnoses: Mapping[str, Diagnosis]) -> None:
-    """Try the rules for each precision that fails and loses updates, until one of them helps.
-
-    Args:
-        remedies: runs the trials.
-        diagnoses: of each precision that failed.
-    """
-    for verdict in remedies.failing():
-        name = verdict.group.precision
-        loses_updates = name in diagnoses and diagnoses[name].loses_updates
-        if not loses_updates or not remedies.request.takes_update_rule(name):
-            continue
-        remedies.console.print(f"{name} fails: searching for a rule that keeps its updates")
-        max_gap = remedies.max_gap(verdict)
-        overrides = (f"precision.update={rule}" for rule in RULES_BY_BYTES)
-        helps = (each for each in overrides if remedies.is_enough(verdict, each, max_gap))
-        remedy = next(helps, None)
-        if remedy is not None:
-            remedies.verify(name, remedy)
-        else:
-            limit = "" if remedies.has_time else " in the time that was left"
-            remedies.console.print(f"{name}: no rule of precision.update helps{limit}")
-
-
-def search_fp32_modules(remedies: RemedyTrials, diagnoses: Mapping[str, Diagnosis]) -> None:
-    """Search for the modules that have to stay in float32, for each precision that fails.
-
-    Precisions for which the user has named modules are not searched.
-
-    Args:
-        remedies: runs the trials.
-        diagnoses: of each precision that failed.
-    """
-    request = remedies.request
-    tree = _module_tree(request)
-
-    def gain(verdict: PrecisionVerdict) -> float:
-        ratio = verdict.comparison.speed_ratio
-        return ratio.value if ratio else 0.0
-
-    # The budget may end during any of the searches: the fastest precision comes first.
-    for verdict in sorted(remedies.failing(), key=gain, reverse=True):
-        name = verdict.group.precision
-        key = _exclusion_key(request.load_precision(name))
-        overrides = request.precision_overrides.get(name, ())
-        if key and not any(word.startswith(key) for word in overrides):
-            suspects = diagnoses[name].suspects if name in diagnoses else ()
-            _search_modules(remedies, verdict, key, tree, suspects)
-
-
-def _search_modules(
-    remedies: RemedyTrials,
-    verdict: PrecisionVerdict,
-    key: str,
-    tree: Mapping[str, Sequence[str]],
-    suspects: Sequence[str],
-) -> None:
-    """Search for the smallest set of modules for one precision, and verify it.
-
-    Args:
-        remedies: runs the trials.
-        verdict: the verdict on the precision.
-        key: leaves modules out of the precision.
-        tree: children of each module by dotted name.
-        suspects: modules by dotted name, the most suspicious first.
-    """
-    name = verdict.group.precision
-    max_gap = remedies.max_gap(verdict)
-    # A precision that converts no module at all is float32: that set needs no trial.
-    every_module = frozenset(tree[""]) if key == _IGNORE_KEY else None
-    tried: dict[frozenset[str] | None, bool] = {every_module: True}
-
-    def is_enough(modules: Modules) -> bool:
-        chosen = frozenset(modules)
-        if chosen not in tried:
-            tried[chosen] = remedies.is_enough(verdict, _override(key, modules), max_gap)
-        return tried[chosen]
-
-    remedies.console.print(f"{name} fails: searching for modules to keep out of it")
-    modules = find_minimal_set(tree, suspects, is_enough)
-    if modules is None or frozenset(modules) == every_module:
-        limit = "" if remedies.has_time else " in the time that was left"
-        remedies.console.print(f"{name}: no set of modules that was tried helps{limit}")
-        return
-    remedies.verify(name, _override(key, modules))
 
 
 def _exclusion_key(precision: Precision) -> str:

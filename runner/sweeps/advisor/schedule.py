@@ -25,14 +25,7 @@ from runner.diagnostics.memory.forecast import (
 )
 from runner.diagnostics.numerics import read
 from runner.modes.result import RunResult
-from runner.sweeps.advisor.remedies import (
-    FLOAT32,
-    Diagnosis,
-    RemedyTrials,
-    diagnose,
-    search_fp32_modules,
-    search_update_rules,
-)
+from runner.sweeps.advisor.remedies import FLOAT32, Diagnosis, RemedySearch, diagnose
 from runner.sweeps.advisor.request import AdviseRequest
 from runner.sweeps.advisor.trials import Trials
 from runner.sweeps.verdict.gate import NOT_TRAINED, GateVerdict, gate_verdict
@@ -134,11 +127,11 @@ class TrialScheduler:
         if len(advice.baseline_losses) < 2:
             self.console.print("no time to search for what heals a precision that fails")
             return
-        remedies = RemedyTrials(self.request, self.trials, self.settings)
+        search = RemedySearch(self.request, self.trials, self.settings, diagnoses)
         if self.options.update_rules:
-            search_update_rules(remedies, diagnoses)
+            search.search_update_rules()
         if self.options.islands:
-            search_fp32_modules(remedies, diagnoses)
+            search.search_fp32_modules()
 
     def _forecast_memory(self) -> None:
         """Write the forecast memory of the precisions that train as well as the baseline."""
