@@ -153,6 +153,21 @@ def test_config_objects_stop_at_the_config_layer():
     assert users - called_by_hydra - in_config == composing
 
 
+@pytest.mark.parametrize(
+    ("folder", "above"),
+    [
+        ("verdict", ("runner.sweeps.report", "runner.sweeps.advisor")),
+        ("report", ("runner.sweeps.advisor",)),
+    ],
+)
+def test_verdicts_lie_below_the_pages_and_pages_below_the_advisor(folder, above):
+    for path in FILES:
+        if path.parent == Path("runner/sweeps", folder):
+            # The advice shows itself in a notebook by a page, which it imports then.
+            names = imports(path, top_only=True)
+            assert not [name for name in names if name.startswith(above)], path
+
+
 def test_there_is_no_cycle():
     known = {dotted(path) for path in FILES}
     graph = {}
