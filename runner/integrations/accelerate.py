@@ -16,11 +16,15 @@ The record's own calls in a loop:
 
 from typing import Any, Unpack
 
-from runner.integrations.extras import missing_package
-from runner.integrations.loop_record import LoopRecord, torch_optimizer
+from runner.integrations.loop_record import LoopRecord
 from runner.integrations.options import RecordOptions, RecordSettings
 from runner.integrations.precision_label import PrecisionRequest
-from runner.integrations.training_source import TrainingSource
+from runner.integrations.training_source import (
+    TrainingSource,
+    missing_package,
+    sharding_error,
+    torch_optimizer,
+)
 from runner.utils.errors import ConfigError
 
 try:
@@ -67,25 +71,20 @@ class PrecisionRecord(LoopRecord):
             )
         kind = accelerator.distributed_type
         if kind in _SHARDING:
-            raise ConfigError(
-                f"PrecisionRecord does not record a training with {kind.value}: each process has a "
-                "part of every gradient only. Leave it out, or train on one device or with DDP."
-            )
-        asked = accelerator.mixed_precision
+            raise sharding_error("PrecisionRecord", kind.value)
+        precision = accelerator.mixed_precision
         reasons = {}
-        if asked == "fp16" and accelerator.device.type == "cpu":
+        if precision == "fp16" and accelerator.device.type == "cpu":
             reasons["32-true"] = "Accelerate runs fp16 on GPUs only, and on a CPU says nothing."
-        request = PrecisionRequest(
-            f"Accelerator(mixed_precision={asked!r})", _LABELS.get(asked, asked), reasons
-        )
+        setting = f"Accelerator(mixed_precision={precision!r})"
         source = TrainingSource(
             trainer="accelerate",
-            request=request,
+            request=PrecisionRequest(setting, _LABELS.get(precision, precision), reasons),
             model=accelerator.unwrap_model(model),
             optimizer=torch_optimizer(optimizer),
             scaler=accelerator.scaler,
             arguments={
-                "mixed_precision": asked,
+                "mixed_precision": precision,
                 "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
             },
             start_step=start_step,

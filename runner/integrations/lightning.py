@@ -19,20 +19,23 @@ Fabric has no steps of its own, so its loop names them:
 import os
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import suppress
 from typing import Any, Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.integrations.extras import missing_package
-from runner.integrations.loop_record import LoopRecord, torch_optimizer
+from runner.integrations.loop_record import LoopRecord
 from runner.integrations.options import RecordOptions, RecordSettings
 from runner.integrations.precision_label import PrecisionRequest
 from runner.integrations.recorder import Recorder
-from runner.integrations.step_reader import StepReader
-from runner.integrations.training_source import TrainingSource
-from runner.modes.result import Status
+from runner.integrations.training_source import (
+    TrainingSource,
+    check_only_callback,
+    missing_package,
+    sharding_error,
+    torch_optimizer,
+)
 from runner.utils.errors import ConfigError
 
 try:
@@ -67,9 +70,7 @@ class PrecisionCallback(Callback):
         super().__init__()
         self.settings = RecordSettings.checked(type(self).__name__, options)
         self.recorder: Recorder | None = None
-        self._reader: StepReader | None = None
         self._step = 0
-        self._trace = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the record of a training.
@@ -78,79 +79,87 @@ class PrecisionCallback(Callback):
             ConfigError: the Trainer has several such callbacks, shards its weights, or the run's
                 folder cannot be used.
         """
-        _check_trainer(trainer)
+        check_only_callback(trainer.callbacks, PrecisionCallback)  # type: ignore[attr-defined]
+        if not trainer.optimizers:
+            raise ConfigError(
+                "PrecisionCallback records optimizer steps, and configure_optimizers returned no "
+                "optimizer. Return one, or leave the callback out."
+            )
+        _check_strategy("PrecisionCallback", trainer.strategy)
         self.recorder = None
         if not trainer.is_global_zero:
             return
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         precision = str(trainer.precision)
         source = TrainingSource(
             trainer="lightning",
             request=PrecisionRequest(f"Trainer(precision={precision!r})", precision, _REASONS),
             model=pl_module,
             optimizer=torch_optimizer(trainer.optimizers[0]),
-            scaler=scaler,
-            arguments=_arguments(trainer, pl_module),
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            arguments={
+                "precision": trainer.precision,
+                "strategy": type(trainer.strategy).__name__,
+                "max_epochs": trainer.max_epochs,
+                "max_steps": trainer.max_steps,
+                "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                "gradient_clip_val": trainer.gradient_clip_val,
+                "hparams": dict(pl_module.hparams),
+            },
             seed=_seed(),
             start_step=trainer.global_step,
             planned_steps=max(0, trainer.max_steps),
         )
         self._step = trainer.global_step
-        self._reader = StepReader(scaler)
         self.recorder = Recorder(source, self.settings)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Watch the dtypes of the first batch, and count the examples of each."""
-        if self.recorder is None or self._reader is None:
+        if self.recorder is None:
             return
-        self._trace.enter_context(self.recorder.trace())
-        self._reader.add_examples(_batch_size(batch))
+        self.recorder.begin_trace()
+        # Lightning refuses batches without tensors, whose number of examples cannot be seen.
+        with suppress(Exception):
+            self.recorder.reader.add_examples(extract_batch_size(batch))
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
         """Add the loss of a micro-batch."""
-        if self._reader is None:
+        if self.recorder is None:
             return
         # Manual optimization may take several steps in one batch, each after a backward.
         self._end_step(trainer)
         # Lightning has divided it by accumulate_grad_batches and multiplied it by the loss scale.
-        self._reader.add_loss(loss, is_scaled=True)
+        self.recorder.reader.add_loss(loss, is_scaled=True)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Read the gradients, which Lightning has unscaled and not clipped yet."""
-        if self._reader is not None:
+        if self.recorder is not None:
+            reader = self.recorder.reader
             # A second optimizer that steps after the same backward belongs to the same step.
-            is_same_step = self._reader.is_step_read
-            self._reader.read_gradients(torch_optimizer(optimizer), is_added=is_same_step)
+            reader.read_gradients(torch_optimizer(optimizer), is_added=reader.is_step_read)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Record the step that has ended, if the batch was the last one of a step."""
-        self._trace.close()
+        if self.recorder is not None:
+            self.recorder.end_trace()
         self._end_step(trainer)
 
     def _end_step(self, trainer: Trainer) -> None:
-        if self.recorder is None or self._reader is None or not self._reader.is_step_read:
+        if self.recorder is None or not self.recorder.reader.is_step_read:
             return
         self._step += 1
         # training_step may return None, which leaves the batch out: Lightning counts a step.
-        if not self._reader.has_loss:
-            self._reader.discard_step()
+        if self.recorder.reader.loss is None:
+            self.recorder.reader.discard_step()
             return
-        self.recorder.add_step(self._reader.end_step(self._step, trainer.current_epoch + 1))
+        self.recorder.end_step(self._step, trainer.current_epoch + 1)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         """End the block of steps before an evaluation."""
         if self.recorder is not None:
             self.recorder.begin_evaluation()
@@ -162,25 +171,18 @@ class PrecisionCallback(Callback):
         metrics = validation_metrics(trainer.callback_metrics)
         self.recorder.add_evaluation(self._step, trainer.current_epoch + 1, metrics)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    # The recorder stays after the end: Trainer.validate() is often called after fit().
+    def on_train_end(self, *_: Any) -> None:
         """End the run."""
-        self._finish("finished")
+        if self.recorder is not None:
+            self.recorder.finish()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """End the run as stopped or failed."""
-        if isinstance(exception, KeyboardInterrupt):
-            self._finish("stopped", "Interrupted.")
-        else:
-            self._finish("failed", f"{type(exception).__name__}: {exception}")
-
-    def _finish(self, status: Status, error: str = "") -> None:
-        self._trace.close()
-        self._reader = None
-        # The recorder stays: Trainer.validate() is often called after fit().
         if self.recorder is not None:
-            self.recorder.finish(status, error)
+            self.recorder.finish_after(exception)
 
 
 class FabricRecord(LoopRecord):
@@ -230,43 +232,11 @@ class FabricRecord(LoopRecord):
         super().__init__(fabric, optimizer, source, settings, fabric.is_global_zero)
 
 
-def _check_trainer(trainer: Trainer) -> None:
-    """Raise ConfigError for a Trainer whose steps cannot be recorded."""
-    ours = [c for c in trainer.callbacks if isinstance(c, PrecisionCallback)]  # type: ignore[attr-defined]
-    if len(ours) > 1:
-        raise ConfigError(
-            f"The Trainer has {len(ours)} PrecisionCallbacks, and each step would be recorded "
-            f"{len(ours)} times. Pass one in callbacks=[...]."
-        )
-    if not trainer.optimizers:
-        raise ConfigError(
-            "PrecisionCallback records optimizer steps, and configure_optimizers returned no "
-            "optimizer. Return one, or leave the callback out."
-        )
-    _check_strategy("PrecisionCallback", trainer.strategy)
-
-
 def _check_strategy(owner: str, strategy: object) -> None:
     """Raise ConfigError for a strategy that shards gradients."""
     names = {kind.__name__ for kind in type(strategy).__mro__}
     if names & set(_SHARDING):
-        raise ConfigError(
-            f"{owner} does not record a training with {type(strategy).__name__}: each process has "
-            "a part of every gradient only. Leave it out, or train on one device or with DDP."
-        )
-
-
-def _arguments(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return the settings of a Trainer and the hyperparameters of its module."""
-    return {
-        "precision": trainer.precision,
-        "strategy": type(trainer.strategy).__name__,
-        "max_epochs": trainer.max_epochs,
-        "max_steps": trainer.max_steps,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "gradient_clip_val": trainer.gradient_clip_val,
-        "hparams": dict(module.hparams),
-    }
+        raise sharding_error(owner, type(strategy).__name__)
 
 
 def _seed() -> int | None:
@@ -274,14 +244,6 @@ def _seed() -> int | None:
     # Lightning keeps it in the environment, for the processes that it starts.
     text = os.environ.get("PL_GLOBAL_SEED", "")
     return int(text) if text.isdecimal() else None
-
-
-def _batch_size(batch: Any) -> int:
-    """Return the number of examples of a batch; 0 where it cannot be seen."""
-    try:
-        return extract_batch_size(batch)
-    except Exception:  # Lightning refuses batches without tensors
-        return 0
 
 
 def validation_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

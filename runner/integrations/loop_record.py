@@ -6,16 +6,13 @@ The loop calls the library's `backward`, which is watched, and names the end of 
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from runner.integrations.method_watch import watch_method
 from runner.integrations.options import RecordSettings
 from runner.integrations.recorder import Recorder
-from runner.integrations.step_reader import StepReader
 from runner.integrations.training_source import TrainingSource
 from runner.utils.errors import ConfigError
 
@@ -51,12 +48,10 @@ class LoopRecord:
         self.recorder: Recorder | None = None
         self._owner = owner
         self._optimizer = optimizer
-        self._reader = StepReader(source.scaler)
         self._is_recording = is_recording
         self._is_entered = False
         self._has_stepped = False
         self._step = source.start_step
-        self._trace = ExitStack()
         self._watches = ExitStack()
 
     def __enter__(self) -> Self:
@@ -79,57 +74,42 @@ class LoopRecord:
         self._is_entered = True
         if self._is_recording:
             self.recorder = Recorder(self.source, self.settings)
-            self._trace.enter_context(self.recorder.trace())
-            self._watch()
+            self.recorder.begin_trace()
+            self._active_owners.append(self._owner)
+            self._watches.callback(self._active_owners.remove, self._owner)
+            self._watches.callback(watch_method(self._owner, "backward", self._around_backward))
+            self._watches.callback(watch_method(self._optimizer, "step", self._around_step))
         return self
 
-    def _watch(self) -> None:
-        """Watch the loop's calls until the context is left."""
-        self._active_owners.append(self._owner)
-        self._watches.callback(self._active_owners.remove, self._owner)
-        self._watches.callback(watch_method(self._owner, "backward", self._around_backward))
-        self._watches.callback(watch_method(self._optimizer, "step", self._around_step))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._trace.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._watches.close()
         if self.recorder is None:
             return
+        self.recorder.end_trace()
         if error is None:
-            if self._reader.is_step_read and not self._step:
+            if self.recorder.reader.is_step_read and not self._step:
                 print(
                     "warning: there were backwards and no step of the record, so that nothing is "
                     "recorded. Call record.step() after optimizer.step().",
                     file=sys.stderr,
                 )
-            self.recorder.finish("finished")
-        elif isinstance(error, KeyboardInterrupt):
-            self.recorder.finish("stopped", "Interrupted.")
-        else:
-            self._finish_after(error)
-
-    def _finish_after(self, error: BaseException) -> None:
-        """End the record of a loop that failed; an error of the record must not hide the loop's."""
-        assert self.recorder is not None
+            self.recorder.finish()
+            return
         try:
-            self.recorder.finish("failed", f"{type(error).__name__}: {error}")
-        except Exception as own:
+            self.recorder.finish_after(error)
+        except Exception as own:  # an error of the record must not hide the loop's
             print(f"warning: the record was not ended: {own}", file=sys.stderr)
 
     def _around_backward(
         self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Call the library's backward, and read what it computed."""
+        assert self.recorder is not None
         result = backward(loss, *args, **kwargs)
-        self._trace.close()
-        self._reader.add_loss(loss, self.loss_weight)
+        self.recorder.end_trace()
+        self.recorder.reader.add_loss(loss, self.loss_weight)
         if self.is_step_complete:
-            self._reader.read_gradients(self.source.optimizer)
+            self.recorder.reader.read_gradients(self.source.optimizer)
         return result
 
     def _around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -162,10 +142,10 @@ class LoopRecord:
             raise ConfigError(f"step() was called outside of the record. Type with {name}(...):.")
         if self.recorder is None:
             return
-        self._reader.add_examples(examples)
+        self.recorder.reader.add_examples(examples)
         if not self.is_step_complete:
             return
-        if not self._reader.is_step_read:
+        if not self.recorder.reader.is_step_read:
             raise ConfigError(
                 f"step() was called and {self.backward_call} was not since the last step. Call "
                 "both in each step inside the record, in place of loss.backward()."
@@ -177,7 +157,7 @@ class LoopRecord:
             )
         self._has_stepped = False
         self._step += 1
-        self.recorder.add_step(self._reader.end_step(self._step, 1))
+        self.recorder.end_step(self._step, 1)
 
     def evaluation(self, metrics: Mapping[str, float]) -> None:
         """Record an evaluation at the present step.
@@ -189,8 +169,3 @@ class LoopRecord:
             return
         named = {f"val/{name.removeprefix('val/')}": float(v) for name, v in metrics.items()}
         self.recorder.add_evaluation(self._step, 1, named)
-
-
-def torch_optimizer(optimizer: Any) -> Optimizer:
-    """Return torch's optimizer inside a library's wrapper, which calls it `optimizer`."""
-    return getattr(optimizer, "optimizer", optimizer)

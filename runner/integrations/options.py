@@ -82,38 +82,33 @@ class RecordSettings:
                 f"{owner}({unknown[0]}=...) is not known. Allowed: {', '.join(allowed)}."
             )
         settings = cls(**options)
-        problems = [f"{owner}({text}" for text in settings._problems()]
-        if problems:
-            raise ConfigError(*problems)
-        return settings
-
-    def _problems(self) -> list[str]:
-        """Return what is wrong with the values, each as `<key>=<value>): <what is allowed>`."""
         problems = []
         for key in ("log_every", "numerics_every"):
-            value = getattr(self, key)
+            value = getattr(settings, key)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             is_absent = key == "numerics_every" and value is None
             if not (is_count or is_absent):
                 problems.append(f"{key}={value!r}): it is a number of steps, 1 or more.")
-        if self.expected is not None and self.expected not in precision_names():
+        if settings.expected is not None and settings.expected not in precision_names():
             names = ", ".join(precision_names())
-            problems.append(f"expected={self.expected!r}): allowed are {names}.")
-        if not self.quality.startswith("val/"):
+            problems.append(f"expected={settings.expected!r}): allowed are {names}.")
+        if not settings.quality.startswith("val/"):
             problems.append(
-                f"quality={self.quality!r}): evaluations are recorded under val/. Type "
-                f"quality='val/{self.quality}'."
+                f"quality={settings.quality!r}): evaluations are recorded under val/. Type "
+                f"quality='val/{settings.quality}'."
             )
-        if self.direction not in ("max", "min"):
-            problems.append(f"direction={self.direction!r}): allowed are 'max' and 'min'.")
-        if self.group is not None and not _GROUP_NAME.fullmatch(self.group):
+        if settings.direction not in ("max", "min"):
+            problems.append(f"direction={settings.direction!r}): allowed are 'max' and 'min'.")
+        if settings.group is not None and not _GROUP_NAME.fullmatch(settings.group):
             problems.append(
-                f"group={self.group!r}): it becomes a folder in outputs/groups. Type letters, "
+                f"group={settings.group!r}): it becomes a folder in outputs/groups. Type letters, "
                 "digits, '-', '_', '.' and spaces, for example group='digits'."
             )
-        if self.group is not None and self.folder is not None:
+        if settings.group is not None and settings.folder is not None:
             problems.append(
-                f"group={self.group!r}, folder=...): a run of a group has its folder there. Leave "
-                "one of them out."
+                f"group={settings.group!r}, folder=...): a run of a group has its folder there. "
+                "Leave one of them out."
             )
-        return problems
+        if problems:
+            raise ConfigError(*(f"{owner}({text}" for text in problems))
+        return settings

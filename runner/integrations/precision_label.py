@@ -67,40 +67,23 @@ def step_dtypes(
         has_scale: an enabled GradScaler scaled the loss.
         request: what the trainer was asked for.
     """
-    stores = _stored_dtype(model)
-    counts = Counter(name for row in rows for name in row["computes"].split())
-    if not counts or request.label in _UNSEEN_LABELS:
-        return StepDtypes(request.label, (), stores, has_scale, False)
-    label = _label(stores, counts)
-    if label == "32-true" and _uses_tf32(model):
-        label = "tf32"
-    return StepDtypes(label, tuple(sorted(counts)), stores, has_scale)
-
-
-def _stored_dtype(model: nn.Module) -> str:
-    """Return the name of the dtype that holds most elements of a model's parameters."""
     elements: Counter[str] = Counter()
     for param in model.parameters():
         elements[dtype_name(param.dtype)] += param.numel()
-    return elements.most_common(1)[0][0] if elements else "float32"
-
-
-def _label(stores: str, computes: Counter[str]) -> str:
-    """Return the runner's name of a precision by its dtypes."""
+    stores = elements.most_common(1)[0][0] if elements else "float32"
+    counts = Counter(name for row in rows for name in row["computes"].split())
+    if not counts or request.label in _UNSEEN_LABELS:
+        return StepDtypes(request.label, (), stores, has_scale, False)
     # Under autocast norms and embeddings compute in float32: one half dtype names the precision.
-    halves = [name for name, _ in computes.most_common() if name in ("float16", "bfloat16")]
-    compute = halves[0] if halves else computes.most_common(1)[0][0]
-    word = _WORD_BY_DTYPE.get(compute, compute)
-    if halves and stores != compute:
-        return f"{word}-mixed"
-    return f"{word}-true"
-
-
-def _uses_tf32(model: nn.Module) -> bool:
-    """Return whether float32 products of a model's device may run in TF32."""
-    device = next((param.device for param in model.parameters()), torch.device("cpu"))
-    # The older switches raise where a trainer has set these.
-    return device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    halves = [name for name, _ in counts.most_common() if name in ("float16", "bfloat16")]
+    compute = halves[0] if halves else counts.most_common(1)[0][0]
+    kind = "mixed" if halves and stores != compute else "true"
+    label = f"{_WORD_BY_DTYPE.get(compute, compute)}-{kind}"
+    first = next(model.parameters(), None)
+    if label == "32-true" and first is not None and first.is_cuda:
+        # The older switches raise where a trainer has set this one.
+        label = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else label
+    return StepDtypes(label, tuple(sorted(counts)), stores, has_scale)
 
 
 def substitution_text(request: PrecisionRequest, dtypes: StepDtypes) -> str:
@@ -108,7 +91,11 @@ def substitution_text(request: PrecisionRequest, dtypes: StepDtypes) -> str:
     if not dtypes.is_observed:
         return ""
     if dtypes.label == request.label:
-        return _scale_text(dtypes)
+        if dtypes.label == "16-mixed" and not dtypes.has_scale:
+            return "float16 was computed without a loss scale: small gradients become zero."
+        if dtypes.label.endswith("-mixed") and dtypes.stores not in ("float32", "float64"):
+            return f"{dtypes.label} has its weights in {dtypes.stores}, not in float32."
+        return ""
     words = "a loss scale" if dtypes.has_scale else "no loss scale"
     reason = request.reasons.get(dtypes.label, _REASONS.get(dtypes.label, ""))
     return (
@@ -116,15 +103,6 @@ def substitution_text(request: PrecisionRequest, dtypes: StepDtypes) -> str:
         f"{' and '.join(dtypes.computes)} with weights in {dtypes.stores} and {words}: the run is "
         f"recorded as {dtypes.label}. {reason}"
     ).rstrip()
-
-
-def _scale_text(dtypes: StepDtypes) -> str:
-    """Return a sentence on float16 without a loss scale; empty for anything else."""
-    if dtypes.label == "16-mixed" and not dtypes.has_scale:
-        return "float16 was computed without a loss scale: small gradients become zero."
-    if dtypes.label.endswith("-mixed") and dtypes.stores not in ("float32", "float64"):
-        return f"{dtypes.label} has its weights in {dtypes.stores}, not in float32."
-    return ""
 
 
 def numeric_switches() -> dict[str, Any]:

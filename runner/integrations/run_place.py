@@ -3,6 +3,8 @@
 A group is a sweep whose jobs are these runs, so that `runner report` compares them.
 """
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -41,6 +43,18 @@ class RunPlace:
     group_run: Tracker | None = None
 
 
+def new_tracker(settings: RecordSettings) -> MlflowTracker:
+    """Return the tracker of a run.
+
+    Raises:
+        ConfigError: no store of MLflow has this URI or can be opened there, or the patience is
+            negative.
+    """
+    tracker = MlflowTracker(settings.tracking_uri, settings.experiment, patience=settings.patience)
+    tracker.check_store()
+    return tracker
+
+
 def choose_place(settings: RecordSettings, start_step: int, command: list[str]) -> RunPlace:
     """Make the folder of a run, and return it.
 
@@ -54,9 +68,10 @@ def choose_place(settings: RecordSettings, start_step: int, command: list[str]) 
     """
     try:
         if settings.group is not None:
-            return _place_in_group(settings, command)
+            return _place_in_group(settings, Path("outputs/groups") / settings.group, command)
         if settings.folder is None:
-            return RunPlace(_new_folder(Path("outputs/runs")))
+            times = (datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f") for _ in count())
+            return RunPlace(_make_first(Path("outputs/runs"), times))
         return _place_in_folder(Path(settings.folder), start_step)
     except OSError as error:
         raise ConfigError(
@@ -65,16 +80,14 @@ def choose_place(settings: RecordSettings, start_step: int, command: list[str]) 
         ) from error
 
 
-def _new_folder(parent: Path) -> Path:
-    """Make a folder that is named by the time; return its path."""
+def _make_first(parent: Path, names: Iterable[str]) -> Path:
+    """Make the first of some folders that does not exist; return its path."""
     parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        folder = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
+    for name in names:
+        with suppress(FileExistsError):
+            (parent / name).mkdir()
+            return parent / name
+    raise AssertionError("names do not end")
 
 
 def _place_in_folder(folder: Path, start_step: int) -> RunPlace:
@@ -100,25 +113,16 @@ def _place_in_folder(folder: Path, start_step: int) -> RunPlace:
     return RunPlace(folder, earlier=earlier)
 
 
-def _place_in_group(settings: RecordSettings, command: list[str]) -> RunPlace:
+def _place_in_group(settings: RecordSettings, parent: Path, command: list[str]) -> RunPlace:
     """Return the place of the next job of a group, which its first job makes."""
-    assert settings.group is not None
-    parent = Path("outputs/groups") / settings.group
     parent.mkdir(parents=True, exist_ok=True)
     group_run = None
     # Two trainers may begin a group at once.
     with waiting_folder_lock(parent):
         if not (parent / MANIFEST).exists():
             group_run = _open_group(parent, settings, command)
-    manifest = Manifest.read(parent)
-    for number in count():
-        folder = parent / str(number)
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return RunPlace(folder, manifest.id, group_run=group_run)
-    raise AssertionError  # count() never ends
+    folder = _make_first(parent, map(str, count()))
+    return RunPlace(folder, Manifest.read(parent).id, group_run=group_run)
 
 
 def _open_group(parent: Path, settings: RecordSettings, command: list[str]) -> Tracker:
@@ -126,15 +130,9 @@ def _open_group(parent: Path, settings: RecordSettings, command: list[str]) -> T
     # Finished, because nothing of it can be run again by `sweep.resume`.
     manifest = Manifest(uuid4().hex[:12], command, began_ms=now_ms(), finished=True)
     manifest.write(parent)
-    tracker = MlflowTracker(
-        settings.tracking_uri,
-        settings.experiment,
-        system_metrics=None,
-        patience=settings.patience,
-    )
+    tracker = new_tracker(settings)
     tags = {"sweep_id": manifest.id, "output_dir": str(parent.absolute())}
-    info = RunInfo(parent, {}, tags, settings.group, sweep=manifest.id, role="sweep")
-    tracker.open(info)
+    tracker.open(RunInfo(parent, {}, tags, settings.group, sweep=manifest.id, role="sweep"))
     words = ["python", "-m", "runner", "report", relative_path(parent)]
     report = notes.command_note(quote_command(words))
     tracker.note(f"Runs of other trainers, recorded as one group. Their report:\n\n{report}")

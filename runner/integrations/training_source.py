@@ -1,20 +1,25 @@
-"""Describe a training of another trainer: its model, its optimizer, what it was asked for."""
+"""Describe a training of another trainer: its model, its optimizer, what it was asked for.
+
+Beside it the errors that the modules of all trainers raise, of a training that cannot be recorded.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, Never, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.integrations.precision_label import PrecisionRequest
-from runner.integrations.step_reader import scale_value
-from runner.precision.loss_scale import LossScale, NoLossScale
+from runner.integrations.steps import scale_value
+from runner.precision.loss_scale import NoLossScale
 from runner.precision.registry import load_precision, precision_names
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.model_loss import ModelLoss
+from runner.utils.accelerator import Accelerator
+from runner.utils.errors import ConfigError, Unavailable
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,15 @@ class TrainingSource:
         return f"{self.trainer} {version(package)}"
 
     @property
-    def device(self) -> torch.device:
+    def accelerator(self) -> Accelerator:
         """Return the device of the model's first parameter."""
-        return next((param.device for param in self.model.parameters()), torch.device("cpu"))
+        first = next(self.model.parameters(), torch.empty(0))
+        return Accelerator(first.device)
+
+    @property
+    def has_loss_scale(self) -> bool:
+        """Return whether an enabled GradScaler scales the loss."""
+        return self.scaler is not None and self.scaler.is_enabled()
 
     def train_state(self, label: str) -> TrainState:
         """Return the training in the form that the runner's own callbacks read.
@@ -60,47 +71,71 @@ class TrainingSource:
         Args:
             label: of the precision that the steps have.
         """
-        known = label if label in precision_names() else "32-true"
-        has_scale = self.scaler is not None and self.scaler.is_enabled()
-        scale = TrainerLossScale(self.scaler) if has_scale and self.scaler else NoLossScale()
+        scale = NoLossScale()
+        if self.scaler is not None and self.has_loss_scale:
+            scale = TrainerLossScale(self.scaler)
         return TrainState(
             self.model,
-            load_precision(known),
-            ModelLoss(),
+            load_precision(label if label in precision_names() else "32-true"),
+            ModelLoss(),  # the trainer computes the loss, and no callback of a record asks for it
             scale,
             [ScheduledOptimizer(self.optimizer)],
-            self.device,
+            self.accelerator.device,
             step=self.start_step,
         )
 
 
 @final
-class TrainerLossScale(LossScale):
-    """The loss scale of a trainer's GradScaler, which the trainer itself applies.
-
-    Args:
-        scaler: an enabled one.
-    """
+class TrainerLossScale(NoLossScale):
+    """The scale of a trainer's enabled GradScaler: its value is read, the trainer applies it."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
 
     @property
-    def value(self) -> Tensor:
+    def value(self) -> Tensor:  # type: ignore[override]
         return scale_value(self.scaler)
 
-    def multiply(self, loss: Tensor) -> Never:
-        raise _not_ours()
 
-    def unscale(self, grads: Sequence[Tensor]) -> Never:
-        raise _not_ours()
-
-    def step(self, optimizer: Optimizer, found_inf: Tensor | None) -> Never:
-        raise _not_ours()
-
-    def update(self, found_infs: Sequence[Tensor | None]) -> Never:
-        raise _not_ours()
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """Return torch's optimizer inside a library's wrapper, which calls it `optimizer`."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
-def _not_ours() -> AssertionError:
-    return AssertionError("the trainer applies its own loss scale; the record only reads it")
+def check_only_callback(callbacks: Sequence[object], kind: type) -> None:
+    """Raise ConfigError where several of a Trainer's callbacks are of a kind that records it."""
+    count = sum(isinstance(callback, kind) for callback in callbacks)
+    if count > 1:
+        raise ConfigError(
+            f"The Trainer has {count} {kind.__name__}s, and each step would be recorded {count} "
+            "times. Pass one in callbacks=[...]."
+        )
+
+
+def sharding_error(owner: str, strategy: str, leave_out: str = "it") -> ConfigError:
+    """Return the error of a training whose processes shard the gradients.
+
+    Args:
+        owner: name of the class that records trainings.
+        strategy: the trainer's name of what shards.
+        leave_out: what the user may leave out.
+    """
+    return ConfigError(
+        f"{owner} does not record a training with {strategy}: each process has a part of every "
+        f"gradient only. Leave {leave_out} out, or train on one device or with DDP."
+    )
+
+
+def missing_package(module: str, package: str, extra: str) -> Unavailable:
+    """Return the error of a module whose library is not installed.
+
+    Args:
+        module: the module that was imported.
+        package: the library that it needs.
+        extra: of this project, that installs it.
+    """
+    return Unavailable(
+        f"{module} needs the package {package}, which is not installed here.",
+        f'Type pip install {package}; in a checkout pip install -e ".[{extra}]" does the same, '
+        f"with a wheel pip install '<the wheel's path>[{extra}]'.",
+    )

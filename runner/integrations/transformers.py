@@ -13,17 +13,20 @@ the calls of two methods of that one object: `training_step` and `train`.
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Unpack
 
-from runner.integrations.extras import missing_package
-from runner.integrations.loop_record import torch_optimizer
 from runner.integrations.method_watch import watch_method
 from runner.integrations.options import RecordOptions, RecordSettings
 from runner.integrations.precision_label import PrecisionRequest
 from runner.integrations.recorder import Recorder
-from runner.integrations.step_reader import StepReader
-from runner.integrations.training_source import TrainingSource
-from runner.modes.result import Status
+from runner.integrations.training_source import (
+    TrainingSource,
+    check_only_callback,
+    missing_package,
+    sharding_error,
+    torch_optimizer,
+)
 from runner.utils.errors import ConfigError
 
 try:
@@ -55,14 +58,10 @@ class PrecisionCallback(TrainerCallback):
     def __init__(self, **options: Unpack[RecordOptions]) -> None:
         self.settings = RecordSettings.checked(type(self).__name__, options)
         self.recorder: Recorder | None = None
-        self._is_training = False
         self._trainer: Trainer | None = None
-        self._reader: StepReader | None = None
-        self._end_step_watch: Callable[[], None] | None = None
+        self._end_step_watch: Callable[[], None] = lambda: None
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, *_: Any, **__: Any) -> None:
         """Watch the calls of Trainer.train, so that the run ends as the training does."""
         trainer = _calling_trainer(self)
         if trainer is not None:
@@ -86,27 +85,30 @@ class PrecisionCallback(TrainerCallback):
                 "runner.integrations.accelerate.PrecisionRecord."
             )
         self._trainer = trainer
-        self._finish("failed", "The Trainer began another training before this one ended.")
+        if self.recorder is not None:
+            self._end_step_watch()
+            error = "The Trainer began another training before this one ended."
+            self.recorder.finish("failed", error)
         self.recorder = None
-        _check_trainer(trainer)
+        check_only_callback(trainer.callback_handler.callbacks, PrecisionCallback)
+        kind = trainer.accelerator.distributed_type
+        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise sharding_error("PrecisionCallback", kind.value, "the callback")
         if not state.is_world_process_zero:
             return
         assert trainer.model is not None
-        scaler = trainer.accelerator.scaler
         source = TrainingSource(
             trainer="transformers",
             request=_request(args, trainer),
             model=trainer.model,
             optimizer=torch_optimizer(trainer.optimizer),
-            scaler=scaler,
+            scaler=trainer.accelerator.scaler,
             arguments=args.to_dict(),
             seed=args.seed,
             start_step=state.global_step,
             planned_steps=state.max_steps,
         )
-        self._reader = StepReader(scaler)
         self.recorder = Recorder(source, self.settings)
-        self._is_training = True
         self._end_step_watch = watch_method(trainer, "training_step", self._around_step)
 
     def _around_train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -117,61 +119,54 @@ class PrecisionCallback(TrainerCallback):
             self._finish_after(error)
             raise
 
-    def _finish_after(self, error: BaseException) -> None:
-        """End the run as stopped after Ctrl-C, and as failed after any other error."""
-        if isinstance(error, KeyboardInterrupt):
-            self._finish("stopped", "Interrupted.")
-        else:
-            self._finish("failed", f"{type(error).__name__}: {error}")
-
     def _around_step(
         self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Call Trainer.training_step, which is one micro-batch, and read what it computed."""
         assert self.recorder is not None
-        assert self._reader is not None
         assert self._trainer is not None
-        self._reader.add_examples(_batch_size(inputs))
+        reader = self.recorder.reader
+        # The number of examples cannot be seen without a tensor, of a scalar, without any field.
+        with suppress(TypeError, IndexError, ValueError):
+            reader.add_examples(find_batch_size(inputs) or 0)
+        self.recorder.begin_trace()
         try:
-            with self.recorder.trace():
-                loss = step(model, inputs, *args, **kwargs)
+            loss = step(model, inputs, *args, **kwargs)
         except BaseException as error:
             # Here, too: auto_find_batch_size begins another training after an error, and the calls
             # of `train` are not watched where the callback was added later.
             self._finish_after(error)
             raise
+        self.recorder.end_trace()
         # The Trainer divides each micro-batch's loss by their number, so the step's is their sum.
-        self._reader.add_loss(loss)
+        reader.add_loss(loss)
         # Now: the Trainer clips, and thereby unscales, as soon as this returns.
         if self._trainer.accelerator.sync_gradients:
-            self._reader.read_gradients(torch_optimizer(self._trainer.optimizer))
+            reader.read_gradients(torch_optimizer(self._trainer.optimizer))
         return loss
+
+    def _finish_after(self, error: BaseException) -> None:
+        self._end_step_watch()
+        if self.recorder is not None:
+            self.recorder.finish_after(error)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Record the step that has ended."""
-        if self.recorder is None or self._reader is None or not self._is_training:
+        if self.recorder is None:
             return
-        record = self._reader.end_step(state.global_step, math.ceil(state.epoch or 0))
-        self.recorder.add_step(record)
+        self.recorder.end_step(state.global_step, math.ceil(state.epoch or 0))
         if control.should_evaluate:
             self.recorder.begin_evaluation()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """End the block of steps before the evaluation of an epoch."""
-        if self.recorder is not None and self._is_training and control.should_evaluate:
+        if self.recorder is not None and control.should_evaluate:
             self.recorder.begin_evaluation()
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **_: Any
     ) -> None:
         """Record an evaluation under val/ names."""
         if self.recorder is None or self._trainer is None:
@@ -180,21 +175,12 @@ class PrecisionCallback(TrainerCallback):
         values = evaluation_metrics(metrics or {}, self._trainer.eval_dataset)
         self.recorder.add_evaluation(state.global_step, epoch, values)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """End the run."""
-        self._finish("finished")
-
-    def _finish(self, status: Status, error: str = "") -> None:
-        if not self._is_training or self.recorder is None:
-            return
-        self._is_training = False
-        if self._end_step_watch is not None:
-            self._end_step_watch()
-            self._end_step_watch = None
+        self._end_step_watch()
         # The recorder stays: Trainer.evaluate() is often called after train().
-        self.recorder.finish(status, error)
+        if self.recorder is not None:
+            self.recorder.finish()
 
 
 def _calling_trainer(callback: TrainerCallback) -> Trainer | None:
@@ -206,31 +192,6 @@ def _calling_trainer(callback: TrainerCallback) -> Trainer | None:
             return owner
         frame = frame.f_back
     return None
-
-
-def _check_trainer(trainer: Trainer) -> None:
-    """Raise ConfigError for a Trainer whose steps cannot be recorded."""
-    ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, PrecisionCallback)]
-    if len(ours) > 1:
-        raise ConfigError(
-            f"The Trainer has {len(ours)} PrecisionCallbacks, and each step would be recorded "
-            f"{len(ours)} times. Pass one in callbacks=[...]."
-        )
-    kind = trainer.accelerator.distributed_type
-    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ConfigError(
-            f"PrecisionCallback does not record a training with {kind.value}: each process has a "
-            "part of every gradient only. Leave the callback out, or train on one device or "
-            "with DDP."
-        )
-
-
-def _batch_size(inputs: Any) -> int:
-    """Return the number of examples of a micro-batch; 0 where it cannot be seen."""
-    try:
-        return find_batch_size(inputs) or 0
-    except (TypeError, IndexError, ValueError):  # no tensor, a scalar, or no field at all
-        return 0
 
 
 def _request(args: TrainingArguments, trainer: Trainer) -> PrecisionRequest:

@@ -27,7 +27,54 @@ from runner.utils.stop_signals import StopSignals
 
 
 @dataclass(frozen=True)
-class RunContext:
+class RunOutput:
+    """What a run writes to.
+
+    Attributes:
+        out: the folder of this process; that of the first process is the run's.
+        console: where progress and the summary are printed.
+        tracker: records metrics, tags and artifacts.
+    """
+
+    out: Path
+    console: Console
+    tracker: Tracker
+
+    def say(self, message: str) -> None:
+        """Print a line to the run's console."""
+        self.console.print(message, markup=False, soft_wrap=True)
+
+    def write_file(self, path: Path, write: Callable[[Path], object]) -> bool:
+        """Write a file of the run's folder; return whether it was written.
+
+        A file that cannot be written is reported on the console and does not end the run.
+        """
+        try:
+            write(path)
+        except OSError as error:
+            # What was written until then would be taken for the whole file.
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self.say(f"warning: {relative_path(path)} was not written: {os_error_reason(error)}.")
+            return False
+        return True
+
+    def save_artifact(self, path: Path, write: Callable[[Path], object], folder: str = "") -> bool:
+        """Write a file and upload it as an artifact; return whether it was written.
+
+        Args:
+            path: of the file, in the run's folder.
+            write: writes the file at a path.
+            folder: of the artifact in the store.
+        """
+        written = self.write_file(path, write)
+        if written:
+            self.tracker.artifact(path, folder)
+        return written
+
+
+@dataclass(frozen=True)
+class RunContext(RunOutput):
     """The parts of a run that are known before its data and its model are built.
 
     Made once, and never assigned to: what a run finds out later (its model, its state, the layers
@@ -36,24 +83,18 @@ class RunContext:
     Attributes:
         spec: what to run.
         origin: what was typed, and how the run is labelled.
-        out: the folder of this process; that of the first process is the run's.
-        console: where progress and the summary are printed.
         accelerator: the device and its peak memory.
         precision: how the model is converted and computes.
         task: loss and metrics.
-        tracker: records metrics, tags and artifacts.
         signals: signals that ask the run to stop.
         strategy: how several processes share the work.
     """
 
     spec: RunSpec
     origin: Invocation
-    out: Path
-    console: Console
     accelerator: Accelerator
     precision: Precision
     task: Task
-    tracker: Tracker
     signals: StopSignals
     strategy: Strategy
 
@@ -91,38 +132,6 @@ class RunContext:
         number = self.strategy.all_reduce_max_async(self.signals.number or 0)
         self.signals.record_remote_signal(number)
         return number > 0
-
-    def say(self, message: str) -> None:
-        """Print a line to the run's console."""
-        self.console.print(message, markup=False, soft_wrap=True)
-
-    def write_file(self, path: Path, write: Callable[[Path], object]) -> bool:
-        """Write a file of the run's folder; return whether it was written.
-
-        A file that cannot be written is reported on the console and does not end the run.
-        """
-        try:
-            write(path)
-        except OSError as error:
-            # What was written until then would be taken for the whole file.
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-            self.say(f"warning: {relative_path(path)} was not written: {os_error_reason(error)}.")
-            return False
-        return True
-
-    def save_artifact(self, path: Path, write: Callable[[Path], object], folder: str = "") -> bool:
-        """Write a file and upload it as an artifact; return whether it was written.
-
-        Args:
-            path: of the file, in the run's folder.
-            write: writes the file at a path.
-            folder: of the artifact in the store.
-        """
-        written = self.write_file(path, write)
-        if written:
-            self.tracker.artifact(path, folder)
-        return written
 
     def save_traceback(self) -> str:
         """Write the traceback of the error being handled to error.txt.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +17,8 @@ from runner.utils.layout import RESULT
 if TYPE_CHECKING:
     import pandas
     import torch
+
+    from runner.tracking.tracker import Tracker
 
 Status = Literal["finished", "failed", "unavailable", "stopped"]
 """How a run ended."""
@@ -187,6 +189,18 @@ class RunResult:
         from runner.modes.tables import result_html
 
         return result_html(self)
+
+    def with_store_ids(self, tracker: "Tracker") -> "RunResult":
+        """Return the result with the ids and the page of its run in the tracker's store.
+
+        They are known when the store has taken the run, at the latest when the tracker is closed.
+        """
+        return replace(
+            self,
+            run_id=tracker.run_id,
+            experiment_id=tracker.experiment_id,
+            dashboard=tracker.dashboard,
+        )
 
     def write(self, folder: Path) -> Path:
         """Write `result.json` into a folder, which is created; return its path.

@@ -18,7 +18,7 @@ from runner.checkpoint.export import ExportedModel, ExportError, error_line, exp
 from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.modes.context import RunContext
+from runner.modes.context import RunContext, RunOutput
 from runner.modes.result import RunResult
 from runner.modes.tables import print_result
 from runner.precision.contract import ConversionReport
@@ -113,7 +113,7 @@ def tables_tag(*names: str) -> dict[str, str]:
     return {"mlflow.loggedArtifacts": json.dumps([{"path": n, "type": "table"} for n in names])}
 
 
-def save_loss_scale(run: RunContext, tally: RunSummary, steps: int) -> None:
+def save_loss_scale(run: RunOutput, tally: RunSummary, steps: int) -> None:
     """Draw the loss scale over the steps, for a precision that has one."""
     if not tally.scales:
         return

@@ -1,0 +1,249 @@
+"""Read the steps of another trainer, and hand their records to the runner's callbacks in blocks.
+
+Nothing of a step is read from the device before its block is sent. The order in every trainer:
+backward (of each micro-batch), `read_gradients` before anything is clipped or unscaled, the
+trainer's own step, `end_step`.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from runner.diagnostics.numerics.numerics_callback import NumericsCallback
+from runner.precision.gradients import coalesce_gradients, grad_norms, gradient_values
+from runner.tracking.history import Curve
+from runner.training.callbacks.callback import Callback, dispatch
+from runner.training.callbacks.summary import RunSummary
+from runner.training.record_buffer import RecordBuffer
+from runner.training.records import DeviceStepRecord, EvalRecord, Record
+from runner.training.state import TrainState
+from runner.utils.errors import ConfigError, TrackingError
+from runner.utils.formatting import now_ms
+
+log = logging.getLogger(__name__)
+
+MAX_BLOCK_SECONDS = 5.0
+"""Longest time that a step's values stay on the device, so that slow steps show up in time."""
+
+
+class StepReader:
+    """Reads loss, learning rate, gradient norms and loss scale of each step of a foreign loop.
+
+    Args:
+        scaler: that scales the loss; None, or one that is not enabled, for none.
+
+    Attributes:
+        loss: of the step so far; None before the first.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._examples = 0
+        self.loss: Tensor | None = None
+        self._norms: Tensor | None = None
+        self._scale: Tensor | None = None
+        self._lr = 0.0
+
+    @property
+    def is_step_read(self) -> bool:
+        """Return whether the gradients of a step were read that has not ended."""
+        return self._norms is not None
+
+    def add_loss(self, loss: Tensor, weight: float = 1.0, is_scaled: bool = False) -> None:
+        """Add the loss of a micro-batch to the step's.
+
+        Args:
+            loss: a scalar.
+            weight: share of the step's loss that it is.
+            is_scaled: the loss is multiplied by the loss scale.
+        """
+        value = loss.detach().reshape(())
+        if value.itemsize < 4:
+            value = value.float()
+        value = value * weight
+        if is_scaled and self.scaler is not None:
+            value = value / scale_value(self.scaler)
+        self.loss = value if self.loss is None else self.loss + value
+
+    def add_examples(self, count: int) -> None:
+        """Add the examples of a micro-batch to the step's."""
+        self._examples += count
+
+    def read_gradients(self, optimizer: Optimizer, is_added: bool = False) -> None:
+        """Read the gradient norms, the loss scale and the learning rate of the step.
+
+        With several micro-batches the last call counts.
+
+        Args:
+            optimizer: torch's own, not a trainer's wrapper around it.
+            is_added: the gradients are added to those of another optimizer in the same step.
+        """
+        groups = optimizer.param_groups
+        self._lr = float(groups[0]["lr"])
+        params = [p for group in groups for p in group["params"] if p.grad is not None]
+        coalesce_gradients(params)
+        grads = [gradient_values(p.grad) for p in params]
+        with torch.no_grad():
+            # A trainer may step without gradients, as after a batch that its module leaves out.
+            norms = grad_norms(grads) if grads else torch.zeros(1)
+        self._scale = None
+        if self.scaler is not None:
+            self._scale = scale_value(self.scaler)
+            # torch offers no public way to ask whether the gradients are divided by the scale.
+            # Lightning unscales before its hook, and a fused optimizer divides in its own step.
+            stage = self.scaler._per_optimizer_states[id(optimizer)]["stage"]
+            if stage is OptState.READY:
+                norms = norms / self._scale
+        if is_added and self._norms is not None:
+            norms = torch.cat([self._norms, norms])
+        self._norms = norms
+
+    def end_step(self, step: int, epoch: int) -> DeviceStepRecord:
+        """Return the values of the step that has ended, and begin the next one.
+
+        Args:
+            step: attempted steps so far, this one included.
+            epoch: passes over the data begun.
+
+        Raises:
+            ConfigError: there was no loss, or no gradients were read.
+        """
+        if self.loss is None or self._norms is None:
+            raise ConfigError(
+                f"step {step} had no backward of a loss, so there is nothing to record."
+            )
+        found_inf = None
+        if self.scaler is not None and self._scale is not None:
+            # A GradScaler lowers its scale in the steps that it skips, and in no other.
+            found_inf = (scale_value(self.scaler) < self._scale).float()
+        record = DeviceStepRecord(
+            step=step,
+            time_ms=now_ms(),
+            epoch=epoch,
+            lr=self._lr,
+            ended_at=time.perf_counter(),
+            examples=self._examples,
+            loss=self.loss,
+            norms=self._norms,
+            scale=self._scale,
+            found_inf=found_inf,
+        )
+        self.discard_step()
+        return record
+
+    def discard_step(self) -> None:
+        """Begin the next step without a record of this one."""
+        self.loss = None
+        self._norms = None
+        self._examples = 0
+
+
+def scale_value(scaler: torch.amp.GradScaler) -> Tensor:
+    """Return a GradScaler's scale as it is now, a float32 scalar on the device."""
+    # get_scale() would read it on the host, which waits for the device in every step.
+    value = scaler._get_scale_async()
+    if value is None:  # before the first loss
+        return torch.tensor(scaler.get_scale())
+    return value.detach().clone()
+
+
+class StepRecords:
+    """The steps of a training, on their way from the device to the callbacks.
+
+    Args:
+        state: of the training.
+        callbacks: read the records, in order.
+        block_steps: optimizer steps that are copied to the host together.
+    """
+
+    def __init__(self, state: TrainState, callbacks: Sequence[Callback], block_steps: int) -> None:
+        self.state = state
+        self.callbacks = callbacks
+        self.block_steps = block_steps
+        self._buffer = RecordBuffer(state)
+        self._waiting = 0
+        self._sent_at = time.monotonic()
+        self._has_warned = False
+        self._measurement = ExitStack()
+
+    def add(self, record: DeviceStepRecord) -> None:
+        """Add a step that has ended; copy the block to the host where one is due.
+
+        The measurement of the next step begins here where one is due: it samples the weights before
+        its step.
+        """
+        self.state.step = record.step
+        self.state.epoch = record.epoch
+        self._buffer.add(record)
+        self._waiting += 1
+        is_late = time.monotonic() - self._sent_at > MAX_BLOCK_SECONDS
+        if self._waiting >= self.block_steps or is_late:
+            self.send()
+        self._measurement.close()
+        for callback in self.callbacks:
+            if isinstance(callback, NumericsCallback):
+                self._measurement.enter_context(callback.around_step(record.step + 1))
+
+    def send(self) -> None:
+        """Copy the steps so far to the host, and hand on the blocks that have arrived."""
+        if self._waiting:
+            self._buffer.send()
+            self._waiting = 0
+        self._sent_at = time.monotonic()
+        for block in self._buffer.ready_records():
+            self._dispatch(block)
+
+    def add_evaluation(self, record: EvalRecord) -> None:
+        """Hand an evaluation to the callbacks; its time counts to no step."""
+        self.send()
+        self._dispatch(record)
+        self.restart_clock()
+
+    def restart_clock(self, at: float | None = None) -> None:
+        """Let the next step begin now, or at a time of perf_counter(), after other work."""
+        self._buffer.restart_clock(at)
+
+    def close(self) -> None:
+        """Hand on every step, and close the callbacks."""
+        # A step that did not end is not measured.
+        unfinished = InterruptedError("the training ended before the step")
+        self._measurement.__exit__(type(unfinished), unfinished, None)
+        self.send()
+        for block in self._buffer.flush():
+            self._dispatch(block)
+        for callback in self.callbacks:
+            callback.close()
+
+    def _dispatch(self, record: Record) -> None:
+        try:
+            dispatch(self.callbacks, record)
+        except TrackingError as error:
+            # The training is another trainer's: its steps are worth more than their record.
+            if not self._has_warned:
+                log.warning("%s Training continues.", error)
+            self._has_warned = True
+
+
+def restore_summary(summary: RunSummary, curves: Mapping[str, Curve], last_step: int) -> None:
+    """Add the loss scale and the skipped steps of a run's earlier part to its summary.
+
+    Args:
+        summary: of the run that is continued; it has no records yet.
+        curves: of the earlier part, by metric name.
+        last_step: the step that the run is continued after; later ones are trained again.
+    """
+    unrecorded = np.empty((3, 0))
+    for step, _, scale in curves.get("loss_scale/value", unrecorded).T.tolist():
+        is_change = not summary.scales or summary.scales[-1][1] != scale
+        if step <= last_step and is_change:
+            summary.scales.append((int(step), scale))
+    for step, _, is_skipped in curves.get("loss_scale/overflow", unrecorded).T.tolist():
+        if step <= last_step and is_skipped:
+            summary.overflows.append(int(step))
