@@ -374,6 +374,7 @@ class OpenRun:
             seed=source.seed,
             model=type(source.model).__name__,
             device=source.accelerator.name,
+            device_type=source.accelerator.device.type,
             quality=self.settings.quality,
             direction=self.settings.direction,
             planned_steps=source.planned_steps,

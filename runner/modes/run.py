@@ -30,8 +30,7 @@ from runner.modes.result import RunResult
 from runner.modes.tables import print_result
 from runner.precision.build import build_precision
 from runner.tracking import journal
-from runner.tracking.rank_journal import ProcessJournal
-from runner.tracking.tracker import RunInfo, Status, Tracker
+from runner.tracking.tracker import ProcessJournal, RunInfo, Status, Tracker
 from runner.tracking.upload_state import stored_run_id
 from runner.training.callbacks.own_callback_nodes import build_own_callbacks, callback_problems
 from runner.training.optimizers import check_arguments
@@ -96,14 +95,7 @@ def _run(
             if context.spec.mode in _UNTRACKED_MODES:
                 return _run_untracked(context)
         result = _run_tracked(context, resumed, evaluated)
-    # The id and the pages are known when the store has taken the run, at the latest at its end.
-    tracker = context.tracker
-    result = replace(
-        result,
-        run_id=tracker.run_id,
-        experiment_id=tracker.experiment_id,
-        dashboard=tracker.dashboard,
-    )
+    result = result.with_store_ids(context.tracker)
     print_result(console, result)
     _check_end(context, result)
     return result
@@ -186,7 +178,7 @@ def _build_context(
     if not strategy.place.is_main:
         tracker = ProcessJournal()
     return RunContext(
-        spec, origin, out, console, accelerator, precision, task, tracker, signals, strategy
+        out, console, tracker, spec, origin, accelerator, precision, task, signals, strategy
     )
 
 

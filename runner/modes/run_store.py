@@ -331,9 +331,9 @@ def _look_up_run(uri: str, run_id: str | None) -> None:
     from runner.tracking.reader import Reader
 
     with _short_timeouts():
-        stage = Reader(uri).stage(run_id or _NO_RUN)
+        run = Reader(uri).run(run_id or _NO_RUN)
     if run_id is not None:
-        _check_stage(stage, uri, run_id)
+        _check_stage(run.stage if run else None, uri, run_id)
 
 
 def _check_stage(stage: str | None, uri: str, run_id: str) -> None:

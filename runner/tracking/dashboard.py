@@ -2,8 +2,8 @@
 
 MLflow does not document the form of such a tag. It was read from the scripts of its pages: 3.10.1,
 3.14.0, 3.15.2, 3.16.1, 3.17.2 and 3.18.0. A browser test compares it with the installed version.
-The state of the page is in dashboard.json. This module computes tags only; dashboard_views.py
-stores them.
+The state of the page is in dashboard.json. `ensure_dashboard` keeps the tags in a store, through an
+MLflow client; everything above it computes them only.
 """
 
 import base64
@@ -14,10 +14,14 @@ import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from runner.tracking.tracker import NOTE_TAG
+from runner.utils.formatting import now_ms
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 DASHBOARD_KEY = "precision-runner"
 DASHBOARD_NAME = "Precisions compared"
@@ -27,6 +31,8 @@ MAX_SWEEPS = 20
 # Raise it when the charts change: dashboards with a lower version are then replaced.
 CHARTS_VERSION = 1
 
+_MAX_NAME_CHARACTERS = 80
+"""Upper bound on the name of a sweep's view, which MLflow shows in a menu."""
 _MARK = "runner"
 """Key of our mark in a state."""
 _PACKED_PREFIX = "deflate;"
@@ -47,7 +53,7 @@ class SweepView(NamedTuple):
     Attributes:
         sweep_id: of the sweep.
         parent: id of its parent run; None for the runs of the whole experiment.
-        name: of the view.
+        name: of the view; a long one is cut.
         swept_keys: that the sweep varies; empty where they are not known.
     """
 
@@ -97,7 +103,7 @@ def run_color(number: int) -> str:
 def dashboard_tag(
     state: Mapping[str, Any],
     version: str,
-    now_ms: int,
+    time_ms: int,
     name: str = DASHBOARD_NAME,
     metrics: Collection[str] = (),
 ) -> str:
@@ -107,7 +113,7 @@ def dashboard_tag(
         state: of the page, see dashboard_state.
         version: from 3.15 on the value has a name, which the menu of views shows; before, it is the
             bare state.
-        now_ms: Unix time in milliseconds.
+        time_ms: Unix time in milliseconds.
         name: of the view.
         metrics: those that the state was made for.
     """
@@ -116,14 +122,14 @@ def dashboard_tag(
     mark = {
         "version": CHARTS_VERSION,
         "digest": _digest(state),
-        "at": now_ms,
+        "at": time_ms,
         "metrics": sorted(metrics),
     }
     text = json.dumps({**state, _MARK: mark}, separators=(",", ":"))
     packed = _PACKED_PREFIX + base64.b64encode(zlib.compress(text.encode(), 9)).decode()
     if _major_minor(version) < _NAMED_SINCE:
         return packed
-    return json.dumps({"name": name, "createdAt": now_ms, "updatedAt": now_ms, "state": packed})
+    return json.dumps({"name": name, "createdAt": time_ms, "updatedAt": time_ms, "state": packed})
 
 
 def dashboard_state(
@@ -168,15 +174,15 @@ def group_state(keys: Sequence[str]) -> dict[str, Any] | None:
     others = [key for key in keys if key not in ("precision", "seed")]
     if "seed" not in keys or not others:
         return None
-    group_keys = [_group_key(key) for key in [*others, "precision"]]
+    group_keys = []
+    for key in [*others, "precision"]:
+        if key in ("precision", "model", "data"):
+            group_keys.append({"mode": "tag", "groupByData": key})
+        else:
+            # An option of another group is known by what it builds.
+            name = key if "." in key else f"{key}._target_"
+            group_keys.append({"mode": "param", "groupByData": name})
     return {"aggregateFunction": "average", "groupByKeys": group_keys}
-
-
-def _group_key(key: str) -> dict[str, str]:
-    if key in ("precision", "model", "data"):
-        return {"mode": "tag", "groupByData": key}
-    # An option of another group is known by what it builds.
-    return {"mode": "param", "groupByData": key if "." in key else f"{key}._target_"}
 
 
 def _page() -> dict[str, Any]:
@@ -202,7 +208,7 @@ def tags_to_set(
     existing: Mapping[str, str],
     experiment_id: str,
     version: str,
-    now_ms: int,
+    time_ms: int,
     metrics: Collection[str] = (),
     sweep: "SweepView | None" = None,
 ) -> dict[str, str]:
@@ -216,7 +222,7 @@ def tags_to_set(
         existing: tags of the experiment.
         experiment_id: of the experiment.
         version: of the server, or of MLflow here for a store without a server.
-        now_ms: Unix time in milliseconds.
+        time_ms: Unix time in milliseconds.
         metrics: names that runs log, added to those of an existing dashboard.
         sweep: whose dashboard is set, too.
     """
@@ -226,7 +232,8 @@ def tags_to_set(
     if sweep:
         views[VIEW_TAG_PREFIX + sweep_key(sweep.sweep_id)] = sweep
     # Metrics without a chart are left out: they would make every dashboard look outdated.
-    shown_metrics = set(metrics) & _charted_metrics()
+    charted = [_axes(card) for card in _page()["compareRunCharts"] if not card["deleted"]]
+    shown_metrics = set(metrics) & set().union(*charted)
     new_tags: dict[str, str] = {}
     for tag, view in views.items():
         old = existing.get(tag)
@@ -238,19 +245,14 @@ def tags_to_set(
         state = dashboard_state(view.parent, known)
         # Only the sweep's own run knows what the sweep varies; its jobs keep the grouping.
         state["groupBy"] = group_state(view.swept_keys) or (old_state or state).get("groupBy")
-        new = dashboard_tag(state, version, now_ms, view.name, known)
+        name = view.name[:_MAX_NAME_CHARACTERS]
+        new = dashboard_tag(state, version, time_ms, name, known)
         # A view without our mark is a user's, or was changed by one.
         if not old or (mark and _is_outdated(mark, known, old, new)):
             new_tags[tag] = new
     if not existing.get(NOTE_TAG):
         new_tags[NOTE_TAG] = dashboard_note(experiment_id)
     return new_tags
-
-
-def _charted_metrics() -> set[str]:
-    """Return the names of all metrics that some chart shows."""
-    shown = [_axes(card) for card in _page()["compareRunCharts"] if not card["deleted"]]
-    return set().union(*shown)
 
 
 def tags_to_delete(existing: Mapping[str, str]) -> list[str]:
@@ -308,3 +310,55 @@ def _major_minor(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version; (0, 0) if it has none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else (0, 0)
+
+
+def ensure_dashboard(
+    client: "MlflowClient",
+    version: str,
+    experiment_id: str,
+    metrics: Collection[str] = (),
+    sweep: SweepView | None = None,
+) -> str | None:
+    """Set or renew the dashboards of an experiment, and of a sweep of it.
+
+    Args:
+        client: of the store.
+        version: of the MLflow that shows the pages, see server_version.
+        experiment_id: of the experiment.
+        metrics: names of those that are logged.
+        sweep: the sweep whose path is returned; None returns the experiment's.
+
+    Returns:
+        The dashboard's path after the server's address; None where the version has no such views.
+
+    Raises:
+        MlflowException: the store refuses or cannot be reached.
+    """
+    if not is_supported(version):
+        return None
+    # Read now rather than cached: other runs, and users, change the tags meanwhile.
+    tags = dict(client.get_experiment(experiment_id).tags)
+    new = tags_to_set(tags, experiment_id, version, now_ms(), metrics, sweep)
+    for key, value in new.items():
+        client.set_experiment_tag(experiment_id, key, value)
+    for key in tags_to_delete({**tags, **new}):
+        client.delete_experiment_tag(experiment_id, key)
+    return dashboard_path(experiment_id, sweep_key(sweep.sweep_id) if sweep else DASHBOARD_KEY)
+
+
+def server_version(uri: str) -> str:
+    """Return the version of the MLflow that shows a store's pages: the server's, or the one here.
+
+    Raises:
+        MlflowException: the server does not answer.
+    """
+    import mlflow
+
+    if not uri.startswith("http"):
+        return str(mlflow.__version__)
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    # MLflow's client has no call for the version.
+    answer: Any = http_request(get_default_host_creds(uri), "/version", "GET")
+    return answer.text.strip() if answer.ok else "unknown"

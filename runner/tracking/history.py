@@ -6,7 +6,7 @@ place of infinity.
 
 import io
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from runner.tracking import journal as journals
 from runner.tracking.metric_names import LOSS_SCALE_CHANGES
+from runner.tracking.upload_state import RefusedError
 from runner.utils.layout import HISTORY, METRICS
 
 if TYPE_CHECKING:
@@ -33,40 +34,27 @@ recorded (NaN and infinity, too), in order of time."""
 
 def from_journal(path: Path) -> dict[str, Curve]:
     """Return every metric of a run by name, including what was recorded before a resume."""
+    return _curves(journals.run_journals(path))
+
+
+def _curves(paths: Iterable[Path]) -> dict[str, Curve]:
+    """Return every metric in the files of a run, journals or the METRICS of NoTracker."""
     # array("d") takes 8 bytes per number; a list of floats would take 32.
     columns: dict[str, array[float]] = {}
-    earlier: list[Path] = []
-    for part in journals.run_journals(path):
-        known = journals.last_steps(earlier)
-        for record, _ in journals.read_records(part):
-            if record["kind"] == "metrics":
-                step = record["step"]
-                time_ms = record["time"]
-                for name, value in journals.new_values(record, known).items():
-                    columns.setdefault(name, array("d")).extend((step, time_ms, value))
-        earlier.append(part)
-    return _curves(columns)
-
-
-def from_metrics_file(path: Path) -> dict[str, Curve]:
-    """Return every metric of a run with tracking=none by name, see NoTracker."""
-    columns: dict[str, array[float]] = {}
     last_steps: dict[str, int] = {}
-    known: dict[str, int] = {}
-    for record, _ in journals.read_records(path):
-        if record["kind"] == "start":
-            if not record.get("continues"):
-                columns, last_steps = {}, {}
-            known = dict(last_steps)
-        elif record["kind"] == "metrics":
-            step = record["step"]
-            for name, value in journals.new_values(record, known).items():
-                columns.setdefault(name, array("d")).extend((step, record["time"], value))
-                last_steps[name] = max(step, last_steps.get(name, step))
-    return _curves(columns)
-
-
-def _curves(columns: Mapping[str, "array[float]"]) -> dict[str, Curve]:
+    for path in paths:
+        known = dict(last_steps)
+        for record, _ in journals.read_records(path):
+            if record["kind"] == "start":
+                # METRICS holds several starts: a run that resumes none replaces those before.
+                if not record.get("continues"):
+                    columns, last_steps = {}, {}
+                known = dict(last_steps)
+            elif record["kind"] == "metrics":
+                step = record["step"]
+                for name, value in journals.new_values(record, known).items():
+                    columns.setdefault(name, array("d")).extend((step, record["time"], value))
+                    last_steps[name] = max(step, last_steps.get(name, step))
     return {name: np.asarray(points).reshape(-1, 3).T for name, points in columns.items()}
 
 
@@ -77,7 +65,7 @@ def from_folder(folder: Path) -> dict[str, Curve]:
     metrics = folder / METRICS
     # A run may have been resumed with another tracking: the file that was written last counts.
     if metrics.is_file() and _is_newer(metrics, newest) and _is_newer(metrics, archive):
-        return from_metrics_file(metrics)
+        return _curves([metrics])
     # An archive older than the journal is of an earlier part of the run.
     if archive.is_file() and _is_newer(archive, newest):
         with suppress(ValueError):
@@ -125,26 +113,23 @@ def write_history(path: Path, curves: Mapping[str, Curve]) -> Path:
     Raises:
         RefusedError: it cannot be written there either; a retry would not help.
     """
-    try:
+    with suppress(OSError):
         return _write_archive(path, curves)
-    except OSError:
-        with suppress(OSError):
-            return _write_archive(Path(mkdtemp(dir=_temporary_folder().name)) / path.name, curves)
-        from runner.tracking.writer.store_errors import RefusedError  # imports mlflow
-
-        raise RefusedError(f"{path} was not written: the disk is full") from None
+    with suppress(OSError):
+        return _write_archive(Path(mkdtemp(dir=_temporary_folder().name)) / path.name, curves)
+    raise RefusedError(f"{path} was not written: the disk is full")
 
 
 def _write_archive(path: Path, curves: Mapping[str, Curve]) -> Path:
     # A rename is atomic: a report that reads meanwhile finds the whole archive or none.
-    partial = path.with_suffix(".partial")
+    draft = path.with_suffix(".partial")
     try:
-        with partial.open("wb") as file:
+        with draft.open("wb") as file:
             np.savez_compressed(file, **curves)  # type: ignore[arg-type]
     except OSError:
-        partial.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
-    return partial.replace(path)
+    return draft.replace(path)
 
 
 @cache

@@ -13,11 +13,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from runner.tracking.tracker import NOTE_TAG, MetricRecord, Status
+from runner.tracking.tracker import NOTE_TAG, MetricRecord, Status, encode_json, metrics_line
 from runner.tracking.upload_state import STATE_FILE_BYTES
+from runner.utils.formatting import now_ms
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +30,6 @@ END_RESERVE_BYTES = 16 * 1024
 _RETRY_SECONDS = 0.25
 _END_BYTES = 65_536
 """Bytes at the end of a journal in which the last line is looked for."""
-
-# default=float takes what is not a plain number but converts to one (numpy.float32).
-_encode = json.JSONEncoder(separators=(",", ":"), default=float).encode
 
 
 class Journal:
@@ -52,7 +51,15 @@ class Journal:
 
     def __init__(self, folder: Path, max_waiting_bytes: int = MAX_WAITING_MIB * 2**20) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path, self._file = _create(folder.resolve())
+        # A resumed run stays in its folder, and gets a journal of its own there.
+        self.path = folder.resolve() / "journal.jsonl"
+        self._file = -1
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND
+        for number in count(2):
+            with suppress(FileExistsError):
+                self._file = os.open(self.path, flags, 0o600)
+                break
+            self.path = self.path.with_name(f"journal-{number}.jsonl")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX)
         self.lost = 0
@@ -74,12 +81,11 @@ class Journal:
 
     def append(self, kind: str, **content: Any) -> None:
         """Append one record of any kind."""
-        self._write(_encode({"kind": kind, **content}) + "\n")
+        self._write(encode_json({"kind": kind, **content}) + "\n")
 
     def append_metrics(self, records: Iterable[MetricRecord]) -> None:
         """Append a block of metric records with one write."""
-        lines = [_metrics_line(step, time_ms, values) for step, time_ms, values in records]
-        self._write("".join(lines))
+        self._write("".join(metrics_line(*record) for record in records))
 
     def append_end(self, patience: float = 0.0, **content: Any) -> None:
         """Append the run's end, for which disk space is reserved.
@@ -93,12 +99,12 @@ class Journal:
         while not self._flush() and time.monotonic() < deadline:
             time.sleep(_RETRY_SECONDS)
         if self._waiting:
-            self.lost += _count_lines(self._waiting)
+            self.lost += sum(text.count(b"\n") for text in self._waiting)
             # A partially written line must end, or the end would be part of it.
             self._waiting = deque([b"\n"] if self._has_partial_line else [])
         with suppress(OSError):
             self._spare.unlink(missing_ok=True)
-        self._write(_encode({"kind": "end", **content, "lost": self.lost}) + "\n")
+        self.append("end", **content, lost=self.lost)
         self.has_end = not self._waiting
 
     def close(self) -> None:
@@ -117,7 +123,7 @@ class Journal:
         # newest is the one that is lost: older ones may be partly in the file.
         self._waiting.append(text.encode())
         if not self._flush() and sum(map(len, self._waiting)) > self._max_waiting_bytes:
-            self.lost += _count_lines([self._waiting.pop()])
+            self.lost += self._waiting.pop().count(b"\n")
 
     def _flush(self) -> bool:
         """Return True if everything was written. A partially written line is continued later."""
@@ -129,46 +135,21 @@ class Journal:
                 if rest:
                     self._waiting.appendleft(rest)
         except OSError as error:
-            self._warn(error)
+            # Once until it can be written again.
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "%s cannot be written: %s. Training continues; up to %d MiB of records wait "
+                    "in memory until there is room.",
+                    self.path,
+                    error.strerror,
+                    self._max_waiting_bytes // 2**20,
+                )
             return False
         if self._has_warned:
             self._has_warned = False
             log.warning("%s can be written again.", self.path)
         return True
-
-    def _warn(self, error: OSError) -> None:
-        """Warn that the disk cannot be written; once until it can be written again."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        log.warning(
-            "%s cannot be written: %s. Training continues; up to %d MiB of records wait in memory "
-            "until there is room.",
-            self.path,
-            error.strerror,
-            self._max_waiting_bytes // 2**20,
-        )
-
-
-def _count_lines(texts: Iterable[bytes]) -> int:
-    return sum(text.count(b"\n") for text in texts)
-
-
-def _metrics_line(step: int, time_ms: int, values: Mapping[str, float]) -> str:
-    # Formatted by hand, because a training step waits for it: only the values need an encoder.
-    return f'{{"kind":"metrics","step":{step},"time":{time_ms},"values":{_encode(values)}}}\n'
-
-
-def _create(folder: Path) -> tuple[Path, int]:
-    """Create a journal under the first free name; return its path and file descriptor."""
-    # A resumed run stays in its folder, and gets a journal of its own there.
-    number = 1
-    while True:
-        path = folder / ("journal.jsonl" if number == 1 else f"journal-{number}.jsonl")
-        try:
-            return path, os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600)
-        except FileExistsError:
-            number += 1
 
 
 def has_live_owner(path: Path) -> bool:
@@ -184,11 +165,15 @@ def has_live_owner(path: Path) -> bool:
 
 def has_end(path: Path) -> bool:
     """Return whether the last complete line of a journal is the end of its run."""
+    *_, last, _ = (b"\n" + _last_bytes(path, _END_BYTES)).rsplit(b"\n", 2)
+    return last.startswith(b'{"kind":"end"')
+
+
+def _last_bytes(path: Path, count: int) -> bytes:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _END_BYTES))
-        *_, last, _ = (b"\n" + file.read()).rsplit(b"\n", 2)
-    return last.startswith(b'{"kind":"end"')
+        file.seek(max(0, size - count))
+        return file.read()
 
 
 def append_end_for_owner(path: Path, note: str, status: Status, error: str) -> None:
@@ -202,24 +187,16 @@ def append_end_for_owner(path: Path, note: str, status: Status, error: str) -> N
     """
     if has_end(path):
         return
-    now = time.time_ns() // 1_000_000
-    tags = _encode({"kind": "tags", "values": {NOTE_TAG: note}})
-    end = _encode({"kind": "end", "status": status, "error": error, "time": now})
+    tags = encode_json({"kind": "tags", "values": {NOTE_TAG: note}})
+    end = encode_json({"kind": "end", "status": status, "error": error, "time": now_ms()})
     # The process may have died in the middle of a line: an empty line is skipped by readers, and
     # a partial one becomes a damaged record of its own.
-    text = f"\n{tags}\n{end}\n" if not _ends_with_newline(path) else f"{tags}\n{end}\n"
+    begin = "" if _last_bytes(path, 1) in (b"\n", b"") else "\n"
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
-        os.write(file, text.encode())
+        os.write(file, f"{begin}{tags}\n{end}\n".encode())
     finally:
         os.close(file)
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read() in (b"\n", b"")
 
 
 def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
@@ -234,7 +211,26 @@ def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            yield _decode(line), offset
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            yield record if _is_record(record) else {"kind": "damaged"}, offset
+
+
+def _is_record(content: Any) -> bool:
+    """Return whether a line's content has the fields that its readers rely on."""
+    if not isinstance(content, dict) or not isinstance(content.get("kind"), str):
+        return False
+    if content["kind"] != "metrics":
+        return True
+    values = content.get("values")
+    return (
+        isinstance(content.get("step"), int)
+        and isinstance(content.get("time"), int | float)
+        and isinstance(values, dict)
+        and all(isinstance(value, int | float) for value in values.values())
+    )
 
 
 def latest_journal(folder: Path) -> Path | None:
@@ -297,26 +293,3 @@ def new_values(record: Mapping[str, Any], known: Mapping[str, int]) -> dict[str,
     values = record["values"].items()
     # A metric that no earlier journal has is new at any step.
     return {name: value for name, value in values if name not in known or step > known[name]}
-
-
-def _decode(line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if isinstance(record, dict) and _is_record(record):
-        return record
-    return {"kind": "damaged"}
-
-
-def _is_record(content: Mapping[str, Any]) -> bool:
-    """Return whether a line's content has the fields that its readers rely on."""
-    if content.get("kind") != "metrics":
-        return isinstance(content.get("kind"), str)
-    values = content.get("values")
-    return (
-        isinstance(content.get("step"), int)
-        and isinstance(content.get("time"), int | float)
-        and isinstance(values, dict)
-        and all(isinstance(value, int | float) for value in values.values())
-    )

@@ -14,27 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from runner.config.resolve import leaves
 from runner.config.signature import sign
 from runner.tracking import dashboard
 from runner.tracking.journal import Journal
 from runner.tracking.journal_status import JournalStatus
-from runner.tracking.tracker import (
-    NOTE_TAG,
-    MetricRecord,
-    RunInfo,
-    Status,
-    StopRequested,
-    Tracker,
-)
+from runner.tracking.tracker import NOTE_TAG, MetricRecord, RunInfo, Status, StopRequested, Tracker
 from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
-from runner.tracking.uri import (
-    check_store,
-    resolve_experiment,
-    resolve_experiment_id,
-    resolve_uri,
-)
+from runner.tracking.uri import check_store, resolve_experiment, resolve_experiment_id, resolve_uri
 from runner.tracking.writer_process import WriterProcess, shared_writer
 from runner.utils.errors import ConfigError, TrackingError
+from runner.utils.formatting import now_ms, relative_path
 from runner.utils.secrets import redact, redact_values
 from runner.utils.terminal import quote_command
 
@@ -103,7 +93,9 @@ class MlflowTracker(Tracker):
         self.experiment = resolve_experiment(experiment, os.environ)
         self.experiment_of_env = resolve_experiment_id(experiment, uri, os.environ, Path.cwd())
         self.run_name = run_name
-        self.extra_tags = redact_values(_dotted_tags(tags or {}))
+        # Hydra reads the dots of tracking.tags.ci.job=4711 as levels of a mapping.
+        named = {name: value for name, value in leaves(tags or {}) if value != {}}
+        self.extra_tags = redact_values(named)
         # As a tag it would be replaced by the runner's own text.
         noted = self.extra_tags.pop(NOTE_TAG, None)
         self.own_note = redact(note or noted or "")
@@ -211,7 +203,7 @@ class MlflowTracker(Tracker):
         # A run that is killed has a few seconds left, and a checkpoint to finish in them.
         killed = status == "KILLED"
         disk_seconds = 1.0 if killed else min(DISK_WAIT_SECONDS, self.patience)
-        self._journal.append_end(disk_seconds, status=status, error=error, time=_now_ms())
+        self._journal.append_end(disk_seconds, status=status, error=error, time=now_ms())
         self._journal.close()
         # Without its end in the journal the upload never ends, and waiting for it is in vain.
         if self._journal.has_end:
@@ -267,7 +259,7 @@ class MlflowTracker(Tracker):
         tags = {**_source_tags(info.tags), **self.extra_tags, **info.tags, **sweep}
         return {
             "id": uuid.uuid4().hex,
-            "time": _now_ms(),
+            "time": now_ms(),
             "uri": self.uri,
             "signature": sign(STORE_SIGNATURE_PURPOSE, self.uri),
             "experiment": self.experiment,
@@ -312,7 +304,7 @@ class MlflowTracker(Tracker):
     def _explain(self, reason: str) -> str:
         """Return why records are missing in the store, and how to upload them."""
         path = self._journal.path if self._journal else Path()
-        command = f"`python -m runner sync {_shell_path(path.parent)}`"
+        command = f"`python -m runner sync {quote_command([relative_path(path.parent)])}`"
         if self._status and self._status.state.refusal:
             return (
                 f"{redact(self.uri)} does not take the run: {reason}. Its records are kept in "
@@ -330,16 +322,18 @@ def _source_tags(tags: Mapping[str, str]) -> dict[str, str]:
     """Return MLflow's tags of a run's source."""
     # MLflow sets them in its fluent interface only, which the writer does not use.
     script = Path(sys.argv[0])
-    # `python -m runner` has runner/__main__.py as its script.
-    name = script.parent.name if script.stem == "__main__" else script.name
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # in a container, a user's id may have no name
+        user = str(os.getuid())
     source = {
-        "mlflow.source.name": name,
+        # `python -m runner` has runner/__main__.py as its script.
+        "mlflow.source.name": script.parent.name if script.stem == "__main__" else script.name,
         "mlflow.source.type": "LOCAL",
-        "mlflow.user": _user(),
+        "mlflow.user": user,
     }
-    commit = tags.get("git_commit")
-    if commit:
-        source["mlflow.source.git.commit"] = commit
+    if tags.get("git_commit"):
+        source["mlflow.source.git.commit"] = tags["git_commit"]
     return source
 
 
@@ -350,43 +344,12 @@ def _parent_tag(uri: str) -> dict[str, str]:
         uri: the store of the run; `mlflow run` names its own in the environment.
     """
     parent = os.environ.get("MLFLOW_RUN_ID")
-    theirs = os.environ.get("MLFLOW_TRACKING_URI")
-    if not parent or not theirs or resolve_uri(theirs, os.environ, Path.cwd()) != uri:
+    parents_uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if not parent or not parents_uri:
         return {}
-    return {"mlflow.parentRunId": parent}
-
-
-def _dotted_tags(tags: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return tags with a dotted name for each value of a nested mapping.
-
-    Hydra reads the dots of tracking.tags.ci.job=4711 as levels of a mapping.
-    """
-    found: dict[str, Any] = {}
-    for name, value in tags.items():
-        if isinstance(value, Mapping):
-            found |= _dotted_tags(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # in a container, a user's id may have no name
-        return str(os.getuid())
+    is_same_store = resolve_uri(parents_uri, os.environ, Path.cwd()) == uri
+    return {"mlflow.parentRunId": parent} if is_same_store else {}
 
 
 def _texts(values: Mapping[str, object]) -> dict[str, str]:
     return {str(key): str(value) for key, value in values.items()}
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
-def _shell_path(folder: Path) -> str:
-    """Return a folder's path for a command line: relative if it is in the working directory."""
-    if folder.is_relative_to(Path.cwd()):
-        folder = folder.relative_to(Path.cwd())
-    return quote_command([str(folder)])

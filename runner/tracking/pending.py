@@ -15,7 +15,7 @@ from typing import Literal
 
 from runner.tracking.journal import has_live_owner
 from runner.tracking.upload_state import UploadState
-from runner.tracking.writer_start import start_detached_writer
+from runner.tracking.writer_process import start_detached_writer
 
 MAX_SEARCHED_FOLDERS = 2_000
 """Upper bound on the folders that a search in the background reads, the newest first.

@@ -15,16 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.tracking import dashboard
-from runner.tracking.dashboard_views import (
-    MAX_NAME_CHARACTERS,
-    SweepView,
-    ensure_dashboard,
-    server_version,
-)
-from runner.tracking.error_cause import short_cause
+from runner.tracking.dashboard import SweepView
 from runner.tracking.history import Curve, read_history
-from runner.tracking.uri import resolve_uri, sqlite_path
-from runner.tracking.writer.experiments import active_experiment
+from runner.tracking.upload_state import short_cause
+from runner.tracking.uri import active_experiment, resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import HISTORY
@@ -43,6 +37,7 @@ class StoredRun:
         started_ms: Unix time in milliseconds; 0 if the store has none.
         metrics: the last value of each.
         data_digests: digest of each data set by its use, such as training.
+        stage: "active" or "deleted".
     """
 
     run_id: str
@@ -54,6 +49,7 @@ class StoredRun:
     tags: dict[str, str]
     params: dict[str, str]
     data_digests: dict[str, str] = field(default_factory=dict)
+    stage: str = "active"
 
 
 class Reader:
@@ -88,25 +84,19 @@ class Reader:
                     f"There is no store at {redact(uri)}: nothing was logged there yet. Type "
                     "tracking.uri=... for another store."
                 )
-            self._ask(self._create_store)
+            with suppress_import_warnings():
+                from runner.tracking.writer.store import Store
+            # Under a lock that keeps two processes from creating it at once.
+            self._ask(lambda: Store(uri))
         self.client = self._ask(lambda: MlflowClient(uri))
 
     def run(self, run_id: str) -> StoredRun | None:
         """Return the run of an id; None if the store has none."""
-        run = self._find_run(run_id)
-        return _stored_run(run) if run else None
-
-    def stage(self, run_id: str) -> str | None:
-        """Return the lifecycle stage of a run, "active" or "deleted"; None if it is unknown."""
-        run = self._find_run(run_id)
-        return str(run.info.lifecycle_stage) if run else None
-
-    def _find_run(self, run_id: str) -> "Run | None":
         from mlflow.exceptions import MlflowException
 
         try:
             with suppress_import_warnings():
-                return self.client.get_run(run_id)
+                return _stored_run(self.client.get_run(run_id))
         except MlflowException as error:
             # The second one is for a text that cannot be an id.
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
@@ -118,7 +108,8 @@ class Reader:
     def sweep(self, sweep_id: str) -> StoredRun | None:
         """Return the parent run of a sweep in any experiment; None if there is none."""
         query = f"tags.sweep_id = '{sweep_id}' and tags.role = 'sweep'"
-        return next(self._search(self._experiments(), query), None)
+        experiments = self._ask(lambda: list(self.client.search_experiments()))
+        return next(self._search([each.experiment_id for each in experiments], query), None)
 
     def newest_sweep(self, experiment: str) -> StoredRun | None:
         """Return the parent run of an experiment's newest sweep; None if there is none."""
@@ -131,23 +122,21 @@ class Reader:
 
         Missing dashboards are set up if the store permits it.
         """
-        found, _ = self._ask(lambda: active_experiment(self.client, experiment))
-        if found is None:
+        stored, _ = self._ask(lambda: active_experiment(self.client, experiment))
+        if stored is None:
             yield f"no experiment {experiment!r} yet", ""
             return
-        version = self._ask(lambda: server_version(self.uri))
+        version = self._ask(lambda: dashboard.server_version(self.uri))
         parent = self.newest_sweep(experiment)
         if parent:
-            view = SweepView(
-                parent.tags["sweep_id"], parent.run_id, parent.name[:MAX_NAME_CHARACTERS]
-            )
-            path = self._dashboard_path(found, version, view)
+            view = SweepView(parent.tags["sweep_id"], parent.run_id, parent.name)
+            path = self._dashboard_path(stored, version, view)
             if path:
                 yield "newest sweep", path
-        path = self._dashboard_path(found, version)
+        path = self._dashboard_path(stored, version)
         if path:
             yield "dashboard", path
-        yield "runs", f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning"
+        yield "runs", f"/#/experiments/{stored.experiment_id}/runs?workflowType=machine_learning"
 
     def jobs(self, parent: StoredRun) -> list[StoredRun]:
         """Return the runs of a sweep in the order of their start, on whatever machine they ran.
@@ -174,9 +163,14 @@ class Reader:
             with tempfile.TemporaryDirectory() as folder, suppress_import_warnings():
                 return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
         except Exception as error:
-            reason = self._fetch_problem(run_id, path, error)
-            if reason is None:
-                return None
+            # The error does not show whether the artifact is missing: each kind of artifact store
+            # has its own for that, some the same one as for an outage. The list of artifacts does.
+            reason = _redacted_cause(error)
+            try:
+                if path not in self.artifacts(run_id, path.rpartition("/")[0]):
+                    return None
+            except TrackingError as outage:
+                reason = short_cause(str(outage))
             raise TrackingError(
                 f"the artifact {path} of run {run_id} in {redact(self.uri)} could not be fetched: "
                 f"{reason}"
@@ -192,16 +186,6 @@ class Reader:
         except TrackingError as error:
             self.notices.append(str(error))
             return None
-
-    def _fetch_problem(self, run_id: str, path: str, error: Exception) -> str | None:
-        """Return why an artifact could not be fetched; None if the run has no such artifact."""
-        # The download's error does not show it: each kind of artifact store has its own for a
-        # missing file, some the same one as for an outage. The list of artifacts does.
-        try:
-            exists = path in self.artifacts(run_id, path.rpartition("/")[0])
-        except TrackingError as outage:
-            return short_cause(str(outage))
-        return _redacted_cause(error) if exists else None
 
     def curve(self, run_id: str, name: str) -> Curve:
         """Return a metric's points, with infinity where the store has the greatest float."""
@@ -239,15 +223,6 @@ class Reader:
         """Set or replace a tag of a run."""
         self._ask(lambda: self.client.set_tag(run_id, key, value))
 
-    def _create_store(self) -> None:
-        from runner.tracking.writer.store import Store
-
-        # Store creates the file under a lock that keeps two processes from doing it at once.
-        Store(self.uri)
-
-    def _experiments(self) -> list[str]:
-        return [e.experiment_id for e in self._ask(lambda: list(self.client.search_experiments()))]
-
     def _dashboard_path(
         self, experiment: "Experiment", version: str, sweep: SweepView | None = None
     ) -> str | None:
@@ -255,7 +230,7 @@ class Reader:
         experiment_id = experiment.experiment_id
         try:
             return self._ask(
-                lambda: ensure_dashboard(self.client, version, experiment_id, sweep=sweep)
+                lambda: dashboard.ensure_dashboard(self.client, version, experiment_id, sweep=sweep)
             )
         except TrackingError:
             # A user without write permission still sees a dashboard that exists.
@@ -294,6 +269,13 @@ def _redacted_cause(error: Exception) -> str:
 
 
 def _stored_run(run: "Run") -> StoredRun:
+    digests = {}
+    # A server of an old version sends none.
+    for dataset_input in run.inputs.dataset_inputs if run.inputs else ():
+        for tag in dataset_input.tags:
+            if tag.key == "mlflow.data.context":
+                # A data set that serves two uses has both in one tag, see Store.log_inputs.
+                digests |= dict.fromkeys(tag.value.split(", "), dataset_input.dataset.digest)
     return StoredRun(
         run.info.run_id,
         run.info.experiment_id,
@@ -303,21 +285,9 @@ def _stored_run(run: "Run") -> StoredRun:
         dict(run.data.metrics),
         dict(run.data.tags),
         dict(run.data.params),
-        _data_digests(run),
+        digests,
+        run.info.lifecycle_stage,
     )
-
-
-def _data_digests(run: "Run") -> dict[str, str]:
-    """Return the digest of each data set of a run by its use."""
-    digests = {}
-    # A server of an old version sends none.
-    for dataset_input in run.inputs.dataset_inputs if run.inputs else ():
-        for tag in dataset_input.tags:
-            if tag.key == "mlflow.data.context":
-                # A data set that serves two uses has both in one tag, see writer/dataset_inputs.
-                uses = tag.value.split(", ")
-                digests |= dict.fromkeys(uses, dataset_input.dataset.digest)
-    return digests
 
 
 def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint") -> Path:
@@ -332,18 +302,11 @@ def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint"
         ConfigError: the store has no such run.
     """
     uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
-    unknown = f"{key}={run_id} is neither a file, a folder nor the id of a run in {redact(uri)}."
-    database = sqlite_path(uri)
-    # MLflow would create the file.
-    if database and not database.exists():
-        raise ConfigError(unknown)
-
-    with suppress_import_warnings():
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-    try:
-        with suppress_import_warnings():
-            run = MlflowClient(uri).get_run(run_id)
-    except MlflowException:
-        raise ConfigError(unknown) from None
-    return Path(run.data.tags.get("output_dir", "missing"))
+    run = None
+    with suppress(ConfigError, TrackingError):
+        run = Reader(uri).run(run_id)
+    if run is None:
+        raise ConfigError(
+            f"{key}={run_id} is neither a file, a folder nor the id of a run in {redact(uri)}."
+        )
+    return Path(run.tags.get("output_dir", "missing"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from runner.utils.layout import METRICS
+from runner.utils.layout import METRICS, RANK_RECORD
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Role = Literal["run", "sweep"]
@@ -25,7 +25,13 @@ NOTE_TAG = "mlflow.note.content"
 
 # Made once: json.dumps makes an encoder for each call. default=float takes what is not a plain
 # number but converts to one (numpy.float32).
-_encode = json.JSONEncoder(separators=(",", ":"), default=float).encode
+encode_json = json.JSONEncoder(separators=(",", ":"), default=float).encode
+
+
+def metrics_line(step: int, time_ms: int, values: Mapping[str, float]) -> str:
+    """Return the line of a metric record in a journal and in METRICS."""
+    # Formatted by hand, because a training step waits for it: only the values need an encoder.
+    return f'{{"kind":"metrics","step":{step},"time":{time_ms},"values":{encode_json(values)}}}\n'
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,10 @@ class RunInfo:
 
 
 class Tracker(ABC):
-    """The record of one run. No method waits for the store, except close and check_store."""
+    """The record of one run. No method waits for the store, except close and check_store.
+
+    What a tracker does not override is not recorded.
+    """
 
     @abstractmethod
     def open(self, info: RunInfo) -> None:
@@ -66,26 +75,21 @@ class Tracker(ABC):
     def log_metrics(self, records: Iterable[MetricRecord]) -> None:
         """Record a block of metrics at the price of one write."""
 
-    @abstractmethod
     def tags(self, values: Mapping[str, str]) -> None:
         """Set or replace tags."""
 
-    @abstractmethod
     def artifact(self, path: Path, folder: str = "") -> None:
         """Upload a file or folder of the run's folder.
 
         It must stay in place until close returns.
         """
 
-    @abstractmethod
     def note(self, markdown: str) -> None:
         """Set or replace the text that the store shows with the run."""
 
-    @abstractmethod
     def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         """Record the data sets of the run, see runner.data.fingerprint."""
 
-    @abstractmethod
     def model(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Upload a trained model, see runner.checkpoint.export.
 
@@ -100,16 +104,15 @@ class Tracker(ABC):
         """
 
     @property
-    @abstractmethod
     def takes_runs(self) -> bool:
         """Return whether runs are stored at all."""
+        return False
 
     @property
-    @abstractmethod
     def takes_models(self) -> bool:
         """Return whether `model` does anything, so that an export is worth its time."""
+        return False
 
-    @abstractmethod
     def check(self) -> None:
         """Raise TrackingError if the store has refused the run.
 
@@ -127,27 +130,27 @@ class Tracker(ABC):
         """
 
     @property
-    @abstractmethod
     def complete(self) -> bool:
         """Return whether the run is closed and everything that was recorded is stored."""
+        return True
 
     @property
-    @abstractmethod
     def run_id(self) -> str | None:
         """Return the store's id of the run; None until the store has opened it."""
+        return None
 
     @property
-    @abstractmethod
     def experiment_id(self) -> str | None:
         """Return the store's id of the experiment; None until the store has opened the run."""
+        return None
 
     @property
-    @abstractmethod
     def dashboard(self) -> str | None:
         """Return the path, after the server's address, of the page that compares this run.
 
         A sweep's parent run has the page of its jobs. None until the store has opened the run.
         """
+        return None
 
 
 class NoTracker(Tracker):
@@ -163,43 +166,22 @@ class NoTracker(Tracker):
         # A sweep's parent run has no metrics.
         if info.role != "run":
             return
+        self._open_file(info.folder / METRICS)
+        # A resumed run computes some steps again, and a new one replaces an earlier one.
+        self._write(encode_json({"kind": "start", "continues": info.step > 0}) + "\n")
+
+    def _open_file(self, path: Path) -> None:
         with suppress(OSError):
             # Line-buffered, so that a kill loses no complete line.
-            self._file = (info.folder / METRICS).open("a", buffering=1)
-            # A resumed run computes some steps again, and a new one replaces an earlier one.
-            continues = json.dumps(info.step > 0)
-            self._file.write(f'{{"kind":"start","continues":{continues}}}\n')
+            self._file = path.open("a", buffering=1)
+
+    def _write(self, text: str) -> None:
+        if self._file is not None and text:
+            with suppress(OSError):
+                self._file.write(text)
 
     def log_metrics(self, records: Iterable[MetricRecord]) -> None:
-        if self._file is None:
-            return
-        lines = []
-        for step, time_ms, values in records:
-            record = {"kind": "metrics", "step": step, "time": time_ms, "values": values}
-            lines.append(_encode(record))
-        if lines:
-            with suppress(OSError):
-                self._file.write("\n".join(lines) + "\n")
-
-    def tags(self, values: Mapping[str, str]) -> None: ...
-
-    def artifact(self, path: Path, folder: str = "") -> None: ...
-
-    def note(self, markdown: str) -> None: ...
-
-    def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def model(self, folder: Path, facts: Mapping[str, Any]) -> None: ...
-
-    @property
-    def takes_runs(self) -> bool:
-        return False
-
-    @property
-    def takes_models(self) -> bool:
-        return False
-
-    def check(self) -> None: ...
+        self._write("".join(metrics_line(*record) for record in records))
 
     def close(
         self, status: Status, error: str | None = None, stopped: StopRequested = lambda: False
@@ -209,18 +191,20 @@ class NoTracker(Tracker):
                 self._file.close()
             self._file = None
 
-    @property
-    def complete(self) -> bool:
-        return True
 
-    @property
-    def run_id(self) -> str | None:
-        return None
+class ProcessJournal(NoTracker):
+    """The record of a process of a distributed run other than the main one, in its own folder.
 
-    @property
-    def experiment_id(self) -> str | None:
-        return None
+    A metric record is a JSON line. Nothing is uploaded: the main process has the record that
+    counts.
+    """
 
-    @property
-    def dashboard(self) -> str | None:
-        return None
+    def open(self, info: RunInfo) -> None:
+        self._open_file(info.folder / RANK_RECORD)
+
+    def log_metrics(self, records: Iterable[MetricRecord]) -> None:
+        lines = [
+            json.dumps({"step": step, "time_ms": time_ms, **values}) + "\n"
+            for step, time_ms, values in records
+        ]
+        self._write("".join(lines))

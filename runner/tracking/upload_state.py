@@ -8,8 +8,10 @@ and reports read it.
 import fcntl
 import json
 import os
+import re
 import time
 from contextlib import suppress
+from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +21,33 @@ STATE_FILE_BYTES = 4096
 """Bytes of the file; fixed, so that the journal can reserve them before the disk is full."""
 STORE_SIGNATURE_PURPOSE = "store"
 """Purpose of the signature of a store's URI, in a journal and in its state."""
-# The keys of the file. Attributes have the same names.
-_FIELDS = (
-    "run_id",
-    "experiment_id",
-    "offset",
-    "tried",
-    "done",
-    "refused",
-    "uri",
-    "experiment",
-    "signature",
-    "dashboard",
-    "sending_file",
-    "outage",
-    "outage_since",
-    "refusal",
-    "failure",
-    "first_error",
-    "notices",
-)
 _TEXT_BYTES = 500
 """Upper bound on each text for the user, so that all fields fit into the file."""
 _TEXTS = ("outage", "refusal", "failure", "first_error")
 _MAX_NOTICES = 3
+_MAX_CAUSE_CHARACTERS = 400
 
 
+class RefusedError(Exception):
+    """The store refuses a call; a retry would get the same answer."""
+
+
+class UnreachableError(Exception):
+    """The store cannot answer now.
+
+    Args:
+        message: for the log and the user.
+        doubtful: the answer may also be a refusal. A server whose connection pool is used up
+            answers BAD_REQUEST.
+    """
+
+    def __init__(self, message: str, doubtful: bool = False) -> None:
+        super().__init__(message)
+        self.doubtful = doubtful
+
+
+# The fields are the keys of the file.
+@dataclass(eq=False)
 class UploadState:
     """The file `<journal>.state`: the run's ids and the offset up to which the journal is stored.
 
@@ -71,24 +74,26 @@ class UploadState:
         notices: what the user should know about where the run is stored.
     """
 
-    def __init__(self, journal: Path) -> None:
-        self.run_id: str | None = None
-        self.experiment_id: str | None = None
-        self.offset = 0
-        self.tried = False
-        self.done = False
-        self.refused = False
-        self.uri: str | None = None
-        self.experiment: str | None = None
-        self.signature: str | None = None
-        self.dashboard: str | None = None
-        self.sending_file = False
-        self.outage: str | None = None
-        self.outage_since: float | None = None
-        self.refusal: str | None = None
-        self.failure: str | None = None
-        self.first_error: str | None = None
-        self.notices: list[str] = []
+    journal: InitVar[Path]
+    run_id: str | None = None
+    experiment_id: str | None = None
+    offset: int = 0
+    tried: bool = False
+    done: bool = False
+    refused: bool = False
+    uri: str | None = None
+    experiment: str | None = None
+    signature: str | None = None
+    dashboard: str | None = None
+    sending_file: bool = False
+    outage: str | None = None
+    outage_since: float | None = None
+    refusal: str | None = None
+    failure: str | None = None
+    first_error: str | None = None
+    notices: list[str] = field(default_factory=list)
+
+    def __post_init__(self, journal: Path) -> None:
         self._path = journal.with_suffix(".state")
         self._file = -1
 
@@ -118,25 +123,20 @@ class UploadState:
 
     def read(self) -> bool:
         """Read the state without the lock; return False where no whole state is in the file."""
-        try:
-            # Not to block: a stranger's folder may have a pipe of this name.
-            file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:
+        file = self._open_to_read()
+        if file < 0:
             return False
         try:
-            self._set_fields(json.loads(os.pread(file, STATE_FILE_BYTES, 0)))
-        except (OSError, ValueError):  # not written yet, or read in the middle of a write
+            return self._load(os.pread(file, STATE_FILE_BYTES, 0))
+        except OSError:
             return False
         finally:
             os.close(file)
-        return True
 
     def read_without_lock(self) -> bool:
         """Read the state without the lock; return whether another process holds the lock."""
-        # O_NONBLOCK: a pipe of this name, in a stranger's folder, must not stop the reader.
-        try:
-            file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:
+        file = self._open_to_read()
+        if file < 0:
             return False
         try:
             self._load(os.pread(file, STATE_FILE_BYTES, 0))
@@ -149,6 +149,14 @@ class UploadState:
             os.close(file)
         return False
 
+    def _open_to_read(self) -> int:
+        """Return a descriptor of the file; -1 where it cannot be opened."""
+        try:
+            # Not to block: a pipe of this name, in a stranger's folder, must not stop the reader.
+            return os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return -1
+
     def save(self, **changes: Any) -> None:
         """Change fields and write the file."""
         for name, value in changes.items():
@@ -159,7 +167,7 @@ class UploadState:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields that the file holds."""
-        return {name: getattr(self, name) for name in _FIELDS}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def change_store(self, uri: str, experiment: str | None) -> None:
         """Have the journal uploaded to another store or experiment, from its beginning."""
@@ -216,20 +224,19 @@ class UploadState:
             os.close(self._file)
             self._file = -1
 
-    def _load(self, data: bytes) -> None:
+    def _load(self, data: bytes) -> bool:
+        """Take the fields that a file holds; return False where it holds no whole state."""
         try:
-            fields = json.loads(data)
+            content = json.loads(data)
         except ValueError:
             # New, or damaged by a power cut. Starting again doubles no point; a run that may exist
             # is looked up by its tag.
             self.tried = bool(data.strip(b"\0 \n"))
-            return
-        self._set_fields(fields)
-
-    def _set_fields(self, fields: Any) -> None:
-        for name in _FIELDS:
-            if isinstance(fields, dict) and name in fields:
-                setattr(self, name, fields[name])
+            return False
+        for each in fields(self):
+            if isinstance(content, dict) and each.name in content:
+                setattr(self, each.name, content[each.name])
+        return True
 
 
 def _shorten(text: str | None) -> str | None:
@@ -246,3 +253,15 @@ def stored_run_id(journal: Path) -> str | None:
     state = UploadState(journal)
     state.read_without_lock()
     return state.run_id
+
+
+def short_cause(message: str) -> str:
+    """Return the operating system's error in a message, else its first line, without the SQL.
+
+    A store's error is often a long chain of connection errors.
+    """
+    error = re.search(r"\[Errno -?\d+\] [\w ]+", message)
+    if error:
+        return error.group()
+    # SQLAlchemy puts the statement and its values on the lines after the first.
+    return message.partition("\n")[0][:_MAX_CAUSE_CHARACTERS]

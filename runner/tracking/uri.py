@@ -9,13 +9,19 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from runner.utils.errors import ConfigError
 from runner.utils.files import os_error_reason
 from runner.utils.secrets import redact
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Experiment
 
 DEFAULT_EXPERIMENT = "precision-runner"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -47,17 +53,38 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     # In lower case, as MLflow needs it (SQLITE:/// is legal in a URL).
     given = scheme + given[len(scheme) :]
     if scheme == "sqlite":
-        return _absolute_sqlite(given, source, cwd)
+        # MLflow would take a relative path from the working directory of each process that opens
+        # it.
+        prefix, _, rest = given.partition("://")
+        path, mark, query = rest.removeprefix("/").partition("?")
+        if not path or path == ":memory:":
+            raise ConfigError(
+                f"{source}={redact(given)}: a store in memory is lost when its process ends. "
+                "Type a file: tracking.uri=sqlite:///outputs/mlflow.db."
+            )
+        absolute = sqlite_uri(cwd.absolute() / unquote(path))
+        if "+" in prefix:
+            absolute = prefix + absolute[absolute.index(":") :]
+        return f"{absolute}{mark}{query}"
     if scheme in ("", "file"):
-        return _file_store(given, source, env, cwd)
+        if env.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
+            raise ConfigError(
+                f"{source}={redact(given)} is a folder, and MLflow no longer keeps runs in plain "
+                "folders. Type a database or a server: tracking.uri=sqlite:///outputs/mlflow.db "
+                "or tracking.uri=http://host:5000."
+            )
+        folder = unquote(urlsplit(given).path) if scheme else given
+        return (cwd.absolute() / folder).as_uri()
     if scheme in ("http", "https") and not _names_server(given):
         raise ConfigError(f"{source}={shown} names no server. Type for example http://host:5000.")
-    if scheme not in _SCHEMES and scheme not in _plugins():
-        allowed = ", ".join((*_SCHEMES, *_plugins()))
-        raise ConfigError(
-            f"{source}={shown}: there is no store of kind {scheme!r}. Allowed: {allowed}. "
-            "Type for example tracking.uri=sqlite:///outputs/mlflow.db."
-        )
+    if scheme not in _SCHEMES:
+        plugins = sorted(entry.name for entry in entry_points(group="mlflow.tracking_store"))
+        if scheme not in plugins:
+            allowed = ", ".join((*_SCHEMES, *plugins))
+            raise ConfigError(
+                f"{source}={shown}: there is no store of kind {scheme!r}. Allowed: {allowed}. "
+                "Type for example tracking.uri=sqlite:///outputs/mlflow.db."
+            )
     return given.rstrip("/")
 
 
@@ -86,6 +113,26 @@ def resolve_experiment_id(
         if resolve_uri(uri, without, cwd) != resolve_uri(store_of_id, without, cwd):
             return None
     return env.get("MLFLOW_EXPERIMENT_ID") or None
+
+
+def active_experiment(client: "MlflowClient", name: str) -> "tuple[Experiment | None, str]":
+    """Return the experiment for a name, and the name that it has.
+
+    MLflow keeps the name of a deleted experiment, so the names "<name> 2", "<name> 3" ... are tried
+    next. Renaming the deleted one would need restoring it, which brings back all of its runs.
+
+    Returns:
+        The first experiment of these names that is not deleted, with its name; None with the first
+        free name if there is none.
+
+    Raises:
+        MlflowException: the store does not answer.
+    """
+    for candidate in chain([name], (f"{name} {number}" for number in count(2))):
+        experiment = client.get_experiment_by_name(candidate)
+        if experiment is None or experiment.lifecycle_stage != "deleted":
+            return experiment, candidate
+    raise AssertionError("names do not end")
 
 
 def check_store(uri: str) -> None:
@@ -155,7 +202,8 @@ def is_database(uri: str) -> bool:
 
 def sqlite_uri(file: Path) -> str:
     """Return the URI of a database file for SQLAlchemy, which decodes the path in it."""
-    quoted = _quoted(file)
+    # No more than that is encoded, so that a message shows a folder's name as the user knows it.
+    quoted = _RESERVED.sub(lambda char: f"%{ord(char[0]):02X}", str(file))
     # MLflow makes the folder of a sqlite:/// URI, and takes the path as it stands in the URI.
     # Where that is another folder, naming the driver keeps MLflow from it.
     scheme = "sqlite" if quoted == str(file) else "sqlite+pysqlite"
@@ -181,39 +229,3 @@ def _names_server(uri: str) -> bool:
         return bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port in letters, half an IPv6 address
         return False
-
-
-def _quoted(path: Path) -> str:
-    """Return a path with the characters encoded that mean something else in a URI."""
-    # No more than that, so that a message shows a folder's name as the user knows it.
-    return _RESERVED.sub(lambda char: f"%{ord(char[0]):02X}", str(path))
-
-
-def _absolute_sqlite(uri: str, source: str, cwd: Path) -> str:
-    # MLflow would take a relative path from the working directory of each process that opens it.
-    prefix, _, rest = uri.partition("://")
-    path, mark, query = rest.removeprefix("/").partition("?")
-    if not path or path == ":memory:":
-        raise ConfigError(
-            f"{source}={redact(uri)}: a store in memory is lost when its process ends. "
-            "Type a file: tracking.uri=sqlite:///outputs/mlflow.db."
-        )
-    absolute = sqlite_uri(cwd.absolute() / unquote(path))
-    if "+" in prefix:
-        absolute = prefix + absolute[absolute.index(":") :]
-    return f"{absolute}{mark}{query}"
-
-
-def _file_store(uri: str, source: str, env: Mapping[str, str], cwd: Path) -> str:
-    if env.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
-        raise ConfigError(
-            f"{source}={redact(uri)} is a folder, and MLflow no longer keeps runs in plain "
-            "folders. Type a database or a server: tracking.uri=sqlite:///outputs/mlflow.db "
-            "or tracking.uri=http://host:5000."
-        )
-    path = unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
-    return (cwd.absolute() / path).as_uri()
-
-
-def _plugins() -> list[str]:
-    return sorted(entry.name for entry in entry_points(group="mlflow.tracking_store"))

@@ -1,22 +1,82 @@
-"""Start the writer process, name journals to it, and restart it if it dies.
+"""Start writer processes, name journals to them, and restart one that dies.
 
-The writer (runner/tracking/writer/writer_main.py) reads journal paths from its stdin. It answers
-through the state files of the journals only, so nothing here waits for the store.
+Second stage of the way that runner/tracking/__init__.py describes. The writer (writer_main.py in
+runner/tracking/writer) reads journal paths from its stdin, its only message. It answers through the
+state files of the journals only, so nothing here waits for the store.
 """
 
 import atexit
+import json
 import logging
 import os
 import subprocess
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
+from runner.tracking.journal import append_end_for_owner, latest_journal
 from runner.tracking.journal_status import JournalStatus
-from runner.tracking.writer_start import journal_message, start_writer
+from runner.tracking.tracker import Status
+from runner.utils.stop_signals import signals_blocked
 
 log = logging.getLogger(__name__)
 
 _MAX_STARTS = 3
+_COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); "
+_COMMAND += "from runner.tracking.writer.writer_main import run_writer; "
+_COMMAND += "run_writer(int(sys.argv[2]))"
+
+
+def start_writer(folder: Path, keep: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start a writer process.
+
+    Args:
+        folder: of its log.
+        keep: file descriptors that it inherits.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    with _open_log(folder / "tracking.log") as log_file, signals_blocked():
+        return subprocess.Popen(
+            # -P keeps the working directory off its path, where a user's file may have the name
+            # of a module of the standard library.
+            [sys.executable, "-P", "-c", _COMMAND, root, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=log_file,
+            stderr=log_file,
+            bufsize=0,
+            # A session of its own keeps Ctrl-C in the terminal from reaching it.
+            start_new_session=True,
+            pass_fds=keep,
+        )
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    try:
+        return path.open("ab")
+    except OSError:  # a full disk must not keep the writer from starting
+        return Path(os.devnull).open("ab")
+
+
+def start_detached_writer(journals: Sequence[Path], lock: int) -> None:
+    """Start a writer that uploads finished journals; return at once.
+
+    Args:
+        journals: of runs that have ended; a hundred at most, so that their names fit into a pipe.
+        lock: a file descriptor that the writer keeps open while it works.
+    """
+    process = start_writer(journals[0].parent, [lock])
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(b"".join(map(journal_message, journals)))
+    process.stdin.close()
+    process.returncode = 0  # nobody waits for it; Popen would warn that it still runs
+
+
+def journal_message(journal: Path) -> bytes:
+    """Return the line that asks a writer to upload a journal."""
+    return json.dumps({"journal": str(journal)}).encode() + b"\n"
 
 
 class WriterProcess:
@@ -162,3 +222,44 @@ def use_writer(writer: WriterProcess) -> None:
     global _shared
     _shared = writer
     atexit.register(writer.wait_at_exit)
+
+
+class JobJournal:
+    """The journal that one job of a sweep is about to write, as the sweep's process finds it.
+
+    The job only writes the journal into its folder. The sweep's process names it to its writer, so
+    that MLflow is imported once for all jobs, and ends it for a job that died.
+
+    Args:
+        folder: the job's; journals that it holds already are those of earlier runs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.resolve()
+        self._earlier = latest_journal(self._folder)
+        self._path: Path | None = None
+
+    def find(self) -> None:
+        """Name the journal to this process's writer, once the job has created it."""
+        if self._path is not None:
+            return
+        newest = latest_journal(self._folder)
+        if newest != self._earlier and newest is not None:
+            self._path = newest
+            shared_writer().add_journal(newest)
+
+    def end(self, status: Status, error: str, note: str) -> JournalStatus | None:
+        """End the journal of a job that died without ending it, so that its run gets a status.
+
+        Returns:
+            The journal, for the caller to wait until it is stored; None where nothing is to do.
+        """
+        self.find()
+        if self._path is None:
+            return None
+        journal = JournalStatus(self._path)
+        journal.refresh()
+        if journal.is_closed:
+            return None
+        append_end_for_owner(self._path, note, status, error)
+        return journal

@@ -126,13 +126,8 @@ def test_mlflow_is_imported_where_it_is_spoken_to_only():
     users = {str(path) for path in FILES if "mlflow" in tops(imports(path))}
     others = {name for name in users if not name.startswith("runner/tracking/")}
     assert others <= {"runner/checkpoint/checkpoint_file.py"}
-    of_the_writer = {
-        "runner/tracking/writer/store.py",
-        "runner/tracking/writer/store_errors.py",
-        "runner/tracking/writer/names.py",
-    }
     for path in FILES:
-        if str(path) not in of_the_writer:
+        if str(path) != "runner/tracking/writer/store.py":
             assert "mlflow" not in tops(imports(path, top_only=True)), path
 
 

@@ -186,7 +186,7 @@ def test_a_callback_sees_every_step_and_changes_none(called, lab):
 def test_metrics_are_recorded_at_their_steps(called, lab):
     done, _ = called(
         *("run", "callbacks={note: {_target_: lab.callbacks.Note}}"),
-        "tracking._target_=runner.tracking.rank_journal.ProcessJournal",
+        "tracking._target_=runner.tracking.tracker.ProcessJournal",
     )
     assert done.rc == 0, done.stderr
     rows = [json.loads(line) for line in (lab / "run/steps.jsonl").read_text().splitlines()]

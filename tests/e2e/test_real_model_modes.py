@@ -12,7 +12,7 @@ from torch import nn
 from runner.checkpoint.checkpoint_file import load
 from runner.tracking.tracker import NoTracker
 
-JOURNAL = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
+JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"
 SHORT = ("tracking=none", JOURNAL, "train.max_steps=3")
 
 

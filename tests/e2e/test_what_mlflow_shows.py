@@ -20,20 +20,31 @@ ARGS = (
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory, inside, result, empty_store):
-    """A run: (its folder, its MLflow run, the client)."""
-    folder = tmp_path_factory.mktemp("shown")
-    uri = empty_store(folder / "mlflow.db")
-    with inside(folder) as main:
-        done = main(*ARGS, f"tracking.uri={uri}", "tracking.register=digits-mlp")
-    assert done.rc == 0, done.stderr
-    outcome = result(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.filters", [("ignore", None, Warning, None, 0)])
-        from mlflow import MlflowClient
+def record(tmp_path_factory, inside, result, empty_store):
+    """Return a function that runs a command: (its folder, its MLflow run, the client, its text)."""
 
-        client = MlflowClient(uri)
-    return Path(outcome["folder"]), client.get_run(outcome["run_id"]), client
+    def run(*arguments):
+        folder = tmp_path_factory.mktemp("recorded")
+        uri = empty_store(folder / "mlflow.db")
+        with inside(folder) as main:
+            done = main(*arguments, f"tracking.uri={uri}")
+        assert done.rc == 0, done.stderr
+        outcome = result(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("warnings.filters", [("ignore", None, Warning, None, 0)])
+            from mlflow import MlflowClient
+
+            client = MlflowClient(uri)
+        return Path(outcome["folder"]), client.get_run(outcome["run_id"]), client, done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def shown(record):
+    """A run: (its folder, its MLflow run, the client)."""
+    folder, run, client, _ = record(*ARGS)
+    return folder, run, client
 
 
 def test_the_note_shows_the_command_and_the_results(shown):
@@ -100,9 +111,16 @@ def test_the_history_is_the_metrics_exactly(shown):
     assert [tuple(column) for column in curves["train/loss"].T] == rows
 
 
-def test_the_trained_model_is_the_runs_output_and_in_the_registry(shown):
-    _, run, client = shown
+def test_the_trained_model_is_the_runs_output_and_in_the_registry(record):
+    _, run, client, _ = record("model=mlp", "train.max_steps=2", "tracking.register=digits-mlp")
     (output,) = run.outputs.model_outputs
     (version,) = client.search_model_versions("name = 'digits-mlp'")
     assert output.model_id in version.source
     assert version.run_id == run.info.run_id
+
+
+def test_a_model_whose_layers_cannot_be_exported_is_named(record):
+    _, run, client, text = record(*ARGS, "tracking.register=digits-mlp")
+    assert "The model is not in MLflow, its checkpoint has the weights" in " ".join(text.split())
+    assert run.outputs.model_outputs == []
+    assert client.search_model_versions("name = 'digits-mlp'") == []

@@ -47,7 +47,6 @@ MODULES = (
     "runner.sweeps.hydra_callback",
     "runner.sweeps.launcher.job_main",
     "runner.sweeps.sweep",
-    "runner.tracking.writer.store_cache",
     "runner.tracking.writer.uploader",
     "sklearn.datasets",
     "sklearn.model_selection",

@@ -35,7 +35,7 @@ MODEL_LIBRARIES = {"model=hf": "transformers.modeling_utils", "model=timm": "tim
 ROOT = Path(__file__).parents[2]
 IMPORTED = "imported-{}.txt"
 """Where a process writes what it has imported, by its rank."""
-RANK_JOURNAL = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
+RANK_JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"
 
 
 @contextmanager

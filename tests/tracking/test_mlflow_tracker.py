@@ -183,7 +183,7 @@ def test_a_notice_names_the_experiment_that_replaces_a_deleted_one(begin, store,
 def test_a_store_without_dashboards_gives_one_notice_and_the_run_continues(tmp_path, monkeypatch):
     from runner.tracking.writer.store import Store
 
-    monkeypatch.setattr("runner.tracking.dashboard_views.server_version", lambda uri: "3.9.0")
+    monkeypatch.setattr("runner.tracking.dashboard.server_version", lambda uri: "3.9.0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mlflow's, while it makes its tables
         store = Store(f"sqlite:///{tmp_path}/mlflow.db")

@@ -8,12 +8,10 @@ import pytest
 from runner.tracking import pending
 from runner.tracking.journal import Journal
 from runner.tracking.journal_status import JournalStatus
-from runner.tracking.upload_state import UploadState
+from runner.tracking.upload_state import RefusedError, UnreachableError, UploadState
 from runner.tracking.writer import uploader, writer_main
-from runner.tracking.writer.batches import next_batch
 from runner.tracking.writer.store import MAX_POINTS
-from runner.tracking.writer.store_errors import RefusedError, UnreachableError
-from runner.tracking.writer.uploader import JournalUploader
+from runner.tracking.writer.uploader import JournalUploader, next_batch
 
 START = {"id": "1", "time": 1, "uri": "fake", "experiment": "e", "name": None, "params": {}}
 START |= {"tags": {}, "sweep": None, "role": "run"}

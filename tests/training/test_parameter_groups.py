@@ -15,7 +15,7 @@ from runner.training.optimizers import build_scheduled_optimizers, check_argumen
 from runner.training.parameter_groups import describe_groups, divide_parameters
 from runner.utils.errors import ConfigError
 
-RANK_JOURNAL = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
+RANK_JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.2}
 
 

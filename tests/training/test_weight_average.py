@@ -221,7 +221,7 @@ def test_a_run_evaluates_saves_and_exports_the_average(quick, tmp_path):
 
 
 def test_a_stopped_run_and_a_whole_one_evaluate_the_same(quick, tmp_path):
-    losses = "tracking._target_=runner.tracking.rank_journal.ProcessJournal"
+    losses = "tracking._target_=runner.tracking.tracker.ProcessJournal"
     assert quick(*EMA, losses, "hydra.run.dir=whole", "train.max_steps=6").rc == 0
     assert quick(*EMA, losses, "hydra.run.dir=parts", "train.max_steps=3").rc == 0
     done = quick("checkpoint.resume=parts", losses, "train.max_steps=6")

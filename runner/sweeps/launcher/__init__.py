@@ -14,8 +14,8 @@ to its writer process: MLflow is imported once for all jobs.
 
 Reading order: `isolated` (the launcher, and the JobRunner: so many jobs at once), `job_request`
 (what is sent), `job_process` (one job, seen from the sweep), `fork_server` (the process that
-forks), `job_main` (the job's own process), then `runner/tracking/job_journal.py` (the sweep finds
-the job's journal), `writer_process.py` and `writer/uploader.py` (journal to MLflow). Not on that
-path: `stop_requests` (signals), and `remote` (Slurm, Ray, joblib, whose processes run one job each
+forks), `job_main` (the job's own process), then `runner/tracking/writer_process.py` (the sweep
+finds the job's journal) and `writer/uploader.py` (journal to MLflow). Not on that path:
+`stop_requests` (signals), and `remote` (Slurm, Ray, joblib, whose processes run one job each
 through a JobRunner).
 """

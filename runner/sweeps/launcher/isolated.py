@@ -27,9 +27,8 @@ from runner.sweeps.launcher.job_request import (
     job_hydra_config,
 )
 from runner.sweeps.launcher.stop_requests import StopRequests
-from runner.tracking.job_journal import JobJournal
 from runner.tracking.journal_status import JournalStatus
-from runner.tracking.writer_process import shared_writer
+from runner.tracking.writer_process import JobJournal, shared_writer
 from runner.utils.errors import ConfigError
 from runner.utils.layout import RESULT
 from runner.utils.terminal import print_error, sanitize

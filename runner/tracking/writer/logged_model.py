@@ -1,26 +1,20 @@
 """Upload an exported model as a logged model of its run, and as a version in the registry.
 
-Called by the writer process only. It builds the model's folder as mlflow.pytorch does for
-serialization_format "pt2", because mlflow.pytorch would import torch into the writer.
+Called by the writer process only. mlflow.pytorch would import torch into the writer, so the model's
+folder is written by mlflow.pyfunc, with the flavor of mlflow.pytorch's serialization_format "pt2".
 """
 
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.tracking.writer import program_pyfunc
-from runner.tracking.writer.program_pyfunc import FACTS_FILE
+from runner.tracking.writer import exported_program_pyfunc
 
 if TYPE_CHECKING:
-    from mlflow.models.model import Model
     from mlflow.tracking import MlflowClient
 
-PYFUNC_CODE = Path(program_pyfunc.__file__)
-PYFUNC_MODULE = "exported_program_pyfunc"
-"""Name of its copy in a model's folder, by which MLflow imports it."""
 LINKED_METRICS_PREFIX = "val/"
 """Prefix of the run's metrics that are linked to the model if they were logged at its step."""
 
@@ -38,7 +32,7 @@ def log_model(
     Args:
         uri: of the tracking store and registry.
         run_id: of the run that trained it.
-        folder: holds model.pt2.
+        folder: holds model.pt2, and nothing else.
         facts: see runner.checkpoint.export.ExportedModel; "step" is the step of the weights.
         name: of the logged model; `runs:/<run_id>/<name>` finds it.
         registered_name: of a registered model that gets a version; None for none.
@@ -54,15 +48,20 @@ def log_model(
 
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     run = client.get_run(run_id)
-    model = _existing_model(client, run, name) or client.create_logged_model(
-        run.info.experiment_id, name, run_id, params=run.data.params
-    )
+    # An earlier attempt may have made it. Not by name in the query: a name's own quotes cannot be
+    # escaped there.
+    query = f"source_run_id = '{run_id}'"
+    models = client.search_logged_models([run.info.experiment_id], filter_string=query)
+    model = next((model for model in models if model.name == name), None)
+    if model is None:
+        model = client.create_logged_model(
+            run.info.experiment_id, name, run_id, params=run.data.params
+        )
     # A status of READY is set last, so that it shows a complete upload.
     if str(model.status) != "READY":
-        description = _model_description(model, run_id, facts)
-        with tempfile.TemporaryDirectory() as made:
-            _write_folder(Path(made), folder, facts, description)
-            client.log_model_artifacts(model.model_id, made)
+        with tempfile.TemporaryDirectory() as parent:
+            _write_folder(Path(parent) / "model", folder, facts, model, run_id)
+            client.log_model_artifacts(model.model_id, f"{parent}/model")
         client.finalize_logged_model(model.model_id, "READY")
     _link_to_run(client, run, model.model_id, facts.get("step", 0))
     if registered_name:
@@ -73,18 +72,14 @@ def log_model(
     return model.model_id
 
 
-def _existing_model(client: "MlflowClient", run: Any, name: str) -> Any:
-    """Return the run's logged model of this name, from an earlier attempt; None without one."""
-    # Not by name in the query: a name's own quotes cannot be escaped there.
-    query = f"source_run_id = '{run.info.run_id}'"
-    found = client.search_logged_models([run.info.experiment_id], filter_string=query)
-    return next((model for model in found if model.name == name), None)
-
-
-def _model_description(model: Any, run_id: str, facts: Mapping[str, Any]) -> "Model":
-    """Return the content of the MLmodel file."""
+def _write_folder(
+    path: Path, folder: Path, facts: Mapping[str, Any], model: Any, run_id: str
+) -> None:
+    """Write a model's folder in the form that mlflow.pytorch and mlflow.pyfunc read."""
+    from mlflow import pyfunc
     from mlflow.models import ModelSignature
     from mlflow.models.model import Model
+    from mlflow.version import VERSION
 
     description = Model(
         artifact_path=model.artifact_location,
@@ -92,14 +87,37 @@ def _model_description(model: Any, run_id: str, facts: Mapping[str, Any]) -> "Mo
         model_uuid=model.model_id,
         model_id=model.model_id,
     )
+    fields = bool(facts.get("fields"))
     description.signature = ModelSignature(
-        inputs=_schema(facts["inputs"], bool(facts.get("fields"))),
+        inputs=_schema(facts["inputs"], fields),
         outputs=_schema(facts["outputs"], not facts["one_output"]),
     )
-    return description
+    data = f"data/{folder.name}"
+    description.add_flavor("pytorch", model_data=data, pytorch_version=facts["torch"], code=None)
+    # mlflow.pytorch's pyfunc takes and returns a single tensor and refuses dicts. An exported
+    # program's weights stay on the CPU; MLflow would choose the GPU.
+    module = "mlflow.pytorch"
+    code = None
+    config: dict[str, Any] = {"device": "cpu"}
+    if not facts["one_tensor"]:
+        module = Path(exported_program_pyfunc.__file__).stem
+        code = [exported_program_pyfunc.__file__]
+        names = {key: [spec["name"] for spec in facts[key]] for key in ("inputs", "outputs")}
+        config = {**names, "fields": fields, "one_output": facts["one_output"]}
+    # The part after a plus, as in 2.5.1+cpu, is a local version, which is on no package index.
+    torch = f"torch=={facts['torch'].partition('+')[0]}"
+    pyfunc.save_model(
+        path,
+        loader_module=module,
+        data_path=str(folder),
+        code_paths=code,
+        mlflow_model=description,
+        pip_requirements=[f"mlflow=={VERSION}", torch],
+        model_config=config,
+    )
 
 
-def _schema(specs: list[dict[str, Any]], are_fields: bool = False) -> Any:
+def _schema(specs: list[dict[str, Any]], are_fields: bool) -> Any:
     import numpy as np
     from mlflow.types.schema import Schema, TensorSpec
 
@@ -110,54 +128,6 @@ def _schema(specs: list[dict[str, Any]], are_fields: bool = False) -> Any:
         name = spec["name"] if has_names else None
         columns.append(TensorSpec(np.dtype(spec["dtype"]), tuple(spec["shape"]), name))
     return Schema(columns)
-
-
-def _write_folder(made: Path, folder: Path, facts: Mapping[str, Any], model: "Model") -> None:
-    """Write a model's folder in the form that mlflow.pytorch and mlflow.pyfunc read."""
-    import yaml
-    from mlflow import pyfunc
-    from mlflow.utils.environment import _mlflow_conda_env, _PythonEnv
-    from mlflow.version import VERSION
-
-    (made / "data").mkdir()
-    shutil.copyfile(folder / facts["file"], made / "data" / "model.pt2")
-    model.add_flavor("pytorch", model_data="data", pytorch_version=facts["torch"], code=None)
-    environment = {"conda_env": "conda.yaml", "python_env": "python_env.yaml"}
-    # mlflow.pytorch's pyfunc takes and returns a single tensor and refuses dicts.
-    if facts["one_tensor"]:
-        # An exported program's weights stay on the CPU; MLflow would choose the GPU.
-        pyfunc.add_to_model(
-            model,
-            loader_module="mlflow.pytorch",
-            data="data",
-            model_config={"device": "cpu"},
-            **environment,
-        )
-    else:
-        _write_program_facts(made / "data" / FACTS_FILE, facts)
-        (made / "code").mkdir()
-        shutil.copyfile(PYFUNC_CODE, made / "code" / f"{PYFUNC_MODULE}.py")
-        pyfunc.add_to_model(
-            model, loader_module=PYFUNC_MODULE, data="data", code="code", **environment
-        )
-    model.model_size_bytes = sum(f.stat().st_size for f in made.rglob("*") if f.is_file())
-    model.save(str(made / "MLmodel"))
-    # The part after a plus, as in 2.5.1+cpu, is a local version, which is on no package index.
-    torch = f"torch=={facts['torch'].partition('+')[0]}"
-    (made / "requirements.txt").write_text(f"mlflow=={VERSION}\n{torch}\n")
-    conda = _mlflow_conda_env(additional_pip_deps=[torch])
-    (made / "conda.yaml").write_text(yaml.safe_dump(conda, default_flow_style=False))
-    _PythonEnv.current().to_yaml(str(made / "python_env.yaml"))
-
-
-def _write_program_facts(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write what program_pyfunc reads of a program."""
-    content: dict[str, Any] = {
-        key: [spec["name"] for spec in facts[key]] for key in ("inputs", "outputs")
-    }
-    content["fields"] = bool(facts.get("fields"))
-    content["one_output"] = facts["one_output"]
-    path.write_text(json.dumps(content))
 
 
 def _link_to_run(client: "MlflowClient", run: Any, model_id: str, step: int) -> None:

@@ -1,20 +1,22 @@
 """Calls to one MLflow store: open a run, send points, tags and files, end the run.
 
 The last module of the way that runner/tracking/__init__.py describes. It imports mlflow, so only
-the writer process may import it. Every call raises RefusedError or UnreachableError, see
-store_errors.py; sending the same twice changes nothing, so that a caller may retry.
+the writer process may import it. Every call raises RefusedError or UnreachableError: a refusal ends
+an upload, an outage is retried. Sending the same twice changes nothing, so that a caller may retry.
 """
 
 import fcntl
 import os
+import posixpath
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.store.db import utils as database_utils
 from mlflow.tracking import MlflowClient
@@ -22,28 +24,43 @@ from mlflow.tracking.context.default_context import DefaultRunContext
 from mlflow.tracking.context.git_context import GitRunContext
 from mlflow.tracking.context.registry import resolve_tags
 from mlflow.utils import validation
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
-from runner.tracking import dashboard_views
-from runner.tracking.uri import is_database, sqlite_path
-from runner.tracking.writer import experiments
-from runner.tracking.writer.dataset_inputs import log_inputs
+from runner.tracking import dashboard
+from runner.tracking.upload_state import RefusedError, UnreachableError
+from runner.tracking.uri import active_experiment, is_database, sqlite_path
 from runner.tracking.writer.logged_model import log_model
-from runner.tracking.writer.names import distinct_names, legal_name, truncate
-from runner.tracking.writer.store_errors import (
-    REFUSAL_CODES,
-    RefusedError,
-    UnreachableError,
-    classify_errors,
-)
 from runner.tracking.writer.system_metrics import SYSTEM_PREFIX
 from runner.utils.secrets import redact
 
-Point = tuple[str, float, int, int]
+MetricPoint = tuple[str, float, int, int]
 """(name, value, Unix time in milliseconds, step)."""
 
 MAX_POINTS = validation.MAX_METRICS_PER_BATCH
 # The prefix keeps it out of the tags that MLflow's pages show.
 JOURNAL_TAG = "mlflow.runner.journal"
+
+# Error codes of MLflow whose cause no retry changes. All others are retried: a server that cannot
+# be reached gives INTERNAL_ERROR here, a locked database TEMPORARILY_UNAVAILABLE.
+REFUSAL_CODES = {
+    "INVALID_PARAMETER_VALUE",
+    "RESOURCE_DOES_NOT_EXIST",
+    "RESOURCE_ALREADY_EXISTS",
+    "NOT_FOUND",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "CUSTOMER_UNAUTHORIZED",
+    "ENDPOINT_NOT_FOUND",
+    "FEATURE_DISABLED",
+    "NOT_IMPLEMENTED",
+}
+# Messages of databases whose cause no retry changes, whatever the type of the error.
+PERMANENT_MESSAGES = (
+    "file is not a database",
+    "readonly database",
+    "password authentication failed",
+    "out-of-date database schema",
+)
 
 # MLflow tries ten times to open a database, for 100 s in all; we try again ourselves, sooner.
 database_utils.MAX_RETRY_COUNT = 1
@@ -51,6 +68,36 @@ database_utils.MAX_RETRY_COUNT = 1
 # Contexts whose tags would describe the writer process instead of the trainer. MLflow's annotation
 # says instances, but its code expects classes.
 _WRITER_CONTEXTS: list[Any] = [DefaultRunContext, GitRunContext]
+
+
+@contextmanager
+def classify_errors() -> Iterator[None]:
+    """Turn any exception of a client call into RefusedError or UnreachableError."""
+    try:
+        yield
+    except (RefusedError, UnreachableError):
+        raise
+    except MlflowException as error:
+        if error.error_code in REFUSAL_CODES or _is_permanent(error):
+            raise RefusedError(redact(str(error))) from error
+        is_doubtful = error.error_code == "BAD_REQUEST"
+        raise UnreachableError(redact(str(error)), is_doubtful) from error
+    except ImportError as error:
+        raise RefusedError(
+            f"a package is missing for it: {error}. Install it, or name the driver that you have "
+            "in the URI, for example postgresql+psycopg2://"
+        ) from error
+    except Exception as error:
+        # Connection errors of many libraries, and bugs: doubtful, so that a batch that always
+        # fails is skipped in the end.
+        text = redact(f"{type(error).__name__}: {error}")
+        if _is_permanent(error):
+            raise RefusedError(text) from error
+        raise UnreachableError(text, doubtful=True) from error
+
+
+def _is_permanent(error: Exception) -> bool:
+    return any(text in str(error) for text in PERMANENT_MESSAGES)
 
 
 class Store:
@@ -80,19 +127,21 @@ class Store:
 
         Args:
             name: used without an id. If an experiment of this name was deleted, the run goes to
-                another one, see experiments.active_experiment.
+                another one, see uri.active_experiment.
             known_id: of an experiment that must exist.
         """
         key = f"id {known_id}" if known_id else f"name {name}"
         if key not in self._experiments:
             with classify_errors():
-                found = self._check_exists(known_id) if known_id else self._get_or_create(name)
-            self._experiments[key] = found
+                experiment_id = (
+                    self._get_active(known_id) if known_id else self._get_or_create(name)
+                )
+            self._experiments[key] = experiment_id
         return self._experiments[key]
 
-    def _check_exists(self, experiment_id: str) -> str:
+    def _get_active(self, experiment_id: str) -> str:
         try:
-            found = self._client.get_experiment(experiment_id)
+            experiment = self._client.get_experiment(experiment_id)
         except MlflowException as error:
             if error.error_code not in REFUSAL_CODES:
                 raise
@@ -100,48 +149,46 @@ class Store:
                 f"there is no experiment with MLFLOW_EXPERIMENT_ID={experiment_id}. Unset it, or "
                 "type tracking.experiment=<name>"
             ) from error
-        if found.lifecycle_stage == "deleted":
+        if experiment.lifecycle_stage == "deleted":
             raise RefusedError(
-                f"the experiment {found.name!r} (MLFLOW_EXPERIMENT_ID={experiment_id}) was deleted "
-                f"there. Restore it with {self._restore_command(found)}, or type "
+                f"the experiment {experiment.name!r} (MLFLOW_EXPERIMENT_ID={experiment_id}) was "
+                f"deleted there. Restore it with {self._restore_command(experiment)}, or type "
                 "tracking.experiment=<another name>"
             )
         return experiment_id
 
     def _get_or_create(self, name: str) -> str:
-        found, free = experiments.active_experiment(self._client, name)
+        experiment, free = active_experiment(self._client, name)
         if free != name:
             deleted = self._client.get_experiment_by_name(name)
             self.notices.append(
                 f"The experiment {name!r} was deleted there: runs go to {free!r}. To restore it: "
                 f"{self._restore_command(deleted)}"
             )
-        if found is not None:
-            return found.experiment_id
+        if experiment is not None:
+            return experiment.experiment_id
+        # The folder of a database's artifacts; a server has its own.
+        location = None
+        database = sqlite_path(self.uri)
+        if database or is_database(self.uri):
+            folder = database.parent if database else Path.cwd() / "outputs"
+            # MLflow decodes the path in any URI of artifacts, one without a scheme included.
+            location = quote(os.fsencode(folder / "mlartifacts"))
         try:
-            return self._client.create_experiment(free, artifact_location=self._artifact_location())
+            return self._client.create_experiment(free, artifact_location=location)
         except MlflowException as error:
             # Another process may have created it in the meantime.
-            found, _ = experiments.active_experiment(self._client, name)
-            if found is None:
+            experiment, _ = active_experiment(self._client, name)
+            if experiment is None:
                 raise error
-            return found.experiment_id
+            return experiment.experiment_id
 
-    def _restore_command(self, found: Any) -> str:
+    def _restore_command(self, experiment: Any) -> str:
         uri = redact(self.uri)
         return (
             f"MLFLOW_TRACKING_URI={uri} mlflow experiments restore "
-            f"--experiment-id {found.experiment_id}"
+            f"--experiment-id {experiment.experiment_id}"
         )
-
-    def _artifact_location(self) -> str | None:
-        """Return the folder of a database's artifacts; None for a server, which has its own."""
-        database = sqlite_path(self.uri)
-        if database is None and not is_database(self.uri):
-            return None
-        folder = database.parent if database else Path.cwd() / "outputs"
-        # MLflow decodes the path in any URI of artifacts, one without a scheme included.
-        return quote(os.fsencode(folder / "mlartifacts"))
 
     def find_run(self, experiment_id: str, tags: Mapping[str, str]) -> str | None:
         """Return the id of the newest run that has all these tags; None if there is none."""
@@ -224,22 +271,23 @@ class Store:
             for key, text in distinct_names(values).items()
             if key not in known
         ]
-        for some in _chunks(params, validation.MAX_PARAMS_TAGS_PER_BATCH):
-            with classify_errors():
-                self._client.log_batch(run_id, params=some, synchronous=True)
+        self._log_batches(run_id, "params", params, validation.MAX_PARAMS_TAGS_PER_BATCH)
 
-    def log_points(self, run_id: str, points: Sequence[Point]) -> None:
+    def log_points(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         """Send points with their own times and steps; sending them again changes nothing."""
         metrics = [Metric(legal_name(key), value, time, step) for key, value, time, step in points]
-        for some in _chunks(metrics, MAX_POINTS):
-            with classify_errors():
-                self._client.log_batch(run_id, metrics=some, synchronous=True)
+        self._log_batches(run_id, "metrics", metrics, MAX_POINTS)
 
     def log_tags(self, run_id: str, values: Mapping[str, str]) -> None:
         """Set or replace tags."""
-        for some in _chunks(_run_tags(values), validation.MAX_PARAMS_TAGS_PER_BATCH):
+        self._log_batches(run_id, "tags", _run_tags(values), validation.MAX_PARAMS_TAGS_PER_BATCH)
+
+    def _log_batches(self, run_id: str, kind: str, items: Sequence[Any], size: int) -> None:
+        """Send items in calls of at most `size` of them."""
+        for begin in range(0, len(items), size):
+            batch = {kind: items[begin : begin + size]}
             with classify_errors():
-                self._client.log_batch(run_id, tags=some, synchronous=True)
+                self._client.log_batch(run_id, **batch, synchronous=True)  # type: ignore[arg-type]
 
     def log_artifact(self, run_id: str, path: Path, folder: str) -> None:
         """Upload a file under its name, or the contents of a folder."""
@@ -250,9 +298,32 @@ class Store:
             send(run_id, str(path), folder or None)
 
     def log_inputs(self, run_id: str, datasets: Sequence[Mapping[str, Any]]) -> None:
-        """Record data sets as a run's inputs."""
+        """Record the data sets that a run is trained and validated on as its inputs.
+
+        Args:
+            run_id: of the run.
+            datasets: see runner.data.fingerprint.describe_data.
+        """
+        # With debug.overfit the same data set is used for both, and MLflow stores one input with
+        # one tag for it.
+        uses: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        for dataset in datasets:
+            uses.setdefault((dataset["name"], dataset["digest"]), []).append(dataset)
+        inputs = []
+        for (name, digest), same in uses.items():
+            dataset = Dataset(
+                # MLflow refuses longer texts.
+                name[: validation.MAX_DATASET_NAME_SIZE],
+                digest[: validation.MAX_DATASET_DIGEST_SIZE],
+                same[-1]["source_type"],
+                same[-1]["source"][: validation.MAX_DATASET_SOURCE_SIZE],
+                same[-1]["schema"],
+                same[-1]["profile"],
+            )
+            contexts = ", ".join(use["context"] for use in same)
+            inputs.append(DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, contexts)]))
         with classify_errors():
-            log_inputs(self._client, run_id, datasets)
+            self._client.log_inputs(run_id, inputs)
 
     def log_model(
         self, run_id: str, folder: Path, facts: Mapping[str, Any], register: str | None
@@ -262,9 +333,9 @@ class Store:
             log_model(self.uri, run_id, folder, facts, "model", register)
 
     def dashboard(
-        self, experiment_id: str, metrics: Collection[str], sweep: dashboard_views.SweepView | None
+        self, experiment_id: str, metrics: Collection[str], sweep: dashboard.SweepView | None
     ) -> str | None:
-        """Set up the dashboards, see dashboard_views.ensure_dashboard; return the path.
+        """Set up the dashboards, see dashboard.ensure_dashboard; return the path.
 
         Returns:
             None, with one notice, if the store cannot have them; None if it does not answer.
@@ -272,11 +343,14 @@ class Store:
         path = None
         try:
             with classify_errors():
-                self._version = self._version or dashboard_views.server_version(self.uri)
-                path = dashboard_views.ensure_dashboard(
+                self._version = self._version or dashboard.server_version(self.uri)
+                path = dashboard.ensure_dashboard(
                     self._client, self._version, experiment_id, metrics, sweep
                 )
-            reason = dashboard_views.too_old_reason(self.uri, self._version)
+            reason = (
+                f"{self.uri} runs MLflow {self._version}, whose pages cannot show the dashboard "
+                "(3.10 or newer can); its plain pages hold everything."
+            )
         except RefusedError as error:
             reason = str(error)
         except UnreachableError:
@@ -298,10 +372,37 @@ def _run_tags(values: Mapping[str, str]) -> list[RunTag]:
     return [RunTag(legal_name(key), truncate(redact(text), limit)) for key, text in values.items()]
 
 
-def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
-    rest = iter(items)
-    while some := list(islice(rest, size)):
-        yield some
+@lru_cache(maxsize=10_000)
+def legal_name(name: str) -> str:
+    """Return the name with an underscore for each character that this MLflow refuses."""
+    is_legal = validation.validate_param_and_metric_name
+    if not is_legal(name):
+        # Each character between two legal ones: some are refused at the ends of a name only.
+        name = "".join(char if is_legal(f"a{char}a") else "_" for char in name)
+    # a//b, ./a, /a: MLflow refuses names that are no unique path, because they may become files.
+    if validation.path_not_unique(name):
+        name = re.sub(r"^(\.*/)+", "", posixpath.normpath(name)).strip(".") or "_"
+    return name[: validation.MAX_ENTITY_KEY_LENGTH]
+
+
+def distinct_names(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the values under legal names; names that become equal get a number."""
+    # MLflow refuses a second value for a parameter that is set.
+    named: dict[str, str] = {}
+    for key, text in values.items():
+        legal = base = legal_name(key)
+        number = 2
+        while legal in named:
+            # MLflow's limit is 250 characters; the rest is for the number.
+            legal = f"{base[:240]}_{number}"
+            number += 1
+        named[legal] = text
+    return named
+
+
+def truncate(text: str, limit: int) -> str:
+    """Return at most `limit` characters of a text, with an ellipsis if it was longer."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _create(database: Path, uri: str) -> None:
@@ -331,3 +432,23 @@ def _creation_lock(database: Path | None) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+class StoreCache:
+    """The stores of this process by URI, and what it knows of sweeps in them.
+
+    Attributes:
+        parents: the id of a sweep's parent run, by the store's URI and the sweep's id.
+        names: the name of a sweep, by its id.
+    """
+
+    def __init__(self) -> None:
+        self.parents: dict[tuple[str, str], str] = {}
+        self.names: dict[str, str] = {}
+        self._stores: dict[str, Store] = {}
+
+    def get(self, uri: str) -> Store:
+        """Return the store at a URI; open it if this process has not yet."""
+        if uri not in self._stores:
+            self._stores[uri] = Store(uri)
+        return self._stores[uri]

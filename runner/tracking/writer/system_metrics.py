@@ -4,8 +4,9 @@ MLflow's own monitors read it, under the names that the page shows. The writer's
 samples, without a thread.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -39,17 +40,15 @@ class SystemMetrics:
         self.count = 0
         self._next = now + interval
         self._readers: list[Callable[[], dict[str, float]]] = []
-        for module, kind in MLFLOW_MONITORS:
-            self._add(lambda module=module, kind=kind: _monitor_reader(module, kind))
+        makers = [partial(_monitor_reader, module, kind) for module, kind in MLFLOW_MONITORS]
         if process is not None:
-            self._add(lambda: _process_reader(process))
-
-    def _add(self, make: Callable[[], Callable[[], dict[str, float]]]) -> None:
-        with suppress(Exception):
-            reader = make()
-            # CPU percentages are of the time since the last reading; the first one is 0.
-            reader()
-            self._readers.append(reader)
+            makers.append(partial(_process_reader, process))
+        for make in makers:
+            with suppress(Exception):
+                reader = make()
+                # CPU percentages are of the time since the last reading; the first one is 0.
+                reader()
+                self._readers.append(reader)
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time for a sample, and if so schedule the next one.
@@ -67,12 +66,11 @@ class SystemMetrics:
         Empty if nothing can be read.
         """
         self.count += 1
-        return {SYSTEM_PREFIX + name: float(value) for name, value in self._read()}
-
-    def _read(self) -> Iterator[tuple[str, float]]:
+        values: dict[str, float] = {}
         for reader in self._readers:
             with suppress(Exception):  # the process has ended, or a driver does not answer
-                yield from list(reader().items())
+                values |= {SYSTEM_PREFIX + name: float(value) for name, value in reader().items()}
+        return values
 
 
 def _monitor_reader(module: str, kind: str) -> Callable[[], dict[str, float]]:

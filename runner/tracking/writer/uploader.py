@@ -7,19 +7,17 @@ describes. writer_main.py calls `advance` in a loop and decides what a failed ca
 import math
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.tracking import history
 from runner.tracking import journal as journals
-from runner.tracking.dashboard_views import MAX_NAME_CHARACTERS, SweepView
-from runner.tracking.upload_state import UploadState
-from runner.tracking.writer.batches import Batch, artifact_file, next_batch
-from runner.tracking.writer.store import JOURNAL_TAG, Store
-from runner.tracking.writer.store_cache import StoreCache
-from runner.tracking.writer.store_errors import RefusedError, UnreachableError
+from runner.tracking.dashboard import SweepView
+from runner.tracking.upload_state import RefusedError, UnreachableError, UploadState
+from runner.tracking.writer.store import JOURNAL_TAG, MAX_POINTS, MetricPoint, Store, StoreCache
 from runner.tracking.writer.system_metrics import SystemMetrics
 from runner.utils.layout import HISTORY
 from runner.utils.secrets import redact
@@ -29,6 +27,57 @@ PARTIAL_BATCH_SECONDS = 1.0
 PARENT_WAIT_SECONDS = 15.0
 """Seconds that a sweep's job waits for the sweep's parent run, which another process opens."""
 _NO_END_ERROR = "The training process ended without closing its run."
+
+
+@dataclass
+class Batch:
+    """Records of one kind that are sent together.
+
+    Attributes:
+        kind: of the records.
+        record: the first of them.
+        end: the offset in bytes after them in the journal.
+        points: of metric records.
+        is_complete: no later record would be added to it.
+    """
+
+    kind: str
+    record: dict[str, Any]
+    end: int
+    points: list[MetricPoint] = field(default_factory=list)
+    is_complete: bool = True
+
+
+def next_batch(path: Path, offset: int, earlier_steps: Mapping[str, int] = {}) -> Batch | None:
+    """Return the batch at an offset: one record, or as many metric records as fit into one call.
+
+    Args:
+        path: of the journal.
+        offset: in bytes.
+        earlier_steps: last step of each metric in the run's earlier journals; points up to it are
+            left out.
+
+    Returns:
+        None at the end of the journal.
+    """
+    batch: Batch | None = None
+    for record, end in journals.read_records(path, offset):
+        kind = record["kind"]
+        if batch is None:
+            batch = Batch(kind, record, end)
+            # Points alone are so many that calls must be saved.
+            if kind != "metrics":
+                return batch
+            batch.is_complete = False
+        elif kind != "metrics" or len(batch.points) + len(record["values"]) > MAX_POINTS:
+            batch.is_complete = True
+            return batch
+        step = record["step"]
+        time_ms = record["time"]
+        values = journals.new_values(record, earlier_steps)
+        batch.points += [(name, value, time_ms, step) for name, value in values.items()]
+        batch.end = end
+    return batch
 
 
 class JournalUploader:
@@ -94,14 +143,17 @@ class JournalUploader:
         if self.state.done:  # another writer has uploaded the rest
             return False
         if self.state.run_id and self._store is None:
-            self._adopt_run()
+            # Another writer has begun the upload.
+            start = self._with_moved_store(next(journals.read_records(self.journal))[0])
+            self._store = self._stores.get(start["uri"])
+            self._on_opened(start)
         batch = next_batch(self.journal, self.state.offset, self._earlier_steps)
         self._batch = batch
         if batch is None:
             if last:
                 # A journal without an end is of a killed process; its last record is the last sign
                 # of life.
-                ended_ms = _mtime_ms(self.journal)
+                ended_ms = self.journal.stat().st_mtime_ns // 1_000_000
                 self._end({"status": "KILLED", "error": _NO_END_ERROR, "time": ended_ms})
             return False
         waited = time.monotonic() - self._sent_at
@@ -173,43 +225,33 @@ class JournalUploader:
 
     def _send(self, batch: Batch) -> None:
         record = batch.record
-        kind = batch.kind
-        if kind == "start":
+        if batch.kind == "start":
             self._open(self._with_moved_store(record))
             return
         if self.is_unopened:
             raise RefusedError(f"{self.journal} does not begin with the start of a run")
-        send = {
-            "metrics": self._send_points,
-            "tags": self._send_tags,
-            "artifact": self._send_artifact,
-            "inputs": self._send_inputs,
-            "model": self._send_model,
-            "end": self._end,
-        }.get(kind)
-        # A damaged line, or a kind of a later version, is skipped.
-        if send is not None:
-            send(record)
-
-    def _send_points(self, _: dict[str, Any]) -> None:
-        assert self._batch is not None
-        # Synced here, not in the trainer, so that the training loop need not wait for the disk.
-        _sync_to_disk(self.journal)
-        self._run_store().log_points(self._run_id(), self._batch.points)
-
-    def _send_tags(self, record: dict[str, Any]) -> None:
-        self._run_store().log_tags(self._run_id(), record["values"])
-
-    def _send_artifact(self, record: dict[str, Any]) -> None:
-        self._send_file(artifact_file(self.journal, record["path"]), record["folder"])
-
-    def _send_inputs(self, record: dict[str, Any]) -> None:
-        self._run_store().log_inputs(self._run_id(), record["datasets"])
-
-    def _send_model(self, record: dict[str, Any]) -> None:
-        self.state.save(sending_file=True)
-        folder = artifact_file(self.journal, record["folder"])
-        self._run_store().log_model(self._run_id(), folder, record["facts"], record["register"])
+        store = self._run_store()
+        run_id = self._run_id()
+        # Another kind is a damaged line, or of a later version, and skipped.
+        match batch.kind:
+            case "metrics":
+                # Here, not in the trainer, so that the training loop need not wait for the disk.
+                with self.journal.open("rb") as file, suppress(OSError):
+                    # A disk that fails must not keep points from the store.
+                    os.fsync(file)
+                store.log_points(run_id, batch.points)
+            case "tags":
+                store.log_tags(run_id, record["values"])
+            case "artifact":
+                self._send_file(artifact_file(self.journal, record["path"]), record["folder"])
+            case "inputs":
+                store.log_inputs(run_id, record["datasets"])
+            case "model":
+                self.state.save(sending_file=True)
+                folder = artifact_file(self.journal, record["folder"])
+                store.log_model(run_id, folder, record["facts"], record["register"])
+            case "end":
+                self._end(record)
 
     def _send_file(self, path: Path, folder: str = "") -> None:
         self.state.save(sending_file=True)
@@ -258,12 +300,6 @@ class JournalUploader:
         self.state.save(run_id=earlier.state.run_id, experiment_id=earlier.state.experiment_id)
         return True
 
-    def _adopt_run(self) -> None:
-        """Continue the upload that another writer began."""
-        start = self._with_moved_store(next(journals.read_records(self.journal))[0])
-        self._store = self._stores.get(start["uri"])
-        self._on_opened(start)
-
     def _with_moved_store(self, start: dict[str, Any]) -> dict[str, Any]:
         """Return the start record with the store to which `runner sync` has moved the journal."""
         if self.state.uri is None:
@@ -289,25 +325,22 @@ class JournalUploader:
         view = None
         sweep_id = self._start["sweep"]
         experiment = self.state.experiment_id
+        assert experiment is not None
         parent = self._stores.parents.get((self._start["uri"], sweep_id)) if sweep_id else None
         if parent:
-            name = self._sweep_name(sweep_id, parent)[:MAX_NAME_CHARACTERS]
+            names = self._stores.names
+            # Another process may have opened the sweep's run.
+            if not names.get(sweep_id):
+                with suppress(RefusedError, UnreachableError):
+                    names[sweep_id] = store.run_name(parent)
+            name = redact(names.get(sweep_id) or f"sweep {sweep_id}")
             swept = str(self._start.get("tags", {}).get("swept", ""))
             view = SweepView(sweep_id, parent, name, tuple(swept.split()))
-        assert experiment is not None
         path = store.dashboard(experiment, metrics, view)
         while store.notices:
             self.state.add_notice(store.notices.pop(0))
         if path is not None:
             self.state.save(dashboard=path)
-
-    def _sweep_name(self, sweep_id: str, parent: str) -> str:
-        """Return a sweep's name; ask the store if another process has opened the sweep's run."""
-        names = self._stores.names
-        if not names.get(sweep_id):
-            with suppress(RefusedError, UnreachableError):
-                names[sweep_id] = self._run_store().run_name(parent)
-        return redact(names.get(sweep_id) or f"sweep {sweep_id}")
 
     def _find_parent(self, start: dict[str, Any]) -> str | None:
         """Return the id of the sweep's parent run, which another process may open a little later.
@@ -369,17 +402,17 @@ class JournalUploader:
         return self.state.run_id
 
 
-def _sync_to_disk(path: Path) -> None:
-    """Have the operating system write a file to the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        # A disk that fails must not keep points from the store.
-        with suppress(OSError):
-            os.fsync(file)
-    finally:
-        os.close(file)
+def artifact_file(journal: Path, name: str) -> Path:
+    """Return the path of a file or folder that a journal names.
 
-
-def _mtime_ms(path: Path) -> int:
-    """Return when a file was last written, in Unix milliseconds."""
-    return path.stat().st_mtime_ns // 1_000_000
+    Raises:
+        RefusedError: the file is not in the run's folder, or is a link that leads out of it.
+    """
+    path = Path(name)
+    run_folder = journal.parent.resolve()
+    # A journal may come from anybody, and must not have other files of the user's uploaded. Each
+    # file of a folder is checked, because any of them may be a link.
+    for part in (path, *path.rglob("*")):
+        if not part.resolve().is_relative_to(run_folder):
+            raise RefusedError(f"{path} is not in the run's folder, {run_folder}")
+    return path

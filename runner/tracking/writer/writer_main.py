@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracking import pending
-from runner.tracking.error_cause import short_cause
 from runner.tracking.journal import has_end
+from runner.tracking.upload_state import RefusedError, UnreachableError, short_cause
 from runner.utils.stop_signals import ignore_signals
 
 IDLE_POLL_SECONDS = 0.25
@@ -42,20 +42,18 @@ def run_writer(parent: int) -> None:
     ignore_signals()
     # The trainer's own threads come first.
     os.nice(10)
-    _set_environment()
-    Writer(parent).run()
-
-
-def _set_environment() -> None:
-    """Set MLflow's environment variables; it reads them when it is imported."""
-    # MLflow's own retries would block the loop for minutes. Failed calls are repeated here.
+    # MLflow reads these when it is imported. Its own retries would block the loop for minutes:
+    # failed calls are repeated here.
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
     # It would override the run that a batch is for.
     os.environ.pop("MLFLOW_RUN_ID", None)
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    # It would add the files of a uv project in the working directory to a model.
+    os.environ["MLFLOW_UV_AUTO_DETECT"] = "false"
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+    Writer(parent).run()
 
 
 class JournalTask:
@@ -107,13 +105,10 @@ class Writer:
     """
 
     def __init__(self, parent: int) -> None:
-        # These import mlflow, which must come after _set_environment.
-        from runner.tracking.writer.store_cache import StoreCache
-        from runner.tracking.writer.store_errors import RefusedError, UnreachableError
+        # These import mlflow, which must come after run_writer has set its environment.
+        from runner.tracking.writer.store import StoreCache
         from runner.tracking.writer.uploader import JournalUploader
 
-        self._refused_error = RefusedError
-        self._unreachable_error = UnreachableError
         self._make_uploader: Callable[..., Any] = partial(JournalUploader, stores=StoreCache())
         self._parent = parent
         self._tasks: dict[str, JournalTask] = {}
@@ -163,19 +158,15 @@ class Writer:
             if not data:
                 has_ended = True
                 break
-            self._add_requests(data)
+            # A read may end in the middle of a line; the rest comes with the next one.
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+            for line in lines:
+                name = json.loads(line)["journal"]
+                self._tasks[name] = JournalTask(self._make_uploader(Path(name)))
             patience = 0.0
         if has_ended:
             self._trainer_is_alive = False
             self._progress_at = time.monotonic()
-
-    def _add_requests(self, data: bytes) -> None:
-        """Add the journals that the trainer names."""
-        # A read may end in the middle of a line; the rest comes with the next one.
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        for line in lines:
-            name = json.loads(line)["journal"]
-            self._tasks[name] = JournalTask(self._make_uploader(Path(name)))
 
     def _advance(self, name: str, task: JournalTask) -> bool:
         """Upload one batch of a journal, if one is due; return True if more may follow at once."""
@@ -188,7 +179,15 @@ class Writer:
         except Exception as error:  # one journal's error must not end the others
             more = self._handle_error(name, task, error, now)
         else:
-            self._handle_success(name, task)
+            task.record_success()
+            task.uploader.state.clear_outage()
+            folder = pending.outputs_folder(Path(name))
+            is_searched = folder in self._searched_folders or task.uploader.is_unopened
+            if self._trainer_is_alive and not is_searched:
+                # Earlier runs' pending journals, once per folder. By a process of its own: a store
+                # of theirs that does not answer must not delay this run.
+                self._searched_folders.add(folder)
+                pending.upload_in_background(folder)
         if task.uploader.state.offset != before:
             self._progress_at = time.monotonic()
         if task.uploader.state.done:
@@ -196,29 +195,23 @@ class Writer:
         return more
 
     def _handle_error(self, name: str, task: JournalTask, error: Exception, now: float) -> bool:
-        if isinstance(error, self._unreachable_error):
+        if isinstance(error, UnreachableError):
             return self._handle_outage(name, task, error, now)
-        if isinstance(error, self._refused_error):
+        if isinstance(error, RefusedError):
             return self._handle_refusal(name, task, short_cause(str(error)))
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             # A local disk that is full or away, for example: worth a retry.
             text = f"{type(error).__name__}: {error}"
-            doubtful = self._unreachable_error(text, doubtful=True)
+            doubtful = UnreachableError(text, doubtful=True)
             return self._handle_outage(name, task, doubtful, now)
-        return self._handle_unexpected(name, task, error)
-
-    def _handle_success(self, name: str, task: JournalTask) -> None:
-        task.record_success()
-        task.uploader.state.clear_outage()
-        if self._trainer_is_alive and not task.uploader.is_unopened:
-            self._upload_pending(pending.outputs_folder(Path(name)))
-
-    def _upload_pending(self, folder: Path) -> None:
-        """Have earlier runs' pending journals uploaded, once per folder."""
-        # By a process of its own: a store of theirs that does not answer must not delay this run.
-        if folder not in self._searched_folders:
-            self._searched_folders.add(folder)
-            pending.upload_in_background(folder)
+        # A bug, or the loss of the journal's file: the journal is closed, and training continues.
+        # Not retried: the records stay in the journal, for `runner sync` with a newer version.
+        traceback.print_exception(error)
+        with suppress(OSError):
+            message = f"unexpected {type(error).__name__}: {error}"
+            task.uploader.state.save(failure=message)
+        self._close(name)
+        return False
 
     def _handle_outage(self, name: str, task: JournalTask, error: Any, now: float) -> bool:
         """Schedule a retry, and save why the store does not answer.
@@ -247,16 +240,6 @@ class Writer:
         task.uploader.skip()
         task.record_success()
         return True
-
-    def _handle_unexpected(self, name: str, task: JournalTask, error: Exception) -> bool:
-        """Close the journal after a bug or the loss of its file; training continues."""
-        # Not retried: the records stay in the journal, for `runner sync` with a newer version.
-        traceback.print_exception(error)
-        message = f"unexpected {type(error).__name__}: {error}"
-        with suppress(OSError):
-            task.uploader.state.save(failure=message)
-        self._close(name)
-        return False
 
     def _close(self, name: str) -> None:
         self._tasks.pop(name).uploader.state.release_lock()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runner.tracking.tracker import Tracker
+from runner.tracking.tracker import MetricRecord, Tracker
 from runner.training.callbacks.callback import Callback
 from runner.training.records import (
     EvalRecord,
@@ -16,8 +16,6 @@ from runner.training.state import TrainState
 from runner.training.step_metrics import FORBIDDEN_CHARACTERS, tracker_values
 from runner.utils.accelerator import Accelerator
 from runner.utils.tensors import MIB, tensor_bytes
-
-Point = tuple[int, int, dict[str, float]]
 
 
 class MetricLogger(Callback):
@@ -43,7 +41,7 @@ class MetricLogger(Callback):
         self.tracker.log_metrics(self._points(block))
         self.tracker.check()
 
-    def _points(self, block: Steps) -> Iterator[Point]:
+    def _points(self, block: Steps) -> Iterator[MetricRecord]:
         for record in block:
             if record.loss_scale is not None:
                 yield from self._changes(record)
@@ -51,7 +49,7 @@ class MetricLogger(Callback):
             self._last = record
         yield self._rates(block)
 
-    def _changes(self, record: StepRecord) -> Iterator[Point]:
+    def _changes(self, record: StepRecord) -> Iterator[MetricRecord]:
         """Yield the loss scale where it changes, the value before and the value after."""
         # MLflow's charts draw a few hundred points per line: the scale of every step would hide a
         # short dip, and these few points show each one.
@@ -64,7 +62,7 @@ class MetricLogger(Callback):
             yield last.step, last.time_ms, {"loss_scale/changes": last.loss_scale}
             yield record.step, record.time_ms, {"loss_scale/changes": scale}
 
-    def _rates(self, block: Steps) -> Point:
+    def _rates(self, block: Steps) -> MetricRecord:
         # A single step's time says little: the host launches a step, it does not wait for it.
         milliseconds = sum(record.step_ms for record in block)
         examples = sum(record.examples for record in block)

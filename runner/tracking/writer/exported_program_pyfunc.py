@@ -4,26 +4,29 @@ A logged model's folder has a copy of this file, so it imports nothing of this p
 mlflow.pytorch's own pyfunc takes and returns single tensors only.
 """
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FACTS_FILE = "program.json"
-"""Names of inputs and outputs, beside model.pt2."""
 
-
-def _load_pyfunc(path: str, model_config: Any = None) -> "ExportedProgram":
-    """Load a model; mlflow.pyfunc.load_model calls it with the model's data folder."""
-    return ExportedProgram(Path(path))
+def _load_pyfunc(path: str, model_config: Mapping[str, Any]) -> "ExportedProgram":
+    """Load a model; mlflow.pyfunc.load_model calls it with the folder of model.pt2."""
+    return ExportedProgram(Path(path), model_config)
 
 
 class ExportedProgram:
-    """An exported program that takes and returns NumPy arrays."""
+    """An exported program that takes and returns NumPy arrays.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of model.pt2.
+        facts: names of `inputs` and `outputs`; `fields`, whether the program takes the inputs by
+            name; `one_output`, whether it returns a single tensor.
+    """
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
         import torch
 
-        self._facts = json.loads((folder / FACTS_FILE).read_text())
+        self._facts = facts
         self._program = torch.export.load(folder / "model.pt2").module()
 
     def predict(self, model_input: Any, params: Any = None) -> Any:
@@ -44,8 +47,7 @@ class ExportedProgram:
         arguments = (tensors,) if self._facts["fields"] else tuple(tensors.values())
         with torch.no_grad():
             output = self._program(*arguments)
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        found = [leaf.numpy() for leaf in leaves]
+        leaves = [leaf.numpy() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if self._facts["one_output"]:
-            return found[0]
-        return dict(zip(self._facts["outputs"], found, strict=True))
+            return leaves[0]
+        return dict(zip(self._facts["outputs"], leaves, strict=True))
