@@ -97,8 +97,8 @@ class LoopRecord:
             return
         try:
             self.recorder.finish_after(error)
-        except Exception as own:  # an error of the record must not hide the loop's
-            print(f"warning: the record was not ended: {own}", file=sys.stderr)
+        except Exception as record_error:  # an error of the record must not hide the loop's
+            print(f"warning: the record was not ended: {record_error}", file=sys.stderr)
 
     def _around_backward(
         self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any

@@ -19,7 +19,7 @@ def watch_method(owner: object, name: str, around: Around) -> Callable[[], None]
         around: takes the method and the arguments of the call, and returns the call's result.
     """
     method = getattr(owner, name)
-    own = vars(owner).get(name)
+    attribute = vars(owner).get(name)
 
     @wraps(method)
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -29,10 +29,10 @@ def watch_method(owner: object, name: str, around: Around) -> Callable[[], None]
         # Another library may have replaced the method since; its function then stays.
         if vars(owner).get(name) is not watched:
             return
-        if own is None:
+        if attribute is None:
             delattr(owner, name)
         else:
-            setattr(owner, name, own)
+            setattr(owner, name, attribute)
 
     setattr(owner, name, watched)
     return end

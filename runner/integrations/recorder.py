@@ -81,7 +81,7 @@ class Recorder:
             source = replace(source, request=request)
         self.source = source
         self.settings = settings
-        self.reader = StepReader(source.scaler)
+        self.reader = StepReader(source.loss_scaler)
         # First: a store that does not exist is refused before anything is trained.
         tracker = new_tracker(settings)
         self.place = choose_place(settings, source.start_step, process_command())
@@ -173,7 +173,8 @@ class Recorder:
         """Open the run in the store, and say what the trainer replaced silently."""
         source = self.source
         rows = self._probe.table() if self._probe else []
-        dtypes = step_dtypes(rows, source.model, source.has_loss_scale, source.request)
+        has_scale = source.loss_scaler is not None
+        dtypes = step_dtypes(rows, source.model, has_scale, source.request)
         run = OpenRun(source, self.settings, self.place, dtypes, self._output)
         # In which dtypes each module stores and computes, a table on MLflow's page.
         path = self.place.folder / DTYPES_FILE

@@ -37,14 +37,14 @@ class StepReader:
     """Reads loss, learning rate, gradient norms and loss scale of each step of a foreign loop.
 
     Args:
-        scaler: that scales the loss; None, or one that is not enabled, for none.
+        scaler: that scales the loss, enabled; None for none.
 
     Attributes:
         loss: of the step so far; None before the first.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scaler = scaler
         self._examples = 0
         self.loss: Tensor | None = None
         self._norms: Tensor | None = None

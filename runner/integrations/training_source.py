@@ -61,9 +61,9 @@ class TrainingSource:
         return Accelerator(first.device)
 
     @property
-    def has_loss_scale(self) -> bool:
-        """Return whether an enabled GradScaler scales the loss."""
-        return self.scaler is not None and self.scaler.is_enabled()
+    def loss_scaler(self) -> torch.amp.GradScaler | None:
+        """Return the scaler if it is enabled; None where the loss is not scaled."""
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     def train_state(self, label: str) -> TrainState:
         """Return the training in the form that the runner's own callbacks read.
@@ -71,9 +71,8 @@ class TrainingSource:
         Args:
             label: of the precision that the steps have.
         """
-        scale = NoLossScale()
-        if self.scaler is not None and self.has_loss_scale:
-            scale = TrainerLossScale(self.scaler)
+        scaler = self.loss_scaler
+        scale = NoLossScale() if scaler is None else TrainerLossScale(scaler)
         return TrainState(
             self.model,
             load_precision(label if label in precision_names() else "32-true"),

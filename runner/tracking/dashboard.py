@@ -259,14 +259,14 @@ def tags_to_delete(existing: Mapping[str, str]) -> list[str]:
     """Return the tags of the oldest sweeps' dashboards beyond MAX_SWEEPS."""
     # Every answer about an experiment carries all of its tags, and from 40 views on MLflow keeps
     # its users from saving their own.
-    ours = []
+    dated_tags = []
     for tag, text in existing.items():
         if not tag.startswith(VIEW_TAG_PREFIX + sweep_key("")):
             continue
         mark = _mark(unpack_state(text))
         if mark:
-            ours.append((mark["at"], tag))
-    return [tag for _, tag in sorted(ours, reverse=True)[MAX_SWEEPS:]]
+            dated_tags.append((mark["at"], tag))
+    return [tag for _, tag in sorted(dated_tags, reverse=True)[MAX_SWEEPS:]]
 
 
 def unpack_state(text: str) -> dict[str, Any] | None:
@@ -308,8 +308,8 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 def _major_minor(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version; (0, 0) if it has none."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else (0, 0)
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, numbers.groups())) if numbers else (0, 0)
 
 
 def ensure_dashboard(

@@ -236,9 +236,9 @@ def _is_record(content: Any) -> bool:
 def latest_journal(folder: Path) -> Path | None:
     """Return the journal of the last run in a folder; None without a journal."""
     # No links: a stranger's folder must not name a file elsewhere.
-    found = (p for p in folder.glob("journal*.jsonl") if p.is_file() and not p.is_symlink())
+    journals = (p for p in folder.glob("journal*.jsonl") if p.is_file() and not p.is_symlink())
     # By length first: journal-10 is newer than journal-9.
-    return max(found, key=lambda path: (len(path.name), path.name), default=None)
+    return max(journals, key=lambda path: (len(path.name), path.name), default=None)
 
 
 def run_journals(path: Path) -> list[Path]:
@@ -246,13 +246,13 @@ def run_journals(path: Path) -> list[Path]:
 
     A run that was interrupted and resumed has several.
     """
-    found = [path]
+    journals = [path]
     while True:
-        start = next((record for record, _ in read_records(found[0])), {})
-        before = previous_journal(found[0], start)
-        if before is None or before in found:  # a journal can be edited to name itself
-            return found
-        found.insert(0, before)
+        start = next((record for record, _ in read_records(journals[0])), {})
+        before = previous_journal(journals[0], start)
+        if before is None or before in journals:  # a journal can be edited to name itself
+            return journals
+        journals.insert(0, before)
 
 
 def previous_journal(path: Path, start: Mapping[str, Any]) -> Path | None:

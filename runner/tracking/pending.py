@@ -92,22 +92,22 @@ def upload_in_background(folder: Path) -> int:
     Returns:
         The number of journals given to the writer: 0 while another such writer works there.
     """
-    found: list[Path] = []
+    journals: list[Path] = []
     for journal in find_journals(folder, MAX_SEARCHED_FOLDERS):
         with suppress(OSError):
             if journal_state(journal) == "pending":
-                found.append(journal)
-        if len(found) == MAX_JOURNALS_PER_WRITER:
+                journals.append(journal)
+        if len(journals) == MAX_JOURNALS_PER_WRITER:
             break
-    if not found:
+    if not journals:
         return 0
     # One such writer per folder: the commands of a batch system start together and find the same.
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        start_detached_writer(found, lock)  # the writer inherits the lock
+        start_detached_writer(journals, lock)  # the writer inherits the lock
     except OSError:
         return 0
     finally:
         os.close(lock)
-    return len(found)
+    return len(journals)

@@ -113,8 +113,8 @@ class Reader:
 
     def newest_sweep(self, experiment: str) -> StoredRun | None:
         """Return the parent run of an experiment's newest sweep; None if there is none."""
-        found, _ = self._ask(lambda: active_experiment(self.client, experiment))
-        ids = [found.experiment_id] if found else []
+        stored, _ = self._ask(lambda: active_experiment(self.client, experiment))
+        ids = [stored.experiment_id] if stored else []
         return next(self._search(ids, "tags.role = 'sweep'"), None)
 
     def pages(self, experiment: str) -> Iterator[tuple[str, str]]:
@@ -144,14 +144,14 @@ class Reader:
         A run that another one has replaced is left out.
         """
         query = f"tags.sweep_id = '{parent.tags['sweep_id']}' and tags.role = 'run'"
-        found = sorted(self._search([parent.experiment_id], query), key=lambda run: run.started_ms)
-        replaced = {run.tags.get("supersedes") for run in found}
-        return [run for run in found if run.run_id not in replaced]
+        runs = sorted(self._search([parent.experiment_id], query), key=lambda run: run.started_ms)
+        superseded = {run.tags.get("supersedes") for run in runs}
+        return [run for run in runs if run.run_id not in superseded]
 
     def artifacts(self, run_id: str, folder: str = "") -> list[str]:
         """Return the paths of the files in a folder of a run's artifacts."""
-        found = self._ask(lambda: self.client.list_artifacts(run_id, folder or None))
-        return [str(item.path) for item in found if not item.is_dir]
+        items = self._ask(lambda: self.client.list_artifacts(run_id, folder or None))
+        return [str(item.path) for item in items if not item.is_dir]
 
     def artifact(self, run_id: str, path: str) -> bytes | None:
         """Return the content of an artifact; None if the run has no artifact of this path.
@@ -212,8 +212,8 @@ class Reader:
                 return read_history(data)
         run = self.run(run_id)
         known = run.metrics if run else {}
-        wanted = known if names is None else [name for name in names if name in known]
-        return {name: self.curve(run_id, name) for name in wanted}
+        readable = known if names is None else [name for name in names if name in known]
+        return {name: self.curve(run_id, name) for name in readable}
 
     def log_artifact(self, run_id: str, path: Path, folder: str = "") -> None:
         """Upload a file to a folder of a run's artifacts."""

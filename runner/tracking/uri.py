@@ -43,23 +43,23 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     Raises:
         ConfigError: for a URI that no installed MLflow store can serve.
     """
-    given = uri or env.get("MLFLOW_TRACKING_URI") or "sqlite:///outputs/mlflow.db"
-    shown = redact(given)
+    store_uri = uri or env.get("MLFLOW_TRACKING_URI") or "sqlite:///outputs/mlflow.db"
+    shown = redact(store_uri)
     source = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
-    if given == "databricks":
-        return given
+    if store_uri == "databricks":
+        return store_uri
     # The part after a plus is the database's driver, postgresql+psycopg2 for example.
-    scheme = _scheme(given)
+    scheme = _scheme(store_uri)
     # In lower case, as MLflow needs it (SQLITE:/// is legal in a URL).
-    given = scheme + given[len(scheme) :]
+    store_uri = scheme + store_uri[len(scheme) :]
     if scheme == "sqlite":
         # MLflow would take a relative path from the working directory of each process that opens
         # it.
-        prefix, _, rest = given.partition("://")
+        prefix, _, rest = store_uri.partition("://")
         path, mark, query = rest.removeprefix("/").partition("?")
         if not path or path == ":memory:":
             raise ConfigError(
-                f"{source}={redact(given)}: a store in memory is lost when its process ends. "
+                f"{source}={redact(store_uri)}: a store in memory is lost when its process ends. "
                 "Type a file: tracking.uri=sqlite:///outputs/mlflow.db."
             )
         absolute = sqlite_uri(cwd.absolute() / unquote(path))
@@ -69,13 +69,13 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     if scheme in ("", "file"):
         if env.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
             raise ConfigError(
-                f"{source}={redact(given)} is a folder, and MLflow no longer keeps runs in plain "
-                "folders. Type a database or a server: tracking.uri=sqlite:///outputs/mlflow.db "
-                "or tracking.uri=http://host:5000."
+                f"{source}={redact(store_uri)} is a folder, and MLflow no longer keeps runs in "
+                "plain folders. Type a database or a server: "
+                "tracking.uri=sqlite:///outputs/mlflow.db or tracking.uri=http://host:5000."
             )
-        folder = unquote(urlsplit(given).path) if scheme else given
+        folder = unquote(urlsplit(store_uri).path) if scheme else store_uri
         return (cwd.absolute() / folder).as_uri()
-    if scheme in ("http", "https") and not _names_server(given):
+    if scheme in ("http", "https") and not _names_server(store_uri):
         raise ConfigError(f"{source}={shown} names no server. Type for example http://host:5000.")
     if scheme not in _SCHEMES:
         plugins = sorted(entry.name for entry in entry_points(group="mlflow.tracking_store"))
@@ -85,7 +85,7 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
                 f"{source}={shown}: there is no store of kind {scheme!r}. Allowed: {allowed}. "
                 "Type for example tracking.uri=sqlite:///outputs/mlflow.db."
             )
-    return given.rstrip("/")
+    return store_uri.rstrip("/")
 
 
 def resolve_experiment(name: str | None, env: Mapping[str, str]) -> str:

@@ -354,10 +354,10 @@ class JournalUploader:
             return known
         store = self._run_store()
         experiment = store.experiment(start["experiment"], start.get("experiment_id"))
-        found = store.find_run(experiment, {"sweep_id": start["sweep"], "role": "sweep"})
-        if found:
-            self._stores.parents[key] = found
-            return found
+        parent = store.find_run(experiment, {"sweep_id": start["sweep"], "role": "sweep"})
+        if parent:
+            self._stores.parents[key] = parent
+            return parent
         now = time.monotonic()
         self._parent_wanted_at = self._parent_wanted_at or now
         if now - self._parent_wanted_at < PARENT_WAIT_SECONDS:
