@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from runner.config.given_objects import KEYS, current_objects
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
-from runner.training.callbacks.own_callback_nodes import class_problems
+from runner.training.callbacks.user_callbacks import class_problems
 from runner.utils.errors import ConfigError
 
 _GROUPS = ("model", "data", "optimizer")

@@ -21,7 +21,7 @@ from runner.distributed import torchrun
 from runner.modes.result import RunResult
 from runner.modes.run import run as run_spec
 from runner.sweeps.sweep_resume import final_result
-from runner.training.callbacks.own_callback import RunCallback
+from runner.training.callbacks.callback import RunCallback
 from runner.utils.console import silent_console
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT

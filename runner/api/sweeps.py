@@ -24,7 +24,7 @@ from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.ranking import Advice
 from runner.sweeps.sweep import Sweep, finish_sweep
 from runner.tracking.history import to_frame
-from runner.training.callbacks.own_callback import RunCallback
+from runner.training.callbacks.callback import RunCallback
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.markup import notebook_frame
 from runner.utils.stop_signals import Interrupted, SignalHandler

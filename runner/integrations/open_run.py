@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.resolve import leaves
-from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
+from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.integrations.options import RecordSettings
 from runner.integrations.precision_label import StepDtypes, substitution_text
 from runner.integrations.run_files import process_command, run_config, write_run_files
@@ -23,7 +23,7 @@ from runner.tracking import history
 from runner.tracking.journal import latest_journal
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.tracker import RunInfo, Status, Tracker
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import CallbackOutput, RunCallback, RunHandle
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.callbacks.summary import RunSummary
 from runner.training.records import EvalRecord
@@ -136,17 +136,16 @@ class OpenRun:
         )
         for path in paths:
             self.tracker.artifact(path)
-        callbacks: list[Callback] = [
+        callbacks: list[RunCallback] = [
             self.summary,
             MetricLogger(self.tracker, state, self.accelerator),
         ]
+        output = CallbackOutput(self.place.folder, self.tracker, self.label, self._save_path, say)
         every = self.settings.numerics_every
         if every is not None:
-            output = NumericsOutput(
-                self.place.folder, self.label, self.tracker, self._save_path, say
-            )
             callbacks.append(NumericsCallback(state, every, output))
-        return StepRecords(state, callbacks, self.settings.log_every)
+        handle = RunHandle("", state, output)
+        return StepRecords(state, callbacks, handle, self.settings.log_every)
 
     def _tags(self) -> dict[str, str]:
         source = self.source

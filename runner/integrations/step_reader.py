@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from runner.precision.gradients import coalesce_gradients, grad_norms, gradient_values
+from runner.precision.gradients import finish_gradients, grad_norms, gradients_of
 from runner.training.records import DeviceStepRecord
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
@@ -74,9 +74,9 @@ class StepReader:
         """
         groups = optimizer.param_groups
         self._lr = float(groups[0]["lr"])
-        params = [p for group in groups for p in group["params"] if p.grad is not None]
-        coalesce_gradients(params)
-        grads = [gradient_values(p.grad) for p in params]
+        params = [p for group in groups for p in group["params"]]
+        finish_gradients(params)
+        grads = gradients_of(params)
         with torch.no_grad():
             # A trainer may step without gradients, as after a batch that its module leaves out.
             norms = grad_norms(grads) if grads else torch.zeros(1)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.tracking.history import Curve
-from runner.training.callbacks.callback import Callback, dispatch
+from runner.training.callbacks.callback import RunCallback, RunHandle, dispatch
 from runner.training.callbacks.summary import RunSummary
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import DeviceStepRecord, EvalRecord, Record
@@ -26,12 +26,20 @@ class StepRecords:
     Args:
         state: of the training.
         callbacks: read the records, in order.
+        handle: passed to the callbacks.
         block_steps: optimizer steps that are copied to the host together.
     """
 
-    def __init__(self, state: TrainState, callbacks: Sequence[Callback], block_steps: int) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        callbacks: Sequence[RunCallback],
+        handle: RunHandle,
+        block_steps: int,
+    ) -> None:
         self.state = state
         self.callbacks = callbacks
+        self.handle = handle
         self.block_steps = block_steps
         self._buffer = RecordBuffer(state)
         self._waiting = 0
@@ -90,7 +98,7 @@ class StepRecords:
 
     def _dispatch(self, record: Record) -> None:
         try:
-            dispatch(self.callbacks, record)
+            dispatch(self.callbacks, record, self.handle)
         except TrackingError as error:
             # The training is another trainer's: its steps are worth more than their record.
             if not self._has_warned:

@@ -29,9 +29,10 @@ from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.modes.trial_forward import build_proven_model
 from runner.precision.contract import ConversionReport, Precision
 from runner.training import state_dict
+from runner.training.callbacks.callback import CallbackOutput
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_validation
-from runner.training.evaluation_hook import EvaluationHook, HookOutput
+from runner.training.evaluation_hook import EvaluationHook
 from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
 from runner.training.setup import TrainingSetup, build_state, model_builder
 from runner.training.state import TrainState, saved_state
@@ -256,7 +257,7 @@ def _evaluate(state: TrainState, validation: Mapping[str, BatchLoader]) -> None:
     """Evaluate as the run did, its hook included, whose files are deleted."""
     with TemporaryDirectory() as folder:
         if state.task.additions.hook is not None:
-            output = HookOutput(Path(folder), lambda path, name: None, lambda: "")
+            output = CallbackOutput(Path(folder))
             state.set_evaluation_hook(EvaluationHook(state, output))
         metrics = evaluate_validation(state, validation)
     if metrics is not None:

@@ -33,7 +33,7 @@ from runner.tracking import journal
 from runner.tracking.rank_journal import ProcessJournal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.tracking.upload_state import stored_run_id
-from runner.training.callbacks.own_callback_nodes import build_own_callbacks, callback_problems
+from runner.training.callbacks.user_callbacks import build_user_callbacks, callback_problems
 from runner.training.optimizers import check_arguments
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
@@ -225,9 +225,9 @@ def _run_tracked(
         context.origin.choices.get("optimizer", ""),
         context.save_traceback,
     )
-    own_callbacks = {}
+    user_callbacks = {}
     if evaluated is None and context.strategy.place.is_main:
-        own_callbacks = build_own_callbacks(context.spec.callbacks)
+        user_callbacks = build_user_callbacks(context.spec.callbacks)
     info = _run_info(context, resumed)
     resumed_note = notes.resumed_note(info.step, info.changes) if resumed else ""
     with _tracked(context, info, resumed_note), memory.explain():
@@ -238,7 +238,7 @@ def _run_tracked(
         elif evaluated is None:
             from runner.modes.train import train
 
-            result, report = train(context, resumed, memory, own_callbacks)
+            result, report = train(context, resumed, memory, user_callbacks)
         else:
             from runner.modes.evaluate import evaluate_checkpoint
 

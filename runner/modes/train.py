@@ -45,8 +45,7 @@ from runner.modes.training_outputs import (
 )
 from runner.modes.trial_forward import FirstStepProof, prove_conversion
 from runner.precision.contract import ConversionReport
-from runner.training.callbacks.callback import dispatch
-from runner.training.callbacks.own_callback import RunCallback
+from runner.training.callbacks.callback import RunCallback
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_test
@@ -84,7 +83,7 @@ def train(
     run: RunContext,
     resumed: LoadedCheckpoint | None,
     memory: MemoryWatch,
-    own_callbacks: Mapping[str, RunCallback] = {},
+    user_callbacks: Mapping[str, RunCallback] = {},
 ) -> RunOutcome:
     """Train a run from its start or from a checkpoint.
 
@@ -92,7 +91,7 @@ def train(
         run: its parts.
         resumed: the checkpoint to continue from; None for a run that starts.
         memory: explains an allocator's error; it is given the state before the first step.
-        own_callbacks: the user's, by their names; empty in other processes than the main one.
+        user_callbacks: the user's, by their names; empty in other processes than the main one.
 
     Raises:
         ConfigError: data, model, optimizer and task do not fit together.
@@ -122,7 +121,7 @@ def train(
             hook = set_evaluation_hook(run, state)
             check_evaluation(run, state, loaders.validation, hook)
         proof = FirstStepProof(run, state, built.report)
-        outcome = _train_loop(run, state, loaders, resumed, proof, own_callbacks)
+        outcome = _train_loop(run, state, loaders, resumed, proof, user_callbacks)
         summary = outcome.summary.result_values()
         if not outcome.failure:
             summary["metrics"] = summary["metrics"] | _test_metrics(run, state, loaders)
@@ -166,7 +165,7 @@ def _train_loop(
     loaders: RunLoaders,
     resumed: LoadedCheckpoint | None,
     proof: FirstStepProof,
-    own_callbacks: Mapping[str, RunCallback],
+    user_callbacks: Mapping[str, RunCallback],
 ) -> LoopOutcome:
     """Train with every callback reading the records, and save the weights however it ends."""
     spec = run.spec
@@ -176,7 +175,7 @@ def _train_loop(
             try_batch(run, state, loaders.val, says_layout=False)
     prepare_model(spec, run.precision, run.device, state.plain_model)
     start_step = resumed.content["step"] if resumed else 0
-    callbacks = TrainingCallbacks(run, state, loaders.train, start_step, own_callbacks)
+    callbacks = TrainingCallbacks(run, state, loaders.train, start_step, user_callbacks)
     if resumed is not None:
         _restore(run, callbacks, resumed, total_steps(spec.train, loaders.train))
     records = fit(
@@ -216,7 +215,7 @@ def _train_loop(
 def _dispatch_records(records: Iterator[Record], callbacks: TrainingCallbacks) -> None:
     """Have every callback read the records, until the loop or a callback ends the training."""
     for record in records:
-        dispatch(callbacks.callbacks, record)
+        callbacks.dispatch(record)
         if callbacks.should_stop():
             break
     callbacks.end()

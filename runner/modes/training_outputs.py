@@ -4,7 +4,7 @@ The run's config, environment and commit are written by run_metadata.py.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,9 +23,10 @@ from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.modes.tables import print_result
 from runner.precision.contract import ConversionReport
+from runner.training.callbacks.callback import CallbackOutput
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding
-from runner.training.evaluation_hook import EvaluationHook, HookOutput
+from runner.training.evaluation_hook import EvaluationHook
 from runner.training.model_call import call_model, taken_inputs
 from runner.training.state import TrainState
 from runner.training.tasks.model_loss import ModelLoss
@@ -70,20 +71,16 @@ def set_evaluation_hook(
     """
     if run.task.additions.hook is None:
         return None
-    output = HookOutput(run.out, _uploader(run), run.save_traceback)
-    hook = EvaluationHook(state, output, None if step is None else lambda: step)
+    hook = EvaluationHook(state, callback_output(run), step)
     state.set_evaluation_hook(hook)
     return hook
 
 
-def _uploader(run: RunContext) -> Callable[[Path, str], None]:
-    """Return what uploads a folder; the files of other processes than the main one stay."""
-
-    def upload(folder: Path, name: str) -> None:
-        if run.strategy.place.is_main:
-            run.tracker.artifact(folder, name)
-
-    return upload
+def callback_output(run: RunContext) -> CallbackOutput:
+    """Return where the metrics, files and messages of a run's callbacks and hook go."""
+    return CallbackOutput(
+        run.out, run.tracker, run.label, run.save_artifact, run.say, run.save_traceback
+    )
 
 
 def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:

@@ -1,16 +1,13 @@
 """The further values that a task returns beside its loss, recorded in every step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from runner.training.state import TrainState
-from runner.training.step_metrics import FORBIDDEN_CHARACTERS, STEP_METRICS, term_field
+from runner.training.step_metrics import FORBIDDEN_CHARACTERS, STEP_METRICS
 from runner.utils.errors import ConfigError
-
-NO_TERMS: Mapping[str, Tensor] = {}
 
 
 def split_loss(returned: Any, task: object) -> tuple[Any, Mapping[str, Tensor]]:
@@ -24,7 +21,7 @@ def split_loss(returned: Any, task: object) -> tuple[Any, Mapping[str, Tensor]]:
         ConfigError: the second of the pair is no mapping, or a name or a value does not fit.
     """
     if not isinstance(returned, tuple):
-        return returned, NO_TERMS
+        return returned, {}
     where = f"task={type(task).__name__}: loss()"
     if len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise ConfigError(
@@ -54,31 +51,6 @@ def note_names(state: TrainState, terms: Mapping[str, Tensor]) -> None:
             f"in step {state.step} {', '.join(names) or 'none'}. Return the same names in every "
             "step; where there is nothing to measure, loss.new_zeros(())."
         )
-
-
-def weighted_terms(
-    parts: Sequence[Mapping[str, Tensor]], weights: Tensor, no_label_counts: Tensor | None
-) -> Mapping[str, Tensor]:
-    """Return the mean of each term over the micro-batches of a step, as of the loss.
-
-    Args:
-        parts: the terms of each micro-batch, with the same names.
-        weights: [micro-batches].
-        no_label_counts: bool [], whether the step has no mean; None where it always has one.
-    """
-    means: dict[str, Tensor] = {}
-    for name in parts[0]:
-        values = torch.stack([part[name].to(weights.dtype) for part in parts])
-        total = (values * weights).masked_fill(weights == 0, 0).sum()
-        if no_label_counts is not None:
-            total = total.masked_fill(no_label_counts, torch.nan)
-        means[name] = total
-    return means
-
-
-def recorded_terms(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the terms by the fields under which a step's record holds them."""
-    return {term_field(name): value for name, value in terms.items()}
 
 
 def _check_name(where: str, name: object) -> None:

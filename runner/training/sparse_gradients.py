@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import embedding
 from torch.optim import Optimizer
 
-from runner.precision.gradients import coalesce_gradients
+from runner.precision.gradients import finish_gradients
 from runner.utils.errors import ConfigError
 
 
@@ -50,7 +50,7 @@ def check_optimizer(
             table.grad = None
             rows = embedding(torch.zeros(1, dtype=torch.int64), table, sparse=True)
             rows.sum().backward()
-            coalesce_gradients([table])
+            finish_gradients([table])
             optimizer.step()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0].rstrip(".")

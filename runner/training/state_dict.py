@@ -11,7 +11,7 @@ from runner.checkpoint.checkpoint_file import (
 from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import sign
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback
 from runner.training.optimizer_state import MISFIT_ERRORS, restore_optimizers, schedule_state
 from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY
@@ -19,7 +19,7 @@ from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import rng_state, set_rng_state
 
 
-def state_dict(state: TrainState, callbacks: Sequence[Callback]) -> dict[str, Any]:
+def state_dict(state: TrainState, callbacks: Sequence[RunCallback]) -> dict[str, Any]:
     """Return the part of the state that only a bit-exact resume needs, not an evaluation."""
     return {
         "position": state.position,
@@ -34,7 +34,7 @@ def restore(
     state: TrainState,
     saved: LoadedCheckpoint,
     spec: RunSpec,
-    callbacks: Sequence[Callback],
+    callbacks: Sequence[RunCallback],
     typed_keys: Collection[str] = (),
 ) -> list[str]:
     """Restore everything but the weights.
@@ -67,7 +67,7 @@ def restore(
 
 
 def _restore_progress(
-    state: TrainState, content: Mapping[str, Any], callbacks: Sequence[Callback]
+    state: TrainState, content: Mapping[str, Any], callbacks: Sequence[RunCallback]
 ) -> None:
     state.precision.load_state_dict(state.plain_model, content["precision_state"])
     state.step = content["step"]
@@ -86,7 +86,7 @@ def _restore_progress(
 
 
 def _restore_callbacks(
-    callbacks: Sequence[Callback], content: Mapping[str, Mapping[str, Any]]
+    callbacks: Sequence[RunCallback], content: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Restore the state of each callback from what a checkpoint holds of all of them."""
     for callback in callbacks:

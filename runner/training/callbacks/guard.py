@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from runner.config.schema import RunSpec
 from runner.precision.contract import Precision
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import EvalRecord, StepRecord, Steps
 
 MAX_STAGNANT_SHARE = 0.5
@@ -41,8 +41,8 @@ class Finding(NamedTuple):
     description: str
 
 
-class Guard(Callback):
-    """Checks each record; sets should_stop once a finding ends the run.
+class Guard(RunCallback):
+    """Checks each record; a finding may end the run.
 
     Args:
         spec: of the run; its guard section decides.
@@ -55,7 +55,7 @@ class Guard(Callback):
 
     Attributes:
         finding: the finding that stops the run; None while there is none.
-        message: the text for the user about that finding.
+        stop_reason: the text for the user about that finding.
         stopped_step: the step whose numbers stop the run; None while there is none.
     """
 
@@ -76,16 +76,11 @@ class Guard(Callback):
         self.save_samples = save_samples
         self.explain = explain
         self.finding: Finding | None = None
-        self.message = ""
+        self.stop_reason = ""
         self.stopped_step: int | None = None
         self._warned_keys: set[str] = set()
         self._overflows_in_a_row = 0
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW_STEPS)
-
-    @property
-    def should_stop(self) -> bool:
-        """Return whether a finding ends the run."""
-        return self.finding is not None
 
     @property
     def weights_are_good(self) -> bool:
@@ -93,12 +88,12 @@ class Guard(Callback):
         # A step that overflows is skipped, so that it leaves the weights as they were.
         return self.finding is None or self.finding.key in ("overflow", "scale_floor")
 
-    def steps(self, block: Steps) -> None:
-        for record in block:
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        for record in records:
             for finding in self._findings(record):
                 self._act(finding, record)
                 # What follows the first bad step is a consequence of it.
-                if self.should_stop:
+                if self.finding is not None:
                     self.stopped_step = record.step
                     return
 
@@ -149,22 +144,20 @@ class Guard(Callback):
         action = getattr(self.spec.guard, key)
         if action == "ignore" or (action == "warn" and key in self._warned_keys):
             return
-        advice = self._advice(key, record)
+        explanation = self.explain(record) if key == "non_finite" else None
+        remedies = guard_remedies(self.spec, self.precision, key)
+        advice = explanation or "Try " + " or ".join(remedies)
         if action == "stop":
             advice += f"; guard.{key}=warn continues regardless"
         samples = self.save_samples(record, finding.description)
         message = f"{finding.description}.\n{advice}.\n{samples}"
         if action == "stop":
             self.finding = finding
-            self.message = f"guard.{key}: {message}"
+            self.stop_reason = f"guard.{key}: {message}"
         else:
             self._warn_once(key, message)
 
-    def _advice(self, key: str, record: StepRecord) -> str:
-        explanation = self.explain(record) if key == "non_finite" else None
-        return explanation or "Try " + " or ".join(guard_remedies(self.spec, self.precision, key))
-
-    def evaluation(self, record: EvalRecord) -> None:
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
         share = record.stagnant_share
         if share is not None and share > MAX_STAGNANT_SHARE:
             self._warn_once(

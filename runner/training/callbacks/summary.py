@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import (
     EvalRecord,
     StepRecord,
@@ -17,7 +17,7 @@ MIN_TIMED_MS = 250.0
 """Shortest time that gives a rate, in milliseconds; a shorter one varies with the system load."""
 
 
-class RunSummary(Callback):
+class RunSummary(RunCallback):
     """Totals over all records of a run, for its result and its final checkpoint.
 
     Args:
@@ -54,42 +54,33 @@ class RunSummary(Callback):
         self._milliseconds = 0.0
         self._is_first_block_after_resume = False
 
-    def steps(self, block: Steps) -> None:
-        self.last = block[-1]
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        self.last = records[-1]
         self._blocks += 1
         if self._blocks == 2:
             # The first block counted only in case it stays the only one: kernels warm up in it.
             self._examples = 0
             self._steps = 0
             self._milliseconds = 0.0
-        timed = self._timed_steps(block)
+        timed = records
+        # A resumed process warms up again. Its first block counts only if nothing else was timed.
+        if self._is_first_block_after_resume and self._steps:
+            timed = ()
+        # Within the first block of the run only the first step is omitted, the slowest of all.
+        elif self._blocks == 1 and len(records) > 1:
+            timed = records[1:]
         self._is_first_block_after_resume = False
         self._steps += len(timed)
         self._examples += sum(record.examples for record in timed)
         self._milliseconds += sum(record.step_ms for record in timed)
-        for record in block:
+        for record in records:
             if record.overflow:
                 self.overflows.append(record.step)
-            self._add_scale(record)
+            scale = record.loss_scale
+            if scale is not None and (not self.scales or self.scales[-1][1] != scale):
+                self.scales.append((record.step, scale))
 
-    def _timed_steps(self, block: Steps) -> Steps:
-        """Return the steps of a block that count towards the rate."""
-        # A resumed process warms up again. Its first block counts only if nothing else was timed.
-        if self._is_first_block_after_resume and self._steps:
-            return ()
-        # Within the first block of the run only the first step is omitted, the slowest of all.
-        if self._blocks == 1 and len(block) > 1:
-            return block[1:]
-        return block
-
-    def _add_scale(self, record: StepRecord) -> None:
-        scale = record.loss_scale
-        if scale is None:
-            return
-        if not self.scales or self.scales[-1][1] != scale:
-            self.scales.append((record.step, scale))
-
-    def evaluation(self, record: EvalRecord) -> None:
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
         self.metrics = dict(record.metrics)
         self.last_evaluation_step = record.step
         self.stagnant_share = record.stagnant_share
