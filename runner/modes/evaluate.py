@@ -27,13 +27,11 @@ from runner.modes.startup_report import describe_model, log_data_sets
 from runner.modes.training_outputs import save_dtypes, set_evaluation_hook
 from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation import evaluate_test, evaluate_validation
+from runner.training.evaluation import evaluate_test, evaluate_validation, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
-from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model import BuiltModel, restore_model, restore_precision_state
 from runner.training.model_call import call_model
-from runner.training.setup import TrainingSetup, build_state
-from runner.training.sharded_model import build_for_strategy
+from runner.training.setup import TrainingSetup, build_for_strategy, build_state
 from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError

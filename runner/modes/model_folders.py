@@ -7,10 +7,12 @@ from shutil import rmtree
 from torch import Tensor, nn
 
 from runner.modes.context import RunContext
-from runner.training.peft_folder import ADAPTER_FOLDER, lora_layers, write_adapter
 from runner.training.pretrained_folder import (
+    ADAPTER_FOLDER,
     PRETRAINED_FOLDER,
     is_pretrained_model,
+    lora_layers,
+    write_adapter,
     write_pretrained,
 )
 from runner.training.state import TrainState

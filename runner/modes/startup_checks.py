@@ -17,9 +17,8 @@ from runner.modes import batch_rules
 from runner.modes.context import RunContext
 from runner.modes.error_rules import Failure
 from runner.modes.training_errors import explain_dead_workers
-from runner.training.evaluation import evaluate
+from runner.training.evaluation import evaluate, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
-from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model_call import describe_call
 from runner.training.state import TrainState
 from runner.training.step import loss_of

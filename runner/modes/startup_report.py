@@ -15,12 +15,10 @@ from runner.data.stream import is_stream
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.modes.context import RunContext
 from runner.training.compile import fused_rounding
-from runner.training.freezing import describe_frozen
 from runner.training.initial_weights import InitialWeights
-from runner.training.model import BuiltModel
+from runner.training.model import BuiltModel, starts_random
 from runner.training.optimizers import describe_state_dtypes
-from runner.training.parameter_groups import describe_groups
-from runner.training.pretrained import starts_random
+from runner.training.parameter_groups import describe_frozen, describe_groups
 from runner.training.schedules import describe_schedule
 from runner.training.state import TrainState
 from runner.utils.files import write_json

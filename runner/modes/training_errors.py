@@ -18,7 +18,7 @@ from runner.diagnostics.saved_batch import BatchSaver
 from runner.modes.context import RunContext
 from runner.modes.error_rules import Failure, gradient_problem, precision_advice
 from runner.modes.result import RunResult
-from runner.training.evaluation_mode import evaluation_mode
+from runner.training.evaluation import evaluation_mode
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, DataError, Diverged, ModelError, RunnerError

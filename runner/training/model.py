@@ -1,29 +1,36 @@
 """Build the model of a run: construct, convert and adapt it, and restore it from a checkpoint."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from inspect import signature
+from itertools import chain
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.resolve import to_dict
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group
+from runner.config.targets import build_group, locate, target_arguments
 from runner.config.trusted_targets import check_trusted
-from runner.precision.casting import cast_floats, default_dtype
+from runner.data.build import build_loaders, build_splits
+from runner.precision.casting import cast_floats, cast_nest, default_dtype
 from runner.precision.contract import ConversionReport, Precision
 from runner.precision.conversion import is_converted
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
 from runner.training import adapters
-from runner.training.freezing import freeze_parameters
+from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.initial_weights import InitialWeights, load_selected
-from runner.training.lazy_layers import materialize_lazy_layers
-from runner.training.pretrained import safe_loading
-from runner.utils.errors import ConfigError
+from runner.training.model_call import call_model
+from runner.training.parameter_groups import freeze_parameters
+from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.files import tensors_only
 from runner.utils.tensors import float32_bytes
 from runner.utils.terminal import quote_command
 
@@ -289,3 +296,179 @@ def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
         "Take the checkpoint's own model: in mode=evaluate leave model= out, elsewhere type its "
         "model=."
     )
+
+
+_CPU = torch.device("cpu")
+_EXAMPLES = 2  # in the first forward
+
+
+def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
+    """Make the parameters of a model's lazy layers by one forward in evaluation mode.
+
+    A model without such layers is not changed, and computes nothing.
+
+    Args:
+        spec: gives the inputs: its data's first examples, in mode=plan random numbers in the shapes
+            of data.meta.
+        model: not converted yet; changed in place.
+        device: where its parameters are.
+
+    Raises:
+        ConfigError: no example can be had, the forward fails or does not reach every lazy layer.
+        NotImplementedError: the forward fails on the meta device.
+    """
+    if not any(map(is_lazy, _tensors(model))):
+        return
+    inputs = _example(spec, device, _names(model))
+    inputs = cast_nest(inputs, _dtype(model))
+    try:
+        with torch.no_grad(), _evaluating(model):
+            call_model(model, inputs)
+    except RunnerError:
+        raise
+    except Exception as error:
+        if device.type == "meta":
+            raise NotImplementedError("lazy layers of this model need real numbers") from error
+        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
+        raise ConfigError(
+            f"model: the lazy layers {_names(model)} take their sizes from a first forward, which "
+            f"fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
+            "layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= whose "
+            "examples the model takes."
+        ) from error
+    if any(map(is_lazy, _tensors(model))):
+        raise ConfigError(
+            f"model: the lazy layers {_names(model)} are not called by a forward in evaluation "
+            "mode, from which they would take their sizes. Give them their sizes (nn.Linear in "
+            "place of nn.LazyLinear)."
+        )
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    return chain(module.parameters(recurse), module.buffers(recurse))
+
+
+def _names(model: nn.Module) -> str:
+    """Return the names of the layers that are still lazy, three at most, for messages."""
+    found = [
+        name or "(the model itself)"
+        for name, module in model.named_modules()
+        if any(map(is_lazy, _tensors(module, recurse=False)))
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"{', '.join(found[:3])}{more}"
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    dtypes = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
+    return next(dtypes, torch.get_default_dtype())
+
+
+def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
+    """Return inputs of a few examples, on the device."""
+    # The data may draw random numbers, and the weights of the layers are drawn after it: without
+    # the fork the weights would depend on what the data draws.
+    with torch.random.fork_rng(devices=[]):
+        # mode=plan promises to need no data.
+        if spec.mode == "plan":
+            try:
+                return example_batch(spec, _EXAMPLES, device)[0]
+            except ForecastUnavailable as error:
+                raise ConfigError(
+                    f"model: the lazy layers {names} take their sizes from an example: {error} "
+                    "Type data.meta.input and data.meta.classes, or give these layers their sizes."
+                ) from error
+        # No workers for two examples, and no data set moved to the device.
+        few = replace(spec.train, batch_size=_EXAMPLES, num_workers=0, data_on_device=False)
+        loader, _ = build_loaders(replace(spec, train=few), build_splits(spec), _CPU)
+        inputs, _ = next(loader.epoch(0))
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put modules in evaluation mode, where norms keep their statistics; restore it after."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+_LOADING_KEYWORDS = (
+    "pretrained",
+    "weights",
+    "weights_backbone",
+    "checkpoint_path",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "path",
+)
+"""Keywords by which timm, torchvision and the models of the runner load weights."""
+_KNOWN_PACKAGES = ("runner.models.", "timm.", "torchvision.models.")
+"""Packages whose models load weights only where one of these keywords asks for it."""
+_LIBRARIES = (*_KNOWN_PACKAGES, "peft.", "transformers.")
+"""Packages whose files of weights hold tensors and plain containers alone."""
+
+
+def starts_random(node: Mapping[str, Any]) -> bool:
+    """Return whether a model's weights are known to be random.
+
+    They are for a model of the runner, timm or torchvision that is not asked to load any. False
+    claims nothing: transformers' from_pretrained and a user's own code load weights in ways that
+    the node does not show.
+
+    Args:
+        node: the model's config node, with its `_target_`.
+    """
+    target = str(node.get("_target_", ""))
+    if "_args_" in node:
+        return False  # one of them may be `pretrained`
+    return target.startswith(_KNOWN_PACKAGES) and not any(
+        _is_true(node, target, key) for key in _LOADING_KEYWORDS
+    )
+
+
+@contextmanager
+def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
+    """Have the library that builds a model unpickle nothing but tensors and plain containers.
+
+    One's own code reads its files as it says.
+
+    Args:
+        node: the model's config node, with its `_target_`.
+
+    Raises:
+        ConfigError: a file of weights holds more.
+    """
+    target = str(node.get("_target_", ""))
+    if not target.startswith(_LIBRARIES):
+        yield
+        return
+    try:
+        with tensors_only():
+            yield
+    except (UnpicklingError, RuntimeError) as error:
+        # timm raises an error of its own from torch's.
+        if not isinstance(error.__cause__ or error, UnpicklingError):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model: {target} loads a file that holds more than tensors, and a pickle is not "
+            f"executed here. Where you trust it, save its state_dict() with "
+            f"safetensors.torch.save_file. (torch: {reason})"
+        ) from error
+
+
+def _is_true(node: Mapping[str, Any], target: str, key: str) -> bool:
+    """Return whether a keyword is true, by the target's default where the node lacks it."""
+    # torchvision's detection models load their backbone unless weights_backbone=None is given.
+    if key in target_arguments(node):
+        return bool(node[key])
+    try:
+        known = signature(locate(target)).parameters
+    except (ConfigError, TypeError, ValueError):
+        return False
+    return key in known and bool(known[key].default)

@@ -1,12 +1,13 @@
 """Build optimizers and schedulers, and distribute the parameters among them."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import embedding
 from torch.optim import Optimizer
 
 from runner.config.schema import RunSpec
@@ -19,6 +20,7 @@ from runner.config.targets import (
 )
 from runner.distributed.strategy import is_sharded
 from runner.precision.contract import Precision
+from runner.precision.gradients import finish_gradients
 from runner.precision.wide_step import (
     STATE_DTYPES,
     attach_update,
@@ -32,8 +34,7 @@ from runner.training.parameter_groups import (
     is_match,
 )
 from runner.training.schedules import build_scheduler, check_scheduler
-from runner.training.sparse_gradients import check_optimizer, sparse_parameters
-from runner.training.state import ScheduledOptimizer
+from runner.training.state import ScheduledOptimizer, sparse_parameters
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import dtype_name
 
@@ -309,8 +310,48 @@ def _build_checked(
         return build_optimizer(key, chosen, some, embeddings)
 
     first_table = next(iter(tables.values()))
-    check_optimizer(key, build, list(tables), first_table.dtype)
+    _check_sparse(key, build, list(tables), first_table.dtype)
     return build(params)
+
+
+def _check_sparse(
+    key: str,
+    build: Callable[[list[nn.Parameter]], Optimizer],
+    names: Collection[str],
+    dtype: torch.dtype,
+) -> None:
+    """Raise ConfigError where an optimizer refuses sparse gradients.
+
+    Args:
+        key: of the optimizer's node.
+        build: makes the optimizer of parameters.
+        names: of the parameters whose gradients are sparse.
+        dtype: of the tables.
+    """
+    # torch's optimizers refuse them in a step only, when a model and its data have been loaded. So
+    # two steps are tried here on a table of two rows; the second one uses the state of the first.
+    invariants = torch.sparse.check_sparse_tensor_invariants
+    if not invariants.is_enabled():
+        invariants.disable()  # else torch warns of the tensors that its own optimizers make
+    table = nn.Parameter(torch.zeros(2, 2, dtype=dtype))
+    optimizer = build([table])
+    # LBFGS flattens all gradients to one vector, and its step needs a function of the loss.
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return
+    try:
+        for _ in range(2):
+            table.grad = None
+            rows = embedding(torch.zeros(1, dtype=torch.int64), table, sparse=True)
+            rows.sum().backward()
+            finish_gradients([table])
+            optimizer.step()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"{key}: {type(optimizer).__name__} refuses the sparse gradients of "
+            f"{', '.join(names)}: {reason}. Type optimizer=sgd optimizer.weight_decay=0 or "
+            "optimizer=adagrad optimizer.weight_decay=0, or build the embedding with sparse=False."
+        ) from error
 
 
 def takes_keyword(node: Mapping[str, Any], keyword: str) -> bool:

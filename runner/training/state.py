@@ -15,7 +15,6 @@ from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
 from runner.precision.loss_scale import HostFlag, LossScale
 from runner.training.model_call import plain_module
-from runner.training.sparse_gradients import sparse_parameters
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
 from runner.utils.reproducibility import saved_forward_state
@@ -222,6 +221,15 @@ class TrainState:
                 for value in values.values():
                     if isinstance(value, Tensor):
                         yield value
+
+
+def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters whose gradients are sparse, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            found[f"{name}.weight".lstrip(".")] = module.weight
+    return {name: p for name, p in found.items() if p.requires_grad}
 
 
 def saved_state(state: TrainState) -> Callable[[], None]:

@@ -1,22 +1,39 @@
 """Collect the state that a checkpoint stores, and restore it on resume."""
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner.checkpoint import sharded_tensors
 from runner.checkpoint.checkpoint_file import (
     FORMAT,
     SPEC_SIGNATURE_PURPOSE,
     LoadedCheckpoint,
+    shards_folder,
 )
 from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import sign
+from runner.precision.weight_updates import Nearest
+from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training.callbacks.callback import RunCallback
-from runner.training.optimizer_state import MISFIT_ERRORS, restore_optimizers, schedule_state
-from runner.training.state import TrainState
+from runner.training.optimizers import optimizer_nodes
+from runner.training.schedules import (
+    RUN_LENGTH_KEYWORDS,
+    WarmUp,
+    is_same_schedule,
+    load_schedule,
+    plain_schedules,
+)
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.weight_average import AVERAGE_KEY
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import rng_state, set_rng_state
+from runner.utils.tensors import dtype_name
 
 
 def state_dict(state: TrainState, callbacks: Sequence[RunCallback]) -> dict[str, Any]:
@@ -205,3 +222,223 @@ def checkpoint_state_dict(
         "loss_scale": state.scale.state_dict(),
         **({} if state.average is None else {AVERAGE_KEY: state.average.state_dict()}),
     }
+
+
+_KERNEL_KEYS = ("fused", "foreach", "capturable", "differentiable")
+"""Keys of a group that say how an optimizer computes: what fits this run's dtypes and device."""
+
+_MAX_REPLAYED_STEPS = 10**7
+"""Applied steps that a new schedule is advanced over; a damaged file may count any number."""
+
+_FLOAT32_COUNTERS = ("step", "mu_product", "mu", "eta")
+"""State that torch keeps in float32, whatever the dtype of the parameters."""
+
+_LEARNING_RATE_KEYS = {"lr", "initial_lr", "max_lr", "min_lr"}
+"""Keys of a group that are learning rates; schedules add all but the first."""
+
+MISFIT_ERRORS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
+"""Errors of torch and of the callbacks where a checkpoint's state is not of the expected form."""
+
+
+def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec) -> list[str]:
+    """Restore optimizers and schedules from a checkpoint.
+
+    Returns:
+        A sentence for the terminal about each part that changes.
+
+    Raises:
+        ConfigError: the checkpoint's optimizers are not this run's.
+    """
+    content = saved.content
+    notes = dict[str, None]()  # a set in order: several optimizers report one change once
+    theirs = content["spec"]
+    old_dtypes = _old_dtypes(state, content["model"])
+    applied_steps = content["step"] - content["skipped_steps"]
+    parts = shards_folder(saved.path)
+    try:
+        rows = zip(
+            state.optimizers,
+            content["optimizers"],
+            content["schedulers"],
+            _changed_hyperparameters(theirs["optimizer"], spec.optimizer),
+            strict=True,
+        )
+        for scheduled, optimizer, scheduler, changed in rows:
+            if state.strategy.shards:
+                values = sharded_tensors.load_sharded(optimizer["state"], scheduled.params, parts)
+                optimizer = {**optimizer, "state": values}
+            else:
+                optimizer = sharded_tensors.load_full(optimizer, parts)
+            is_new_schedule = not is_same_schedule(
+                theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
+            )
+            casts = _load_optimizer(
+                scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, _had_rules(theirs)
+            )
+            notes |= dict.fromkeys(casts)
+            if is_new_schedule:
+                notes |= dict.fromkeys(_begin_schedule(scheduled, applied_steps))
+                continue
+            if scheduled.scheduler is not None:
+                _load_schedule(scheduled.scheduler, scheduler, theirs["scheduler"], spec.scheduler)
+            # After the schedule, whose state holds the learning rates that it continues from.
+            _apply_hyperparameters(scheduled.optimizer, scheduled.scheduler, changed)
+    except MISFIT_ERRORS as error:
+        raise ConfigError(
+            f"checkpoint.resume={saved.path}: its optimizer state does not fit: {error}. Resume "
+            "with the optimizer that it was trained with, or type init.weights=<it> to start a new "
+            "run from its weights."
+        ) from error
+    return list(notes)
+
+
+def _had_rules(spec: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint's run chose how its state is kept: a rule, or a dtype."""
+    node = spec["optimizer"]
+    parts = [node] if "_target_" in node else node.values()
+    has_dtype = any(part.get("state_dtype") is not None for part in parts)
+    return has_dtype or spec["precision"].get("update", Nearest.name) != Nearest.name
+
+
+def _changed_hyperparameters(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> list[dict[str, tuple[Any, Any]]]:
+    """Return, for each optimizer, the hyperparameters that differ from the checkpoint's config.
+
+    Returns:
+        (old, new) by the hyperparameter's name, in the order in which optimizers are built.
+    """
+    pairs = [(theirs, ours)]
+    if "_target_" not in ours:
+        pairs = [(theirs[name], node) for name, node in optimizer_nodes(ours)]
+    changes: list[dict[str, tuple[Any, Any]]] = []
+    for old, new in pairs:
+        changed = {key: (old.get(key), value) for key, value in new.items()}
+        changes.append({key: pair for key, pair in changed.items() if pair[0] != pair[1]})
+    return changes
+
+
+def _old_dtypes(state: TrainState, weights: Mapping[str, Any]) -> dict[int, torch.dtype]:
+    """Return the dtype of each parameter in the checkpoint, by the id of the parameter."""
+    dtypes: dict[int, torch.dtype] = {}
+    for name, parameter in state.plain_model.named_parameters():
+        weight = weights.get(name)
+        if isinstance(weight, Tensor):
+            dtypes[id(parameter)] = weight.dtype
+    return dtypes
+
+
+def _load_optimizer(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    old_dtypes: Mapping[int, torch.dtype],
+    keep_hyperparameters: bool,
+    had_rules: bool,
+) -> list[str]:
+    """Load one optimizer's state; state in its parameter's dtype follows a change of that dtype.
+
+    Args:
+        optimizer: made for this run.
+        saved: its state of the checkpoint.
+        old_dtypes: dtype of each parameter in the checkpoint, by id.
+        keep_hyperparameters: the groups keep this run's values, which a new schedule will change.
+        had_rules: the checkpoint's run chose the dtype of its state, by a rule or by its name.
+
+    Returns:
+        A sentence for each pair of dtypes that state was cast between, and for what was dropped.
+    """
+    saved, dropped = drop_foreign_state(optimizer, saved)
+    groups = []
+    for fresh, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        if keep_hyperparameters:
+            ours = {key: value for key, value in fresh.items() if key != "params"}
+        else:
+            ours = {key: fresh[key] for key in _KERNEL_KEYS if key in fresh}
+        groups.append({**group, **ours})
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+    casts = set[tuple[torch.dtype, torch.dtype]]()
+    params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    # torch casts all state to the dtype of its parameter. That would round state which was wider
+    # on purpose, so each tensor is set again from the checkpoint.
+    for index, values in saved["state"].items():
+        p, group = params[index]
+        loaded = optimizer.state[p]
+        before = old_dtypes.get(id(p), p.dtype)
+        is_wide = group.get("optim_bits") == 32 or getattr(optimizer, "wide_state", False)
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                continue
+            # A fresh optimizer would make this state in the parameter's new dtype.
+            follows_parameter = value.dtype == before and not is_wide
+            is_cast = follows_parameter and before != p.dtype and key not in _FLOAT32_COUNTERS
+            dtype = p.dtype if is_cast else kept_dtype(optimizer, key, value, p, had_rules)
+            if dtype != value.dtype:
+                casts.add((value.dtype, dtype))
+            if loaded[key].dtype != dtype:
+                loaded[key] = value.clone().to(loaded[key].device, dtype)
+    notes = [
+        f"the optimizer's state is cast from {dtype_name(old)} to {dtype_name(new)}"
+        for old, new in casts
+    ]
+    for key in sorted(dropped):
+        notes.append(
+            f"the checkpoint's {key.replace('_', ' ')}s are dropped: precision.update has changed"
+        )
+    return notes
+
+
+def _load_schedule(
+    scheduler: Any, saved: Mapping[str, Any], theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> None:
+    """Restore a schedule, except for its settings that this run's config has changed."""
+    changed = {key for key, value in ours.items() if theirs.get(key) != value}
+    # The checkpoint's state holds the length of the run before, and train.epochs may be larger now.
+    load_schedule(scheduler, saved, [*RUN_LENGTH_KEYWORDS, *changed])
+
+
+def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int) -> list[str]:
+    """Advance a schedule that the checkpoint does not have to the step of the run."""
+    if scheduled.scheduler is None:
+        return [f"the learning rate is constant at {scheduled.lr:g}: the checkpoint had a schedule"]
+    if not 0 <= applied_steps <= _MAX_REPLAYED_STEPS:
+        raise ValueError(f"it counts {applied_steps} steps")
+    # Stepped and not computed: schedules of any class define their rates by step() alone. torch
+    # warns that the schedule steps before its optimizer.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(applied_steps):
+            scheduled.scheduler.step()
+    names = [type(part).__name__ for part in plain_schedules(scheduled.scheduler)]
+    name = names[0] if names else "the constant rate"
+    if isinstance(scheduled.scheduler, WarmUp):
+        name += f" after {scheduled.scheduler.steps} steps of warm-up"
+    return [f"{name} is not the checkpoint's schedule: it is taken up at its step {applied_steps}"]
+
+
+def _apply_hyperparameters(
+    optimizer: Optimizer, scheduler: Any, changed: Mapping[str, tuple[Any, Any]]
+) -> None:
+    """Set the hyperparameters that were typed for the resume."""
+    for index, group in enumerate(optimizer.param_groups):
+        own = group.get("own_options", ())
+        for key, (old, new) in changed.items():
+            if key in own:
+                continue
+            # A schedule may have changed the rate since the start, so the new rate enters as a
+            # ratio: the schedule continues as it would from a start at the new rate.
+            if key == "lr" and isinstance(old, int | float) and old:
+                for rate in _LEARNING_RATE_KEYS & group.keys():
+                    group[rate] *= new / old
+                if isinstance(scheduler, WarmUp):
+                    scheduler.scale_rate(index, new / old)
+            elif key in group:
+                group[key] = new
+    # torch's schedules keep a copy of the initial rates.
+    for part in plain_schedules(scheduler):
+        if "lr" in changed and hasattr(part, "base_lrs"):
+            part.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+
+
+def schedule_state(scheduled: ScheduledOptimizer) -> dict[str, Any]:
+    """Return the state of an optimizer's schedule; empty where the learning rate is constant."""
+    return scheduled.scheduler.state_dict() if scheduled.scheduler else {}

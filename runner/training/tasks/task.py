@@ -35,7 +35,8 @@ class Task(ABC):
     layout: type[BatchLayout] = BatchLayout
     """Class that splits the batches."""
     evaluates_losses: bool = False
-    """Whether an evaluation takes what the model returns in training mode; see evaluation_mode."""
+    """Whether an evaluation takes what the model returns in training mode; see
+    training/evaluation.py."""
 
     additions: TaskAdditions = TaskAdditions()
     """What the keys of the task group that fit every task add to it."""
