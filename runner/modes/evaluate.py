@@ -27,7 +27,7 @@ from runner.modes.startup_report import describe_model, log_data_sets
 from runner.modes.training_outputs import save_dtypes, set_evaluation_hook
 from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation import evaluate_test, evaluate_validation, evaluation_mode
+from runner.training.evaluation import evaluate_sets, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.model import BuiltModel, restore_model, restore_precision_state
 from runner.training.model_call import call_model
@@ -197,10 +197,10 @@ def _timed_evaluation(
     The time of the hook does not count.
     """
     start = perf_counter()
-    metrics = evaluate_validation(state, loaders.validation, run.stop_requested)
+    metrics = evaluate_sets("val", state, loaders.validation, run.stop_requested)
     run.signals.check()
     assert metrics is not None
-    test_metrics = evaluate_test(state, loaders.test, run.stop_requested)
+    test_metrics = evaluate_sets("test", state, loaders.test, run.stop_requested)
     run.signals.check()
     assert test_metrics is not None
     seconds = perf_counter() - start - (hook.seconds if hook else 0.0)

@@ -31,7 +31,7 @@ from runner.precision.contract import ConversionReport, Precision
 from runner.training import state_dict
 from runner.training.callbacks.callback import CallbackOutput
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation import evaluate_validation
+from runner.training.evaluation import evaluate_sets
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
 from runner.training.setup import TrainingSetup, build_state, model_builder
@@ -259,6 +259,6 @@ def _evaluate(state: TrainState, validation: Mapping[str, BatchLoader]) -> None:
         if state.task.additions.hook is not None:
             output = CallbackOutput(Path(folder))
             state.set_evaluation_hook(EvaluationHook(state, output))
-        metrics = evaluate_validation(state, validation)
+        metrics = evaluate_sets("val", state, validation)
     if metrics is not None:
         state.record_evaluation(metrics)

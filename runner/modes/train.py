@@ -48,7 +48,7 @@ from runner.precision.contract import ConversionReport
 from runner.training.callbacks.callback import RunCallback
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation import evaluate_test
+from runner.training.evaluation import evaluate_sets
 from runner.training.loop import fit, total_steps
 from runner.training.records import Record
 from runner.training.setup import TrainingSetup, build_state, model_builder
@@ -233,7 +233,7 @@ def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> di
     evaluated = set_labels("test", loaders.test)
     try:
         with explain_training_errors(run, state, (loaders.train, evaluated)):
-            metrics = evaluate_test(state, loaders.test, run.stop_requested)
+            metrics = evaluate_sets("test", state, loaders.test, run.stop_requested)
     finally:
         loaders.close()
     if metrics is None:

@@ -29,6 +29,17 @@ from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.modules import select_modules
 
+INITS = ("default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq")
+CHANGES_BASE = ("pissa", "pissa_niter_16", "olora")
+"""Values of adapter.init that take the additions' start out of the base weights."""
+ADAPTER = "default"
+"""peft's name of the only adapter of a model."""
+_ITERATIONS = 16
+"""Power iterations of the randomised decomposition of pissa_niter_16.
+
+Source: peft, LoraConfig.init_lora_weights, which finds it equivalent to the exact one in training.
+"""
+
 
 class Adapter(ABC):
     """Base class: changes a model after its conversion and before its optimizer is built."""
@@ -112,15 +123,15 @@ class Lora(Adapter):
         use_rslora: bool = False,
         init: str = "default",
     ) -> None:
-        problems = [
-            f"adapter.{key}={value} is out of range. Allowed: {allowed}."
-            for key, value, fits, allowed in (
-                ("rank", rank, rank >= 1, "1 and up"),
-                ("alpha", alpha, alpha > 0, "above 0"),
-                ("dropout", dropout, 0 <= dropout < 1, "0 and up, below 1"),
-            )
-            if not fits
-        ]
+        limits = (
+            ("rank", rank, rank >= 1, "1 and up"),
+            ("alpha", alpha, alpha > 0, "above 0"),
+            ("dropout", dropout, 0 <= dropout < 1, "0 and up, below 1"),
+        )
+        problems: list[str] = []
+        for key, value, fits, allowed in limits:
+            if not fits:
+                problems.append(f"adapter.{key}={value} is out of range. Allowed: {allowed}.")
         if init not in INITS:
             problems.append(f"adapter.init={init} is not known. Allowed: {', '.join(INITS)}.")
         if problems:
@@ -158,16 +169,14 @@ class Lora(Adapter):
     def read_plain_weights(self, model: nn.Module, bypassed: Collection[str] = ()) -> None:
         if self.init != "loftq":
             return
-        names = [name for name, _ in model.named_modules()]
-        for name in self._chosen_layers(model, names, bypassed):
+        for name in self._chosen_layers(model, bypassed):
             # The tensor and not the parameter, whose data the conversion moves to the device.
             matrix = weight_matrix(model.get_submodule(name)).detach()
             check_rank(self.init, self.rank, name, matrix)
             self._plain_weights[name] = matrix
 
     def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
-        names = [name for name, _ in model.named_modules()]
-        for name in self._chosen_layers(model, names, bypassed):
+        for name in self._chosen_layers(model, bypassed):
             layer = model.get_submodule(name)
             if self.use_dora:
                 check_dora(name, layer)
@@ -175,18 +184,14 @@ class Lora(Adapter):
                 check_rank(self.init, self.rank, name, weight_matrix(layer))
         self.add_for_checkpoint(model, dtype, bypassed)
         for name, layer in lora_layers(model).items():
-            self._set_start(name, layer)
+            if self.init in CHANGES_BASE:
+                start_from_base(layer, self.init)
+                # Elsewhere peft's own magnitudes are right: the addition is 0.
+                if self.use_dora:
+                    start_magnitudes(layer)
+            elif self.init == "loftq" and is_packed(layer.get_base_layer()):
+                start_from_packing_error(layer, self._plain_weights[name])
         self._plain_weights.clear()
-
-    def _set_start(self, name: str, layer: Any) -> None:
-        """Compute the start values of a layer of peft that depend on the weight."""
-        if self.init in CHANGES_BASE:
-            start_from_base(layer, self.init)
-            # Elsewhere peft's own magnitudes are right: the addition is 0.
-            if self.use_dora:
-                start_magnitudes(layer)
-        elif self.init == "loftq" and is_packed(layer.get_base_layer()):
-            start_from_packing_error(layer, self._plain_weights[name])
 
     def add_for_checkpoint(
         self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()
@@ -196,7 +201,7 @@ class Lora(Adapter):
 
         names = [name for name, _ in model.named_modules()]
         trained = select_modules("adapter.train", self.train, names)
-        chosen = self._chosen_layers(model, names, bypassed)
+        chosen = self._chosen_layers(model, bypassed)
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
@@ -210,9 +215,22 @@ class Lora(Adapter):
         )
         # Looked up before peft renames the modules that it wraps.
         trained_in_full: list[nn.Parameter] = []
-        for name in trained:
-            trained_in_full.extend(model.get_submodule(name).parameters())
-        _check_modules(model, trained)
+        packed: list[str] = []
+        for name in sorted(trained):
+            module = model.get_submodule(name)
+            trained_in_full.extend(module.parameters())
+            codes = [p for p in module.parameters(recurse=False) if not p.is_floating_point()]
+            packed.extend([name] * len(codes))
+        if packed:
+            raise ConfigError(
+                f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot "
+                f"train. Type precision.ignore_modules=[{','.join(packed)}], too."
+            )
+        if any(isinstance(module, FusedNormLinear) for module in model.modules()):
+            raise ConfigError(
+                "adapter=lora would add to the inputs of layers that compute their norm "
+                "themselves. Type precision.fuse=false."
+            )
         # peft warns of a Conv1D, for which it transposes the addition by itself.
         with suppress_import_warnings():
             inject_adapter_in_model(config, model)
@@ -226,22 +244,30 @@ class Lora(Adapter):
         for parameter in trained_in_full:
             parameter.requires_grad_(True)
 
-    def _chosen_layers(
-        self, model: nn.Module, names: Sequence[str], bypassed: Collection[str]
-    ) -> list[str]:
+    def _chosen_layers(self, model: nn.Module, bypassed: Collection[str]) -> list[str]:
         """Return the dotted names of the linear layers that get an addition."""
-        wanted: Collection[str] = names
+        modules = dict(model.named_modules())
+        candidates: Collection[str] = modules
         if self.modules is not None:
-            wanted = select_modules("adapter.modules", self.modules, names)
-        linear = [
-            name for name, module in model.named_modules() if name in wanted and _is_linear(module)
-        ]
-        # A root that is a linear layer has no name that peft could match.
-        linear = [name for name in linear if name]
+            candidates = select_modules("adapter.modules", self.modules, [*modules])
         shared = find_shared_weights(model)
-        if self.modules is not None:
-            self._refuse_shared(linear, shared)
-        chosen = [name for name in linear if name not in shared and name not in bypassed]
+        chosen: list[str] = []
+        for name, module in modules.items():
+            # A root that is a linear layer has no name that peft could match.
+            if not name or name not in candidates or not isinstance(module, linear_classes()):
+                continue
+            # nn.MultiheadAttention reads the weight of its output projection, a layer of this
+            # class, and never calls the layer. torch keeps the class private.
+            if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+                continue
+            if name in shared and self.modules is not None:
+                raise ConfigError(
+                    f"adapter.modules names {name}, which shares its weight with "
+                    f"{', '.join(shared[name])}: what is added to one would be merged into both. "
+                    "Leave it out."
+                )
+            if name not in shared and name not in bypassed:
+                chosen.append(name)
         if not chosen:
             place = "the model" if self.modules is None else f"adapter.modules={list(self.modules)}"
             raise ConfigError(
@@ -249,16 +275,6 @@ class Lora(Adapter):
                 "Name linear layers in adapter.modules, or type adapter=none."
             )
         return chosen
-
-    @staticmethod
-    def _refuse_shared(linear: Sequence[str], shared: Mapping[str, Sequence[str]]) -> None:
-        for name in linear:
-            if name in shared:
-                raise ConfigError(
-                    f"adapter.modules names {name}, which shares its weight with "
-                    f"{', '.join(shared[name])}: what is added to one would be merged into both. "
-                    "Leave it out."
-                )
 
     def merge(self, model: nn.Module) -> None:
         with suppress_import_warnings():
@@ -271,46 +287,6 @@ class Lora(Adapter):
                 setattr(model.get_submodule(parent), attribute, module.get_base_layer())
         # peft leaves its config on the model, where its other functions would find it.
         vars(model).pop("peft_config", None)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Return whether an addition to a module's inputs would be computed."""
-    # nn.MultiheadAttention reads the weight of its output projection, a layer of this class, and
-    # never calls the layer. torch keeps the class private.
-    is_read_only = type(module).__name__ == "NonDynamicallyQuantizableLinear"
-    return isinstance(module, linear_classes()) and not is_read_only
-
-
-def _check_modules(model: nn.Module, trained: Collection[str]) -> None:
-    """Raise ConfigError for modules that cannot train, or that an addition would break."""
-    packed = [
-        name
-        for name in sorted(trained)
-        for parameter in model.get_submodule(name).parameters(recurse=False)
-        if not parameter.is_floating_point()
-    ]
-    if packed:
-        raise ConfigError(
-            f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot train. "
-            f"Type precision.ignore_modules=[{','.join(packed)}], too."
-        )
-    if any(isinstance(module, FusedNormLinear) for module in model.modules()):
-        raise ConfigError(
-            "adapter=lora would add to the inputs of layers that compute their norm themselves. "
-            "Type precision.fuse=false."
-        )
-
-
-INITS = ("default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq")
-CHANGES_BASE = ("pissa", "pissa_niter_16", "olora")
-"""Values of adapter.init that take the additions' start out of the base weights."""
-ADAPTER = "default"
-"""peft's name of the only adapter of a model."""
-_ITERATIONS = 16
-"""Power iterations of the randomised decomposition of pissa_niter_16.
-
-Source: peft, LoraConfig.init_lora_weights, which finds it equivalent to the exact one in training.
-"""
 
 
 def check_rank(init: str, rank: int, name: str, matrix: Tensor) -> None:
@@ -358,7 +334,16 @@ def start_from_base(layer: Any, init: str) -> None:
         return
     wide = _widened(matrix)
     scale = layer.scaling[ADAPTER]
-    down, up = _factors_of_base(wide, init, layer.r[ADAPTER], scale)
+    rank = layer.r[ADAPTER]
+    if init == "olora":
+        q, r = torch.linalg.qr(wide)
+        down, up = r[:rank], q[:, :rank]
+    elif init == "pissa":
+        down, up = _top_factors(wide, rank, scale)
+    else:
+        left, values, right = torch.svd_lowrank(wide, rank, niter=_ITERATIONS)
+        roots = (values / scale).sqrt()
+        down, up = roots[:, None] * right.t(), left * roots
     _set_addition(layer, down, up)
     layer.start_A.copy_(layer.lora_A[ADAPTER].weight)
     layer.start_B.copy_(layer.lora_B[ADAPTER].weight)
@@ -387,18 +372,6 @@ def start_from_packing_error(layer: Any, plain: Tensor) -> None:
 def _widened(matrix: Tensor) -> Tensor:
     """Return a weight in float32, or in float64 if it is."""
     return matrix if matrix.dtype is torch.float64 else matrix.float()
-
-
-def _factors_of_base(matrix: Tensor, init: str, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the start of lora_A [rank, in] and of lora_B [out, rank]."""
-    if init == "olora":
-        q, r = torch.linalg.qr(matrix)
-        return r[:rank], q[:, :rank]
-    if init == "pissa":
-        return _top_factors(matrix, rank, scale)
-    left, values, right = torch.svd_lowrank(matrix, rank, niter=_ITERATIONS)
-    roots = (values / scale).sqrt()
-    return roots[:, None] * right.t(), left * roots
 
 
 def _top_factors(matrix: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,15 @@ def evaluate(
         metrics = None
         if not should_stop() and totals is not None:
             metrics = state.task.summarise(state.strategy.sum(totals).tolist())
-            metrics |= _added_values(state, metrics)
+            added = state.task.added_metrics
+            values = {} if added is None else added.values()
+            for name in sorted(metrics.keys() & values.keys()):
+                short = _short(name)
+                raise ConfigError(
+                    f"task.metrics: {short} has the name of a metric that the task records itself, "
+                    f"{name}. Give it another one: task.metrics={{my_{short}: {{_target_: ...}}}}."
+                )
+            metrics |= values
             if hook is not None:
                 state.model.eval()  # also of a task that evaluates losses
                 with state.precision.eval_context(state.plain_model):
@@ -78,23 +87,6 @@ def _noting_first(batches: Iterator[Batch], first: list[Batch]) -> Iterator[Batc
         if not first:
             first.append(batch)
         yield batch
-
-
-def _added_values(state: TrainState, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the values of task.metrics."""
-    added = state.task.added_metrics
-    if added is None:
-        return {}
-    values = added.values()
-    shared = sorted(metrics.keys() & values.keys())
-    if shared:
-        name = shared[0]
-        short = _short(name)
-        raise ConfigError(
-            f"task.metrics: {short} has the name of a metric that the task records itself, {name}. "
-            f"Give it another one: task.metrics={{my_{short}: {{_target_: ...}}}}."
-        )
-    return values
 
 
 def _totals(
@@ -141,57 +133,33 @@ def _totals(
     return totals
 
 
-def evaluate_validation(
+def evaluate_sets(
+    split: Literal["val", "test"],
     state: TrainState,
     loaders: Mapping[str, BatchLoader],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return the metrics of all validation sets.
+    """Return the metrics of all validation sets, or of all test sets.
 
     Args:
+        split: the kind of the sets.
         state: see evaluate.
         loaders: of the sets by name; that of an only one may be empty.
         should_stop: see evaluate.
 
     Returns:
-        The metrics of the first set, named val/<metric>, and for each set that has a name
-        val/<name>/<metric>; None if stopped.
+        The metrics, named <split>/<name>/<metric>, without the name of an only set. Those of the
+        first validation set are also named val/<metric>. Empty without a set, None if stopped.
     """
     metrics: dict[str, float] = {}
     for name, loader in loaders.items():
-        label = f"val/{name}" if name else "val"
-        found = evaluate(state, loader, should_stop, label, hook=state.evaluation_hook)
-        if found is None:
+        label = f"{split}/{name}" if name else split
+        values = evaluate(state, loader, should_stop, label, hook=state.evaluation_hook)
+        if values is None:
             return None
-        if not metrics:
-            metrics.update(found)
-        if name:
-            metrics |= {f"val/{name}/{_short(key)}": value for key, value in found.items()}
-    return metrics
-
-
-def evaluate_test(
-    state: TrainState,
-    loaders: Mapping[str, BatchLoader],
-    should_stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
-    """Return the metrics of all test sets, named test/<metric> or test/<name>/<metric>.
-
-    Args:
-        state: see evaluate.
-        loaders: of the sets by name; that of an only one is empty.
-        should_stop: see evaluate.
-
-    Returns:
-        The metrics; empty without a test set, None if stopped.
-    """
-    metrics: dict[str, float] = {}
-    for name, loader in loaders.items():
-        label = f"test/{name}" if name else "test"
-        found = evaluate(state, loader, should_stop, label, hook=state.evaluation_hook)
-        if found is None:
-            return None
-        metrics |= {f"{label}/{_short(key)}": value for key, value in found.items()}
+        if split == "val" and not metrics:
+            metrics.update(values)
+        metrics |= {f"{label}/{_short(key)}": value for key, value in values.items()}
     return metrics
 
 

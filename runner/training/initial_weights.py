@@ -1,6 +1,6 @@
 """Load the weights that init.weights names: renamed, without those that init.skip leaves out."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
 from pathlib import Path
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from runner.checkpoint import checkpoint_file, locate, weight_files
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
+from runner.precision.layers.conv1d import is_transposed
+from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
 from runner.training.parameter_groups import nearest_names
 from runner.utils.errors import ConfigError
 from runner.utils.modules import matches_pattern
@@ -93,26 +95,15 @@ def load_selected(
     """
     own = model.state_dict(keep_vars=True)
     skipped = _skipped_names(spec, own, weights)
-    _refuse_half_skipped(own, weights, skipped)
-    _refuse_untied(own, weights)
     wanted = {name: value for name, value in weights.items() if name not in skipped}
-    missing = _missing(own, wanted, skipped)
+    missing = _missing_names(own, weights, skipped)
     unexpected = [name for name in wanted if name not in own]
     other_shapes = [name for name in wanted if name in own and not _fits(own[name], wanted[name])]
     if missing or unexpected or other_shapes:
-        raise _misfit(spec, own, wanted, (missing, unexpected, other_shapes))
-    if not any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
-        _load(model, wanted, spec)
-    fresh = [name for name in own if name in skipped]
-    unused = [name for name in weights if name in skipped and name not in own]
-    loaded = [name for name in own if name not in skipped]
-    renamed = {str(old): str(new or "") for old, new in spec.init.rename.items()}
-    return InitialWeights(spec.init.weights or "", source, loaded, fresh, unused, renamed)
-
-
-def _load(model: nn.Module, wanted: Mapping[str, Any], spec: RunSpec) -> None:
+        raise _misfit(spec, own, wanted, missing, unexpected, other_shapes)
     try:
-        model.load_state_dict(dict(wanted), strict=False)
+        if not any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
+            model.load_state_dict(dict(wanted), strict=False)
     except (RuntimeError, ValueError) as error:
         # Packed weights, whose shapes their layers compare. torch lists names below a first line.
         lines = str(error).splitlines()
@@ -121,6 +112,29 @@ def _load(model: nn.Module, wanted: Mapping[str, Any], spec: RunSpec) -> None:
             f"init.weights={spec.init.weights} does not fit the model: {reason} For packed weights "
             "take the precision.ignore_modules that they were packed with, too."
         ) from error
+    fresh = [name for name in own if name in skipped]
+    unused = [name for name in weights if name in skipped and name not in own]
+    loaded = [name for name in own if name not in skipped]
+    renamed = {str(old): str(new or "") for old, new in spec.init.rename.items()}
+    return InitialWeights(spec.init.weights or "", source, loaded, fresh, unused, renamed)
+
+
+def unpack_weights(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return packed weights as the numbers that they stand for, for a model of plain layers.
+
+    Args:
+        model: says which of its layers store their weights transposed.
+        weights: state dict of such a model whose layers are packed.
+
+    Raises:
+        ValueError: a packed weight lacks its scales.
+    """
+    transposed = [name for name, module in model.named_modules() if is_transposed(module)]
+    if packed_label(weights):
+        return unpacked_entries(weights, transposed)
+    from runner.precision.layers.linear_4bit import unpack_state_dict
+
+    return unpack_state_dict(weights, transposed)
 
 
 def _skipped_names(
@@ -148,77 +162,59 @@ def _skipped_names(
     return skipped
 
 
-def _sharers(own: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Return the names of each tensor by its id: a tied weight has several."""
-    found: dict[int, list[str]] = {}
+def _missing_names(
+    own: Mapping[str, Any], weights: Mapping[str, Any], skipped: Collection[str]
+) -> list[str]:
+    """Return the names of the model that the file lacks, of a tied weight under all its names.
+
+    Raises:
+        ConfigError: one name of a tied weight is skipped and another one is loaded, or the file has
+            two values for it.
+    """
+    sharers: dict[int, list[str]] = {}
     for name, value in own.items():
-        found.setdefault(id(value), []).append(name)
-    return found
-
-
-def _refuse_half_skipped(
-    own: Mapping[str, Any], weights: Mapping[str, Any], skipped: Mapping[str, None]
-) -> None:
-    """Raise ConfigError where one name of a tied weight is skipped and another one is loaded."""
-    for names in _sharers(own).values():
-        left = [name for name in names if name in skipped]
+        sharers.setdefault(id(value), []).append(name)
+    lacking: set[str] = set()
+    for names in sharers.values():
+        fresh = [name for name in names if name in skipped]
         loaded = [name for name in names if name in weights and name not in skipped]
-        if left and loaded:
+        if fresh and loaded:
             raise ConfigError(
-                f"init.skip leaves {left[0]} out, which shares its values with {loaded[0]}. "
-                f"Type init.skip=[{left[0]},{loaded[0]}], or leave both to be loaded."
+                f"init.skip leaves {fresh[0]} out, which shares its values with {loaded[0]}. "
+                f"Type init.skip=[{fresh[0]},{loaded[0]}], or leave both to be loaded."
             )
-
-
-def _refuse_untied(own: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a file has two values for one weight of the model."""
-    for names in _sharers(own).values():
-        given = [name for name in names if isinstance(weights.get(name), Tensor)]
-        for name in given[1:]:
-            if not torch.equal(weights[given[0]], weights[name]):
+        tensors = [name for name in names if isinstance(weights.get(name), Tensor)]
+        for name in tensors[1:]:
+            if not torch.equal(weights[tensors[0]], weights[name]):
                 raise ConfigError(
-                    f"The file has other values for {name} than for {given[0]}, which are one "
+                    f"The file has other values for {name} than for {tensors[0]}, which are one "
                     "weight of the model. Give weights of a model that ties them, too."
                 )
-
-
-def _missing(
-    own: Mapping[str, Any], wanted: Mapping[str, Any], skipped: Mapping[str, None]
-) -> list[str]:
-    """Return the names of the model that the file lacks, of a tied weight under all its names."""
-    missing = []
-    sharers = _sharers(own)
-    for name, value in own.items():
-        has_value = any(other in wanted for other in sharers[id(value)])
-        if not has_value and name not in skipped and not name.endswith(_COUNTERS):
-            missing.append(name)
-    return missing
+        if not loaded:
+            lacking.update(names)
+    return [n for n in own if n in lacking and n not in skipped and not n.endswith(_COUNTERS)]
 
 
 def _fits(own: Any, theirs: Any) -> bool:
     """Return whether two entries of state dicts have one shape; packed ones are compared later."""
     if not isinstance(own, Tensor) or not isinstance(theirs, Tensor):
         return isinstance(own, Tensor) == isinstance(theirs, Tensor)
-    is_packed = own.dtype in (torch.uint8, torch.int8)
-    return is_packed or (own.shape == theirs.shape and _holds_values(own, theirs))
-
-
-def _holds_values(own: Tensor, theirs: Tensor) -> bool:
-    """Return whether a file's tensor holds the values of a floating one, and not codes of them."""
-    if not own.is_floating_point():
+    if own.dtype in (torch.uint8, torch.int8):
         return True
-    # Eight-bit numbers need scales, which stand elsewhere in the file.
-    return theirs.is_floating_point() and theirs.itemsize > 1
+    # Eight-bit numbers are codes, whose scales stand elsewhere in the file.
+    has_values = theirs.is_floating_point() and theirs.itemsize > 1
+    return own.shape == theirs.shape and (has_values or not own.is_floating_point())
 
 
 def _misfit(
     spec: RunSpec,
     own: Mapping[str, Any],
     wanted: Mapping[str, Any],
-    names: tuple[list[str], list[str], list[str]],
+    missing: list[str],
+    unexpected: list[str],
+    other_shapes: list[str],
 ) -> ConfigError:
     """Return the error that lists what does not fit, and says what to type."""
-    missing, unexpected, other_shapes = names
     where = spec.init.weights
     parts = []
     if missing:
@@ -233,12 +229,12 @@ def _misfit(
         f"init.weights={where} does not fit the model: {'; '.join(parts)}; {fitting} of the "
         f"model's {len(own)} tensors fit."
     )
-    found = proposed_rename(own, wanted, fitting)
-    if found:
-        typed = {**{str(k): v for k, v in spec.init.rename.items()}, **found.prefixes}
+    proposal = proposed_rename(own, wanted, fitting)
+    if proposal:
+        typed = {**{str(k): v for k, v in spec.init.rename.items()}, **proposal.prefixes}
         pairs = ",".join(f"{old}:{new or 'null'}" for old, new in typed.items())
         word = quote_command([f"init.rename={{{pairs}}}"])
-        return ConfigError(f"{text} Type {word}: then {found.fitting} fit.")
+        return ConfigError(f"{text} Type {word}: then {proposal.fitting} fit.")
     if not fitting:
         return ConfigError(
             f"{text} It holds weights of another model. Give those of this one, or name the "
@@ -261,11 +257,10 @@ def _shape(value: Any) -> str:
     return f"{list(value.shape)}{kind}"
 
 
-def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:
-    """Return names with a count of those above `most`."""
-    listed: Sequence[str] = [*names]
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+def _listed(names: Sequence[str]) -> str:
+    """Return names with a count of those above the first ones."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 EVERY_NAME = "*"
@@ -297,8 +292,13 @@ def rename(weights: Mapping[str, Any], prefixes: Mapping[Any, Any], path: Path) 
     """
     renamed = dict(weights)
     for old, new in prefixes.items():
-        _check_begins(str(old), renamed, path)
         before = renamed
+        if old != EVERY_NAME and not any(_begins(str(old), name) for name in before):
+            firsts = dict.fromkeys(name.partition(".")[0] for name in before)
+            known = ", ".join(islice(firsts, 6)) or "none"
+            raise ConfigError(
+                f"init.rename: no name in {path} begins with {old}. Names begin with: {known}."
+            )
         renamed = {}
         for name, value in before.items():
             changed = _new_name(name, str(old), "" if new is None else str(new))
@@ -306,17 +306,6 @@ def rename(weights: Mapping[str, Any], prefixes: Mapping[Any, Any], path: Path) 
                 raise ConfigError(f"init.rename gives two tensors of {path} the name {changed}.")
             renamed[changed] = value
     return renamed
-
-
-def _check_begins(prefix: str, names: Collection[str], path: Path) -> None:
-    """Raise ConfigError for a prefix that begins none of the names."""
-    if prefix == EVERY_NAME or any(_begins(prefix, name) for name in names):
-        return
-    firsts = dict.fromkeys(name.partition(".")[0] for name in names)
-    known = ", ".join(islice(firsts, 6)) or "none"
-    raise ConfigError(
-        f"init.rename: no name in {path} begins with {prefix}. Names begin with: {known}."
-    )
 
 
 def _begins(prefix: str, name: str) -> bool:

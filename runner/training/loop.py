@@ -9,7 +9,7 @@ from time import perf_counter
 from runner.config.schema import TrainSpec
 from runner.data.batch_layout import Batch
 from runner.data.stream_loader import BatchLoader, StreamLoader
-from runner.training.evaluation import Stagnation, evaluate_validation
+from runner.training.evaluation import Stagnation, evaluate_sets
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import EvalRecord, Record
 from runner.training.state import TrainState
@@ -95,7 +95,7 @@ def fit(  # noqa: PLR0913
         state: changed in place.
         loader: training micro-batches.
         validation: batches for the evaluations; of several sets by their names, see
-            evaluate_validation.
+            evaluate_sets.
         train: lengths and intervals.
         flush_every: an interval at which every record must have arrived (checkpoints).
         should_stop: asked after each step and between the batches of an evaluation; True ends the
@@ -159,7 +159,7 @@ def _evaluation(
     random_state = host_rng_state()
     metrics = None
     try:
-        metrics = evaluate_validation(state, validation, should_stop)
+        metrics = evaluate_sets("val", state, validation, should_stop)
     finally:
         # After a stop, or where the hook fails, the resumed run evaluates this step from the start,
         # so what the data has drawn here is put back.

@@ -226,10 +226,9 @@ class WrappedAdamW(Optimizer):
                 group["lr"] = lr
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        wide_groups = [group for group in self.param_groups if group.get("optim_bits") == 32]
-        wide_params = chain.from_iterable(group["params"] for group in wide_groups)
-        if any(p is other for other in wide_params):
-            return torch.zeros_like(p, dtype=torch.float32)
+        for group in self.param_groups:
+            if group.get("optim_bits") == 32 and any(p is other for other in group["params"]):
+                return torch.zeros_like(p, dtype=torch.float32)
         base: Any = super()
         return base._new_buffer(p, signed)
 
@@ -242,7 +241,12 @@ class WrappedAdamW(Optimizer):
         content = super().state_dict()
         state: dict[Any, dict[str, Any]] = {}
         for index, values in content["state"].items():
-            state[index] = {key: _flatten(value) for key, value in values.items()}
+            state[index] = dict(values)
+            for key, value in values.items():
+                if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+                    names, context = value.__tensor_flatten__()
+                    tensors = {name: getattr(value, name) for name in names}
+                    state[index][key] = {"tensors": tensors, "context": context}
         return {**content, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -255,24 +259,16 @@ class WrappedAdamW(Optimizer):
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Mapping):
                     parts = {name: part.to(p.device) for name, part in value["tensors"].items()}
-                    self.state[p][key] = self._unflatten(parts, value["context"])
+                    # The tensor's class depends on the optimizer and on torchao's version, so a
+                    # tiny state tensor is made to ask for it.
+                    tiny = torch.empty(self.block_size)
+                    block: Any = self._subclass_zeros(tiny, True, self.block_size)
+                    restored = type(block).__tensor_unflatten__(parts, value["context"])
+                    self.state[p][key] = restored
                 elif key == "step":
                     self.state[p][key] = value  # the count of steps stays on the CPU
                 else:
                     self.state[p][key] = value.to(p.device)
-
-    def _unflatten(self, parts: Mapping[str, Tensor], context: list[Any]) -> Tensor:
-        # The tensor's class depends on the optimizer and on torchao's version, so a tiny state
-        # tensor is made to ask for it.
-        block: Any = self._subclass_zeros(torch.empty(self.block_size), True, self.block_size)
-        return type(block).__tensor_unflatten__(parts, context)
-
-
-def _flatten(value: Any) -> Any:
-    if not (isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)):
-        return value
-    names, context = value.__tensor_flatten__()
-    return {"tensors": {name: getattr(value, name) for name in names}, "context": context}
 
 
 def _is_number(value: Any, below: float = math.inf) -> bool:

@@ -1,9 +1,9 @@
 """Build the model of a run: construct, convert and adapt it, and restore it from a checkpoint."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from inspect import signature
+from inspect import Parameter, signature
 from itertools import chain
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -22,11 +22,9 @@ from runner.data.build import build_loaders, build_splits
 from runner.precision.casting import cast_floats, cast_nest, default_dtype
 from runner.precision.contract import ConversionReport, Precision
 from runner.precision.conversion import is_converted
-from runner.precision.layers.conv1d import is_transposed
-from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch
-from runner.training.initial_weights import InitialWeights, load_selected
+from runner.training.initial_weights import InitialWeights, load_selected, unpack_weights
 from runner.training.model_call import call_model
 from runner.training.parameter_groups import freeze_parameters
 from runner.utils.errors import ConfigError, RunnerError
@@ -77,9 +75,10 @@ def build_model(
     """
     # In float32 (or the precision's dtype with init.low_memory); the conversion rounds afterwards.
     model = _construct(spec, precision, device, made_on)
-    loads_packed = start is not None and (
-        restore_exactly or _has_same_packing(spec, precision, start)
-    )
+    # Packed weights, and an adapter's, are loaded unchanged where they are packed alike.
+    loads_packed = restore_exactly
+    if start is not None and not restore_exactly:
+        loads_packed = bool(precision.layout) and _fits_as_saved(spec, precision, start)
     initial = None
     # Plain weights enter before the conversion, which packs them.
     if start is not None and not loads_packed:
@@ -106,22 +105,15 @@ def build_model(
     return BuiltModel(model, report, size, initial)
 
 
-def _has_same_packing(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
-    """Return whether a checkpoint's packed weights, and its adapter's, can be loaded unchanged."""
-    return bool(precision.layout) and _fits_as_saved(spec, precision, saved)
-
-
 def _fits_as_saved(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
     """Return whether a checkpoint has this run's adapter, and weights packed as this run packs them
     (or neither packs any)."""
-    theirs = _adapter_settings(saved.content["spec"].get("adapter") or {})
-    ours = _adapter_settings(spec.adapter)
-    return theirs == ours and saved.content.get("layout", "") == precision.layout
-
-
-def _adapter_settings(node: Mapping[str, Any]) -> dict[str, Any]:
+    theirs = saved.content["spec"].get("adapter") or {}
     # Without a target there is no adapter, whatever else the node holds.
-    return dict(node) if node.get("_target_") else {}
+    has_adapter = bool(theirs.get("_target_") or spec.adapter.get("_target_"))
+    if has_adapter and dict(theirs) != dict(spec.adapter):
+        return False
+    return saved.content.get("layout", "") == precision.layout
 
 
 def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
@@ -270,12 +262,7 @@ def _unpacked_weights(model: nn.Module, saved: LoadedCheckpoint) -> Mapping[str,
     weights = saved.content["model"]
     if not saved.content.get("layout") or any(map(is_converted, model.modules())):
         return weights
-    transposed = [name for name, m in model.named_modules() if is_transposed(m)]
-    if packed_label(weights):
-        return unpacked_entries(weights, transposed)
-    from runner.precision.layers.linear_4bit import unpack_state_dict
-
-    return unpack_state_dict(weights, transposed)
+    return unpack_weights(model, weights)
 
 
 def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
@@ -320,7 +307,8 @@ def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.devic
     if not any(map(is_lazy, _tensors(model))):
         return
     inputs = _example(spec, device, _names(model))
-    inputs = cast_nest(inputs, _dtype(model))
+    dtypes = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
+    inputs = cast_nest(inputs, dtypes[0] if dtypes else torch.get_default_dtype())
     try:
         with torch.no_grad(), _evaluating(model):
             call_model(model, inputs)
@@ -357,11 +345,6 @@ def _names(model: nn.Module) -> str:
     ]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return f"{', '.join(found[:3])}{more}"
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    dtypes = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
-    return next(dtypes, torch.get_default_dtype())
 
 
 def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
@@ -426,9 +409,18 @@ def starts_random(node: Mapping[str, Any]) -> bool:
     target = str(node.get("_target_", ""))
     if "_args_" in node:
         return False  # one of them may be `pretrained`
-    return target.startswith(_KNOWN_PACKAGES) and not any(
-        _is_true(node, target, key) for key in _LOADING_KEYWORDS
-    )
+    if not target.startswith(_KNOWN_PACKAGES):
+        return False
+    parameters: Mapping[str, Parameter] = {}
+    with suppress(ConfigError, TypeError, ValueError):
+        parameters = signature(locate(target)).parameters
+    arguments = target_arguments(node)
+    for key in _LOADING_KEYWORDS:
+        # torchvision's detection models load their backbone unless weights_backbone=None is given.
+        default = key in parameters and parameters[key].default
+        if bool(node[key] if key in arguments else default):
+            return False
+    return True
 
 
 @contextmanager
@@ -460,15 +452,3 @@ def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
             f"executed here. Where you trust it, save its state_dict() with "
             f"safetensors.torch.save_file. (torch: {reason})"
         ) from error
-
-
-def _is_true(node: Mapping[str, Any], target: str, key: str) -> bool:
-    """Return whether a keyword is true, by the target's default where the node lacks it."""
-    # torchvision's detection models load their backbone unless weights_backbone=None is given.
-    if key in target_arguments(node):
-        return bool(node[key])
-    try:
-        known = signature(locate(target)).parameters
-    except (ConfigError, TypeError, ValueError):
-        return False
-    return key in known and bool(known[key].default)

@@ -121,7 +121,8 @@ def build_optimizer(
     """
     target = locate(node["_target_"])
     node = without_runner_keys("optimizer", node)
-    groups = _as_groups(params)
+    # What is no group is one of the parameters.
+    groups = [group for group in params if isinstance(group, dict)] or [{"params": [*params]}]
     every = [p for group in groups for p in group["params"]]
     if node.get("fused") is None and _may_be_fused(target, every):
         # A refusal (of this device, dtype or combination of keywords) is no error: the plain call
@@ -142,14 +143,6 @@ def build_optimizer(
         if wide_params:
             divided.append({**group, "params": wide_params, "optim_bits": 32})
     return build_group(key, node, divided)
-
-
-def _as_groups(
-    params: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """Return parameter groups as they are, and parameters as one group."""
-    groups = [group for group in params if isinstance(group, dict)]
-    return groups or [{"params": [*params]}]
 
 
 def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
@@ -187,7 +180,14 @@ def build_scheduled_optimizers(
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
-        raise ConfigError(_nothing_trains(precision))
+        if not precision.freezes:
+            raise ConfigError("The model has no trainable parameter: every one is frozen.")
+        raise ConfigError(
+            f"Nothing is left to train: precision={precision.name} freezes the weights that it "
+            "quantises, and the model has no other trainable parameter. Type adapter=lora, "
+            "precision=bnb-int8-training, or precision.ignore_modules=[<module>] for one that "
+            "trains."
+        )
     embeddings = embedding_parameters(model)
     sparse = sparse_parameters(model)
     optimizers: dict[str, Optimizer] = {}
@@ -303,7 +303,8 @@ def _build_checked(
     # torch's fused kernels refuse sparse gradients, in the first step only. A fused=true that was
     # typed is passed on, and refused below.
     chosen = dict(node)
-    if takes_keyword(node, "fused") and not node.get("fused"):
+    takes_fused = "fused" in signature(locate(node["_target_"])).parameters
+    if takes_fused and not node.get("fused"):
         chosen["fused"] = False
 
     def build(some: Sequence[Any]) -> Optimizer:
@@ -354,21 +355,6 @@ def _check_sparse(
         ) from error
 
 
-def takes_keyword(node: Mapping[str, Any], keyword: str) -> bool:
-    """Return whether a node's target takes a keyword."""
-    return keyword in signature(locate(node["_target_"])).parameters
-
-
-def _nothing_trains(precision: Precision) -> str:
-    if not precision.freezes:
-        return "The model has no trainable parameter: every one is frozen."
-    return (
-        f"Nothing is left to train: precision={precision.name} freezes the weights that it "
-        "quantises, and the model has no other trainable parameter. Type adapter=lora, "
-        "precision=bnb-int8-training, or precision.ignore_modules=[<module>] for one that trains."
-    )
-
-
 def check_arguments(spec: RunSpec) -> None:
     """Raise ConfigError for what optimizers refuse, before anything is built.
 
@@ -377,22 +363,18 @@ def check_arguments(spec: RunSpec) -> None:
     """
     check_scheduler(spec.scheduler)
     nodes = {"optimizer": spec.optimizer} if "_target_" in spec.optimizer else spec.optimizer
-    for key, node in nodes.items():
-        if isinstance(node, Mapping):
-            name = key if key == "optimizer" else f"optimizer.{key}"
-            _check_optimizer(name, node)
-
-
-def _check_optimizer(key: str, node: Mapping[str, Any]) -> None:
-    """Raise ConfigError for keywords, and options of groups, that an optimizer refuses."""
     dummy = [nn.Parameter(torch.zeros(2, 2))]
-    optimizer = build_optimizer(key, node, dummy)
-    problems = [*group_problems(key, node, optimizer)]
-    if problems:
-        raise ConfigError(*problems)
-    dtype = state_dtype(key, node)
-    if dtype is not None:
-        check_state_dtype(f"{key}.state_dtype", optimizer, dtype)
-    # Constructors check their own keywords alone, so each group's options are tried as such.
-    for i, options in enumerate(entry_options(node)):
-        build_optimizer(f"{key}.groups.{i}", {**node, **options}, dummy)
+    for name, node in nodes.items():
+        if not isinstance(node, Mapping):
+            continue
+        key = name if name == "optimizer" else f"optimizer.{name}"
+        optimizer = build_optimizer(key, node, dummy)
+        problems = [*group_problems(key, node, optimizer)]
+        if problems:
+            raise ConfigError(*problems)
+        dtype = state_dtype(key, node)
+        if dtype is not None:
+            check_state_dtype(f"{key}.state_dtype", optimizer, dtype)
+        # Constructors check their own keywords alone, so each group's options are tried as such.
+        for i, options in enumerate(entry_options(node)):
+            build_optimizer(f"{key}.groups.{i}", {**node, **options}, dummy)

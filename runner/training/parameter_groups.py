@@ -90,9 +90,7 @@ def divide_parameters(
     owners = _owners(key, entries, model, named)
     no_decay = settings.get("no_decay_on")
     exempt = _exempt(key, no_decay, model, named) if no_decay else set()
-    depths: dict[str, int] = {}
-    if "layer_decay" in settings:
-        depths = _depths(key, model)
+    depths = _depths(key, model) if "layer_decay" in settings else {}
     rows: dict[tuple[int, int, bool], list[nn.Parameter]] = {}
     for name, param in named.items():
         row = (owners[name], depths.get(name, 0), name in exempt)
@@ -156,7 +154,13 @@ def _exempt(key: str, wanted: Any, model: nn.Module, named: Mapping[str, nn.Para
     for pattern in _patterns(wanted):
         if pattern == NORMS_AND_BIASES:
             # A model without norms and biases, as one whose adapter alone trains, is no mistake.
-            exempt.update(name for name, p in named.items() if _is_norm_or_bias(name, p, model))
+            for name, param in named.items():
+                owner, _, short = name.rpartition(".")
+                is_norm = type(model.get_submodule(owner)).__name__.endswith("Norm")
+                # BatchNorm2d and InstanceNorm2d end otherwise; theirs are vectors, as are most
+                # norms'.
+                if param.ndim <= 1 or short == "bias" or is_norm:
+                    exempt.add(name)
             continue
         found = [name for name in named if matches_pattern(pattern, name)]
         if not found:
@@ -164,13 +168,6 @@ def _exempt(key: str, wanted: Any, model: nn.Module, named: Mapping[str, nn.Para
             raise ConfigError(f"{problem} {NORMS_AND_BIASES} stands for all norms and biases.")
         exempt.update(found)
     return exempt
-
-
-def _is_norm_or_bias(name: str, param: nn.Parameter, model: nn.Module) -> bool:
-    owner, _, own_name = name.rpartition(".")
-    is_norm = type(model.get_submodule(owner)).__name__.endswith("Norm")
-    # BatchNorm2d and InstanceNorm2d end otherwise; theirs are vectors, as are most norms'.
-    return param.ndim <= 1 or own_name == "bias" or is_norm
 
 
 def _depths(key: str, model: nn.Module) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Write a trained model of transformers as the folder that its from_pretrained loads."""
+"""Write a trained model as the folder that transformers loads, and an adapter as that of peft."""
 
 import copy
 import json
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.layers.conv1d import is_transposed
-from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
+from runner.precision.layers.quantized_linear import packed_label
+from runner.training.initial_weights import unpack_weights
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tensors import dtype_name
 
@@ -34,6 +35,14 @@ _BESIDE = (
 """Files of a tokenizer or an image processor, which save_pretrained writes beside a model."""
 _CHANGED_HERE = ("runner.precision.", "runner.training.", "torch.")
 """Modules that make subclasses of a model's class in place."""
+
+
+ADAPTER_FOLDER = "adapter"
+_PREFIX = "base_model.model."
+"""What peft puts before the names of the model that it wraps."""
+_WEIGHT = re.compile(r"\.(lora_[AB]|lora_magnitude_vector)\.default\.weight$")
+_TASK_TYPES = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+"""peft's kinds of tasks by the kinds of model=hf; those for classifiers would also train a head."""
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
@@ -81,8 +90,15 @@ def write_pretrained(
     made = _with_weights(model, plain, node)
     folder.mkdir(parents=True, exist_ok=True)
     made.save_pretrained(folder)
-    copied = _copy_beside(beside, folder)
-    return ", ".join([dtype_name(widest), *copied])
+    copied: dict[str, Path] = {}
+    for source in beside:
+        for pattern in _BESIDE:
+            for file in sorted(source.glob(pattern)):
+                copied.setdefault(file.name, file)
+    for name, file in copied.items():
+        shutil.copyfile(file, folder / name)
+    sources = dict.fromkeys(file.parent for file in copied.values())
+    return ", ".join([dtype_name(widest), *(f"tokenizer files of {source}" for source in sources)])
 
 
 def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,13 +109,8 @@ def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
         weights: its state dict.
     """
     plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    transposed = [name for name, module in model.named_modules() if is_transposed(module)]
-    if packed_label(plain):
-        plain = unpacked_entries(plain, transposed)
-    elif any(value.dtype in (torch.uint8, torch.int8) for value in plain.values()):
-        from runner.precision.layers.linear_4bit import unpack_state_dict
-
-        plain = unpack_state_dict(plain, transposed)
+    if packed_label(plain) or any(v.dtype in (torch.uint8, torch.int8) for v in plain.values()):
+        plain = unpack_weights(model, plain)
     for name, layer in lora_layers(model).items():
         parts = merged(name, plain, layer)
         plain = {key: value for key, value in plain.items() if not key.startswith(f"{name}.")}
@@ -116,7 +127,14 @@ def _with_weights(model: Any, plain: Mapping[str, Tensor], node: Mapping[str, An
     kinds = type(model).__mro__
     kind: Any = next(k for k in kinds if not k.__module__.startswith(_CHANGED_HERE))
     config = copy.deepcopy(model.config)
-    _restore_cache(config, node)
+    typed = node.get("config")
+    if not (isinstance(typed, Mapping) and "use_cache" in typed):
+        # model=hf turns use_cache off for training; the folder has what the model came with.
+        source = Path(str(node.get("path") or "")) / "config.json"
+        settings = json.loads(source.read_text()) if source.is_file() else {}
+        for part in (config, config.get_text_config()):
+            if hasattr(part, "use_cache"):
+                part.use_cache = settings.get("use_cache", True)
     with torch.device("meta"):
         made = kind(config)
     wanted = dict(made.state_dict(keep_vars=True))
@@ -132,39 +150,6 @@ def _with_weights(model: Any, plain: Mapping[str, Tensor], node: Mapping[str, An
         made.generation_config = copy.deepcopy(model.generation_config)
         made.generation_config.use_cache = getattr(config, "use_cache", True)
     return made
-
-
-def _restore_cache(config: Any, node: Mapping[str, Any]) -> None:
-    """Set use_cache, which model=hf turns off for training, to what the model came with."""
-    typed = node.get("config")
-    if isinstance(typed, Mapping) and "use_cache" in typed:
-        return
-    source = Path(str(node.get("path") or "")) / "config.json"
-    settings = json.loads(source.read_text()) if source.is_file() else {}
-    for part in (config, config.get_text_config()):
-        if hasattr(part, "use_cache"):
-            part.use_cache = settings.get("use_cache", True)
-
-
-def _copy_beside(sources: list[Path], folder: Path) -> list[str]:
-    """Copy a tokenizer's files; return from where, in words."""
-    copied: dict[str, Path] = {}
-    for source in sources:
-        for pattern in _BESIDE:
-            for file in sorted(source.glob(pattern)):
-                copied.setdefault(file.name, file)
-    for name, file in copied.items():
-        shutil.copyfile(file, folder / name)
-    places = dict.fromkeys(file.parent for file in copied.values())
-    return [f"tokenizer files of {place}" for place in places]
-
-
-ADAPTER_FOLDER = "adapter"
-_PREFIX = "base_model.model."
-"""What peft puts before the names of the model that it wraps."""
-_WEIGHT = re.compile(r"\.(lora_[AB]|lora_magnitude_vector)\.default\.weight$")
-_TASK_TYPES = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
-"""peft's kinds of tasks by the kinds of model=hf; those for classifiers would also train a head."""
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:
@@ -263,7 +248,7 @@ def _adapter_tensors(weights: Mapping[str, Tensor]) -> dict[tuple[str, str], Ten
 
     W - s B0 A0 + s B A is W + s [B, -B0] [A; A0], where W is the original base weight.
     """
-    found = {}
+    tensors = {}
     for name, tensor in weights.items():
         match = _WEIGHT.search(name)
         if not match:
@@ -273,8 +258,8 @@ def _adapter_tensors(weights: Mapping[str, Tensor]) -> dict[tuple[str, str], Ten
             tensor = torch.cat([tensor, weights[f"{layer}.start_A"].to(tensor)])
         elif part == "lora_B" and f"{layer}.start_B" in weights:
             tensor = torch.cat([tensor, -weights[f"{layer}.start_B"].to(tensor)], 1)
-        found[part, layer] = tensor
-    return found
+        tensors[part, layer] = tensor
+    return tensors
 
 
 def _modules_in_full(model: nn.Module) -> list[str]:

@@ -157,7 +157,7 @@ def build_scheduler(
     schedule = None
     if node.get("_target_"):
         own_node = without_runner_keys("scheduler", node)
-        if _follows_evaluations(own_node):
+        if required_step_arguments(own_node) == ["metrics"]:
             own_node = _with_direction(own_node, direction)
             schedule = EvaluationSchedule(_build("scheduler", own_node, optimizer, 1, rates))
         else:
@@ -182,9 +182,12 @@ def _build(
     for keyword in RUN_LENGTH_KEYWORDS:
         if keyword in filled and filled[keyword] is None:
             filled[keyword] = steps
+    base = optimizer.defaults.get("lr")
     for keyword in _ABSOLUTE_RATES:
-        if keyword in filled:
-            filled[keyword] = _rate_of_groups(filled[keyword], optimizer, rates)
+        rate = filled.get(keyword)
+        # One rate for all would undo optimizer.groups and optimizer.layer_decay.
+        if base and isinstance(rate, int | float) and any(other != base for other in rates):
+            filled[keyword] = [rate * other / base for other in rates]
     parts = nested_nodes(node)
     if parts:
         lengths = _nested_lengths(node, len(parts), steps)
@@ -218,30 +221,13 @@ def _nested_lengths(node: Mapping[str, Any], count: int, steps: int) -> list[int
     return [max(1, end - begin) for begin, end in zip(begins, ends, strict=True)]
 
 
-def _rate_of_groups(rate: Any, optimizer: Optimizer, rates: Sequence[float]) -> Any:
-    """Return a rate that replaces those of all groups, multiplied by each group's share."""
-    base = optimizer.defaults.get("lr")
-    # One rate for all would undo optimizer.groups and optimizer.layer_decay.
-    if not base or not isinstance(rate, int | float) or all(other == base for other in rates):
-        return rate
-    return [rate * other / base for other in rates]
-
-
 def required_step_arguments(node: Mapping[str, Any]) -> list[str]:
     """Return what step() of a schedule's target needs, besides the schedule itself."""
     step = getattr(locate(node["_target_"]), "step", None)
     parameters = signature(step).parameters if step else {}
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    needed: list[str] = []
-    for name, parameter in parameters.items():
-        is_required = parameter.default is Parameter.empty and parameter.kind in positional
-        if name != "self" and is_required:
-            needed.append(name)
-    return needed
-
-
-def _follows_evaluations(node: Mapping[str, Any]) -> bool:
-    return required_step_arguments(node) == ["metrics"]
+    required = [p for p in parameters.values() if p.default is Parameter.empty]
+    return [p.name for p in required if p.name != "self" and p.kind in positional]
 
 
 def _with_direction(node: Mapping[str, Any], direction: str | None) -> dict[str, Any]:

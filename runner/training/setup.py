@@ -26,6 +26,7 @@ from runner.training.weight_average import WeightAverage
 from runner.utils.errors import RunnerError
 
 META_DEVICE = torch.device("meta")
+_CPU = torch.device("cpu")
 
 ModelBuilder = Callable[[torch.device, torch.device | None], BuiltModel]
 """Builds a model, given the device where it ends up and the one on which its parameters are made;
@@ -46,10 +47,10 @@ def build_on_meta(build: ModelBuilder) -> BuiltModel:
     except RunnerError:
         raise
     except (NotImplementedError, RuntimeError):
-        return build(torch.device("cpu"), None)
+        return build(_CPU, None)
 
 
-def holds_other_meta_tensors(model: nn.Module) -> bool:
+def _holds_other_meta_tensors(model: nn.Module) -> bool:
     """Return whether a module has a meta tensor that is neither a parameter nor a buffer.
 
     Nothing gives such a tensor its values later.
@@ -154,37 +155,37 @@ def build_state(
     )
 
 
-_CPU = torch.device("cpu")
-
-
 def build_for_strategy(
     build: ModelBuilder, precision: Precision, strategy: Strategy, device: torch.device
 ) -> BuiltModel:
-    """Build a model on its device, sharded where the strategy shards; see build_sharded_model."""
-    if strategy.shards:
-        return build_sharded_model(build, precision, strategy, device)
-    return build(device, None)
+    """Build a model on its device; where the strategy shards, all processes must call it together.
 
-
-def build_sharded_model(
-    build: ModelBuilder, precision: Precision, strategy: Strategy, device: torch.device
-) -> BuiltModel:
-    """Build a model, shard it, and give every process the main process's values. Collective.
+    Of a sharded model only the main process makes the weights, in the memory of its host, so that
+    they are those of a run of one process. The others build the model on the meta device, shard it,
+    and receive their shards. No device ever holds more than the shards and one unit, and each host
+    holds one whole model at most.
 
     Args:
         build: builds and converts the whole model.
         precision: of the run.
-        strategy: shards the model.
-        device: of this process, where its shards are.
+        strategy: may shard the model.
+        device: of this process, where the model or its shards are.
 
     Raises:
         ConfigError: the model cannot be built, or does not fit the weights that it starts from.
     """
+    if not strategy.shards:
+        return build(device, None)
     from runner.distributed.scatter import named_values, scatter_values
 
     # What packs weights looks at their values.
     makes_once = strategy.cpu_ram_efficient_loading and not precision.freezes
-    built = _build_whole(build, strategy.place.is_main or not makes_once)
+    if strategy.place.is_main or not makes_once:
+        built = build(_CPU, None)
+    else:
+        built = build_on_meta(build)
+        if _holds_other_meta_tensors(built.model):
+            built = build(_CPU, None)
     sends = makes_once and strategy.place.world_size > 1
     values: dict[str, Tensor] = {}
     if sends and strategy.place.is_main:
@@ -196,13 +197,3 @@ def build_sharded_model(
     if sends:
         scatter_values(model, values, device)
     return built._replace(model=model)
-
-
-def _build_whole(build: ModelBuilder, has_values: bool) -> BuiltModel:
-    """Return the whole model: on the host with its values, or without values."""
-    if has_values:
-        return build(_CPU, None)
-    built = build_on_meta(build)
-    if holds_other_meta_tensors(built.model):
-        return build(_CPU, None)
-    return built

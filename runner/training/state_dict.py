@@ -72,7 +72,13 @@ def restore(
     notes = restore_optimizers(state, saved, spec)
     try:
         _restore_progress(state, saved.content, callbacks)
-        notes += _restore_average(state, saved.content)
+        average = saved.content.get(AVERAGE_KEY)
+        if state.average is None and average is not None:
+            notes.append("the checkpoint's averaged weights are dropped")
+        elif state.average is not None and average is None:
+            notes.append("the average of the weights begins here: the checkpoint holds none")
+        elif state.average is not None:
+            state.average.load_state_dict(average)
         notes += _restore_scale(state, saved.content, spec, typed_keys)
     except MISFIT_ERRORS as error:
         raise ConfigError(
@@ -116,10 +122,12 @@ def _restore_callbacks(
             # train.early_stop=3, and it begins with no history. Its load_state_dict is still
             # called, so that it knows of the resume.
             saved = {}
-        # A value of another type would be accepted here and break the run at its next use.
-        odd = [name for name in saved if not _is_same_kind(saved[name], current.get(name))]
-        if odd:
-            raise TypeError(f"callbacks.{callback.key}.{odd[0]} is of another kind")
+        for name, value in saved.items():
+            kinds = {type(value), type(current.get(name))}
+            # None stands for a value that there was not yet, and a whole float may be stored as an
+            # int. A value of another type would be accepted here and break the run at its next use.
+            if len(kinds) > 1 and type(None) not in kinds and kinds != {int, float}:
+                raise TypeError(f"callbacks.{callback.key}.{name} is of another kind")
         callback.load_state_dict(saved)
 
 
@@ -138,8 +146,8 @@ def _restore_scale(
         name = state.precision.name
         value = saved.get("scale")
         return [f"the checkpoint's loss scale of {value} is dropped: precision={name} has none"]
-    ours = _scale_settings(spec.precision)
-    theirs = _scale_settings(content["spec"]["precision"])
+    ours = spec.precision.get("loss_scale") or {}
+    theirs = content["spec"]["precision"].get("loss_scale") or {}
     before = float(saved["scale"])
     # An init_scale that differs from the checkpoint's config was typed for this resume, and wins.
     if ours.get("fixed") is None and ours.get("init_scale") != theirs.get("init_scale"):
@@ -155,27 +163,6 @@ def _restore_scale(
     if key in typed_keys and given != before:
         return [f"the loss scale continues at {before:g}: {key}={given} is where the run began"]
     return []
-
-
-def _restore_average(state: TrainState, content: Mapping[str, Any]) -> list[str]:
-    """Restore the averaged weights; return a sentence if they do not continue as they were."""
-    saved = content.get(AVERAGE_KEY)
-    if state.average is None:
-        return [] if saved is None else ["the checkpoint's averaged weights are dropped"]
-    if saved is None:
-        return ["the average of the weights begins here: the checkpoint holds none"]
-    state.average.load_state_dict(saved)
-    return []
-
-
-def _scale_settings(precision: Mapping[str, Any]) -> Mapping[str, Any]:
-    return precision.get("loss_scale") or {}
-
-
-def _is_same_kind(one: Any, other: Any) -> bool:
-    kinds = {type(one), type(other)}
-    # None stands for a value that there was not yet, and a whole float may be stored as an int.
-    return len(kinds) == 1 or type(None) in kinds or kinds == {int, float}
 
 
 def checkpoint_state_dict(
@@ -218,7 +205,9 @@ def checkpoint_state_dict(
         "skipped_steps": state.skipped,
         "model": model.state_dict(),
         "optimizers": [scheduled.optimizer.state_dict() for scheduled in state.optimizers],
-        "schedulers": [schedule_state(scheduled) for scheduled in state.optimizers],
+        "schedulers": [
+            part.scheduler.state_dict() if part.scheduler else {} for part in state.optimizers
+        ],
         "loss_scale": state.scale.state_dict(),
         **({} if state.average is None else {AVERAGE_KEY: state.average.state_dict()}),
     }
@@ -252,7 +241,11 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
     content = saved.content
     notes = dict[str, None]()  # a set in order: several optimizers report one change once
     theirs = content["spec"]
-    old_dtypes = _old_dtypes(state, content["model"])
+    old_dtypes: dict[int, torch.dtype] = {}  # in the checkpoint, by the parameter's id
+    for name, parameter in state.plain_model.named_parameters():
+        weight = content["model"].get(name)
+        if isinstance(weight, Tensor):
+            old_dtypes[id(parameter)] = weight.dtype
     applied_steps = content["step"] - content["skipped_steps"]
     parts = shards_folder(saved.path)
     try:
@@ -280,7 +273,13 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
                 notes |= dict.fromkeys(_begin_schedule(scheduled, applied_steps))
                 continue
             if scheduled.scheduler is not None:
-                _load_schedule(scheduled.scheduler, scheduler, theirs["scheduler"], spec.scheduler)
+                # The checkpoint's state holds the length of the run before, and train.epochs may be
+                # larger now.
+                current_keys = [*RUN_LENGTH_KEYWORDS]
+                for key, value in spec.scheduler.items():
+                    if theirs["scheduler"].get(key) != value:
+                        current_keys.append(key)
+                load_schedule(scheduled.scheduler, scheduler, current_keys)
             # After the schedule, whose state holds the learning rates that it continues from.
             _apply_hyperparameters(scheduled.optimizer, scheduled.scheduler, changed)
     except MISFIT_ERRORS as error:
@@ -316,16 +315,6 @@ def _changed_hyperparameters(
         changed = {key: (old.get(key), value) for key, value in new.items()}
         changes.append({key: pair for key, pair in changed.items() if pair[0] != pair[1]})
     return changes
-
-
-def _old_dtypes(state: TrainState, weights: Mapping[str, Any]) -> dict[int, torch.dtype]:
-    """Return the dtype of each parameter in the checkpoint, by the id of the parameter."""
-    dtypes: dict[int, torch.dtype] = {}
-    for name, parameter in state.plain_model.named_parameters():
-        weight = weights.get(name)
-        if isinstance(weight, Tensor):
-            dtypes[id(parameter)] = weight.dtype
-    return dtypes
 
 
 def _load_optimizer(
@@ -387,15 +376,6 @@ def _load_optimizer(
     return notes
 
 
-def _load_schedule(
-    scheduler: Any, saved: Mapping[str, Any], theirs: Mapping[str, Any], ours: Mapping[str, Any]
-) -> None:
-    """Restore a schedule, except for its settings that this run's config has changed."""
-    changed = {key for key, value in ours.items() if theirs.get(key) != value}
-    # The checkpoint's state holds the length of the run before, and train.epochs may be larger now.
-    load_schedule(scheduler, saved, [*RUN_LENGTH_KEYWORDS, *changed])
-
-
 def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int) -> list[str]:
     """Advance a schedule that the checkpoint does not have to the step of the run."""
     if scheduled.scheduler is None:
@@ -437,8 +417,3 @@ def _apply_hyperparameters(
     for part in plain_schedules(scheduler):
         if "lr" in changed and hasattr(part, "base_lrs"):
             part.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
-
-
-def schedule_state(scheduled: ScheduledOptimizer) -> dict[str, Any]:
-    """Return the state of an optimizer's schedule; empty where the learning rate is constant."""
-    return scheduled.scheduler.state_dict() if scheduled.scheduler else {}

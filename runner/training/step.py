@@ -313,9 +313,28 @@ def split_loss(returned: Any, task: object) -> tuple[Any, Mapping[str, Tensor]]:
             'with values by name, as in return loss, {"kl": kl.mean()}.'
         )
     loss, terms = returned
+    recorded = [entry.metric.removeprefix("train/") for entry in STEP_METRICS]
     for name, value in terms.items():
-        _check_name(where, name)
-        _check_value(where, name, value, loss)
+        if name in recorded:
+            raise ConfigError(
+                f"{where} returned a value named {name}, and train/{name} is recorded by the "
+                f"runner. Give it another name than {', '.join(recorded)}."
+            )
+        if not isinstance(name, str) or not name or FORBIDDEN_CHARACTERS.search(name):
+            raise ConfigError(
+                f"{where} returned a value named {name!r}. Allowed: text of letters, digits, "
+                "spaces and _ - . : /."
+            )
+        kind = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            kind = f"a tensor {list(value.shape)} on {value.device}"
+            # What a loss that is no tensor should have been, the check of the loss says.
+            if value.numel() == 1 and getattr(loss, "device", value.device) == value.device:
+                continue
+        raise ConfigError(
+            f"{where} returned as {name} {kind}. Allowed: a tensor of one number on the loss's "
+            "device; no .item(), which makes every step wait. Type value.mean()."
+        )
     return loss, {name: value.detach().reshape(()) for name, value in terms.items()}
 
 
@@ -335,30 +354,3 @@ def note_names(state: TrainState, terms: Mapping[str, Tensor]) -> None:
             f"in step {state.step} {', '.join(names) or 'none'}. Return the same names in every "
             "step; where there is nothing to measure, loss.new_zeros(())."
         )
-
-
-def _check_name(where: str, name: object) -> None:
-    taken = [entry.metric.removeprefix("train/") for entry in STEP_METRICS]
-    if name in taken:
-        raise ConfigError(
-            f"{where} returned a value named {name}, and train/{name} is recorded by the runner. "
-            f"Give it another name than {', '.join(taken)}."
-        )
-    if not isinstance(name, str) or not name or FORBIDDEN_CHARACTERS.search(name):
-        raise ConfigError(
-            f"{where} returned a value named {name!r}. Allowed: text of letters, digits, spaces "
-            "and _ - . : /."
-        )
-
-
-def _check_value(where: str, name: str, value: object, loss: Any) -> None:
-    found = f"a {type(value).__name__}"
-    if isinstance(value, Tensor):
-        # What a loss that is no tensor should have been, the check of the loss says.
-        if value.numel() == 1 and getattr(loss, "device", value.device) == value.device:
-            return
-        found = f"a tensor {list(value.shape)} on {value.device}"
-    raise ConfigError(
-        f"{where} returned as {name} {found}. Allowed: a tensor of one number on the loss's "
-        "device; no .item(), which makes every step wait. Type value.mean()."
-    )

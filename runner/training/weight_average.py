@@ -52,13 +52,22 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, params: Sequence[Sequence[Tensor]], decay: float) -> None:
         self.decay = decay
-        buffers = [tensor for module in model.modules() for tensor in _running_statistics(module)]
-        # The running statistics follow the first optimizer's steps.
-        parts = [[*part] for part in params]
-        parts[0].extend(buffers)
-        self._weights = parts
-        self._averages = [[_wide_copy(weight) for weight in part] for part in parts]
-        self._names = _names_by_id(model)
+        self._weights = [[*part] for part in params]
+        for module in model.modules():
+            if isinstance(module, _NormBase):
+                # The running statistics follow the first optimizer's steps.
+                buffers = (module.running_mean, module.running_var)
+                self._weights[0] += [buffer for buffer in buffers if buffer is not None]
+        self._averages: list[list[Tensor]] = []
+        for part in self._weights:
+            # Below float32 most updates of an average are rounded away.
+            dtypes = [torch.promote_types(weight.dtype, torch.float32) for weight in part]
+            pairs = zip(part, dtypes, strict=True)
+            self._averages.append([weight.detach().clone().to(dtype) for weight, dtype in pairs])
+        # In the state dict, by the tensor's id; weights that layers share have several names.
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            self._names.setdefault(id(tensor), []).append(name)
         self._views: list[_Views] | None = None
 
     @torch.no_grad()
@@ -179,24 +188,3 @@ def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
         shard = tensor.to_local() if is_sharded(tensor) else tensor
         local.append(shard.detach())
     return local
-
-
-def _running_statistics(module: nn.Module) -> list[Tensor]:
-    if not isinstance(module, _NormBase):
-        return []
-    buffers = [module.running_mean, module.running_var]
-    return [buffer for buffer in buffers if buffer is not None]
-
-
-def _wide_copy(weight: Tensor) -> Tensor:
-    # Below float32 most updates of an average are rounded away.
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return weight.detach().clone().to(dtype)
-
-
-def _names_by_id(model: nn.Module) -> dict[int, list[str]]:
-    """Return the names in the state dict of each tensor; weights that layers share have several."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    return names

@@ -226,7 +226,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
     monkeypatch.setattr(loop, "perf_counter", clock)
     monkeypatch.setattr(record_buffer, "perf_counter", clock)
     monkeypatch.setattr(step_module, "perf_counter", clock)
-    monkeypatch.setattr(loop, "evaluate_validation", slow)
+    monkeypatch.setattr(loop, "evaluate_sets", slow)
     assert all(s.step_ms < 100 for s in steps(run(epochs=3)[0]))
 
 

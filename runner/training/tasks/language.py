@@ -72,7 +72,12 @@ class Language(TensorTask):
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats per token and val/perplexity, its exponential."""
         loss = mean(*totals)
-        return {"val/loss": loss, "val/perplexity": _exp(loss)}
+        try:
+            perplexity = math.exp(loss)
+        # Above a loss of about 709 nats; a diverged run reports infinity and continues.
+        except OverflowError:
+            perplexity = math.inf
+        return {"val/loss": loss, "val/perplexity": perplexity}
 
 
 class CausalLM(Language):
@@ -152,11 +157,3 @@ def _summed_losses(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the sum of the cross entropies in nats, in the widest float of the device."""
     losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
     return losses.to(wide(logits)).sum()
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    # Above a loss of about 709 nats math.exp raises; a diverged run reports infinity and continues.
-    except OverflowError:
-        return math.inf

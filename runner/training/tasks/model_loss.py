@@ -60,8 +60,9 @@ class ModelLoss(Task):
             return output
         if wanted is None and isinstance(output, Mapping) and "loss" not in output:
             # Detection models return the terms of their loss by name.
-            terms = [value for value in output.values() if _is_scalar(value)]
-            return sum(terms) if len(terms) == len(output) else None
+            terms = [*output.values()]
+            are_losses = all(isinstance(term, Tensor) and term.numel() == 1 for term in terms)
+            return sum(terms) if are_losses else None
         if isinstance(wanted, int):
             return output[wanted]
         name = wanted or "loss"
@@ -70,7 +71,11 @@ class ModelLoss(Task):
     def totals(self, output: Any, target: Any) -> Tensor:
         """Return [the loss times the examples of the batch, its examples]."""
         loss = self.loss(output, target)
-        examples = _examples(target)
+        # The length of the target's first tensor, or of a list.
+        leaves = [leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.ndim]
+        examples = len(leaves[0]) if leaves else 1
+        if isinstance(target, list):
+            examples = len(target)
         return stack(loss * examples, examples)
 
     def metric_inputs(self, output: Any, target: Any) -> tuple[Any, Any]:
@@ -90,16 +95,3 @@ class ModelLoss(Task):
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss, the mean over the examples."""
         return {"val/loss": mean(*totals)}
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
-
-
-def _examples(target: Any) -> int:
-    """Return the examples of a target: the length of its first tensor, or of a list."""
-    if isinstance(target, list):
-        return len(target)
-    tensors = (leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.ndim)
-    first = next(tensors, None)
-    return 1 if first is None else len(first)
