@@ -118,11 +118,8 @@ def prepare_model(
             if kind not in subclasses:
                 subclasses[kind] = _checkpointing_class(kind, second_context)
             block.__class__ = subclasses[kind]
-    if train.compile:
-        _compile(train, model)
-
-
-def _compile(train: TrainSpec, model: nn.Module) -> None:
+    if not train.compile:
+        return
     blocks = _compiled_blocks(train, model)
     mode = None if train.compile in (True, "regional") else str(train.compile)
     options: dict[str, Any] | None = None

@@ -310,8 +310,7 @@ def check_dtypes(optimizer: Optimizer) -> None:
     """Raise ValueError for parameters in dtypes that the libraries do not support."""
     # Both would silently round float64 to float32, and reduce complex numbers to their real parts.
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    found = {dtype_name(p.dtype) for p in params}
-    wrong = sorted(found - set(SUPPORTED_DTYPES))
+    wrong = sorted({dtype_name(p.dtype) for p in params}.difference(SUPPORTED_DTYPES))
     if wrong:
         raise ValueError(
             f"it computes in float32 and the model holds {', '.join(wrong)} parameters. Allowed: "
@@ -333,7 +332,9 @@ _BASES_BY_CLASS: dict[str, tuple[str, type[Optimizer]]] = {
 
 
 @cache
-def _make_class(name: str) -> type[Optimizer]:
+def __getattr__(name: str) -> type[Optimizer]:
+    if name not in _BASES_BY_CLASS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, mixin = _BASES_BY_CLASS[name]
     library = module.partition(".")[0]
     try:
@@ -345,9 +346,3 @@ def _make_class(name: str) -> type[Optimizer]:
             f"Type pip install {library} (its wheels are for Linux), or optimizer=adamw."
         ) from error
     return type(name, (mixin, base), {"__doc__": base.__doc__, "__module__": __name__})
-
-
-def __getattr__(name: str) -> type[Optimizer]:
-    if name not in _BASES_BY_CLASS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _make_class(name)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -307,9 +308,7 @@ def _build_checked(
     if takes_fused and not node.get("fused"):
         chosen["fused"] = False
 
-    def build(some: Sequence[Any]) -> Optimizer:
-        return build_optimizer(key, chosen, some, embeddings)
-
+    build = partial(build_optimizer, key, chosen, embeddings=embeddings)
     first_table = next(iter(tables.values()))
     _check_sparse(key, build, list(tables), first_table.dtype)
     return build(params)

@@ -105,7 +105,7 @@ def divide_parameters(
         group = {"params": members, **options, "own_options": sorted(options)}
         words = [_entry_name(entry)] if entries else []
         if depths:
-            rate = options.get("lr", _option_value(node, "lr"))
+            rate = options.get("lr", _learning_rate(node))
             group["lr"] = rate * settings["layer_decay"] ** (last - depth)
             words.append(f"layer_{depth:02d}")
         if words:
@@ -222,11 +222,11 @@ def _typed(match: Any) -> str:
     return f"[{','.join(_patterns(match))}]" if isinstance(match, list | tuple) else str(match)
 
 
-def _option_value(node: Mapping[str, Any], option: str) -> Any:
-    """Return an option of an optimizer's node, or the default of its target."""
-    if node.get(option) is not None:
-        return node[option]
-    parameter = signature(locate(node["_target_"])).parameters.get(option)
+def _learning_rate(node: Mapping[str, Any]) -> Any:
+    """Return the rate of an optimizer's node, or the default of its target; None without any."""
+    if node.get("lr") is not None:
+        return node["lr"]
+    parameter = signature(locate(node["_target_"])).parameters.get("lr")
     return None if parameter is None or parameter.default is Parameter.empty else parameter.default
 
 
@@ -249,12 +249,12 @@ def group_problems(key: str, node: Mapping[str, Any], optimizer: Optimizer) -> I
     exempt = settings.get("no_decay_on")
     if exempt is not None and not _are_patterns(exempt):
         yield f"{key}.no_decay_on={exempt} does not fit. Allowed: {NORMS_AND_BIASES}, or patterns."
-    if "no_decay_on" in settings and "weight_decay" not in options:
-        yield f"{key}.no_decay_on={_typed(settings['no_decay_on'])}: {target} has no weight_decay."
+    if exempt is not None and "weight_decay" not in options:
+        yield f"{key}.no_decay_on={_typed(exempt)}: {target} has no weight_decay."
     decay = settings.get("layer_decay")
     if decay is not None and not (_is_number(decay) and 0 < decay <= 1):
         yield f"{key}.layer_decay={decay} is out of range. Allowed: above 0, 1 and below."
-    if decay is not None and not _is_number(_option_value(node, "lr")):
+    if decay is not None and not _is_number(_learning_rate(node)):
         yield f"{key}.layer_decay={decay} lowers the learning rate. Type {key}.lr=<rate>."
     yield from _entry_problems(key, settings.get("groups"), target, options)
 
@@ -274,7 +274,16 @@ def _entry_problems(
                 "<option>: <value>}, as in {match: head, lr: 0.01}."
             )
             continue
-        yield from _option_problems(f"{key}.groups.{i}", entry, target, options)
+        for option, value in entry.items():
+            typed = f"{key}.groups.{i}.{option}={value}"
+            if option == "name" and not isinstance(value, str | int):
+                yield f"{typed} does not fit. Allowed: text."
+            if option in _OWN_KEYS:
+                continue
+            if option not in options:
+                yield f"{typed}: {target} has no {option} of a group. It has: {', '.join(options)}."
+            elif _is_number(options[option]) and not _is_number(value):
+                yield f"{typed} does not fit. Allowed: a number."
         earlier = [_entry_name(e) for e in entries[:i] if isinstance(e, Mapping) and "match" in e]
         name = _entry_name(entry)
         if name in (_REST, *earlier):
@@ -282,22 +291,6 @@ def _entry_problems(
                 f"{key}.groups.{i} has the name {name}, which is taken: its rate could not be told "
                 f"from another's in lr/{name}. Give it a name, as in {{match: ..., name: head}}."
             )
-
-
-def _option_problems(
-    key: str, entry: Mapping[str, Any], target: str, options: Mapping[str, Any]
-) -> Iterator[str]:
-    for name, value in entry.items():
-        given = f"{key}.{name}={value}"
-        if name == "match":
-            continue
-        if name == "name":
-            if not isinstance(value, str | int):
-                yield f"{given} does not fit. Allowed: text."
-        elif name not in options:
-            yield f"{given}: {target} has no {name} of a group. It has: {', '.join(options)}."
-        elif _is_number(options[name]) and not _is_number(value):
-            yield f"{given} does not fit. Allowed: a number."
 
 
 def _are_patterns(value: Any) -> bool:
@@ -323,9 +316,8 @@ def describe_groups(optimizers: Sequence[ScheduledOptimizer]) -> str:
     exempt = 0
     every = 0
     for scheduled in optimizers:
-        for name, group in zip(
-            scheduled.group_names, scheduled.optimizer.param_groups, strict=True
-        ):
+        groups = scheduled.optimizer.param_groups
+        for name, group in zip(scheduled.group_names, groups, strict=True):
             count = len(group["params"])
             every += count
             tensors[name] = tensors.get(name, 0) + count

@@ -158,7 +158,16 @@ def build_scheduler(
     if node.get("_target_"):
         own_node = without_runner_keys("scheduler", node)
         if required_step_arguments(own_node) == ["metrics"]:
-            own_node = _with_direction(own_node, direction)
+            has_mode = "mode" in signature(locate(node["_target_"])).parameters
+            mode = node.get("mode")
+            if direction is not None and has_mode:
+                if mode not in (None, direction):
+                    raise ConfigError(
+                        f"scheduler.mode={mode} contradicts the task, of whose quality the "
+                        f"{direction} is the best. Leave scheduler.mode out, or type "
+                        f"scheduler.mode={direction}."
+                    )
+                own_node = {**own_node, "mode": direction}
             schedule = EvaluationSchedule(_build("scheduler", own_node, optimizer, 1, rates))
         else:
             # A run that ends within its warm-up gives its schedule no step; lengths begin at 1.
@@ -190,7 +199,12 @@ def _build(
             filled[keyword] = [rate * other / base for other in rates]
     parts = nested_nodes(node)
     if parts:
-        lengths = _nested_lengths(node, len(parts), steps)
+        # The steps between milestones, or all of the run.
+        lengths = [steps] * len(parts)
+        milestones = node.get("milestones")
+        if isinstance(milestones, list) and len(milestones) == len(parts) - 1:
+            pairs = zip([0, *milestones], [*milestones, steps], strict=True)
+            lengths = [max(1, end - begin) for begin, end in pairs]
         rows = enumerate(zip(parts, lengths, strict=True))
         filled["schedulers"] = [
             _build(f"{key}.schedulers.{i}", part, optimizer, length, rates)
@@ -211,16 +225,6 @@ def nested_nodes(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for part in parts if isinstance(part, Mapping) and part.get("_target_")]
 
 
-def _nested_lengths(node: Mapping[str, Any], count: int, steps: int) -> list[int]:
-    """Return the steps of each nested schedule: those between milestones, or all of the run."""
-    milestones = node.get("milestones")
-    if not isinstance(milestones, list) or len(milestones) != count - 1:
-        return [steps] * count
-    ends = [*milestones, steps]
-    begins = [0, *milestones]
-    return [max(1, end - begin) for begin, end in zip(begins, ends, strict=True)]
-
-
 def required_step_arguments(node: Mapping[str, Any]) -> list[str]:
     """Return what step() of a schedule's target needs, besides the schedule itself."""
     step = getattr(locate(node["_target_"]), "step", None)
@@ -228,23 +232,6 @@ def required_step_arguments(node: Mapping[str, Any]) -> list[str]:
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for p in parameters.values() if p.default is Parameter.empty]
     return [p.name for p in required if p.name != "self" and p.kind in positional]
-
-
-def _with_direction(node: Mapping[str, Any], direction: str | None) -> dict[str, Any]:
-    """Return the node of a schedule that follows the quality, with its `mode`.
-
-    Raises:
-        ConfigError: its mode is not the quality's direction.
-    """
-    if direction is None or "mode" not in signature(locate(node["_target_"])).parameters:
-        return dict(node)
-    mode = node.get("mode")
-    if mode not in (None, direction):
-        raise ConfigError(
-            f"scheduler.mode={mode} contradicts the task, of whose quality the {direction} is the "
-            f"best. Leave scheduler.mode out, or type scheduler.mode={direction}."
-        )
-    return {**node, "mode": direction}
 
 
 def check_scheduler(node: Mapping[str, Any]) -> None:

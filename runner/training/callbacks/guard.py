@@ -98,22 +98,8 @@ class Guard(RunCallback):
                     return
 
     def _findings(self, record: StepRecord) -> Iterator[Finding]:
-        yield from self._scale_findings(record)
-        # A loss scale overflows by design: the step was skipped, and its values mean nothing.
-        if record.overflow:
-            return
         step = record.step
-        if not math.isfinite(record.loss):
-            yield Finding("non_finite", f"the loss is {record.loss} at step {step}")
-        # With a loss scale, a gradient that is not finite is an overflow, judged above.
-        elif record.loss_scale is None and not math.isfinite(record.grad_norm):
-            description = f"the gradient norm is {record.grad_norm} at step {step}"
-            yield Finding("non_finite", f"{description} (loss {record.loss:.4g})")
-        else:
-            yield from self._spike(record)
-
-    def _scale_findings(self, record: StepRecord) -> Iterator[Finding]:
-        step = record.step
+        loss = record.loss
         scale = record.loss_scale
         self._overflows_in_a_row = self._overflows_in_a_row + 1 if record.overflow else 0
         if self._overflows_in_a_row >= self.spec.guard.overflow_steps:
@@ -122,22 +108,32 @@ class Guard(RunCallback):
         if scale is not None and scale < MIN_LOSS_SCALE:
             description = f"the loss scale fell to {scale:g} at step {step}"
             yield Finding("scale_floor", f"{description}: gradients overflow at every scale")
+        # A loss scale overflows by design: the step was skipped, and its values mean nothing.
+        if record.overflow:
+            return
+        if not math.isfinite(loss):
+            yield Finding("non_finite", f"the loss is {loss} at step {step}")
+        # With a loss scale, a gradient that is not finite is an overflow, judged above.
+        elif scale is None and not math.isfinite(record.grad_norm):
+            description = f"the gradient norm is {record.grad_norm} at step {step}"
+            yield Finding("non_finite", f"{description} (loss {loss:.4g})")
+        else:
+            if self._is_spike(loss):
+                description = f"the loss leapt to {loss:.4g} at step {step}"
+                ratio = loss / median(self._losses)
+                yield Finding("spike", f"{description}, {ratio:.0f} times its running median")
+            self._losses.append(loss)
 
-    def _spike(self, record: StepRecord) -> Iterator[Finding]:
-        """Yield a finding if the loss is far above its running median and its recent maximum."""
-        loss = record.loss
-        usual = self._losses
-        factor = self.spec.guard.spike_factor
+    def _is_spike(self, loss: float) -> bool:
+        """Return whether a loss is far above its running median and its recent maximum."""
+        recent = self._losses
         # The comparison with the last loss follows from the one with the maximum. It comes first
         # because it spares most steps the search of the window. The maximum keeps a loss that has
         # always been noisy from being reported.
-        is_leap = len(usual) >= MIN_SPIKE_STEPS and loss > 2 * usual[-1] and loss > 2 * max(usual)
+        if len(recent) < MIN_SPIKE_STEPS or loss <= 2 * recent[-1] or loss <= 2 * max(recent):
+            return False
         # A median of 0 or below is no scale that a factor could be applied to.
-        if is_leap and loss > factor * median(usual) > 0:
-            description = f"the loss leapt to {loss:.4g} at step {record.step}"
-            ratio = loss / median(usual)
-            yield Finding("spike", f"{description}, {ratio:.0f} times its running median")
-        usual.append(loss)
+        return loss > self.spec.guard.spike_factor * median(recent) > 0
 
     def _act(self, finding: Finding, record: StepRecord) -> None:
         key = finding.key

@@ -16,6 +16,20 @@ from runner.training.records import (
 MIN_TIMED_MS = 250.0
 """Shortest time that gives a rate, in milliseconds; a shorter one varies with the system load."""
 
+_STATE = {
+    "metrics": "metrics",
+    "evaluated": "last_evaluation_step",
+    "best": "best",
+    "stagnant": "stagnant_share",
+    "scales": "scales",
+    "overflows": "overflows",
+    "examples": "_examples",
+    "steps": "_steps",
+    "blocks": "_blocks",
+    "milliseconds": "_milliseconds",
+}
+"""By the key in a checkpoint, the attribute of a RunSummary that it restores."""
+
 
 class RunSummary(RunCallback):
     """Totals over all records of a run, for its result and its final checkpoint.
@@ -90,35 +104,16 @@ class RunSummary(RunCallback):
             self.best = value if self.best is None else self.better(self.best, value)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "last": record_to_state(self.last),
-            "metrics": self.metrics,
-            "evaluated": self.last_evaluation_step,
-            "best": self.best,
-            "stagnant": self.stagnant_share,
-            "scales": self.scales,
-            "overflows": self.overflows,
-            "examples": self._examples,
-            "steps": self._steps,
-            "blocks": self._blocks,
-            "milliseconds": self._milliseconds,
-        }
+        state = {key: getattr(self, attribute) for key, attribute in _STATE.items()}
+        return {"last": record_to_state(self.last), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._is_first_block_after_resume = True
         if not state:
             return
         self.last = record_from_state(state["last"])
-        self.metrics = state["metrics"]
-        self.last_evaluation_step = state["evaluated"]
-        self.best = state["best"]
-        self.stagnant_share = state["stagnant"]
-        self.scales = state["scales"]
-        self.overflows = state["overflows"]
-        self._examples = state["examples"]
-        self._steps = state["steps"]
-        self._blocks = state["blocks"]
-        self._milliseconds = state["milliseconds"]
+        for key, attribute in _STATE.items():
+            setattr(self, attribute, state[key])
 
     def result_values(self) -> dict[str, Any]:
         """Return the numbers of the run's result.

@@ -10,7 +10,6 @@ from runner.training.tasks.task import (
     IGNORED,
     count_labels,
     counted_positions,
-    labels_out_of_range,
     mean,
     stack,
     wide,
@@ -57,17 +56,9 @@ class Language(TensorTask):
         logits, tokens = self.aligned(output, target)
         return stack(_summed_losses(logits, tokens), count_labels(tokens))
 
-    def labels(self, target: Tensor) -> Tensor:
-        """Return how many tokens count."""
-        return self.counted(target)
-
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [N, V] and tokens [N] of the positions whose labels count."""
         return counted_positions(*self.aligned(output, target))
-
-    def misplaced(self, target: Tensor, classes: int) -> Tensor:
-        """Return bool [B], which sequences hold a token that is no class."""
-        return labels_out_of_range(target, classes)
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats per token and val/perplexity, its exponential."""
@@ -110,7 +101,7 @@ class CausalLM(Language):
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many tokens count."""
-        return self.counted(target[..., 1:])
+        return super().labels(target[..., 1:])
 
 
 class Seq2Seq(Language):

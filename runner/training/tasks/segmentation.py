@@ -11,7 +11,6 @@ from runner.training.tasks.task import (
     IGNORED,
     count_labels,
     counted_positions,
-    labels_out_of_range,
     mean,
     stack,
     wide,
@@ -108,17 +107,9 @@ class Segmentation(TensorTask):
         either = confusion.sum(0) + confusion.sum(1) - both
         return torch.cat([sums, both.to(sums.dtype), either.to(sums.dtype)])
 
-    def labels(self, target: Tensor) -> Tensor:
-        """Return how many pixels count."""
-        return self.counted(target)
-
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [N, C] and classes [N] of the pixels whose labels count."""
         return counted_positions(self._logits(output, target).movedim(1, -1), target)
-
-    def misplaced(self, target: Tensor, classes: int) -> Tensor:
-        """Return bool [B], which images hold a pixel that is no class."""
-        return labels_out_of_range(target, classes)
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats, val/accuracy, and val/iou: the mean over the classes that occur

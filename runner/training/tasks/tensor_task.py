@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from runner.training.tasks.task import IGNORED, Task, count_labels
+from runner.training.tasks.task import IGNORED, Task, count_labels, labels_out_of_range
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import widest_float
 
@@ -154,10 +154,15 @@ class TensorTask(Task):
         """
         return (self.training_loss or otherwise)(output, target)
 
-    def counted(self, target: Tensor) -> Tensor:
+    def labels(self, target: Tensor) -> Tensor:
         """Return how many labels the training loss averages over, or the sum of their weights."""
         count = self.training_loss.labels if self.training_loss else count_labels
         return count(target)
+
+    def misplaced(self, target: Tensor, classes: int) -> Tensor | None:
+        """Return bool [B], which examples have a label that is none of the classes 0 to
+        classes - 1; None where labels are no classes."""
+        return labels_out_of_range(target, classes)
 
     def select(self, output: Any) -> Any:
         """Return the part of a model's output that the loss takes.
