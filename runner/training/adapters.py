@@ -2,6 +2,11 @@
 
 Source: Hu et al., LoRA, arXiv:2106.09685; Dettmers et al., QLoRA, arXiv:2305.14314; Liu et al.,
 DoRA, arXiv:2402.09353; Kalajdzievski, rsLoRA, arXiv:2312.03732.
+
+Start values that are computed from the weights (PiSSA, OLoRA, LoftQ) are the formulas of peft,
+which has them, too, but not for every layer here: its PiSSA refuses float64, its OLoRA takes a
+Conv1D's weight for a transposed one, its LoftQ needs a GPU, and with 16-bit additions its sums
+differ by the rounding of the additions.
 """
 
 import re

@@ -20,6 +20,10 @@ from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
 from runner.utils.stop_signals import until_interrupted
 
+_RANDOM_DEPTH = ("StochasticDepth", "DropPath")
+"""Classes of torchvision and timm that leave out branches at random in training mode."""
+_SEED = 0
+
 
 @torch.no_grad()
 def evaluate(
@@ -221,11 +225,6 @@ class Stagnation:
             counts = self.strategy.sum(torch.tensor([unchanged, with_gradient]))
             unchanged, with_gradient = counts.tolist()
         return unchanged / with_gradient if with_gradient else 0.0
-
-
-_RANDOM_DEPTH = ("StochasticDepth", "DropPath")
-"""Classes of torchvision and timm that leave out branches at random in training mode."""
-_SEED = 0
 
 
 @contextmanager

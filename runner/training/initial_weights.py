@@ -1,4 +1,7 @@
-"""Load the weights that init.weights names: renamed, without those that init.skip leaves out."""
+"""Load the weights that init.weights names: renamed, without those that init.skip leaves out.
+
+Where they do not fit, the error names the prefix or the patterns with which they do.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import nlargest
@@ -24,6 +27,14 @@ _MOST_NAMES = 6
 """Names of each kind that a message lists."""
 _COUNTERS = ".num_batches_tracked"
 """End of the name of a buffer that weights older than torch 1.0 lack, and that torch fills in."""
+
+
+EVERY_NAME = "*"
+"""The old prefix that stands for the beginning of every name."""
+_SAMPLES = 3
+"""Names of the file whose counterparts in the model are looked for."""
+_COUNTERPARTS = 8
+"""Names of the model that are tried for each of them, those with most segments in common."""
 
 
 class InitialWeights(NamedTuple):
@@ -261,14 +272,6 @@ def _listed(names: Sequence[str]) -> str:
     """Return names with a count of those above the first ones."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
-
-
-EVERY_NAME = "*"
-"""The old prefix that stands for the beginning of every name."""
-_SAMPLES = 3
-"""Names of the file whose counterparts in the model are looked for."""
-_COUNTERPARTS = 8
-"""Names of the model that are tried for each of them, those with most segments in common."""
 
 
 class Rename(NamedTuple):

@@ -1,4 +1,9 @@
-"""Build the model of a run: construct, convert and adapt it, and restore it from a checkpoint."""
+"""Build the model of a run: construct, convert and adapt it, and restore it from a checkpoint.
+
+Lazy layers (nn.LazyLinear, nn.LazyConv2d, ...) get their shapes before anything else is done. torch
+makes their parameters in the first forward. Here that would be after the conversion, in the
+precision's dtype and so with other numbers than in float32, and after the optimizers.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -31,6 +36,23 @@ from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import tensors_only
 from runner.utils.tensors import float32_bytes
 from runner.utils.terminal import quote_command
+
+_CPU = torch.device("cpu")
+_EXAMPLES = 2  # in the first forward
+_LOADING_KEYWORDS = (
+    "pretrained",
+    "weights",
+    "weights_backbone",
+    "checkpoint_path",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "path",
+)
+"""Keywords by which timm, torchvision and the models of the runner load weights."""
+_KNOWN_PACKAGES = ("runner.models.", "timm.", "torchvision.models.")
+"""Packages whose models load weights only where one of these keywords asks for it."""
+_LIBRARIES = (*_KNOWN_PACKAGES, "peft.", "transformers.")
+"""Packages whose files of weights hold tensors and plain containers alone."""
 
 
 class BuiltModel(NamedTuple):
@@ -285,10 +307,6 @@ def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
     )
 
 
-_CPU = torch.device("cpu")
-_EXAMPLES = 2  # in the first forward
-
-
 def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
     """Make the parameters of a model's lazy layers by one forward in evaluation mode.
 
@@ -378,22 +396,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-_LOADING_KEYWORDS = (
-    "pretrained",
-    "weights",
-    "weights_backbone",
-    "checkpoint_path",
-    "pretrained_cfg",
-    "pretrained_cfg_overlay",
-    "path",
-)
-"""Keywords by which timm, torchvision and the models of the runner load weights."""
-_KNOWN_PACKAGES = ("runner.models.", "timm.", "torchvision.models.")
-"""Packages whose models load weights only where one of these keywords asks for it."""
-_LIBRARIES = (*_KNOWN_PACKAGES, "peft.", "transformers.")
-"""Packages whose files of weights hold tensors and plain containers alone."""
 
 
 def starts_random(node: Mapping[str, Any]) -> bool:

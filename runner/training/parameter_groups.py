@@ -1,8 +1,8 @@
-"""Divide the parameters of one optimizer into groups with options of their own.
+"""Divide parameters by patterns of their names: into groups with options of their own, or frozen.
 
 `optimizer.groups` gives parameters that patterns name other options, `optimizer.no_decay_on`
-exempts parameters from weight decay, and `optimizer.layer_decay` lowers the learning rate from the
-last block of a model to the first.
+exempts parameters from weight decay, `optimizer.layer_decay` lowers the learning rate from the last
+block of a model to the first, and `train.freeze` freezes parameters.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

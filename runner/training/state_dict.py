@@ -1,4 +1,8 @@
-"""Collect the state that a checkpoint stores, and restore it on resume."""
+"""Collect the state that a checkpoint stores, and restore it on resume.
+
+A resumed run may change hyperparameters, the schedule, the precision of the weights or the number
+of processes: what cannot be restored as it was becomes a sentence for the terminal.
+"""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -34,6 +38,17 @@ from runner.training.weight_average import AVERAGE_KEY
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import rng_state, set_rng_state
 from runner.utils.tensors import dtype_name
+
+_KERNEL_KEYS = ("fused", "foreach", "capturable", "differentiable")
+"""Keys of a group that say how an optimizer computes: what fits this run's dtypes and device."""
+_MAX_REPLAYED_STEPS = 10**7
+"""Applied steps that a new schedule is advanced over; a damaged file may count any number."""
+_FLOAT32_COUNTERS = ("step", "mu_product", "mu", "eta")
+"""State that torch keeps in float32, whatever the dtype of the parameters."""
+_LEARNING_RATE_KEYS = {"lr", "initial_lr", "max_lr", "min_lr"}
+"""Keys of a group that are learning rates; schedules add all but the first."""
+MISFIT_ERRORS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
+"""Errors of torch and of the callbacks where a checkpoint's state is not of the expected form."""
 
 
 def state_dict(state: TrainState, callbacks: Sequence[RunCallback]) -> dict[str, Any]:
@@ -71,15 +86,29 @@ def restore(
     """
     notes = restore_optimizers(state, saved, spec)
     try:
-        _restore_progress(state, saved.content, callbacks)
-        average = saved.content.get(AVERAGE_KEY)
+        content = saved.content
+        state.precision.load_state_dict(state.plain_model, content["precision_state"])
+        state.step = content["step"]
+        state.epoch = content["epoch"]
+        state.position = content["position"]
+        state.skipped = content["skipped_steps"]
+        state.last_evaluation_step = content["evaluated"]
+        state.stagnant_share = content["stagnant"]
+        _restore_callbacks(callbacks, content["callbacks"])
+        generators = content["rng"]
+        rank = state.strategy.place.rank
+        # A run may resume with more processes than before. The further ones have no saved state and
+        # continue with the seeds that they started with.
+        if rank < len(generators):
+            set_rng_state(generators[rank], state.device)
+        average = content.get(AVERAGE_KEY)
         if state.average is None and average is not None:
             notes.append("the checkpoint's averaged weights are dropped")
         elif state.average is not None and average is None:
             notes.append("the average of the weights begins here: the checkpoint holds none")
         elif state.average is not None:
             state.average.load_state_dict(average)
-        notes += _restore_scale(state, saved.content, spec, typed_keys)
+        notes += _restore_scale(state, content, spec, typed_keys)
     except MISFIT_ERRORS as error:
         raise ConfigError(
             f"checkpoint.resume={saved.path} was not written by this runner: "
@@ -87,25 +116,6 @@ def restore(
             "weights."
         ) from error
     return notes
-
-
-def _restore_progress(
-    state: TrainState, content: Mapping[str, Any], callbacks: Sequence[RunCallback]
-) -> None:
-    state.precision.load_state_dict(state.plain_model, content["precision_state"])
-    state.step = content["step"]
-    state.epoch = content["epoch"]
-    state.position = content["position"]
-    state.skipped = content["skipped_steps"]
-    state.last_evaluation_step = content["evaluated"]
-    state.stagnant_share = content["stagnant"]
-    _restore_callbacks(callbacks, content["callbacks"])
-    generators = content["rng"]
-    rank = state.strategy.place.rank
-    # A run may resume with more processes than before. The further ones have no saved state and
-    # continue with the seeds that they started with.
-    if rank < len(generators):
-        set_rng_state(generators[rank], state.device)
 
 
 def _restore_callbacks(
@@ -213,22 +223,6 @@ def checkpoint_state_dict(
     }
 
 
-_KERNEL_KEYS = ("fused", "foreach", "capturable", "differentiable")
-"""Keys of a group that say how an optimizer computes: what fits this run's dtypes and device."""
-
-_MAX_REPLAYED_STEPS = 10**7
-"""Applied steps that a new schedule is advanced over; a damaged file may count any number."""
-
-_FLOAT32_COUNTERS = ("step", "mu_product", "mu", "eta")
-"""State that torch keeps in float32, whatever the dtype of the parameters."""
-
-_LEARNING_RATE_KEYS = {"lr", "initial_lr", "max_lr", "min_lr"}
-"""Keys of a group that are learning rates; schedules add all but the first."""
-
-MISFIT_ERRORS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
-"""Errors of torch and of the callbacks where a checkpoint's state is not of the expected form."""
-
-
 def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec) -> list[str]:
     """Restore optimizers and schedules from a checkpoint.
 
@@ -246,6 +240,11 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
         weight = content["model"].get(name)
         if isinstance(weight, Tensor):
             old_dtypes[id(parameter)] = weight.dtype
+    # Whether the checkpoint's run chose how its state is kept: by a rule, or a dtype.
+    node = theirs["optimizer"]
+    nodes = [node] if "_target_" in node else node.values()
+    had_rules = theirs["precision"].get("update", Nearest.name) != Nearest.name
+    had_rules |= any(part.get("state_dtype") is not None for part in nodes)
     applied_steps = content["step"] - content["skipped_steps"]
     parts = shards_folder(saved.path)
     try:
@@ -266,7 +265,7 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
                 theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
             )
             casts = _load_optimizer(
-                scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, _had_rules(theirs)
+                scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, had_rules
             )
             notes |= dict.fromkeys(casts)
             if is_new_schedule:
@@ -289,14 +288,6 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
             "run from its weights."
         ) from error
     return list(notes)
-
-
-def _had_rules(spec: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's run chose how its state is kept: a rule, or a dtype."""
-    node = spec["optimizer"]
-    parts = [node] if "_target_" in node else node.values()
-    has_dtype = any(part.get("state_dtype") is not None for part in parts)
-    return has_dtype or spec["precision"].get("update", Nearest.name) != Nearest.name
 
 
 def _changed_hyperparameters(

@@ -157,7 +157,9 @@ class RunHandle:
         self.stop_reason = ""
         self._state = state
         self._output = output
-        self._read_model: _ModelSnapshot | None = None
+        # Of a model that a hook reads: modes of its modules, and versions of its tensors, before.
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._versions: list[tuple[Tensor, int]] = []
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Record numbers as metrics of the run.
@@ -236,8 +238,10 @@ class RunHandle:
                 "them; type strategy=ddp"
             )
         model = self._state.plain_model
-        if self._read_model is None:
-            self._read_model = _ModelSnapshot(model)
+        if not self._modes:
+            self._modes = [(module, module.training) for module in model.modules()]
+            tensors = (*model.parameters(), *model.buffers())
+            self._versions = [(tensor, tensor._version) for tensor in tensors]
         return model
 
     def close_hook(self) -> None:
@@ -246,10 +250,18 @@ class RunHandle:
         Raises:
             ValueError: the hook changed a parameter in place.
         """
-        snapshot, self._read_model = self._read_model, None
-        if snapshot is not None:
-            snapshot.restore_modes()
-            snapshot.check_weights()
+        for module, training in self._modes:
+            module.training = training
+        # torch counts the changes of a tensor in its version.
+        changed = sum(tensor._version != version for tensor, version in self._versions)
+        self._modes = []
+        self._versions = []
+        if changed:
+            raise ValueError(
+                f"it changed {changed} parameters or buffers of the model; callbacks read only. A "
+                "forward in training mode changes the statistics of batch norms: call "
+                "run.model.eval() before it"
+            )
 
     def _metric_name(self, name: Any) -> str:
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
@@ -266,28 +278,6 @@ class RunHandle:
                 "Take another prefix, or none"
             )
         return name
-
-
-class _ModelSnapshot:
-    """The modes of a model's modules, and the versions of its parameters, before a hook."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modes = [(module, module.training) for module in model.modules()]
-        self.versions = [(t, t._version) for t in (*model.parameters(), *model.buffers())]
-
-    def restore_modes(self) -> None:
-        for module, training in self.modes:
-            module.training = training
-
-    def check_weights(self) -> None:
-        # torch counts the changes of a tensor in its version.
-        changed = sum(tensor._version != version for tensor, version in self.versions)
-        if changed:
-            raise ValueError(
-                f"it changed {changed} parameters or buffers of the model; callbacks read only. A "
-                "forward in training mode changes the statistics of batch norms: call "
-                "run.model.eval() before it"
-            )
 
 
 def as_number(value: Any) -> float | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.training.tasks.task import Task, counted_positions, mean, stack
+from runner.training.tasks.tensor_task import part_of
 from runner.utils.errors import ConfigError
 
 
@@ -63,10 +64,7 @@ class ModelLoss(Task):
             terms = [*output.values()]
             are_losses = all(isinstance(term, Tensor) and term.numel() == 1 for term in terms)
             return sum(terms) if are_losses else None
-        if isinstance(wanted, int):
-            return output[wanted]
-        name = wanted or "loss"
-        return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        return part_of(output, "loss" if wanted is None else wanted)
 
     def totals(self, output: Any, target: Any) -> Tensor:
         """Return [the loss times the examples of the batch, its examples]."""

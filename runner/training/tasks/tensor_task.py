@@ -181,38 +181,29 @@ class TensorTask(Task):
                 )
             return output
         if self.output_field is None:
-            logits = _part(output, "logits")
+            logits = part_of(output, "logits")
             return logits if isinstance(logits, Tensor) else output
-        found = _part(output, self.output_field)
-        if isinstance(found, Tensor):
-            return found
+        part = part_of(output, self.output_field)
+        if isinstance(part, Tensor):
+            return part
+        kind = type(output).__name__
+        choices = "its attribute"
+        if isinstance(output, Mapping):
+            kind += f" with the keys {', '.join(map(str, output))}"
+            choices = " or ".join(str(key) for key, p in output.items() if isinstance(p, Tensor))
+        elif isinstance(output, tuple | list):
+            kind += f" of {len(output)}"
+            choices = f"0 to {len(output) - 1}"
         raise ConfigError(
-            f"task.output={self.output_field}: the model returns a {_described(output)}, and that "
-            f"part of it is no tensor. Type task.output=<{_choices(output)}>."
+            f"task.output={self.output_field}: the model returns a {kind}, and that part of it is "
+            f"no tensor. Type task.output=<{choices}>."
         )
 
 
-def _part(output: Any, wanted: str | int) -> Any:
+def part_of(output: Any, wanted: str | int) -> Any:
     """Return a part of an output by key, attribute or place; None where there is none."""
     if isinstance(output, Mapping):
         return output.get(wanted)
     if isinstance(output, tuple | list) and isinstance(wanted, int):
         return output[wanted] if -len(output) <= wanted < len(output) else None
     return getattr(output, wanted, None) if isinstance(wanted, str) else None
-
-
-def _described(output: Any) -> str:
-    """Return an output in words."""
-    name = type(output).__name__
-    if isinstance(output, Mapping):
-        return f"{name} with the keys {', '.join(map(str, output))}"
-    return f"{name} of {len(output)}" if isinstance(output, tuple | list) else name
-
-
-def _choices(output: Any) -> str:
-    """Return what task.output may be for an output."""
-    if isinstance(output, Mapping):
-        return " or ".join(str(key) for key, part in output.items() if isinstance(part, Tensor))
-    if isinstance(output, tuple | list):
-        return f"0 to {len(output) - 1}"
-    return "its attribute"
