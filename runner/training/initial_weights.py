@@ -17,9 +17,8 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
-from runner.training.parameter_groups import nearest_names
+from runner.training.parameter_groups import matching_names
 from runner.utils.errors import ConfigError
-from runner.utils.modules import matches_pattern
 from runner.utils.tensors import dtype_name
 from runner.utils.terminal import quote_command
 
@@ -105,7 +104,9 @@ def load_selected(
         ConfigError: names or shapes differ, or a pattern of init.skip matches nothing.
     """
     own = model.state_dict(keep_vars=True)
-    skipped = _skipped_names(spec, own, weights)
+    where = f"nothing in the model or in {spec.init.weights}"
+    every = dict.fromkeys([*own, *weights])
+    skipped = matching_names("init.skip", spec.init.skip, every, where)
     wanted = {name: value for name, value in weights.items() if name not in skipped}
     missing = _missing_names(own, weights, skipped)
     unexpected = [name for name in wanted if name not in own]
@@ -146,31 +147,6 @@ def unpack_weights(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, An
     from runner.precision.layers.linear_4bit import unpack_state_dict
 
     return unpack_state_dict(weights, transposed)
-
-
-def _skipped_names(
-    spec: RunSpec, own: Mapping[str, Any], weights: Mapping[str, Any]
-) -> dict[str, None]:
-    """Return the names of the model and of the file that init.skip matches.
-
-    Raises:
-        ConfigError: a pattern matches none.
-    """
-    names = dict.fromkeys([*own, *weights])
-    skipped: dict[str, None] = {}
-    problems = []
-    for pattern in map(str, spec.init.skip):
-        matches = [name for name in names if matches_pattern(pattern, name)]
-        if not matches:
-            problems.append(
-                f"init.skip: {pattern} matches nothing in the model or in "
-                f"{spec.init.weights}. Nearest names: {nearest_names(pattern, names)}. "
-                "`*` stands for any part of one segment."
-            )
-        skipped |= dict.fromkeys(matches)
-    if problems:
-        raise ConfigError(*problems)
-    return skipped
 
 
 def _missing_names(

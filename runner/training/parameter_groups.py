@@ -200,6 +200,35 @@ def _depths(key: str, model: nn.Module) -> dict[str, int]:
     return depths
 
 
+def matching_names(
+    key: str, patterns: Sequence[Any], names: Collection[str], nothing: str
+) -> dict[str, None]:
+    """Return the names of parameters that patterns match, in order.
+
+    Args:
+        key: the config key, for the message.
+        patterns: as the user wrote them.
+        names: of parameters.
+        nothing: says in the message what a pattern matches that matches none of them.
+
+    Raises:
+        ConfigError: a pattern matches no name.
+    """
+    matches: dict[str, None] = {}
+    problems: list[str] = []
+    for pattern in map(str, patterns):
+        of_pattern = [name for name in names if matches_pattern(pattern, name)]
+        matches |= dict.fromkeys(of_pattern)
+        if not of_pattern:
+            problems.append(
+                f"{key}: {pattern} matches {nothing}. Nearest names: "
+                f"{nearest_names(pattern, names)}. `*` stands for any part of one segment."
+            )
+    if problems:
+        raise ConfigError(*problems)
+    return matches
+
+
 def nearest_names(pattern: str, named: Collection[str]) -> str:
     """Return the names of parameters and of their modules that are most like a pattern."""
     names = dict.fromkeys(named)
@@ -345,20 +374,10 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     named = dict(model.named_parameters())
     had_trainable = any(p.requires_grad for p in named.values())
-    problems: list[str] = []
-    for pattern in patterns:
-        matches = [p for name, p in named.items() if matches_pattern(pattern, name)]
-        if not matches:
-            problems.append(
-                f"train.freeze: {pattern} matches no parameter of the model. Nearest names: "
-                f"{nearest_names(pattern, named)}. `*` stands for any part of one segment."
-            )
-        for p in matches:
-            # Codes of packed weights are integers, which never train.
-            if p.requires_grad:
-                p.requires_grad_(False)
-    if problems:
-        raise ConfigError(*problems)
+    for name in matching_names("train.freeze", patterns, named, "no parameter of the model"):
+        # Codes of packed weights are integers, which never train.
+        if named[name].requires_grad:
+            named[name].requires_grad_(False)
     if had_trainable and not any(p.requires_grad for p in named.values()):
         raise ConfigError(
             f"train.freeze=[{','.join(patterns)}] leaves nothing to train: it freezes all "
