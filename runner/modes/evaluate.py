@@ -31,7 +31,8 @@ from runner.training.evaluation import evaluate_sets, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.model import BuiltModel, restore_model, restore_precision_state
 from runner.training.model_call import call_model
-from runner.training.setup import TrainingSetup, build_for_strategy, build_state
+from runner.training.setup import TrainingSetup, build_state
+from runner.training.sharded_model import build_for_strategy
 from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError

@@ -27,7 +27,7 @@ from runner.training.optimizers import (
     embedding_parameters,
     parameters_by_optimizer,
 )
-from runner.training.setup import build_on_meta
+from runner.training.sharded_model import build_on_meta
 from runner.utils.files import write_json
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import GIB, MIB, count_elements, dtype_name, stored_bytes, tensor_bytes

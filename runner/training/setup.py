@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
@@ -20,47 +19,10 @@ from runner.precision.contract import Precision
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import BuiltModel, build_model
 from runner.training.optimizers import build_scheduled_optimizers
+from runner.training.sharded_model import build_for_strategy
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
-from runner.utils.errors import RunnerError
-
-META_DEVICE = torch.device("meta")
-_CPU = torch.device("cpu")
-
-ModelBuilder = Callable[[torch.device, torch.device | None], BuiltModel]
-"""Builds a model, given the device where it ends up and the one on which its parameters are made;
-None for the CPU."""
-
-
-def build_on_meta(build: ModelBuilder) -> BuiltModel:
-    """Build and convert a model on the meta device; on the CPU if its code reads values.
-
-    Args:
-        build: see ModelBuilder.
-
-    Raises:
-        ConfigError: the model cannot be built, or does not fit the weights that it starts from.
-    """
-    try:
-        return build(META_DEVICE, META_DEVICE)
-    except RunnerError:
-        raise
-    except (NotImplementedError, RuntimeError):
-        return build(_CPU, None)
-
-
-def _holds_other_meta_tensors(model: nn.Module) -> bool:
-    """Return whether a module has a meta tensor that is neither a parameter nor a buffer.
-
-    Nothing gives such a tensor its values later.
-    """
-    registered = ("_parameters", "_buffers", "_modules")
-    for module in model.modules():
-        attributes = {key: value for key, value in vars(module).items() if key not in registered}
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(attributes)):
-            return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -153,47 +115,3 @@ def build_state(
         clip_value=spec.train.clip_value,
         average=average,
     )
-
-
-def build_for_strategy(
-    build: ModelBuilder, precision: Precision, strategy: Strategy, device: torch.device
-) -> BuiltModel:
-    """Build a model on its device; where the strategy shards, all processes must call it together.
-
-    Of a sharded model only the main process makes the weights, in the memory of its host, so that
-    they are those of a run of one process. The others build the model on the meta device, shard it,
-    and receive their shards. No device ever holds more than the shards and one unit, and each host
-    holds one whole model at most.
-
-    Args:
-        build: builds and converts the whole model.
-        precision: of the run.
-        strategy: may shard the model.
-        device: of this process, where the model or its shards are.
-
-    Raises:
-        ConfigError: the model cannot be built, or does not fit the weights that it starts from.
-    """
-    if not strategy.shards:
-        return build(device, None)
-    from runner.distributed.scatter import named_values, scatter_values
-
-    # What packs weights looks at their values.
-    makes_once = strategy.cpu_ram_efficient_loading and not precision.freezes
-    if strategy.place.is_main or not makes_once:
-        built = build(_CPU, None)
-    else:
-        built = build_on_meta(build)
-        if _holds_other_meta_tensors(built.model):
-            built = build(_CPU, None)
-    sends = makes_once and strategy.place.world_size > 1
-    values: dict[str, Tensor] = {}
-    if sends and strategy.place.is_main:
-        values = {name: tensor.detach() for name, tensor in named_values(built.model)}
-    model = strategy.wrap(built.model, device)
-    if any(tensor.is_meta for _, tensor in named_values(model)):
-        model.to_empty(device=device)
-    model = model.to(device)
-    if sends:
-        scatter_values(model, values, device)
-    return built._replace(model=model)

@@ -11,7 +11,7 @@ from runner.config.schema import InitSpec, RunSpec
 from runner.diagnostics.memory.forecast import peak_forecast
 from runner.precision import registry
 from runner.training.model import build_model
-from runner.training.setup import build_on_meta
+from runner.training.sharded_model import build_on_meta
 from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")

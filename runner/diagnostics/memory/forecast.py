@@ -43,7 +43,7 @@ from runner.diagnostics.memory.rehearsal import (
 from runner.precision.contract import Precision
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.model import materialize_lazy_layers
-from runner.training.setup import META_DEVICE
+from runner.training.sharded_model import META_DEVICE
 from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
 from runner.utils.tensors import GIB, float32_bytes

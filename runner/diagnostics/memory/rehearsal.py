@@ -27,7 +27,8 @@ from runner.training.compile import prepare_model
 from runner.training.evaluation import Stagnation, evaluation_mode
 from runner.training.model import build_model
 from runner.training.model_call import call_model
-from runner.training.setup import TrainingSetup, build_on_meta, build_state
+from runner.training.setup import TrainingSetup, build_state
+from runner.training.sharded_model import build_on_meta
 from runner.training.state import TrainState
 from runner.training.step import train_step
 
