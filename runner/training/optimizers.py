@@ -69,11 +69,11 @@ def parameters_by_optimizer(
         taken = {name: p for name, p in free.items() if is_match(match, name, p, model)}
         if not taken:
             raise ConfigError(
-                f"optimizer.{key}.match={match} takes no parameter of the model. "
+                f"{key}.match={match} takes no parameter of the model. "
                 f"Left for it: {_first_names(free) or 'none'}."
             )
         free = {name: p for name, p in free.items() if name not in taken}
-        shares.append((f"optimizer.{key}", part, list(taken.values())))
+        shares.append((key, part, list(taken.values())))
     # A parameter without an optimizer would stay at its initial value, unnoticed.
     if free:
         raise ConfigError(
@@ -87,10 +87,20 @@ def _first_names(named: Mapping[str, nn.Parameter]) -> str:
 
 
 def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the names and nodes of several optimizers in the order in which they are built."""
+    """Return the key and the node of each optimizer in the order in which they are built.
+
+    Args:
+        node: the config's optimizer node: one with a `_target_`, or several by names of their own.
+    """
+    if "_target_" in node:
+        return [("optimizer", node)]
+    nodes: list[tuple[str, Mapping[str, Any]]] = []
+    for name, part in node.items():
+        if isinstance(part, Mapping):
+            nodes.append((f"optimizer.{name}", part))
     # One that takes every parameter comes last, or it would leave none to the others. Checkpoints
     # hold the optimizers in this order.
-    return sorted(node.items(), key=lambda item: item[1].get("match") is None)
+    return sorted(nodes, key=lambda item: item[1].get("match") is None)
 
 
 def embedding_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -244,10 +254,7 @@ def describe_state_dtypes(
         node: the config's optimizer node.
         optimizers: made of the node.
     """
-    nodes = [("optimizer", node)]
-    if "_target_" not in node:
-        nodes = [(f"optimizer.{name}", part) for name, part in optimizer_nodes(node)]
-    for (key, part), scheduled in zip(nodes, optimizers, strict=True):
+    for (key, part), scheduled in zip(optimizer_nodes(node), optimizers, strict=True):
         dtype = state_dtype(key, part)
         if dtype is None:
             continue
@@ -361,12 +368,8 @@ def check_arguments(spec: RunSpec) -> None:
     before its data and its model are loaded.
     """
     check_scheduler(spec.scheduler)
-    nodes = {"optimizer": spec.optimizer} if "_target_" in spec.optimizer else spec.optimizer
     dummy = [nn.Parameter(torch.zeros(2, 2))]
-    for name, node in nodes.items():
-        if not isinstance(node, Mapping):
-            continue
-        key = name if name == "optimizer" else f"optimizer.{name}"
+    for key, node in optimizer_nodes(spec.optimizer):
         optimizer = build_optimizer(key, node, dummy)
         problems = [*group_problems(key, node, optimizer)]
         if problems:

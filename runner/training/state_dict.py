@@ -241,10 +241,9 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
         if isinstance(weight, Tensor):
             old_dtypes[id(parameter)] = weight.dtype
     # Whether the checkpoint's run chose how its state is kept: by a rule, or a dtype.
-    node = theirs["optimizer"]
-    nodes = [node] if "_target_" in node else node.values()
+    nodes = optimizer_nodes(theirs["optimizer"])
     had_rules = theirs["precision"].get("update", Nearest.name) != Nearest.name
-    had_rules |= any(part.get("state_dtype") is not None for part in nodes)
+    had_rules |= any(node.get("state_dtype") is not None for _, node in nodes)
     applied_steps = content["step"] - content["skipped_steps"]
     parts = shards_folder(saved.path)
     try:
@@ -298,12 +297,10 @@ def _changed_hyperparameters(
     Returns:
         (old, new) by the hyperparameter's name, in the order in which optimizers are built.
     """
-    pairs = [(theirs, ours)]
-    if "_target_" not in ours:
-        pairs = [(theirs[name], node) for name, node in optimizer_nodes(ours)]
+    saved = dict(optimizer_nodes(theirs))
     changes: list[dict[str, tuple[Any, Any]]] = []
-    for old, new in pairs:
-        changed = {key: (old.get(key), value) for key, value in new.items()}
+    for name, node in optimizer_nodes(ours):
+        changed = {key: (saved[name].get(key), value) for key, value in node.items()}
         changes.append({key: pair for key, pair in changed.items() if pair[0] != pair[1]})
     return changes
 
