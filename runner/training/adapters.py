@@ -244,8 +244,13 @@ class Lora(Adapter):
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
         if self.init in CHANGES_BASE:
+            # W + s B A - s B0 A0: the base weights lack what the additions start with, so that a
+            # folder of peft that fits the original weights needs these start values. Parameters
+            # and not buffers, which strategy=ddp would send in every forward.
             for layer in lora_layers(model).values():
-                register_start(layer)
+                for part, source in (("start_A", layer.lora_A), ("start_B", layer.lora_B)):
+                    zeros = torch.zeros_like(source[ADAPTER].weight)
+                    layer.register_parameter(part, nn.Parameter(zeros, requires_grad=False))
         for parameter in trained_in_full:
             parameter.requires_grad_(True)
 
@@ -306,22 +311,6 @@ def check_rank(init: str, rank: int, name: str, matrix: Tensor) -> None:
         )
 
 
-def register_start(layer: Any) -> None:
-    """Give a layer of peft frozen parameters for the start values of its addition.
-
-    The base weights lack what the additions start with, so a folder of peft that fits the original
-    weights needs it: W + s B A - s B0 A0. They are in checkpoints for that.
-
-    Args:
-        layer: changed in place: start_A [rank, in] and start_B [out, rank], in the addition's
-            dtype, of zeros.
-    """
-    # Parameters and not buffers, which strategy=ddp would send in every forward.
-    for part, source in (("start_A", layer.lora_A), ("start_B", layer.lora_B)):
-        zeros = torch.zeros_like(source[ADAPTER].weight)
-        layer.register_parameter(part, nn.Parameter(zeros, requires_grad=False))
-
-
 @torch.no_grad()
 def start_from_base(layer: Any, init: str) -> None:
     """Move a low-rank part of a layer's weight into its addition, in place.
@@ -330,7 +319,8 @@ def start_from_base(layer: Any, init: str) -> None:
     decomposition), arXiv:2406.01775.
 
     Args:
-        layer: of peft, with the parameters of register_start; its weight is not packed.
+        layer: of peft; its weight is not packed. Its start_A [rank, in] and start_B [out, rank] are
+            set to the start of the addition.
         init: one of CHANGES_BASE.
     """
     base = layer.get_base_layer()

@@ -197,7 +197,10 @@ def _build(
         # One rate for all would undo optimizer.groups and optimizer.layer_decay.
         if base and isinstance(rate, int | float) and any(other != base for other in rates):
             filled[keyword] = [rate * other / base for other in rates]
-    parts = nested_nodes(node)
+    nested = node.get("schedulers")  # as SequentialLR takes them
+    parts: list[Mapping[str, Any]] = []
+    if isinstance(nested, list):
+        parts = [part for part in nested if isinstance(part, Mapping) and part.get("_target_")]
     if parts:
         # The steps between milestones, or all of the run.
         lengths = [steps] * len(parts)
@@ -215,14 +218,6 @@ def _build(
     if "optimizer" in parameters[1:]:
         return build_group(key, {**filled, "optimizer": optimizer})
     return build_group(key, filled, optimizer)
-
-
-def nested_nodes(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the nodes of the schedules in `schedulers`, as SequentialLR takes them."""
-    parts = node.get("schedulers")
-    if not isinstance(parts, list):
-        return []
-    return [part for part in parts if isinstance(part, Mapping) and part.get("_target_")]
 
 
 def required_step_arguments(node: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ the host wait for the device in every step.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +85,7 @@ class StepMetric:
     combine: Callable[[Sequence[Tensor], Strategy], Tensor] = stack_values
 
 
-_TERM_PREFIX = "train/"
+TERM_PREFIX = "train/"
 """Start of the fields in `measured` that are no entry of the table: a task's own values."""
 
 STEP_METRICS: tuple[StepMetric, ...] = (
@@ -108,21 +108,6 @@ STEP_METRICS: tuple[StepMetric, ...] = (
 )
 
 
-def term_field(name: str) -> str:
-    """Return the field, and the tracker's name, of a value that a task returns with its loss."""
-    return f"{_TERM_PREFIX}{name}"
-
-
-def measure_step(state: TrainState) -> Mapping[str, Tensor]:
-    """Return the measured values of the step that ends now, by field; scalars on the device."""
-    measures = {entry.field: entry.measure for entry in STEP_METRICS if entry.measure is not None}
-    # Without such metrics, as by default, a step pays nothing for them.
-    if not measures:
-        return {}
-    with torch.no_grad():
-        return {field: measure(state) for field, measure in measures.items()}
-
-
 def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dict[str, Tensor]:
     """Return the values of a block of steps on the device, by field: [steps] each.
 
@@ -139,7 +124,7 @@ def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dic
         if len(values) == len(steps):
             columns[entry.field] = entry.combine(values, strategy)
     for field in steps[0].measured:
-        if field.startswith(_TERM_PREFIX):
+        if field.startswith(TERM_PREFIX):
             terms = [step.measured[field] for step in steps]
             columns[field] = average_over_processes(terms, strategy)
     # Equal dtypes let all columns travel in one tensor.
@@ -155,7 +140,7 @@ def tracker_values(record: StepRecord) -> dict[str, float]:
         value = getattr(record, entry.field, measured.get(entry.field))
         if value is not None:
             values[entry.metric] = value
-    values |= {name: value for name, value in measured.items() if name.startswith(_TERM_PREFIX)}
+    values |= {name: value for name, value in measured.items() if name.startswith(TERM_PREFIX)}
     # Names of groups may hold patterns, and MLflow refuses their characters.
     for name, rate in (record.rates or {}).items():
         values[f"lr/{FORBIDDEN_CHARACTERS.sub('_', name)}"] = rate
