@@ -28,7 +28,12 @@ from runner.precision.loss_scale import HostFlag
 from runner.training.model_call import call_model
 from runner.training.records import DeviceStepRecord
 from runner.training.state import TrainState
-from runner.training.step_metrics import FORBIDDEN_CHARACTERS, STEP_METRICS, TERM_PREFIX
+from runner.training.step_metrics import (
+    FORBIDDEN_CHARACTERS,
+    STEP_METRICS,
+    TERM_PREFIX,
+    measure_step,
+)
 from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
@@ -123,12 +128,9 @@ def train_step(
     sizes = sizes or [examples_in(micro) for micro in micros]
     take_step = _closure_step if state.takes_closure else _plain_step
     values, terms = take_step(state, micros, sizes)
-    measured = {f"{TERM_PREFIX}{name}": value for name, value in terms.items()}
-    for entry in STEP_METRICS:
-        # By default no metric measures, and a step pays nothing for them.
-        if entry.measure is not None:
-            with torch.no_grad():
-                measured[entry.field] = entry.measure(state)
+    measured = measure_step(state)  # before the gradients are dropped
+    for name, value in terms.items():
+        measured[f"{TERM_PREFIX}{name}"] = value
     # None and not zero: the next backward then writes the gradients instead of adding to them.
     for p in state.trainable_parameters:
         p.grad = None

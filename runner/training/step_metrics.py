@@ -108,6 +108,16 @@ STEP_METRICS: tuple[StepMetric, ...] = (
 )
 
 
+def measure_step(state: TrainState) -> dict[str, Tensor]:
+    """Return the measured values of the step that ends now, by field; scalars on the device."""
+    measures = {entry.field: entry.measure for entry in STEP_METRICS if entry.measure is not None}
+    # Without such metrics, as by default, a step pays nothing for them.
+    if not measures:
+        return {}
+    with torch.no_grad():
+        return {field: measure(state) for field, measure in measures.items()}
+
+
 def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dict[str, Tensor]:
     """Return the values of a block of steps on the device, by field: [steps] each.
 

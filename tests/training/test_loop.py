@@ -219,7 +219,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
         now[0] += 0.001
         return now[0]
 
-    def slow(state, validation, should_stop):
+    def slow(split, state, validation, should_stop):
         now[0] += 100.0
         return {}
 
