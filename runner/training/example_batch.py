@@ -41,18 +41,17 @@ def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
         )
     shape = meta["input"]
     classes = meta["classes"]
-    if isinstance(task, Seq2Seq):
-        tokens = torch.randint(classes, (size, shape[0]), device=device)
+    if isinstance(task, Language):
+        # Inputs and targets of a plain language model are one sequence, shifted by a token.
+        is_shifted = not isinstance(task, Seq2Seq | CausalLM | TokenClassification)
+        tokens = torch.randint(classes, (size, shape[0] + is_shifted), device=device)
+        if is_shifted:
+            return tokens[:, :-1], tokens[:, 1:]
+        if not isinstance(task, Seq2Seq):
+            return tokens, tokens
         target_field = task.target_field or TARGET_FIELDS[0]
         fields = (*(task.input_fields or ("input_ids",)), target_field)
         return KeywordInputs(dict.fromkeys(fields, tokens)), tokens
-    if isinstance(task, CausalLM | TokenClassification):
-        tokens = torch.randint(classes, (size, shape[0]), device=device)
-        return tokens, tokens
-    if isinstance(task, Language):
-        # Inputs and targets of a language model are one sequence, shifted by a token.
-        tokens = torch.randint(classes, (size, shape[0] + 1), device=device)
-        return tokens[:, :-1], tokens[:, 1:]
     dtype = _input_dtype(spec)
     if dtype.is_floating_point or dtype.is_complex:
         inputs = torch.randn(size, *shape, dtype=dtype, device=device)

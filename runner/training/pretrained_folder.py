@@ -191,6 +191,9 @@ def write_adapter(
     """
     from safetensors.torch import save_file
 
+    with suppress_import_warnings():
+        from peft import LoraConfig
+
     layers = lora_layers(model)
     whole = _modules_in_full(model)
     adapted = [name for name in layers if name not in whole]
@@ -205,8 +208,18 @@ def write_adapter(
             named[f"{_PREFIX}{module}.{name}"] = tensor
     # peft's classes for these tasks ask this of the base.
     generates = hasattr(model, "prepare_inputs_for_generation")
-    config = _layer_config(
-        next(iter(layers.values())),
+    layer = next(iter(layers.values()))
+    rank, alpha = layer.r["default"], layer.lora_alpha["default"]
+    uses_rslora = layer.use_rslora["default"]
+    if hasattr(layer, "start_A"):
+        # At twice the rank, the factor that makes the scale the same.
+        rank, alpha = 2 * rank, alpha * (math.sqrt(2) if uses_rslora else 2)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=float(getattr(layer.lora_dropout["default"], "p", 0.0)),
+        use_dora=layer.use_dora["default"],
+        use_rslora=uses_rslora,
         # Not "pissa" or "olora", by which peft would change the base again when it loads them.
         init_lora_weights="gaussian" if init == "gaussian" else True,
         # A regular expression, which peft compares with full names; a list also fits their ends.
@@ -221,26 +234,6 @@ def write_adapter(
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
     save_file(plain, folder / "adapter_model.safetensors", {"format": "pt", "adapter.init": init})
     config.save_pretrained(str(folder))
-
-
-def _layer_config(layer: Any, **settings: Any) -> Any:
-    """Return peft's config of an adapter: what a layer of peft has, and further settings."""
-    with suppress_import_warnings():
-        from peft import LoraConfig
-
-    rank, alpha = layer.r["default"], layer.lora_alpha["default"]
-    uses_rslora = layer.use_rslora["default"]
-    if hasattr(layer, "start_A"):
-        # At twice the rank, the factor that makes the scale the same.
-        rank, alpha = 2 * rank, alpha * (math.sqrt(2) if uses_rslora else 2)
-    return LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=float(getattr(layer.lora_dropout["default"], "p", 0.0)),
-        use_dora=layer.use_dora["default"],
-        use_rslora=uses_rslora,
-        **settings,
-    )
 
 
 def _adapter_tensors(weights: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:

@@ -64,11 +64,6 @@ class ScheduledOptimizer:
             self.scheduler.step()
         self.pending_found_inf = None
 
-    def step_evaluation(self, metrics: Mapping[str, float], quality: str) -> None:
-        """Pass an evaluation's quality to the schedule, if it follows evaluations."""
-        if hasattr(self.scheduler, "step_evaluation"):
-            self.scheduler.step_evaluation(metrics[quality])
-
 
 @dataclass
 class TrainState:
@@ -158,7 +153,8 @@ class TrainState:
         """Note that the current step was evaluated, for schedules that follow the quality."""
         self.last_evaluation_step = self.step
         for scheduled in self.optimizers:
-            scheduled.step_evaluation(metrics, self.task.quality)
+            if hasattr(scheduled.scheduler, "step_evaluation"):
+                scheduled.scheduler.step_evaluation(metrics[self.task.quality])
 
     def named_rates(self) -> dict[str, float]:
         """Return the learning rate in force of each named group of parameters; empty for most runs.
