@@ -240,13 +240,13 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
         weight = content["model"].get(name)
         if isinstance(weight, Tensor):
             old_dtypes[id(parameter)] = weight.dtype
-    # Whether the checkpoint's run chose how its state is kept: by a rule, or a dtype.
-    nodes = optimizer_nodes(theirs["optimizer"])
-    had_rules = theirs["precision"].get("update", Nearest.name) != Nearest.name
-    had_rules |= any(node.get("state_dtype") is not None for _, node in nodes)
     applied_steps = content["step"] - content["skipped_steps"]
     parts = shards_folder(saved.path)
     try:
+        # Whether the checkpoint's run chose how its state is kept: by a rule, or a dtype.
+        nodes = optimizer_nodes(theirs["optimizer"])
+        had_rules = theirs["precision"].get("update", Nearest.name) != Nearest.name
+        had_rules |= any(node.get("state_dtype") is not None for _, node in nodes)
         rows = zip(
             state.optimizers,
             content["optimizers"],
@@ -263,10 +263,10 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
             is_new_schedule = not is_same_schedule(
                 theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
             )
-            casts = _load_optimizer(
+            optimizer_notes = _load_optimizer(
                 scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, had_rules
             )
-            notes |= dict.fromkeys(casts)
+            notes |= dict.fromkeys(optimizer_notes)
             if is_new_schedule:
                 notes |= dict.fromkeys(_begin_schedule(scheduled, applied_steps))
                 continue

@@ -60,10 +60,12 @@ class WeightAverage:
                 self._weights[0] += [buffer for buffer in buffers if buffer is not None]
         self._averages: list[list[Tensor]] = []
         for part in self._weights:
-            # Below float32 most updates of an average are rounded away.
-            dtypes = [torch.promote_types(weight.dtype, torch.float32) for weight in part]
-            pairs = zip(part, dtypes, strict=True)
-            self._averages.append([weight.detach().clone().to(dtype) for weight, dtype in pairs])
+            averages: list[Tensor] = []
+            for weight in part:
+                # Below float32 most updates of an average are rounded away.
+                dtype = torch.promote_types(weight.dtype, torch.float32)
+                averages.append(weight.detach().clone().to(dtype))
+            self._averages.append(averages)
         # In the state dict, by the tensor's id; weights that layers share have several names.
         self._names: dict[int, list[str]] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
