@@ -21,19 +21,18 @@ from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
+from runner.modes.execution import build_proven_model
 from runner.modes.saved_run import merge
 from runner.modes.startup_checks import check_data, check_evaluation, check_stream, try_batch
 from runner.modes.startup_report import describe_model, log_data_sets
 from runner.modes.training_outputs import save_dtypes, set_evaluation_hook
-from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_test, evaluate_validation
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.evaluation_mode import evaluation_mode
-from runner.training.model import BuiltModel, restore_model, restore_precision_state
+from runner.training.model import restore_model, restore_precision_state
 from runner.training.model_call import call_model
-from runner.training.setup import TrainingSetup, build_state
-from runner.training.sharded_model import build_for_strategy
+from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError
@@ -106,12 +105,14 @@ def _evaluate_checkpoint(
     saved = _with_evaluated_weights(run, saved)
     # Again, after the data: the model follows from the seed, whatever numbers a data set draws.
     seed_all(spec.seed)
-    built = prove_conversion(run, partial(_restored_model, run, saved), validation)
+    make = partial(restore_model, spec, run.precision, saved)
+    built = build_proven_model(run.setup, make, lambda: next(validation.epoch(0))[0])
+    # After shards have their values: on the meta device nothing could be restored.
+    restore_precision_state(built.model, run.precision, saved)
     check_compile_options(spec, run.precision, run.device, built.model)
     with run.precision.session(built.model, run.device):
         sizes = describe_model(run, built)
-        setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
-        state = build_state(setup, built.model)
+        state = build_state(run.setup, built.model)
         memory.begin_steps(state)
         with DtypeProbe(built.model) as probe:
             try_batch(run, state, validation)
@@ -140,16 +141,6 @@ def _evaluate_checkpoint(
     }
     result = build_result(run, sizes | summary, perf_counter() - start)
     return RunOutcome(result, built.report)
-
-
-def _restored_model(run: RunContext, saved: LoadedCheckpoint) -> BuiltModel:
-    """Build the model with a checkpoint's weights and precision state; sharded with a strategy that
-    shards."""
-    build = partial(restore_model, run.spec, run.precision, saved)
-    built = build_for_strategy(build, run.precision, run.strategy, run.device)
-    # Once shards have their values: on the meta device nothing could be restored.
-    restore_precision_state(built.model, run.precision, saved)
-    return built
 
 
 def _with_evaluated_weights(run: RunContext, saved: LoadedCheckpoint) -> LoadedCheckpoint:

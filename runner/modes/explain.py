@@ -13,16 +13,16 @@ from runner.data.batch_layout import Batch
 from runner.data.build import build_loaders, build_splits
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext, prepare_process
+from runner.modes.execution import build_execution, starting_model
 from runner.modes.result import RunResult
 from runner.modes.startup_checks import try_batch
-from runner.modes.trial_forward import build_proven_model
 from runner.precision.contract import ModuleConversion, Precision
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.keep_fp32 import ISLAND_REASON, Float32Island
 from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model
 from runner.training.model import BuiltModel
-from runner.training.setup import TrainingSetup, build_state, model_builder
+from runner.training.setup import TrainingSetup
 from runner.training.state import TrainState
 from runner.training.step import backpropagate, examples_in, loss_of
 from runner.utils.formatting import format_number
@@ -55,12 +55,11 @@ def explain(run: RunContext) -> RunResult:
         batch = next(train_loader.epoch(0))
         # After the data, as in training: the weights follow from the seed alone.
         seed_all(spec.seed)
-        make = model_builder(spec, precision, device)
-        built = build_proven_model(make, precision, device, spec.seed, lambda: batch[0])
+        setup = TrainingSetup(spec, precision, run.task, device)
+        built, state = build_execution(setup, starting_model(setup), lambda: batch[0])
         modules = dict(built.model.named_modules())
         # A pattern selects the modules inside those that it names, too.
         names = select_modules("explain", [spec.explain], modules)
-        state = build_state(TrainingSetup(spec, precision, run.task, device), built.model)
         with precision.session(built.model, device):
             try_batch(run, state, train_loader, says_layout=False)
             prepare_model(spec, precision, device, built.model)

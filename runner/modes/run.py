@@ -145,7 +145,7 @@ def _checked_spec(
 
         evaluated, spec, origin = plan_evaluation(spec, origin)
     if spec.mode == "diff" and not problems:
-        from runner.modes.diff_run import with_diffed_run
+        from runner.modes.diff_reference import with_diffed_run
 
         spec, origin = with_diffed_run(spec, origin)
     problems += check_targets(spec)
@@ -173,7 +173,7 @@ def _build_context(
     chosen = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
     accelerator = Accelerator(strategy.device(chosen.device))
     if spec.mode == "replay":
-        from runner.modes.rewind import with_run_config
+        from runner.modes.replay import with_run_config
 
         saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
         spec, origin = with_run_config(spec, origin, saved)

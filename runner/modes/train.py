@@ -14,6 +14,7 @@ from runner.data.splits import set_labels
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
+from runner.modes.execution import FirstStepProof, build_proven_model, starting_model
 from runner.modes.model_folders import (
     check_model_folders,
     save_model_folders,
@@ -43,7 +44,6 @@ from runner.modes.training_outputs import (
     save_weights,
     set_evaluation_hook,
 )
-from runner.modes.trial_forward import FirstStepProof, prove_conversion
 from runner.precision.contract import ConversionReport
 from runner.training.callbacks.callback import dispatch
 from runner.training.callbacks.own_callback import RunCallback
@@ -52,7 +52,7 @@ from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_test
 from runner.training.loop import fit, total_steps
 from runner.training.records import Record
-from runner.training.setup import TrainingSetup, build_state, model_builder
+from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.utils.errors import CheckpointError, HookError
 from runner.utils.formatting import format_number, now_ms, relative_path
@@ -104,16 +104,15 @@ def train(
     # Until the loop runs there is nothing to save, so a signal ends the set-up at once.
     with run.signals.interruptible():
         loaders = _loaders(run)
-        make = model_builder(spec, run.precision, run.device, resumed, run.strategy)
-        built = prove_conversion(run, make, loaders.val)
+        make = starting_model(run.setup, resumed)
+        built = build_proven_model(run.setup, make, lambda: next(loaders.val.epoch(0))[0])
         check_compile_options(spec, run.precision, run.device, built.model)
         check_model_folders(run, built.model)
     with run.precision.session(built.model, run.device):
         with run.signals.interruptible():
             sizes = describe_model(run, built)
             steps = total_steps(spec.train, loaders.train)
-            setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
-            state = build_state(setup, built.model, steps)
+            state = build_state(run.setup, built.model, steps)
             check_strategy(state, spec.train)
             describe_optimizers(run, state, steps)
             _separate_random_streams(run)
