@@ -14,14 +14,13 @@ import torch
 
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.invocation import Invocation
-from runner.config.schema import RunSpec
 from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.execution import build_proven_model
+from runner.modes.resume import PlannedRun
 from runner.modes.saved_run import merge
 from runner.modes.startup_checks import check_data, check_evaluation, check_stream, try_batch
 from runner.modes.startup_report import describe_model, log_data_sets
@@ -43,22 +42,19 @@ MIN_TIMED_SECONDS = 0.5
 """Shortest evaluation whose speed is reported; a shorter one measures the machine's noise."""
 
 
-def plan_evaluation(
-    spec: RunSpec, origin: Invocation
-) -> tuple[LoadedCheckpoint, RunSpec, Invocation]:
-    """Return a checkpoint, and its model, data, task and precision where none was typed.
+def plan_evaluation(plan: PlannedRun) -> PlannedRun:
+    """Return a run with its checkpoint, whose model, data, task and precision it has where none
+    was typed.
 
     Args:
-        spec: its checkpoint.path names the checkpoint.
-        origin: what was typed.
-
-    Returns:
-        The checkpoint, the spec, and the invocation with the names of the checkpoint's options.
+        plan: its spec's checkpoint.path names the checkpoint.
 
     Raises:
         ConfigError: the settings do not resolve, name code that is not trusted, or an adapter was
             typed.
     """
+    spec = plan.spec
+    origin = plan.origin
     assert spec.checkpoint.path is not None
     path = locate.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = LoadedCheckpoint(path, checkpoint_file.load(path))
@@ -76,7 +72,7 @@ def plan_evaluation(
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
     is_trusted = config.is_signed and origin.is_trusted
     origin = replace(origin, choices={**origin.choices, **choices}, is_trusted=is_trusted)
-    return saved, spec, origin
+    return PlannedRun(plan.folder, saved, spec, origin)
 
 
 def evaluate_checkpoint(
@@ -91,18 +87,26 @@ def evaluate_checkpoint(
     """
     # An evaluation leaves nothing to save, so a signal ends it at once.
     with run.signals.interruptible():
-        return _evaluate_checkpoint(run, saved, memory)
+        return _evaluate(run, saved, memory)
 
 
-def _evaluate_checkpoint(
-    run: RunContext, saved: LoadedCheckpoint, memory: MemoryWatch
-) -> RunOutcome:
+def _evaluate(run: RunContext, saved: LoadedCheckpoint, memory: MemoryWatch) -> RunOutcome:
     spec = run.spec
     start = perf_counter()
     prepare_process(run)
-    loaders = _evaluation_loaders(run)
+    data = build_data(spec)
+    loaders = build_run_loaders(spec, data, run.device, run.strategy.place, run.task)
     validation = loaders.val
-    saved = _with_evaluated_weights(run, saved)
+    log_data_sets(run, data)
+    evaluated = loaders.labelled
+    del evaluated["train"]
+    for label, loader in evaluated.items():
+        check_stream(run, label, loader)
+    check_data(run, evaluated)
+    average = saved.content.get(AVERAGE_KEY)
+    if average is not None:
+        run.say(f"evaluates the averaged weights (train.ema={average['decay']:g})")
+        saved = saved._replace(content=with_averaged_weights(saved.content))
     # Again, after the data: the model follows from the seed, whatever numbers a data set draws.
     seed_all(spec.seed)
     make = partial(restore_model, spec, run.precision, saved)
@@ -141,28 +145,6 @@ def _evaluate_checkpoint(
     }
     result = build_result(run, sizes | summary, perf_counter() - start)
     return RunOutcome(result, built.report)
-
-
-def _with_evaluated_weights(run: RunContext, saved: LoadedCheckpoint) -> LoadedCheckpoint:
-    """Return a checkpoint with its averaged weights, which its run evaluated, if it has some."""
-    average = saved.content.get(AVERAGE_KEY)
-    if average is None:
-        return saved
-    run.say(f"evaluates the averaged weights (train.ema={average['decay']:g})")
-    return saved._replace(content=with_averaged_weights(saved.content))
-
-
-def _evaluation_loaders(run: RunContext) -> RunLoaders:
-    """Build the loaders, log the data sets and check those that are evaluated for bad values."""
-    data = build_data(run.spec)
-    loaders = build_run_loaders(run.spec, data, run.device, run.strategy.place, run.task)
-    log_data_sets(run, data)
-    evaluated = loaders.labelled
-    del evaluated["train"]
-    for label, loader in evaluated.items():
-        check_stream(run, label, loader)
-    check_data(run, evaluated)
-    return loaders
 
 
 @torch.no_grad()
