@@ -14,16 +14,15 @@ import torch
 
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.data.build import RunLoaders, build_data, build_run_loaders
+from runner.data.build import RunLoaders
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
-from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
+from runner.modes.context import RunContext, RunOutcome, build_result
 from runner.modes.execution import build_proven_model
 from runner.modes.resume import PlannedRun
 from runner.modes.saved_run import merge
-from runner.modes.startup_checks import check_data, check_evaluation, check_stream, try_batch
-from runner.modes.startup_report import describe_model, log_data_sets
+from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
 from runner.modes.training_outputs import save_dtypes, set_evaluation_hook
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_test, evaluate_validation
@@ -36,7 +35,6 @@ from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
-from runner.utils.reproducibility import seed_all
 
 MIN_TIMED_SECONDS = 0.5
 """Shortest evaluation whose speed is reported; a shorter one measures the machine's noise."""
@@ -93,22 +91,12 @@ def evaluate_checkpoint(
 def _evaluate(run: RunContext, saved: LoadedCheckpoint, memory: MemoryWatch) -> RunOutcome:
     spec = run.spec
     start = perf_counter()
-    prepare_process(run)
-    data = build_data(spec)
-    loaders = build_run_loaders(spec, data, run.device, run.strategy.place, run.task)
+    loaders = prepare_loaders(run)
     validation = loaders.val
-    log_data_sets(run, data)
-    evaluated = loaders.labelled
-    del evaluated["train"]
-    for label, loader in evaluated.items():
-        check_stream(run, label, loader)
-    check_data(run, evaluated)
     average = saved.content.get(AVERAGE_KEY)
     if average is not None:
         run.say(f"evaluates the averaged weights (train.ema={average['decay']:g})")
         saved = saved._replace(content=with_averaged_weights(saved.content))
-    # Again, after the data: the model follows from the seed, whatever numbers a data set draws.
-    seed_all(spec.seed)
     make = partial(restore_model, spec, run.precision, saved)
     built = build_proven_model(run.setup, make, lambda: next(validation.epoch(0))[0])
     # After shards have their values: on the meta device nothing could be restored.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.precision.contract import ConversionReport
 from runner.precision.conversion_proof import (
@@ -246,10 +247,12 @@ class FirstStepProof:
 
     Attributes:
         report: the conversion as proven so far.
+        probe: takes the dtypes of the first step.
     """
 
     def __init__(self, run: RunContext, state: TrainState, report: ConversionReport) -> None:
         self.report = report
+        self.probe = DtypeProbe(state.model)
         self._run = run
         self._state = state
 

@@ -15,7 +15,7 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.result import RunResult
-from runner.modes.startup_checks import try_batch
+from runner.modes.startup import try_batch
 from runner.precision.contract import ModuleConversion, Precision
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.keep_fp32 import ISLAND_REASON, Float32Island

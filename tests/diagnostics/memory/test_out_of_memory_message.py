@@ -94,7 +94,7 @@ def test_a_model_of_blocks_may_compute_them_twice(failing, main):
 
 
 def test_an_evaluation(failing):
-    done = failing("runner.modes.startup_checks.loss_of", "train.batch_size=1", "optimizer=sgd")
+    done = failing("runner.modes.startup.loss_of", "train.batch_size=1", "optimizer=sgd")
     assert done.stderr.startswith("error: Out of memory in the first evaluation on ")
     assert done.stderr.endswith("To need less, type precision=bf16-true.\n")
 
