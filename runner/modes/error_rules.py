@@ -110,22 +110,18 @@ class Failure:
     def location(self) -> str:
         """Return a sentence with the module and the line that failed; empty for neither."""
         name, module = self.name_and_module
-        line = self._last_line()
-        if module is None:
-            return f"It fails outside the model's forward, {line}." if line else ""
-        kind = type(module).__name__
-        where = f"{name} ({kind})" if name else kind
-        return f"It fails in {where}, {line}." if line else f"It fails in {where}."
-
-    def _last_line(self) -> str:
-        """Return the innermost line outside PyTorch and the runner: that is the user's own code."""
+        # The innermost line outside PyTorch and the runner is the user's own code.
         line = ""
         for frame, number in walk_tb(self.error.__traceback__):
             path = frame.f_code.co_filename
             # "<" begins the name of code without a file, such as <string>.
             if not path.startswith((*_LIBRARIES, "<")):
-                line = f"{Path(path).name}, line {number}"
-        return line
+                line = f", {Path(path).name}, line {number}"
+        if module is None:
+            return f"It fails outside the model's forward{line}." if line else ""
+        kind = type(module).__name__
+        where = f"{name} ({kind})" if name else kind
+        return f"It fails in {where}{line}."
 
     @property
     def forward(self) -> str:
@@ -146,25 +142,18 @@ class Failure:
         name, module = self.name_and_module
         if not name or isinstance(module, Float32Island):
             return ""
-        patterns = [*map(str, self.precision.keep_fp32), self._pattern(name, module)]
-        return f"type precision.keep_fp32=[{','.join(patterns)}]"
-
-    def _pattern(self, name: str, module: nn.Module | None) -> str:
-        """Return a pattern that matches the failing module and those like it in other blocks.
-
-        Their names differ in numbers only. Where there are none, it is the module's own name.
-        """
-        if type(module).__module__.startswith("torch."):
-            return name  # every Linear is of that class
         # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
-        segments = ["*" if part.isdigit() else part for part in name.split(".")]
-        pattern = ".".join(segments)
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         modules = dict(self.model.named_modules())
         names = [each for each in modules if each and matches_pattern(pattern, each)]
         # A pattern keeps whole subtrees, so only the outermost modules that it matches count.
         outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
         alike = all(type(modules[each]) is type(module) for each in outermost)
-        return pattern if pattern != "*" and alike and len(outermost) > 1 else name
+        is_library = type(module).__module__.startswith("torch.")  # every Linear is of that class
+        if is_library or pattern == "*" or not alike or len(outermost) < 2:
+            pattern = name
+        patterns = [*map(str, self.precision.keep_fp32), pattern]
+        return f"type precision.keep_fp32=[{','.join(patterns)}]"
 
     def mixed_alternative(self) -> str:
         """Return the advice to type the mixed precision that computes linalg and fft in float32.

@@ -28,7 +28,7 @@ from runner.modes.startup import (
     try_batch,
 )
 from runner.modes.training_callbacks import TrainingCallbacks
-from runner.modes.training_errors import explain_training_errors, raise_diverged
+from runner.modes.training_errors import TrainingErrors, raise_diverged
 from runner.modes.training_outputs import (
     raise_unsaved_weights,
     save_dtypes,
@@ -157,7 +157,7 @@ def _train_loop(
     hook_error = None
     try:
         evaluated = set_labels("val", loaders.validation)
-        with explain_training_errors(run, state, (loaders.train, evaluated)):
+        with TrainingErrors(run, state, loaders.train, evaluated).explain():
             for record in records:
                 dispatch(callbacks.callbacks, record)
                 if callbacks.should_stop():
@@ -186,7 +186,7 @@ def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> di
         return {}
     evaluated = set_labels("test", loaders.test)
     try:
-        with explain_training_errors(run, state, (loaders.train, evaluated)):
+        with TrainingErrors(run, state, loaders.train, evaluated).explain():
             metrics = evaluate_test(state, loaders.test, run.stop_requested)
     finally:
         loaders.close()

@@ -63,20 +63,40 @@ class TrainingCallbacks:
     ) -> None:
         self.run = run
         self.state = state
-        self.writer = _checkpoint_writer(run)
+        # A process that is not the first takes part in gathering; without shards it writes nothing.
+        strategy = run.strategy
+        keep = run.spec.checkpoint.keep
+        self.writer: AsyncCheckpointWriter | ShardedCheckpointWriter
+        if strategy.shards or not strategy.place.is_main:
+            self.writer = ShardedCheckpointWriter(run.checkpoint_folder, keep, run.say, strategy)
+        else:
+            self.writer = AsyncCheckpointWriter(run.checkpoint_folder, keep, run.say)
         # The copy of the weights must be complete before the optimizer changes them.
         state.set_update_hook(self.writer.wait_for_copy)
         self.planned_steps = total_steps(run.spec.train, loader)
         self._reads_stream = isinstance(loader, StreamLoader)
         self.summary = RunSummary(run.task.quality, run.task.direction)
         self.guard = _guard(run, loader, start_step)
-        self.numerics = _numerics_callback(run, state)
-        self.own = _own_callback_caller(run, state, own)
-        # Checkpoints come last: what the guard refuses is not saved.
-        self.callbacks = [*self._reading_callbacks(loader), *self._saving_callbacks(loader)]
+        self.numerics: NumericsCallback | None = None
+        every = run.spec.numerics.every
+        if every and strategy.place.is_main:
+            shown = NumericsOutput(run.out, run.label, run.tracker, run.save_artifact, run.say)
+            self.numerics = NumericsCallback(state, every, shown)
+        self.own: OwnCallbackCaller | None = None
+        if run.spec.callbacks:
+            if strategy.place.world_size > 1:
+                names = ", ".join(run.spec.callbacks)
+                run.say(f"callbacks: {names} (called in the main process only)")
+            output = CallbackOutput(
+                run.out, run.tracker, run.save_artifact, run.say, run.save_traceback
+            )
+            self.own = OwnCallbackCaller(own, state, output)
+        self.callbacks = self._make_callbacks(loader)
 
-    def _reading_callbacks(self, loader: BatchLoader) -> list[Callback]:
+    def _make_callbacks(self, loader: BatchLoader) -> list[Callback]:
         run = self.run
+        spec = run.spec
+        task = run.task
         callbacks: list[Callback] = [
             self.summary,
             MetricLogger(run.tracker, self.state, run.accelerator),
@@ -85,23 +105,19 @@ class TrainingCallbacks:
         ]
         if self.numerics:
             callbacks.append(self.numerics)
-        patience = run.spec.train.early_stop
-        if patience:
-            callbacks.append(EarlyStopping(run.task.quality, run.task.direction, patience))
-        if run.spec.debug.profile:
-            callbacks.append(Profiler(run.out, run.spec.debug.profile, run.write_file))
+        if spec.train.early_stop:
+            callbacks.append(EarlyStopping(task.quality, task.direction, spec.train.early_stop))
+        if spec.debug.profile:
+            callbacks.append(Profiler(run.out, spec.debug.profile, run.write_file))
         if self.own is not None:
             callbacks.append(self.own)
+        # Checkpoints come last: what the guard refuses is not saved.
+        every = spec.checkpoint.every_steps
+        if every or spec.checkpoint.best:
+            due = partial(is_evaluation_step, spec.train, loader)
+            quality = task.quality if spec.checkpoint.best else None
+            callbacks.append(Checkpointing(self._save, every, due, quality, task.direction))
         return callbacks
-
-    def _saving_callbacks(self, loader: BatchLoader) -> list[Callback]:
-        wanted = self.run.spec.checkpoint
-        task = self.run.task
-        if not (wanted.every_steps or wanted.best):
-            return []
-        due = partial(is_evaluation_step, self.run.spec.train, loader)
-        quality = task.quality if wanted.best else None
-        return [Checkpointing(self._save, wanted.every_steps, due, quality, task.direction)]
 
     def should_stop(self) -> bool:
         """Return whether the training ends now, by early stopping, the guard or a callback of the
@@ -146,7 +162,12 @@ class TrainingCallbacks:
         """Why the guard stopped the run, and the last good checkpoint; empty where it did not."""
         if not self.guard.message:
             return ""
-        return f"{self.guard.message}{_last_checkpoint_hint(self.run.checkpoint_folder)}"
+        paths = checkpoints_in(self.run.checkpoint_folder)
+        if not paths:
+            return self.guard.message
+        return (
+            f"{self.guard.message}\nThe last good weights: init.weights={relative_path(paths[-1])}"
+        )
 
     def restore(self, saved: LoadedCheckpoint) -> list[str]:
         """Restore everything but the weights, which the model was built with.
@@ -164,23 +185,17 @@ class TrainingCallbacks:
             )
         if self.own is not None:
             self.own.agree()
-        messages += self._own_callback_messages(saved.content["callbacks"])
+        states = saved.content["callbacks"].get(OwnCallbackCaller.key, {})
+        nodes = run.spec.callbacks
+        for name in nodes:
+            if name not in states:
+                messages.append(f"callbacks.{name} begins here: the checkpoint has no state of it")
+        for name in states:
+            if name not in nodes:
+                messages.append(f"callbacks.{name} is not called any more: its state is dropped")
         # Checkpoints of later steps would be taken for this run's newest ones.
         if run.strategy.place.is_main:
             checkpoint_file.rename_superseded(run.checkpoint_folder, self.state.step)
-        return messages
-
-    def _own_callback_messages(self, states: Mapping[str, Any]) -> list[str]:
-        """Return a sentence for each of the user's callbacks that does not continue."""
-        saved = states.get(OwnCallbackCaller.key, {})
-        nodes = self.run.spec.callbacks
-        messages = []
-        for name in nodes:
-            if name not in saved:
-                messages.append(f"callbacks.{name} begins here: the checkpoint has no state of it")
-        for name in saved:
-            if name not in nodes:
-                messages.append(f"callbacks.{name} is not called any more: its state is dropped")
         return messages
 
     def weights_are_valid(self) -> bool:
@@ -216,37 +231,6 @@ class TrainingCallbacks:
         for callback in self.callbacks:
             callback.close()
         self.writer.finish()
-
-
-def _checkpoint_writer(run: RunContext) -> AsyncCheckpointWriter | ShardedCheckpointWriter:
-    folder = run.checkpoint_folder
-    keep = run.spec.checkpoint.keep
-    strategy = run.strategy
-    # A process that is not the first takes part in gathering; without shards it writes nothing.
-    if strategy.shards or not strategy.place.is_main:
-        return ShardedCheckpointWriter(folder, keep, run.say, strategy)
-    return AsyncCheckpointWriter(folder, keep, run.say)
-
-
-def _numerics_callback(run: RunContext, state: TrainState) -> NumericsCallback | None:
-    every = run.spec.numerics.every
-    if not every or not run.strategy.place.is_main:
-        return None
-    output = NumericsOutput(run.out, run.label, run.tracker, run.save_artifact, run.say)
-    return NumericsCallback(state, every, output)
-
-
-def _own_callback_caller(
-    run: RunContext, state: TrainState, own: Mapping[str, RunCallback]
-) -> OwnCallbackCaller | None:
-    """Return what calls the user's callbacks, in every process of a run that has some."""
-    if not run.spec.callbacks:
-        return None
-    names = ", ".join(run.spec.callbacks)
-    if run.strategy.place.world_size > 1:
-        run.say(f"callbacks: {names} (called in the main process only)")
-    output = CallbackOutput(run.out, run.tracker, run.save_artifact, run.say, run.save_traceback)
-    return OwnCallbackCaller(own, state, output)
 
 
 def _guard(run: RunContext, loader: BatchLoader, start_step: int) -> Guard:
@@ -289,9 +273,3 @@ def _weights_are_finite(run: RunContext, state: TrainState) -> bool:
         return True
     run.say(f"warning: the weights of step {state.step} are not finite and are not saved.")
     return False
-
-
-def _last_checkpoint_hint(folder: Path) -> str:
-    """Return a line that names the newest checkpoint; empty without one."""
-    paths = checkpoints_in(folder)
-    return f"\nThe last good weights: init.weights={relative_path(paths[-1])}" if paths else ""
