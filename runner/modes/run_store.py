@@ -230,8 +230,8 @@ def _chosen_uri(typed: str | None, last: JournalStore, what: str = "run") -> str
         return last.uri
     raise ConfigError(
         f"{_RESUME_KEYS[what]}: the {what} is recorded in {redact(last.uri)}, as its journal "
-        f"says, which is not signed with your key ({describe_key_location()}). If you trust it, type "
-        f"tracking.uri={redact(last.uri)} to continue there, or tracking=none."
+        f"says, which is not signed with your key ({describe_key_location()}). If you trust it, "
+        f"type tracking.uri={redact(last.uri)} to continue there, or tracking=none."
     )
 
 

@@ -14,11 +14,6 @@ from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result
 from runner.modes.execution import FirstStepProof, build_proven_model, starting_model
-from runner.modes.model_folders import (
-    check_model_folders,
-    save_model_folders,
-    wants_model_folders,
-)
 from runner.modes.startup import (
     check_evaluation,
     check_strategy,
@@ -30,13 +25,16 @@ from runner.modes.startup import (
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.training_errors import TrainingErrors, raise_diverged
 from runner.modes.training_outputs import (
+    check_model_folders,
     raise_unsaved_weights,
     save_dtypes,
     save_loss_scale,
     save_model,
+    save_model_folders,
     save_processes,
     save_weights,
     set_evaluation_hook,
+    wants_model_folders,
 )
 from runner.training.callbacks.callback import dispatch
 from runner.training.callbacks.own_callback import RunCallback

@@ -1,4 +1,5 @@
-"""Save what a training produces and upload it: weights, exported model, dtypes, loss-scale chart.
+"""Save what a training produces and upload it: weights, exported model, dtypes, loss-scale chart,
+and the folders of other libraries: peft's adapter, transformers' model.
 
 The run's config, environment and commit are written by run_metadata.py.
 """
@@ -10,9 +11,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from platform import node
+from shutil import rmtree
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from runner.checkpoint.export import ExportedModel, export
 from runner.checkpoint.program_inputs import ExportError, error_line
@@ -27,11 +29,17 @@ from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding
 from runner.training.evaluation_hook import EvaluationHook, HookOutput
 from runner.training.model_call import call_model, taken_inputs
+from runner.training.peft_folder import ADAPTER_FOLDER, lora_layers, write_adapter
+from runner.training.pretrained_folder import (
+    PRETRAINED_FOLDER,
+    is_pretrained_model,
+    write_pretrained,
+)
 from runner.training.state import TrainState
 from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.tensor_task import TensorTask
-from runner.utils.errors import CheckpointError
-from runner.utils.files import write_table
+from runner.utils.errors import CheckpointError, ConfigError
+from runner.utils.files import os_error_reason, write_table
 from runner.utils.formatting import format_number, relative_path
 from runner.utils.layout import RESULT
 
@@ -70,20 +78,15 @@ def set_evaluation_hook(
     """
     if run.task.additions.hook is None:
         return None
-    output = HookOutput(run.out, _uploader(run), run.save_traceback)
+
+    def upload(folder: Path, name: str) -> None:
+        if run.strategy.place.is_main:  # the files of other processes stay
+            run.tracker.artifact(folder, name)
+
+    output = HookOutput(run.out, upload, run.save_traceback)
     hook = EvaluationHook(state, output, None if step is None else lambda: step)
     state.set_evaluation_hook(hook)
     return hook
-
-
-def _uploader(run: RunContext) -> Callable[[Path, str], None]:
-    """Return what uploads a folder; the files of other processes than the main one stay."""
-
-    def upload(folder: Path, name: str) -> None:
-        if run.strategy.place.is_main:
-            run.tracker.artifact(folder, name)
-
-    return upload
 
 
 def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:
@@ -247,12 +250,95 @@ def _export(run: RunContext, state: TrainState, inputs: Any) -> ExportedModel:
     if isinstance(task, ModelLoss) and isinstance(inputs, KeywordInputs):
         # Who asks a model for its outputs has no labels; a model that cannot run without them is
         # exported with them.
+        labels = (task.target_field,) if task.target_field else TARGET_FIELDS
+        kept = {name: part for name, part in inputs.items() if name not in labels}
         with suppress(ExportError):
-            return write(_without_labels(task, inputs))
+            return write(KeywordInputs(kept))
     return write(inputs)
 
 
-def _without_labels(task: ModelLoss, inputs: KeywordInputs) -> KeywordInputs:
-    """Return the fields of a batch without the target, which a model takes for its loss."""
-    labels = (task.target_field,) if task.target_field else TARGET_FIELDS
-    return KeywordInputs({name: part for name, part in inputs.items() if name not in labels})
+def check_model_folders(run: RunContext, model: nn.Module) -> None:
+    """Raise ConfigError where checkpoint.pretrained is set for a model of another library."""
+    if run.spec.checkpoint.pretrained and not is_pretrained_model(model):
+        raise ConfigError(
+            f"checkpoint.pretrained=true: {run.spec.model['_target_']} made a "
+            f"{type(model).__name__}, which is no model of transformers, so from_pretrained could "
+            "not load it. Type checkpoint.safetensors=true for its weights."
+        )
+
+
+def wants_model_folders(run: RunContext, state: TrainState) -> bool:
+    """Return whether a run's keys ask for a folder of another library."""
+    return run.spec.checkpoint.pretrained or _wants_adapter(run, state)
+
+
+def save_model_folders(run: RunContext, state: TrainState) -> list[str]:
+    """Write the folders that the run's keys ask for, with the weights that are evaluated.
+
+    All processes must call it: sharded weights are gathered from each.
+
+    Returns:
+        Why a folder was not written, a sentence each.
+    """
+    unsaved: list[str] = []
+    with state.evaluated_weights():
+        # Inside: the averaged weights are in the model as long as the context lasts.
+        model = state.plain_model
+        if state.strategy.shards:
+            weights = state.strategy.full_state_dict(model)
+        else:
+            # With the scales of packed weights, which are neither parameters nor buffers.
+            weights = dict(model.state_dict())
+        if not run.strategy.place.is_main:
+            return unsaved
+        if _wants_adapter(run, state):
+            # Nobody has to have asked for it, so a run does not fail for the lack of it.
+            for problem in _save_adapter(run, state, weights):
+                run.say(f"warning: {problem}")
+        if run.spec.checkpoint.pretrained:
+            unsaved += _save_pretrained(run, state, weights)
+    return unsaved
+
+
+def _save_adapter(run: RunContext, state: TrainState, weights: Mapping[str, Tensor]) -> list[str]:
+    def write(folder: Path) -> None:
+        init = str(run.spec.adapter.get("init", "default"))
+        write_adapter(state.plain_model, weights, folder, run.spec.model, init)
+
+    return _save_folder(run, ADAPTER_FOLDER, write)
+
+
+def _save_pretrained(
+    run: RunContext, state: TrainState, weights: Mapping[str, Tensor]
+) -> list[str]:
+    node = run.spec.model
+    named = (run.spec.data.get("tokenizer"), node.get("path"))
+    beside = [Path(text) for text in named if isinstance(text, str) and Path(text).is_dir()]
+
+    def write(folder: Path) -> None:
+        said = write_pretrained(state.plain_model, weights, folder, node, beside)
+        run.say(f"from_pretrained loads {relative_path(folder)} ({said})")
+
+    return _save_folder(run, PRETRAINED_FOLDER, write)
+
+
+def _save_folder(run: RunContext, name: str, write: Callable[[Path], None]) -> list[str]:
+    """Write a folder and upload it; return why it was not written, in a list of one sentence."""
+    from safetensors import SafetensorError
+
+    folder = run.out / name
+    try:
+        write(folder)
+    except (OSError, ValueError, SafetensorError) as error:
+        # An unfinished folder would be taken for a whole one.
+        rmtree(folder, ignore_errors=True)
+        return [f"{relative_path(folder)} was not written: {os_error_reason(error)}."]
+    run.tracker.artifact(folder, name)
+    return []
+
+
+def _wants_adapter(run: RunContext, state: TrainState) -> bool:
+    """Return whether the run saves adapters, and its model has one of peft."""
+    if not run.spec.checkpoint.adapter or not run.spec.adapter.get("_target_"):
+        return False
+    return bool(lora_layers(state.plain_model))
