@@ -18,7 +18,7 @@ from runner.utils.accelerator import available_kinds, choose_accelerator
 from runner.utils.errors import ConfigError
 
 # Packages that only some precisions, adapters and TPUs need.
-LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu", "torch_xla")
+LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu")
 
 
 def _installed_version(library: str) -> str:
