@@ -19,7 +19,7 @@ from hydra.core.config_store import ConfigStore
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from runner.config.given_objects import KEYS, current_objects
+from runner.config.invocation import KEYS, current_objects
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
 from runner.training.callbacks.own_callback_nodes import class_problems

@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 from runner.api.composition import Composition, check_texts, compose_run
 from runner.api.objects import check_objects, given_roles, object_name, object_options, with_objects
 from runner.checkpoint.locate import checkpoints_of_run
-from runner.config.given_objects import given_keys, given_objects
-from runner.config.invocation import Invocation
+from runner.config.invocation import Invocation, given_keys, given_objects
 from runner.config.schema import AUTO, RunSpec
 from runner.distributed import torchrun
 from runner.modes.result import RunResult

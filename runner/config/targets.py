@@ -7,9 +7,9 @@ from inspect import signature
 from typing import Any
 
 from runner.config.annotations import typed_value
-from runner.config.arguments import Arguments
 from runner.config.instantiation import (
     CONVERT_MODES,
+    Arguments,
     instantiate,
     is_target_node,
     keywords,
