@@ -150,11 +150,17 @@ def _targets(key: str, node: Any) -> list[tuple[str, Any]]:
 def _is_known(group: str, target: Any) -> bool:
     if not isinstance(target, str):
         return False
-    if target in _options(group) or target in _OWN_FUNCTIONS.get(group, ()):
+    # The targets of the runner's own options of the group.
+    for path in Path(str(files("runner.conf"))).glob(f"{group}/*.yaml"):
+        if target in re.findall(r"^ *_target_: (\S+)$", path.read_text(), re.MULTILINE):
+            return True
+    if target in _OWN_FUNCTIONS.get(group, ()):
         return True
     if group == "task" and target.startswith("torchmetrics."):
         located = _locate_or_none(target)
-        return isinstance(located, type) and issubclass(located, _metric_class())
+        # Imported where a metric is named: the package is optional, and slow to import.
+        metric_class: Any = locate("torchmetrics.Metric")
+        return isinstance(located, type) and issubclass(located, metric_class)
     prefixes, base_class = _KINDS.get(group, ((), object))
     if target.startswith(prefixes):
         # These packages hold other things, too, which take files or run code.
@@ -164,20 +170,6 @@ def _is_known(group: str, target: Any) -> bool:
         is_function = isinstance(located, FunctionType)
         return is_function and located.__module__.startswith(_MODEL_FUNCTIONS)
     return False
-
-
-def _metric_class() -> Any:
-    """Return torchmetrics.Metric, the base class of the metrics of task.metrics."""
-    # Imported where a metric is named: the package is optional, and slow to import.
-    return locate("torchmetrics.Metric")
-
-
-def _options(group: str) -> set[str]:
-    """Return the targets of the runner's own options of a group."""
-    targets = set()
-    for path in Path(str(files("runner.conf"))).glob(f"{group}/*.yaml"):
-        targets.update(re.findall(r"^ *_target_: (\S+)$", path.read_text(), re.MULTILINE))
-    return targets
 
 
 def _locate_or_none(target: str) -> Any:
