@@ -88,11 +88,15 @@ def run(  # noqa: PLR0913
                 raise ConfigError("A spec is composed already. Give config_dir to runner.compose.")
             return _run_given_spec(what, out, objects, console)
         composition = compose_with_objects(what, objects, config_dir, out)
+        folder = composition.folder
         try:
             return _run_composed(composition, console)
         except Stopped as error:
             torchrun.publish_failure()
-            error.add_note(_resume_hint(composition))
+            hint = f"Its folder is {folder}; it left no checkpoint."
+            if checkpoints_of_run(folder):
+                hint = f"Resume with: {composition.origin.resume_text(folder)}"
+            error.add_note(hint)
             raise
         except BaseException:
             torchrun.publish_failure()
@@ -101,21 +105,14 @@ def run(  # noqa: PLR0913
 
 def _run_composed(composition: Composition, console: Console | None) -> RunResult:
     spec = composition.spec
-    finished = _finished_before(spec, composition)
-    if finished is not None:
-        return finished
+    if spec.checkpoint.resume == AUTO:
+        finished = final_result(composition.folder, composition.origin.overrides)
+        if finished is not None:
+            return finished
     if spec.checkpoint.resume is None:
         check_new_folder(composition.folder)
     torchrun.publish_start(composition.folder)
     return run_spec(spec, composition.folder, composition.origin, console)
-
-
-def _resume_hint(composition: Composition) -> str:
-    """Return how to resume a run that a signal has stopped."""
-    folder = composition.folder
-    if not checkpoints_of_run(folder):
-        return f"Its folder is {folder}; it left no checkpoint."
-    return f"Resume with: {composition.origin.resume_text(folder)}"
 
 
 def check_new_folder(folder: Path) -> None:
@@ -171,10 +168,3 @@ def compose_with_objects(
         composition = compose_run([*overrides, *own], config_dir, out)
     origin = replace(composition.origin, given=given_keys())
     return replace(composition, origin=origin)
-
-
-def _finished_before(spec: RunSpec, composition: Composition) -> RunResult | None:
-    """Return the result of a run with checkpoint.resume=auto that is finished, else None."""
-    if spec.checkpoint.resume != AUTO:
-        return None
-    return final_result(composition.folder, composition.origin.overrides)

@@ -228,14 +228,6 @@ def _run_command(argv: Sequence[str]) -> SweepResult:
     return SweepResult(folder, load_from_folder(folder), status)
 
 
-def _names_main_module(words: Sequence[str], config_dir: Path | None) -> bool:
-    """Return whether a word, or a config of one's own, names a target of the module __main__."""
-    if any(f"={_MAIN_MODULE}" in word for word in words):
-        return True
-    paths = config_dir.rglob("*.yaml") if config_dir is not None else ()
-    return any(_MAIN_MODULE in path.read_text(errors="replace") for path in paths)
-
-
 def _sweep_command(
     words: Sequence[str],
     own: Sequence[str],
@@ -256,7 +248,10 @@ def _sweep_command(
         return rewrite_arguments(expand_resumed_sweep([*words, *flags]))
     argv = [*words, *own]
     # Other processes have neither the objects nor the classes of this program's own module.
-    if own or _names_main_module(words, folder):
+    paths = folder.rglob("*.yaml") if folder is not None else ()
+    names_main = any(f"={_MAIN_MODULE}" in word for word in words)
+    names_main = names_main or any(_MAIN_MODULE in p.read_text(errors="replace") for p in paths)
+    if own or names_main:
         argv.append("hydra/launcher=basic")
     if out is not None:
         argv.append(f"hydra.sweep.dir={quote_value(str(out))}")

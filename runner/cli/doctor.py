@@ -21,13 +21,6 @@ from runner.utils.errors import ConfigError
 LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu")
 
 
-def _installed_version(library: str) -> str:
-    try:
-        return f"{library} {version(library)}"
-    except PackageNotFoundError:
-        return f"{library} not installed"
-
-
 def doctor(argv: Sequence[str]) -> int:
     """Print the support table and return the exit status.
 
@@ -39,7 +32,13 @@ def doctor(argv: Sequence[str]) -> int:
     if folder is not None and not folder.is_dir():
         raise ConfigError(no_config_folder(folder))
     console = Console(highlight=False, markup=False)
-    console.print(", ".join([f"torch {torch.__version__}", *map(_installed_version, LIBRARIES)]))
+    installed = [f"torch {torch.__version__}"]
+    for library in LIBRARIES:
+        try:
+            installed.append(f"{library} {version(library)}")
+        except PackageNotFoundError:
+            installed.append(f"{library} not installed")
+    console.print(", ".join(installed))
     for kind in available_kinds():
         accelerator = choose_accelerator(name=kind)
         table = Table(title=f"accelerator={kind}: {accelerator.name}", title_justify="left")
