@@ -268,25 +268,27 @@ def try_batch(
     layout = describe_call(state.plain_model, inputs)
     if layout and says_layout:
         run.say(layout)
-    with batch_rules.outputs_of(state.plain_model) as outputs:
-        try:
-            with (
-                torch.no_grad(),
-                evaluation_mode(state.model, state.task, state.device),
-                run.precision.eval_context(state.plain_model),
-            ):
-                loss = loss_of(state, inputs, target)
-        except RunnerError:
-            raise  # its message says already what to change
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise  # MemoryWatch explains it
-            failure = Failure(
-                error, state.plain_model, run.precision, run.task, names, inputs, target, outputs
-            )
-            raise ConfigError(
-                f"{batch_rules.explain_batch_error(failure)} {run.save_traceback()}"
-            ) from error
+    model = state.plain_model
+    outputs: list[Any] = []
+    handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        with (
+            torch.no_grad(),
+            evaluation_mode(state.model, state.task, state.device),
+            run.precision.eval_context(model),
+        ):
+            loss = loss_of(state, inputs, target)
+    except RunnerError:
+        raise  # its message says already what to change
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise  # MemoryWatch explains it
+        failure = Failure(error, model, run.precision, run.task, names, inputs, target, outputs)
+        raise ConfigError(
+            f"{batch_rules.explain_batch_error(failure)} {run.save_traceback()}"
+        ) from error
+    finally:
+        handle.remove()
     problem = batch_rules.loss_problem(loss, names["task"])
     if problem:
         raise ConfigError(problem)
