@@ -182,7 +182,7 @@ def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
     elsewhere: list[str] = []
     if name not in near:
         our_name = _SYNONYMS.get(name, name)
-        every = _dotted_keys("", _root(node))
+        every = dotted_keys("", _root(node))
         elsewhere = [key for key in every if key.rpartition(".")[2] == our_name][:3]
     hint = _hint(elsewhere or near) + _target_hint(full, argv)
     known = ", ".join(f"{prefix}{key}" for key in keys) or "none"
@@ -213,7 +213,7 @@ _SYNONYMS = {
 """Names that other programs use for some of our keys."""
 
 
-def _dotted_keys(prefix: str, node: object) -> Iterator[str]:
+def dotted_keys(prefix: str, node: object) -> Iterator[str]:
     """Yield every dotted key of a config except Hydra's own."""
     if not isinstance(node, DictConfig):
         return
@@ -221,7 +221,7 @@ def _dotted_keys(prefix: str, node: object) -> Iterator[str]:
         full = f"{prefix}.{key}" if prefix else str(key)
         if full != "hydra":
             yield full
-            yield from _dotted_keys(full, node._get_node(key))
+            yield from dotted_keys(full, node._get_node(key))
 
 
 def _hint(keys: Sequence[str]) -> str:

@@ -82,8 +82,16 @@ def diff(run: RunContext) -> RunOutcome:
             run.tracker.log_metrics([(step.step, now_ms(), metrics(step))])
     name = f"{run.precision.name} {reference.own}".rstrip()
     report = DivergenceReport(name, reference.label, steps)
-    _report(run, report, comparison.dumps)
+    run.say(report.sentence)
+    run.tracker.tags({"diff": report.sentence, "against": report.against})
+    run.save_artifact(run.out / PAGE, lambda path: write_page(report, path))
+    run.save_artifact(run.out / NUMBERS, lambda path: write_json_report(report, path))
     chosen = report.chosen
+    count = len(unexplained(chosen.batch.rows))
+    if count > 1:
+        run.say(f"{count} modules add more than rounding explains; all are in {run.out / PAGE}")
+    for path in comparison.dumps:
+        run.say(f"dump: {path}")
     summary = {
         "metrics": metrics(chosen),
         "steps": chosen.step,
@@ -133,19 +141,6 @@ def _reference(run: RunContext) -> DiffReference:
 def _comparable_train(spec: RunSpec) -> TrainSpec:
     # A block whose forward is computed again in the backward would be seen twice.
     return replace(spec.train, activation_checkpointing=False)
-
-
-def _report(run: RunContext, report: DivergenceReport, dumps: list[Path]) -> None:
-    """Print the sentence, and write the page, the numbers and where the dumps are."""
-    run.say(report.sentence)
-    run.tracker.tags({"diff": report.sentence, "against": report.against})
-    run.save_artifact(run.out / PAGE, lambda path: write_page(report, path))
-    run.save_artifact(run.out / NUMBERS, lambda path: write_json_report(report, path))
-    count = len(unexplained(report.chosen.batch.rows))
-    if count > 1:
-        run.say(f"{count} modules add more than rounding explains; all are in {run.out / PAGE}")
-    for path in dumps:
-        run.say(f"dump: {path}")
 
 
 class _Comparison:

@@ -5,7 +5,6 @@ run itself, trained again up to the steps that are compared.
 """
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -18,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.checkpoint import locate
 from runner.config.annotations import typed_value
 from runner.config.invocation import Invocation
+from runner.config.messages import dotted_keys
 from runner.config.overrides import DTYPE_PRECISIONS, PRECISION_ALIASES, path_exists
 from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import RunSpec
@@ -188,7 +188,7 @@ def _with_value(spec: RunSpec, word: str, key: str) -> RunSpec:
     config = OmegaConf.create(to_dict(spec))
     missing = object()
     if OmegaConf.select(config, key, default=missing) is missing:
-        known = _dotted_keys(to_dict(spec))
+        known = list(dotted_keys("", config))
         near = ", ".join(get_close_matches(key, known, n=3, cutoff=0.4)) or "see --help"
         raise ConfigError(f"against={word}: there is no key {key}. Nearest: {near}.")
     if not key.startswith(COMPARED_KEYS):
@@ -202,16 +202,6 @@ def _with_value(spec: RunSpec, word: str, key: str) -> RunSpec:
     except (OmegaConfBaseException, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"against={word} does not fit: {reason}") from error
-
-
-def _dotted_keys(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the dotted names of all keys."""
-    names = []
-    for key, value in values.items():
-        names.append(f"{prefix}{key}")
-        if isinstance(value, Mapping):
-            names += _dotted_keys(value, f"{prefix}{key}.")
-    return names
 
 
 def is_of_training(key: str) -> bool:

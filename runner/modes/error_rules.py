@@ -14,8 +14,7 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from runner.precision.contract import Precision
 from runner.precision.emulation.float16 import choose_kernels
@@ -340,60 +339,3 @@ PRECISION_RULES: tuple[Rule, ...] = (
 )
 """Texts of PyTorch's errors that the precision may cause, and what to say; an empty message means
 that it is not the cause."""
-
-
-_GRADIENT_BREAKERS = (
-    "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
-    "torch.no_grad()."
-)
-
-
-def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
-    """Return why a loss has no gradient: found by one more forward, module by module.
-
-    Args:
-        model: whose parameters train.
-        call: runs the forward on a batch and returns its output.
-    """
-    without_grad: list[str] = []
-    with_gradient: list[str] = []
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
-                without_grad.append(name)
-            if _requires_grad(output):
-                with_gradient.append(name)
-
-        return hook
-
-    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
-    try:
-        with torch.enable_grad():
-            output = call()
-    finally:
-        for handle in handles:
-            handle.remove()
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    start = "The loss has no gradient, so nothing can train."
-    if _requires_grad(output):
-        return f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
-    if without_grad:
-        return (
-            f"{start} {type(model).__name__}.forward runs {without_grad[0]} with gradients "
-            "switched off. Leave torch.no_grad() and torch.inference_mode() out of what trains."
-        )
-    if with_gradient:
-        last = with_gradient[-1]
-        return f"{start} The last module whose output has one is {last}. {_GRADIENT_BREAKERS}"
-    return (
-        f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
-        f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
-        "set requires_grad of those that it uses."
-    )
-
-
-def _requires_grad(nest: Any) -> bool:
-    # torch does not know every mapping (ModelOutput).
-    leaves = tree_leaves(dict(nest) if isinstance(nest, Mapping) else nest)
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)

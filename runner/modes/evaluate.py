@@ -83,12 +83,6 @@ def evaluate_checkpoint(
         saved: the checkpoint.
         memory: explains an allocator's error; it is given the state before the first batch.
     """
-    # An evaluation leaves nothing to save, so a signal ends it at once.
-    with run.signals.interruptible():
-        return _evaluate(run, saved, memory)
-
-
-def _evaluate(run: RunContext, saved: LoadedCheckpoint, memory: MemoryWatch) -> RunOutcome:
     spec = run.spec
     start = perf_counter()
     loaders = prepare_loaders(run)

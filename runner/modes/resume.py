@@ -149,7 +149,7 @@ def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) 
     folder = saved.path.parent.parent
     _check_resumable(saved, folder, origin, where)
     merged, origin = _merge_spec(spec, saved, origin)
-    problem = _nothing_left_to_train(merged, saved) or _state_problem(merged, saved)
+    problem = _state_problem(merged, saved)
     if problem:
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
     # A list of its own: while an error can still come, `notes` counts damaged files only.
@@ -246,8 +246,17 @@ def _newest_run(out: Path, notes: list[str]) -> Path:
     )
 
 
-def _nothing_left_to_train(spec: RunSpec, saved: LoadedCheckpoint) -> str:
-    """Return why there is nothing left to train; empty where there may be."""
+def _is_finished(run: Path) -> bool:
+    with suppress(ValueError, OSError):  # none, or damaged
+        return RunResult.read(run).status == "finished"
+    return False
+
+
+def _state_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
+    """Return why the run cannot continue from the checkpoint's state; empty where it may.
+
+    Nothing is left to train, or the optimizer state is none of this run's.
+    """
     step = saved.content["step"]
     epoch = saved.content["epoch"]
     max_steps = spec.train.max_steps
@@ -256,17 +265,6 @@ def _nothing_left_to_train(spec: RunSpec, saved: LoadedCheckpoint) -> str:
         return f"the run is at step {step} already. Type train.max_steps=<more than that>."
     if max_steps is None and spec.train.epochs < epoch:
         return f"the run is in epoch {epoch} already. Type train.epochs=<more than that>."
-    return ""
-
-
-def _is_finished(run: Path) -> bool:
-    with suppress(ValueError, OSError):  # none, or damaged
-        return RunResult.read(run).status == "finished"
-    return False
-
-
-def _state_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
-    """Return why the checkpoint's optimizer state is none of this run's; empty where it may be."""
     new_run = (
         f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
         "weights."

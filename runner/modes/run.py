@@ -226,7 +226,9 @@ def _run_tracked(context: RunContext, saved: LoadedCheckpoint | None) -> RunResu
             from runner.modes.evaluate import evaluate_checkpoint
 
             assert saved is not None
-            result, report = evaluate_checkpoint(context, saved, memory)
+            # An evaluation leaves nothing to save, so a signal ends it at once.
+            with context.signals.interruptible():
+                result, report = evaluate_checkpoint(context, saved, memory)
         context.signals.check()
         with suppress(OSError):  # _check_end writes it again, when the journal may have made room
             context.tracker.artifact(result.write(context.out))

@@ -79,7 +79,12 @@ def prepare_loaders(run: RunContext) -> RunLoaders:
     if trains and place.world_size == 1:
         for loader in labelled.values():
             loader.wait_context = run.signals.interruptible
-    _log_data_sets(run, data)
+    for line in _uses_of_sets(run, data):
+        run.say(line)
+    # The digest reads samples, so it is computed only for a tracker that stores it.
+    if run.tracker.takes_runs:
+        name = run.origin.option_name("data", run.spec.data)
+        run.tracker.inputs(fingerprint.describe_data(name, redact_values(run.spec.data), data))
     for label, loader in labelled.items():
         check_stream(run, label, loader)
     if trains:
@@ -295,16 +300,6 @@ def try_batch(
     taken = state.task.describe_output(outputs[-1]) if outputs else ""
     if taken and says_layout:
         run.say(taken)
-
-
-def _log_data_sets(run: RunContext, data: RunData) -> None:
-    """Record which data sets the run reads, and say what several of them are for."""
-    for line in _uses_of_sets(run, data):
-        run.say(line)
-    # The digest reads samples, so it is computed only for a tracker that stores it.
-    if run.tracker.takes_runs:
-        name = run.origin.option_name("data", run.spec.data)
-        run.tracker.inputs(fingerprint.describe_data(name, redact_values(run.spec.data), data))
 
 
 def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:

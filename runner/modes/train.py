@@ -5,6 +5,7 @@ The tracker is open already; run.py closes it.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result
 from runner.modes.execution import FirstStepProof, build_proven_model, starting_model
+from runner.modes.result import RunResult
 from runner.modes.startup import (
     check_evaluation,
     check_strategy,
@@ -22,11 +24,11 @@ from runner.modes.startup import (
     prepare_loaders,
     try_batch,
 )
+from runner.modes.tables import print_result
 from runner.modes.training_callbacks import TrainingCallbacks
-from runner.modes.training_errors import TrainingErrors, raise_diverged
+from runner.modes.training_errors import TrainingErrors
 from runner.modes.training_outputs import (
     check_model_folders,
-    raise_unsaved_weights,
     save_dtypes,
     save_loss_scale,
     save_model,
@@ -43,8 +45,9 @@ from runner.training.evaluation import evaluate_test
 from runner.training.loop import fit, total_steps
 from runner.training.setup import build_state
 from runner.training.state import TrainState
-from runner.utils.errors import CheckpointError, HookError
+from runner.utils.errors import CheckpointError, Diverged, HookError
 from runner.utils.formatting import format_number, now_ms, relative_path
+from runner.utils.layout import RESULT
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import MIB, tensor_bytes
 
@@ -109,15 +112,34 @@ def train(
         sizes["peak_memory_mib"] = save_processes(run, summary)
         if not failure:
             save_model(run, state, loaders.val)
+        # The step for whose numbers a guard stopped the run; None where the hardware is at fault.
+        stopped_step = callbacks.guard.stopped_step if failure else None
+        sizes |= {"diverged": stopped_step is not None, "diverged_step": stopped_step}
         sizes["planned_steps"] = steps
         sizes |= report.tags()
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(run, sizes | summary, perf_counter() - start)
-    if failure:
-        raise_diverged(run, result, callbacks.guard.stopped_step, [failure, *unsaved])
-    if unsaved:
-        raise_unsaved_weights(run, result, unsaved)
+    problems = [failure, *unsaved] if failure else unsaved
+    if problems:
+        _raise_failed(run, result, (Diverged if failure else CheckpointError)("\n".join(problems)))
     return RunOutcome(result, report)
+
+
+def _raise_failed(
+    run: RunContext, result: RunResult, error: Diverged | CheckpointError
+) -> NoReturn:
+    """Write the result of a run that a guard stopped, or whose weights could not be written.
+
+    Raises:
+        Diverged: the error, of a guard.
+        CheckpointError: the error, of unwritten weights; the run's table is printed first.
+    """
+    failed = replace(result, status="failed", error=str(error))
+    run.save_artifact(run.out / RESULT, lambda _: failed.write(run.out))
+    if isinstance(error, CheckpointError):
+        print_result(run.console, failed)
+        error.finished = True
+    raise error
 
 
 def _train_loop(

@@ -7,8 +7,13 @@ training/callbacks/guard.py.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
 from runner.data.stream_loader import BatchLoader, StreamLoader
@@ -16,13 +21,11 @@ from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, wo
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
 from runner.modes.context import RunContext
-from runner.modes.error_rules import Failure, gradient_problem, precision_advice
-from runner.modes.result import RunResult
+from runner.modes.error_rules import Failure, precision_advice
 from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
-from runner.utils.errors import ConfigError, DataError, Diverged, ModelError, RunnerError
-from runner.utils.layout import RESULT
+from runner.utils.errors import ConfigError, DataError, ModelError, RunnerError
 
 # Texts of PyTorch's errors: a backward without a gradient; labels and tokens out of range, in the
 # loss, in an embedding on a CPU, and in either of them on a GPU.
@@ -34,26 +37,10 @@ _DEVICE_ASSERT = "device-side assert"
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
-def raise_diverged(
-    run: RunContext, result: RunResult, step: int | None, problems: Sequence[str]
-) -> NoReturn:
-    """End a run that a guard stopped; its result has the numbers of the steps until then.
-
-    Args:
-        run: the run.
-        result: of the run.
-        step: the step for whose numbers the guard did; None where the hardware was at fault.
-        problems: the guard's message, and files that could not be written.
-
-    Raises:
-        Diverged: with the problems.
-    """
-    message = "\n".join(problems)
-    failed = replace(
-        result, status="failed", error=message, diverged=step is not None, diverged_step=step
-    )
-    run.save_artifact(run.out / RESULT, lambda _: failed.write(run.out))
-    raise Diverged(message)
+_GRADIENT_BREAKERS = (
+    "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
+    "torch.no_grad()."
+)
 
 
 @dataclass(frozen=True)
@@ -132,16 +119,54 @@ class TrainingErrors:
         raise DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
 
     def _no_gradient_reason(self) -> str:
-        """Return why the loss has no gradient, from one more forward that changes nothing."""
+        """Return why the loss has no gradient: found by one more forward, module by module, which
+        changes nothing."""
         state = self.state
+        precision = state.precision
+        model = state.plain_model
         inputs, _ = next(next(iter(self.evaluated.values())).epoch(0))
+        without_grad: list[str] = []
+        with_gradient: list[str] = []
 
-        def call() -> Any:
-            with state.precision.forward(state.device):
-                return call_model(state.plain_model, state.precision.cast(inputs))
+        def note(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                without_grad.append(name)
+            if _requires_grad(output):
+                with_gradient.append(name)
 
-        with evaluation_mode(state.model, state.task, state.device):
-            return gradient_problem(state.plain_model, call)
+        handles = [
+            module.register_forward_hook(partial(note, name))
+            for name, module in model.named_modules()
+        ]
+        try:
+            with (
+                evaluation_mode(state.model, state.task, state.device),
+                torch.enable_grad(),
+                precision.forward(state.device),
+            ):
+                output = call_model(model, precision.cast(inputs))
+        finally:
+            for handle in handles:
+                handle.remove()
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        start = "The loss has no gradient, so nothing can train."
+        if _requires_grad(output):
+            return (
+                f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
+            )
+        if without_grad:
+            return (
+                f"{start} {type(model).__name__}.forward runs {without_grad[0]} with gradients "
+                "switched off. Leave torch.no_grad() and torch.inference_mode() out of what trains."
+            )
+        if with_gradient:
+            last = with_gradient[-1]
+            return f"{start} The last module whose output has one is {last}. {_GRADIENT_BREAKERS}"
+        return (
+            f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
+            f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
+            "set requires_grad of those that it uses."
+        )
 
     def _explain_data_error(self, error: Exception) -> str | None:
         """Return what an error of the loop means; None for one that the data does not cause."""
@@ -268,3 +293,9 @@ def _first_bad_sample(run: RunContext, portions: Iterator[tuple[list[int], Any]]
 def batch_saver(run: RunContext, loader: BatchLoader) -> BatchSaver:
     """Return what saves the samples of a run's steps for mode=replay."""
     return BatchSaver(run.spec, run.origin, run.out, run.precision.name, loader, run.save_artifact)
+
+
+def _requires_grad(nest: Any) -> bool:
+    # torch does not know every mapping (ModelOutput).
+    leaves = tree_leaves(dict(nest) if isinstance(nest, Mapping) else nest)
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)

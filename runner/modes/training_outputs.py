@@ -7,12 +7,11 @@ The run's config, environment and commit are written by run_metadata.py.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from platform import node
 from shutil import rmtree
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,8 +21,6 @@ from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
-from runner.modes.result import RunResult
-from runner.modes.tables import print_result
 from runner.precision.contract import ConversionReport
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding
@@ -38,10 +35,9 @@ from runner.training.pretrained_folder import (
 from runner.training.state import TrainState
 from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.tensor_task import TensorTask
-from runner.utils.errors import CheckpointError, ConfigError
+from runner.utils.errors import ConfigError
 from runner.utils.files import os_error_reason, write_table
 from runner.utils.formatting import format_number, relative_path
-from runner.utils.layout import RESULT
 
 DTYPES_FILE = "dtypes.json"
 ROUNDING_COLUMN = "rounding between fused operations"
@@ -202,20 +198,6 @@ def _save_weights(
         return f"{relative_path(path)} was not written: {str(error).rpartition(': ')[2]}."
     run.tracker.artifact(path)
     return ""
-
-
-def raise_unsaved_weights(run: RunContext, result: RunResult, problems: Sequence[str]) -> NoReturn:
-    """End a run whose weights could not be written; its result is printed and written.
-
-    Raises:
-        CheckpointError: with the problems.
-    """
-    error = CheckpointError("\n".join(problems))
-    failed = replace(result, status="failed", error=str(error))
-    run.save_artifact(run.out / RESULT, lambda _: failed.write(run.out))
-    print_result(run.console, failed)
-    error.finished = True
-    raise error
 
 
 def save_model(run: RunContext, state: TrainState, loader: BatchLoader) -> None:
