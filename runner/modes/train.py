@@ -45,7 +45,7 @@ from runner.training.evaluation import evaluate_test
 from runner.training.loop import fit, total_steps
 from runner.training.setup import build_state
 from runner.training.state import TrainState
-from runner.utils.errors import CheckpointError, Diverged, HookError
+from runner.utils.errors import CheckpointError, Diverged, HookError, RunnerError
 from runner.utils.formatting import format_number, now_ms, relative_path
 from runner.utils.layout import RESULT
 from runner.utils.reproducibility import seed_all
@@ -125,9 +125,7 @@ def train(
     return RunOutcome(result, report)
 
 
-def _raise_failed(
-    run: RunContext, result: RunResult, error: Diverged | CheckpointError
-) -> NoReturn:
+def _raise_failed(run: RunContext, result: RunResult, error: RunnerError) -> NoReturn:
     """Write the result of a run that a guard stopped, or whose weights could not be written.
 
     Raises:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
