@@ -42,19 +42,12 @@ NOT_RUN_REASON = "converted, but not proven: it did not run in the first batch"
 RAN_IN_TRAINING_REASON = "ran in the first step, not in the evaluation before it"
 
 
-class Execution(NamedTuple):
-    """A model with its conversion proven, and the state that trains or evaluates it."""
-
-    built: BuiltModel
-    state: TrainState
-
-
 def build_execution(
     setup: TrainingSetup,
     make: ModelBuilder,
     inputs: Callable[[], Any],
     total_steps: int | None = None,
-) -> Execution:
+) -> tuple[BuiltModel, TrainState]:
     """Build the model and the state of an execution.
 
     Training and evaluation report the model before they build its state, with the same two calls.
@@ -70,7 +63,7 @@ def build_execution(
     """
     built = build_proven_model(setup, make, inputs)
     with setup.precision.session(built.model, setup.device):
-        return Execution(built, build_state(setup, built.model, total_steps))
+        return built, build_state(setup, built.model, total_steps)
 
 
 def starting_model(setup: TrainingSetup, resumed: LoadedCheckpoint | None = None) -> ModelBuilder:

@@ -13,7 +13,7 @@ from platform import node
 from shutil import rmtree
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from runner.checkpoint.export import ExportedModel, export
 from runner.checkpoint.program_inputs import ExportError, error_line
@@ -262,50 +262,42 @@ def save_model_folders(run: RunContext, state: TrainState) -> list[str]:
     Returns:
         Why a folder was not written, a sentence each.
     """
-    unsaved: list[str] = []
+    spec = run.spec
+    model = state.plain_model
+    problem = ""
     with state.evaluated_weights():
         # Inside: the averaged weights are in the model as long as the context lasts.
-        model = state.plain_model
         if state.strategy.shards:
             weights = state.strategy.full_state_dict(model)
         else:
             # With the scales of packed weights, which are neither parameters nor buffers.
             weights = dict(model.state_dict())
         if not run.strategy.place.is_main:
-            return unsaved
+            return []
         if _wants_adapter(run, state):
+            init = str(spec.adapter.get("init", "default"))
+            warning = _save_folder(
+                run,
+                ADAPTER_FOLDER,
+                lambda folder: write_adapter(model, weights, folder, spec.model, init),
+            )
             # Nobody has to have asked for it, so a run does not fail for the lack of it.
-            for problem in _save_adapter(run, state, weights):
-                run.say(f"warning: {problem}")
-        if run.spec.checkpoint.pretrained:
-            unsaved += _save_pretrained(run, state, weights)
-    return unsaved
+            if warning:
+                run.say(f"warning: {warning}")
+        if spec.checkpoint.pretrained:
+            named = (spec.data.get("tokenizer"), spec.model.get("path"))
+            beside = [Path(text) for text in named if isinstance(text, str) and Path(text).is_dir()]
+
+            def write(folder: Path) -> None:
+                said = write_pretrained(model, weights, folder, spec.model, beside)
+                run.say(f"from_pretrained loads {relative_path(folder)} ({said})")
+
+            problem = _save_folder(run, PRETRAINED_FOLDER, write)
+    return [problem] if problem else []
 
 
-def _save_adapter(run: RunContext, state: TrainState, weights: Mapping[str, Tensor]) -> list[str]:
-    def write(folder: Path) -> None:
-        init = str(run.spec.adapter.get("init", "default"))
-        write_adapter(state.plain_model, weights, folder, run.spec.model, init)
-
-    return _save_folder(run, ADAPTER_FOLDER, write)
-
-
-def _save_pretrained(
-    run: RunContext, state: TrainState, weights: Mapping[str, Tensor]
-) -> list[str]:
-    node = run.spec.model
-    named = (run.spec.data.get("tokenizer"), node.get("path"))
-    beside = [Path(text) for text in named if isinstance(text, str) and Path(text).is_dir()]
-
-    def write(folder: Path) -> None:
-        said = write_pretrained(state.plain_model, weights, folder, node, beside)
-        run.say(f"from_pretrained loads {relative_path(folder)} ({said})")
-
-    return _save_folder(run, PRETRAINED_FOLDER, write)
-
-
-def _save_folder(run: RunContext, name: str, write: Callable[[Path], None]) -> list[str]:
-    """Write a folder and upload it; return why it was not written, in a list of one sentence."""
+def _save_folder(run: RunContext, name: str, write: Callable[[Path], object]) -> str:
+    """Write a folder and upload it; return why it was not written."""
     from safetensors import SafetensorError
 
     folder = run.out / name
@@ -314,9 +306,9 @@ def _save_folder(run: RunContext, name: str, write: Callable[[Path], None]) -> l
     except (OSError, ValueError, SafetensorError) as error:
         # An unfinished folder would be taken for a whole one.
         rmtree(folder, ignore_errors=True)
-        return [f"{relative_path(folder)} was not written: {os_error_reason(error)}."]
+        return f"{relative_path(folder)} was not written: {os_error_reason(error)}."
     run.tracker.artifact(folder, name)
-    return []
+    return ""
 
 
 def _wants_adapter(run: RunContext, state: TrainState) -> bool:
