@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.config.loading_keys import loading_paths, task_paths
+from runner.config.loading_keys import text_targets
 from runner.config.signature import describe_key_location
 from runner.config.targets import locate
 from runner.utils.errors import ConfigError
@@ -125,10 +125,10 @@ def masked_keys(name: str, value: Any) -> Iterator[str]:
 def _group_targets(group: str, node: Any) -> list[tuple[str, Any]]:
     """Return the dotted key and the target of each in a group's node, those that are given as text
     included."""
-    paths = {"data": loading_paths, "task": task_paths}.get(group)
-    nodes = node if isinstance(node, list) else [node]
-    texts = [text for each in nodes for text in (paths(each) if paths else ())]
-    return [*_targets(group, node), *texts]
+    targets = _targets(group, node)
+    for each in node if isinstance(node, list) else [node]:
+        targets += text_targets(group, each)
+    return targets
 
 
 def _targets(key: str, node: Any) -> list[tuple[str, Any]]:
