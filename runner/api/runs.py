@@ -74,12 +74,7 @@ def run(  # noqa: PLR0913
         Stopped: a signal (a notebook's interrupt) ended the run, after a checkpoint.
     """
     objects = given_roles(
-        model=model,
-        data=data,
-        loss=loss,
-        optimizer=optimizer,
-        collate=collate,
-        callbacks=callbacks,
+        model=model, data=data, loss=loss, optimizer=optimizer, collate=collate, callbacks=callbacks
     )
     console = silent_console() if quiet else None
     with given_objects(objects):

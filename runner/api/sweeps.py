@@ -132,12 +132,7 @@ def sweep(  # noqa: PLR0913
         KeyboardInterrupt: a signal stopped the sweep; what ran is in its folder.
     """
     objects = given_roles(
-        model=model,
-        data=data,
-        loss=loss,
-        optimizer=optimizer,
-        collate=collate,
-        callbacks=callbacks,
+        model=model, data=data, loss=loss, optimizer=optimizer, collate=collate, callbacks=callbacks
     )
     return _run_sweep(check_texts(overrides), objects, config_dir, out)
 
