@@ -54,10 +54,6 @@ class JournalStore(NamedTuple):
     fully_uploaded: bool
 
 
-class RunNotInStore(ConfigError):
-    """A store answers, and does not hold the run."""
-
-
 def journal_stores(folder: Path) -> list[JournalStore]:
     """Return the stores of a run's journals, the first journal first; empty without a journal."""
     newest = journal.latest_journal(folder)
@@ -243,21 +239,8 @@ def _check_store(
     With `waits`, a store that does not answer is a warning, and the records wait in the journal.
     """
     key = _RESUME_KEYS[what]
-    is_same = _is_same_store(uri, last.uri)
     try:
-        _look_up_run(uri, last.run_id)
-    except RunNotInStore as error:
-        if is_same:
-            other = f"Type tracking.uri=<the store that holds it>, if the {what} was moved there"
-        else:
-            other = f"Leave tracking.uri out to continue in {redact(last.uri)}"
-        if what == "run":
-            # Only a run can do without a record, or be begun anew from a checkpoint.
-            other += (
-                ", tracking=none to continue without a record, or init.weights=<its checkpoint> "
-                "for a new run"
-            )
-        raise ConfigError(f"{key}: {error} {other}.") from error
+        problem = _run_problem(uri, last.run_id)
     except TrackingError as error:
         if waits:
             say(f"warning: {error} Training continues; its records are kept in the run's folder.")
@@ -266,6 +249,19 @@ def _check_store(
             f"{key}: the {what} is recorded in {redact(uri)}, and {error} Start the store, type "
             "tracking.uri=<its address now>, or tracking=none to continue without a record."
         ) from error
+    if not problem:
+        return
+    if _is_same_store(uri, last.uri):
+        other = f"Type tracking.uri=<the store that holds it>, if the {what} was moved there"
+    else:
+        other = f"Leave tracking.uri out to continue in {redact(last.uri)}"
+    if what == "run":
+        # Only a run can do without a record, or be begun anew from a checkpoint.
+        other += (
+            ", tracking=none to continue without a record, or init.weights=<its checkpoint> "
+            "for a new run"
+        )
+    raise ConfigError(f"{key}: {problem} {other}.")
 
 
 def _check_earlier_journals(stores: Sequence[JournalStore], uri: str) -> None:
@@ -306,11 +302,10 @@ def _is_same_store(one: str, other: str) -> bool:
     return redact(one) == redact(other)
 
 
-def _look_up_run(uri: str, run_id: str | None) -> None:
-    """Ask a store for a run; without an id, ask only whether the store answers.
+def _run_problem(uri: str, run_id: str | None) -> str:
+    """Return why a store does not have a run; without an id, ask only whether the store answers.
 
     Raises:
-        RunNotInStore: it has no such run, or has it as deleted.
         TrackingError: it does not answer.
     """
     # A database is read by itself: importing mlflow takes seconds before anything is trained.
@@ -329,14 +324,15 @@ def _look_up_run(uri: str, run_id: str | None) -> None:
             for key in added:
                 os.environ.pop(key, None)
     if run_id is None:
-        return
+        return ""
     if stage is None:
-        raise RunNotInStore(f"{redact(uri)} does not hold its run {run_id}.")
+        return f"{redact(uri)} does not hold its run {run_id}."
     if stage == "deleted":
-        raise RunNotInStore(
+        return (
             f"its run {run_id} was deleted in {redact(uri)}. To have it back: "
             f"MLFLOW_TRACKING_URI={redact(uri)} mlflow runs restore --run-id {run_id}."
         )
+    return ""
 
 
 def _lifecycle_stage(database: Path, run_id: str) -> str | None:
