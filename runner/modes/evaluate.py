@@ -28,7 +28,7 @@ from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_test, evaluate_validation
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.evaluation_mode import evaluation_mode
-from runner.training.model import restore_model, restore_precision_state
+from runner.training.model import restore_model
 from runner.training.model_call import call_model
 from runner.training.setup import build_state
 from runner.training.state import TrainState
@@ -92,9 +92,7 @@ def evaluate_checkpoint(
         run.say(f"evaluates the averaged weights (train.ema={average['decay']:g})")
         saved = saved._replace(content=with_averaged_weights(saved.content))
     make = partial(restore_model, spec, run.precision, saved)
-    built = build_proven_model(run.setup, make, lambda: next(validation.epoch(0))[0])
-    # After shards have their values: on the meta device nothing could be restored.
-    restore_precision_state(built.model, run.precision, saved)
+    built = build_proven_model(run.setup, make, lambda: next(validation.epoch(0))[0], saved)
     check_compile_options(spec, run.precision, run.device, built.model)
     with run.precision.session(built.model, run.device):
         sizes = describe_model(run, built)

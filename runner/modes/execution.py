@@ -25,7 +25,7 @@ from runner.precision.conversion_proof import (
 )
 from runner.training.initial_weights import read_initial_weights
 from runner.training.meta_model import ModelBuilder
-from runner.training.model import BuiltModel, build_model
+from runner.training.model import BuiltModel, build_model, restore_precision_state
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
 from runner.training.sharded_model import build_sharded_model
@@ -100,7 +100,10 @@ class TrialResult(NamedTuple):
 
 
 def build_proven_model(
-    setup: TrainingSetup, make: ModelBuilder, inputs: Callable[[], Any]
+    setup: TrainingSetup,
+    make: ModelBuilder,
+    inputs: Callable[[], Any],
+    saved: LoadedCheckpoint | None = None,
 ) -> BuiltModel:
     """Build a model, sharded where the strategy shards, whose conversion one forward proves.
 
@@ -112,12 +115,13 @@ def build_proven_model(
             unconverted; the processes of its strategy agree on the result.
         make: builds the model from a freshly seeded generator.
         inputs: loads the model inputs of the first batch.
+        saved: a checkpoint whose precision state the model has in the forward; None for none.
 
     Raises:
         ConfigError: no converted layer runs, or other layers are bypassed in the second build.
     """
     precision = setup.precision
-    built = _build(setup, make)
+    built = _build(setup, make, saved)
     converts = any(row.done for row in built.report.modules)
     if not converts and not adapted_layers(built.model):
         return built
@@ -126,7 +130,7 @@ def build_proven_model(
         precision.leave_unconverted(trial.bypass_reasons)
         del built  # else both models would be in memory
         seed_all(setup.spec.seed)
-        built = _build(setup, make)
+        built = _build(setup, make, saved)
         trial = _trial(setup, built, inputs)
     if trial.bypass_reasons:
         reasons = _reasons_text(trial.bypass_reasons)
@@ -152,10 +156,15 @@ def build_proven_model(
     return built._replace(report=replace(built.report, modules=tuple(rows)))
 
 
-def _build(setup: TrainingSetup, make: ModelBuilder) -> BuiltModel:
+def _build(setup: TrainingSetup, make: ModelBuilder, saved: LoadedCheckpoint | None) -> BuiltModel:
     if setup.strategy.shards:
-        return build_sharded_model(make, setup.precision, setup.strategy, setup.device)
-    return make(setup.device, None)
+        built = build_sharded_model(make, setup.precision, setup.strategy, setup.device)
+    else:
+        built = make(setup.device, None)
+    # Once shards have their values: on the meta device nothing could be restored.
+    if saved is not None:
+        restore_precision_state(built.model, setup.precision, saved)
+    return built
 
 
 def _names_text(names: Iterable[str], most: int = 6) -> str:
