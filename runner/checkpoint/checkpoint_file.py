@@ -108,7 +108,7 @@ def shards_folder(path: Path) -> Path:
 
 def _on_host_if_tpu(tensor: Tensor) -> Tensor:
     """Return a copy on the host of a tensor on a TPU, and any other tensor unchanged."""
-    # A tensor of torch_xla would ignore the map_location that load() gives.
+    # So a checkpoint loads where torch_tpu is not installed.
     return tensor.cpu() if is_tpu(tensor.device) else tensor
 
 

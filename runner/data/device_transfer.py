@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 from runner.config.schema import AUTO
 from runner.utils.errors import ConfigError
-from runner.utils.tpu import launch_operations
 
 MAX_MEMORY_SHARE = 0.1  # of a GPU's free memory that train.data_on_device=auto takes
 
@@ -69,8 +68,6 @@ def move_batches(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         yield from _copy_to_gpu(batches, device)
         return
     for batch in batches:
-        # A TPU collects operations: those on the previous batch start here.
-        launch_operations(device)
         yield tree_map(lambda value: _to_device(value, device), batch)
 
 

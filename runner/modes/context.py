@@ -17,6 +17,7 @@ from runner.distributed.torchrun import ProcessRank
 from runner.modes.result import RunResult
 from runner.precision.contract import ConversionReport, Precision
 from runner.tracking.tracker import Tracker
+from runner.training.setup import TrainingSetup
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator
 from runner.utils.files import os_error_reason, write_text
@@ -61,6 +62,11 @@ class RunContext:
     def device(self) -> torch.device:
         """Return the device that this process computes on."""
         return self.accelerator.device
+
+    @property
+    def setup(self) -> TrainingSetup:
+        """Return what the run's model and its state are built from."""
+        return TrainingSetup(self.spec, self.precision, self.task, self.device, self.strategy)
 
     @property
     def device_name(self) -> str:

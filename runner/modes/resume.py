@@ -41,22 +41,28 @@ run_store.py chooses the store, and a run may be resumed with another number of 
 """
 
 
-class ResumePlan(NamedTuple):
-    """A run to continue: its folder, its checkpoint, and what to run now."""
+class PlannedRun(NamedTuple):
+    """What runs now, and where.
+
+    Attributes:
+        folder: of the run.
+        saved: the checkpoint that mode=train continues or mode=evaluate evaluates; None without
+            one.
+        spec: with the checkpoint's settings where none was typed.
+        origin: what was typed, and the names of the options.
+    """
 
     folder: Path
-    saved: LoadedCheckpoint
+    saved: LoadedCheckpoint | None
     spec: RunSpec
     origin: Invocation
 
 
-def plan_resume(
-    spec: RunSpec, origin: Invocation, out: Path, console: Console
-) -> ResumePlan | None:
+def plan_resume(spec: RunSpec, origin: Invocation, out: Path, console: Console) -> PlannedRun:
     """Return the run that checkpoint.resume names, with the keys that were typed now over its own.
 
-    The result is None if there is nothing to resume: no run is named, or it is `auto` and this
-    run's folder holds no checkpoint.
+    The result is this command's own run if there is nothing to resume: no run is named, or it is
+    `auto` and this run's folder holds no checkpoint.
 
     Args:
         spec: as composed.
@@ -69,7 +75,7 @@ def plan_resume(
     """
     where = spec.checkpoint.resume
     if where is None or spec.mode != "train":
-        return None
+        return PlannedRun(out, None, spec, origin)
     if where == AUTO:
         return _plan_own_folder(spec, origin, out, console)
     notes: list[str] = []
@@ -80,10 +86,8 @@ def plan_resume(
     return plan
 
 
-def _plan_own_folder(
-    spec: RunSpec, origin: Invocation, out: Path, console: Console
-) -> ResumePlan | None:
-    """Return the run in its own folder, if that holds an undamaged checkpoint.
+def _plan_own_folder(spec: RunSpec, origin: Invocation, out: Path, console: Console) -> PlannedRun:
+    """Return the run in its own folder, resumed if that holds an undamaged checkpoint.
 
     A job of a sweep is resumed only as the same job: a search may ask for another one in its
     folder.
@@ -95,7 +99,7 @@ def _plan_own_folder(
             console.print(
                 f"{out} holds no checkpoint: the run begins.", markup=False, soft_wrap=True
             )
-        return None
+        return PlannedRun(out, None, spec, origin)
     notes: list[str] = []
     plan = None
     reason = ""
@@ -107,7 +111,7 @@ def _plan_own_folder(
         if len(notes) < len(files):
             raise
         reason = str(error)
-    if plan is not None and origin.sweep:
+    if plan is not None and plan.saved is not None and origin.sweep:
         changed = changed_settings(plan.spec, plan.saved)
         if changed:
             plan = None
@@ -119,6 +123,7 @@ def _plan_own_folder(
         console.print(line, markup=False, soft_wrap=True)
     if plan is None:
         _check_interpolations(origin)
+        return PlannedRun(out, None, spec, origin)
     return plan
 
 
@@ -128,7 +133,7 @@ def _check_interpolations(origin: Invocation) -> None:
         resolve_spec(OmegaConf.create(dict(origin.composed_config)))
 
 
-def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) -> ResumePlan:
+def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) -> PlannedRun:
     """Return the run of a checkpoint file, a run's folder or an MLflow id.
 
     Args:
@@ -144,7 +149,7 @@ def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) 
     folder = saved.path.parent.parent
     _check_resumable(saved, folder, origin, where)
     merged, origin = _merge_spec(spec, saved, origin)
-    problem = _nothing_left_to_train(merged, saved) or _optimizer_problem(merged, saved)
+    problem = _state_problem(merged, saved)
     if problem:
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
     # A list of its own: while an error can still come, `notes` counts damaged files only.
@@ -152,7 +157,7 @@ def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) 
     waits = spec.checkpoint.resume == AUTO
     merged = with_run_store(merged, folder, origin, waits, store_notes.append)
     notes += store_notes
-    return ResumePlan(folder, saved, merged, origin)
+    return PlannedRun(folder, saved, merged, origin)
 
 
 def _merge_spec(
@@ -168,13 +173,12 @@ def _merge_spec(
     Raises:
         ConfigError: the settings do not resolve, or name code that is not trusted.
     """
-    choices = {
-        group: name
-        for group, name in saved.content["choices"].items()
-        if group not in typed_overrides(origin)
-    }
+    typed = typed_overrides(origin)
+    saved_choices = saved.content["choices"]
+    choices = {group: name for group, name in saved_choices.items() if group not in typed}
     origin = replace(origin, choices={**origin.choices, **choices})
-    if _has_other_preset(saved, origin):
+    presets = [group for group in PRESET_GROUPS if group in typed]
+    if any(origin.choices.get(group) != saved_choices.get(group) for group in presets):
         # A preset sets keys anywhere, so which of the checkpoint's keys would be meant to stay
         # cannot be known: the command's spec counts as a whole.
         return spec, origin
@@ -186,15 +190,6 @@ def _merge_spec(
     keys = [key for key in values if key not in _KEYS_OF_THE_COMMAND]
     merged = merge(config._replace(values=values), spec, origin, keys)
     return merged, replace(origin, is_trusted=config.is_signed and origin.is_trusted)
-
-
-def _has_other_preset(saved: LoadedCheckpoint, origin: Invocation) -> bool:
-    """Return whether a preset was typed that the checkpoint's run did not have."""
-    choices = saved.content["choices"]
-    return any(
-        group in typed_overrides(origin) and origin.choices.get(group) != choices.get(group)
-        for group in PRESET_GROUPS
-    )
 
 
 def _check_resumable(saved: LoadedCheckpoint, folder: Path, origin: Invocation, where: str) -> None:
@@ -251,8 +246,17 @@ def _newest_run(out: Path, notes: list[str]) -> Path:
     )
 
 
-def _nothing_left_to_train(spec: RunSpec, saved: LoadedCheckpoint) -> str:
-    """Return why there is nothing left to train; empty where there may be."""
+def _is_finished(run: Path) -> bool:
+    with suppress(ValueError, OSError):  # none, or damaged
+        return RunResult.read(run).status == "finished"
+    return False
+
+
+def _state_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
+    """Return why the run cannot continue from the checkpoint's state; empty where it may.
+
+    Nothing is left to train, or the optimizer state is none of this run's.
+    """
     step = saved.content["step"]
     epoch = saved.content["epoch"]
     max_steps = spec.train.max_steps
@@ -261,66 +265,51 @@ def _nothing_left_to_train(spec: RunSpec, saved: LoadedCheckpoint) -> str:
         return f"the run is at step {step} already. Type train.max_steps=<more than that>."
     if max_steps is None and spec.train.epochs < epoch:
         return f"the run is in epoch {epoch} already. Type train.epochs=<more than that>."
-    return ""
-
-
-def _is_finished(run: Path) -> bool:
-    with suppress(ValueError, OSError):  # none, or damaged
-        return RunResult.read(run).status == "finished"
-    return False
-
-
-def _optimizer_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
-    """Return why the checkpoint's optimizer state is none of this run's; empty where it may be."""
-    theirs = _optimizers(saved.content["spec"].get("optimizer") or {})
-    ours = _optimizers(spec.optimizer)
-    if theirs == ours:
-        return _division_problem(spec, saved)
-    old = ", ".join(str(target) for target, _ in theirs.values())
-    new = ", ".join(str(target) for target, _ in ours.values())
-    return (
-        f"its state is that of {old}, which {new} cannot continue. Leave optimizer= out, or type "
+    new_run = (
         f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
         "weights."
     )
-
-
-def _division_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
-    """Return which setting would give the saved state to other parameters; empty for none."""
-    theirs = saved.content["spec"]
-    train = theirs.get("train")
+    old = _optimizers(saved.content["spec"].get("optimizer") or {})
+    new = _optimizers(spec.optimizer)
+    old_kinds = {name: (node.get("_target_"), node.get("match")) for name, node in old.items()}
+    new_kinds = {name: (node.get("_target_"), node.get("match")) for name, node in new.items()}
+    if old_kinds != new_kinds:
+        old_targets = ", ".join(str(target) for target, _ in old_kinds.values())
+        new_targets = ", ".join(str(target) for target, _ in new_kinds.values())
+        return (
+            f"its state is that of {old_targets}, which {new_targets} cannot continue. Leave "
+            f"optimizer= out, or type {new_run}"
+        )
+    train = saved.content["spec"].get("train")
     frozen = train.get("freeze") if isinstance(train, Mapping) else None
-    keys = ""
-    if _divisions(theirs.get("optimizer") or {}) != _divisions(spec.optimizer):
+    # Settings that would give the saved state to other parameters.
+    if _divisions(old) != _divisions(new):
         keys = "optimizer.groups, no_decay_on and layer_decay"
     elif (frozen or []) != spec.train.freeze:
         keys = "train.freeze"
-    if not keys:
+    else:
         return ""
     return (
         f"its state is that of groups of parameters with other settings. Leave {keys} out, or type "
-        f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
-        "weights."
+        f"{new_run}"
     )
 
 
-def _divisions(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of each optimizer of a node that divide its parameters, by their keys."""
-    nodes = {"": node} if "_target_" in node else node
-    found: dict[str, Any] = {}
-    for name, part in nodes.items():
-        for key in GROUP_KEYS:
-            if isinstance(part, Mapping) and part.get(key) is not None:
-                found[f"{name}.{key}"] = part[key]
-    return found
-
-
-def _optimizers(node: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return target and `match` of each optimizer of a node, by its name."""
+def _optimizers(node: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the nodes of a run's optimizers by their names."""
     # A node with a target is one optimizer; else it holds several, each under its name.
     nodes = {"": node} if "_target_" in node else node
-    parts = {name: part for name, part in nodes.items() if isinstance(part, Mapping)}
-    return {name: (part.get("_target_"), part.get("match")) for name, part in parts.items()}
+    return {name: part for name, part in nodes.items() if isinstance(part, Mapping)}
+
+
+def _divisions(optimizers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of optimizers that divide their parameters, by their keys."""
+    settings: dict[str, Any] = {}
+    for name, node in optimizers.items():
+        for key in GROUP_KEYS:
+            if node.get(key) is not None:
+                settings[f"{name}.{key}"] = node[key]
+    return settings
 
 
 def changed_settings(spec: RunSpec, saved: LoadedCheckpoint) -> dict[str, str]:

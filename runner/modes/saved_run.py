@@ -6,6 +6,7 @@ written these files, so code that they name is called only as config/trusted_tar
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,11 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
         raise ConfigError(f"{path} is damaged.") from None
     if problem:
         raise ConfigError(f"{path} {problem}.")
-    return SavedConfig(values, folder, key, _is_signed(folder, text))
-
-
-def _is_signed(folder: Path, text: str) -> bool:
-    """Return whether this user's key has signed the text of a run's config."""
-    try:
+    signed = None
+    with suppress(OSError, ValueError, RecursionError):
         signed = json.loads(read_text(folder / SIGNATURE))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(signed, dict) and is_signed(CONFIG, text, signed.get("config"))
+    is_own = isinstance(signed, dict) and is_signed(CONFIG, text, signed.get("config"))
+    return SavedConfig(values, folder, key, is_own)
 
 
 def check_run(config: SavedConfig, spec: RunSpec, origin: Invocation) -> RunSpec:

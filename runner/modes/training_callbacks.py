@@ -64,7 +64,14 @@ class TrainingCallbacks:
     ) -> None:
         self.run = run
         self.state = state
-        self.writer = _checkpoint_writer(run)
+        # A process that is not the first takes part in gathering; without shards it writes nothing.
+        strategy = run.strategy
+        keep = run.spec.checkpoint.keep
+        self.writer: AsyncCheckpointWriter | ShardedCheckpointWriter
+        if strategy.shards or not strategy.place.is_main:
+            self.writer = ShardedCheckpointWriter(run.checkpoint_folder, keep, run.say, strategy)
+        else:
+            self.writer = AsyncCheckpointWriter(run.checkpoint_folder, keep, run.say)
         # The copy of the weights must be complete before the optimizer changes them.
         state.set_update_hook(self.writer.wait_for_copy)
         spec = run.spec
@@ -218,16 +225,6 @@ class TrainingCallbacks:
         for callback in self.callbacks:
             callback.close()
         self.writer.finish()
-
-
-def _checkpoint_writer(run: RunContext) -> AsyncCheckpointWriter | ShardedCheckpointWriter:
-    folder = run.checkpoint_folder
-    keep = run.spec.checkpoint.keep
-    strategy = run.strategy
-    # A process that is not the first takes part in gathering; without shards it writes nothing.
-    if strategy.shards or not strategy.place.is_main:
-        return ShardedCheckpointWriter(folder, keep, run.say, strategy)
-    return AsyncCheckpointWriter(folder, keep, run.say)
 
 
 def _guard(run: RunContext, loader: BatchLoader, start_step: int) -> Guard:

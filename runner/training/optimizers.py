@@ -161,8 +161,8 @@ def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
 
     False for what torch would refuse only in the first step.
     """
-    # torch refuses fused complex parameters, and those of torch_xla, only in the first step.
-    if not all(p.is_floating_point() and p.device.type != "xla" for p in params):
+    # torch refuses fused complex parameters only in the first step.
+    if not all(p.is_floating_point() for p in params):
         return False
     # torch's fused kernels take sharded parameters in these two optimizers only.
     if any(map(is_sharded, params)):

@@ -55,15 +55,6 @@ def _holds_other_meta_tensors(model: nn.Module) -> bool:
     return False
 
 
-def build_for_strategy(
-    build: ModelBuilder, precision: Precision, strategy: Strategy, device: torch.device
-) -> BuiltModel:
-    """Build a model on its device, sharded where the strategy shards; see build_sharded_model."""
-    if strategy.shards:
-        return build_sharded_model(build, precision, strategy, device)
-    return build(device, None)
-
-
 def build_sharded_model(
     build: ModelBuilder, precision: Precision, strategy: Strategy, device: torch.device
 ) -> BuiltModel:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from runner.config.given_objects import given_keys, python_call
+from runner.config.invocation import given_keys, python_call
 from runner.sweeps.report.columns import advice_table, advice_terminal_table
 from runner.sweeps.report.gate import gate_verdict
 from runner.sweeps.report.gate_page import gate_blocks, gate_notes, gate_sentence, looks_table

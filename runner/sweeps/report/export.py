@@ -1,6 +1,6 @@
 """Export a sweep's jobs as rows, and write them beside the report: CSV and JSON.
 
-runner/modes/result_table.py has the columns.
+runner/modes/result.py has the columns.
 """
 
 import csv
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from runner.modes.result_table import (
+from runner.modes.result import (
     FIXED_COLUMNS,
     METRIC_PREFIX,
     SETTING_PREFIX,

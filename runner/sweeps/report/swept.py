@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from runner.modes.result import RunResult
-from runner.modes.result_table import setting_values
+from runner.modes.result import RunResult, setting_values
 
 
 def swept_keys(results: Sequence[RunResult]) -> list[str]:
