@@ -356,12 +356,12 @@ def shortest_patterns(names: Collection[str], every: Collection[str]) -> list[st
     covered = set(names)
     others = [name for name in every if name not in covered]
     # Every prefix of a name that is kept.
-    other_prefixes = {
+    outside = {
         ".".join(name.split(".")[:n]) for name in others for n in range(1, name.count(".") + 2)
     }
     patterns: dict[str, None] = {}
     for name in names:
         segments = name.split(".")
         prefixes = (".".join(segments[:n]) for n in range(1, len(segments) + 1))
-        patterns[next((prefix for prefix in prefixes if prefix not in other_prefixes), name)] = None
+        patterns[next((prefix for prefix in prefixes if prefix not in outside), name)] = None
     return list(patterns)
