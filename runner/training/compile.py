@@ -40,22 +40,22 @@ def check_compile_options(
     problems: list[str] = []
     if spec.train.compile:
         problems.extend(_compile_problems(spec, precision, device))
-    wanted = spec.train.activation_checkpointing
+    choice = spec.train.activation_checkpointing
     key = "train.activation_checkpointing"
-    if wanted and precision.no_recompute_reason:
+    if choice and precision.no_recompute_reason:
         problems.append(
-            f"{key}={str(wanted).lower()} computes forwards twice, and precision={precision.name} "
-            f"{precision.no_recompute_reason}"
+            f"{key}={str(choice).lower()} computes forwards twice, and "
+            f"precision={precision.name} {precision.no_recompute_reason}"
         )
-    needs_blocks = wanted is True or spec.train.compile == "regional"
+    needs_blocks = choice is True or spec.train.compile == "regional"
     if needs_blocks and not repeated_blocks(model):
         problems.append(
             f"{key}=true and train.compile=regional take the repeated blocks of a model, and "
             "this one has none: members of one class, in a ModuleList, ModuleDict or Sequential, "
             f"that hold modules of their own. Type {key}=[<module>] or train.compile=default."
         )
-    if wanted and wanted is not True:
-        outermost_modules(model, wanted)  # raises for a pattern that matches nothing
+    if choice and choice is not True:
+        outermost_modules(model, choice)  # raises for a pattern that matches nothing
     if problems:
         raise ConfigError(*problems)
 
@@ -99,16 +99,16 @@ def prepare_model(
     train = spec.train
     if train.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    wanted = train.activation_checkpointing
+    choice = train.activation_checkpointing
     # Before the compilation, which then sees both forwards.
-    if wanted:
+    if choice:
         for module in model.modules():
             config: Any = getattr(module, "config", None)
             # A block of transformers that is computed a second time would append its keys to the
             # cache of the first time. Only generation reads such caches.
             if getattr(config, "use_cache", None) is True:
                 config.use_cache = False
-        blocks = repeated_blocks(model) if wanted is True else outermost_modules(model, wanted)
+        blocks = repeated_blocks(model) if choice is True else outermost_modules(model, choice)
         # The backward runs the second forward, when the contexts of the first one are closed.
         second_context = partial(precision.forward, device)
         # One subclass per class, so that blocks of one kind still share a compiled graph.

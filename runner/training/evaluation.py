@@ -125,15 +125,15 @@ def _totals(
             dtype = precision.loss_dtype
             output = cast_nest(output, dtype)
             target = cast_nest(target, dtype)
-            found = task.totals(output, target)
+            sums = task.totals(output, target)
             # A process without an example of this batch has computed one of another process's:
             # all processes run every forward, since a strategy may exchange weights in it.
             if not strategy.place.batch_share(validation.examples_in(i)):
-                found = torch.zeros_like(found)
+                sums = torch.zeros_like(sums)
             elif task.added_metrics is not None:
                 task.added_metrics.update(*task.metric_inputs(output, target))
             # Totals stay on the device; the only read of it is the one at the end.
-            totals = found if totals is None else totals + found
+            totals = sums if totals is None else totals + sums
     return totals
 
 

@@ -107,15 +107,17 @@ def load_selected(
     where = f"nothing in the model or in {spec.init.weights}"
     every = dict.fromkeys([*own, *weights])
     skipped = matching_names("init.skip", spec.init.skip, every, where)
-    wanted = {name: value for name, value in weights.items() if name not in skipped}
+    selected = {name: value for name, value in weights.items() if name not in skipped}
     missing = _missing_names(own, weights, skipped)
-    unexpected = [name for name in wanted if name not in own]
-    other_shapes = [name for name in wanted if name in own and not _fits(own[name], wanted[name])]
+    unexpected = [name for name in selected if name not in own]
+    other_shapes = [
+        name for name in selected if name in own and not _fits(own[name], selected[name])
+    ]
     if missing or unexpected or other_shapes:
-        raise _misfit(spec, own, wanted, missing, unexpected, other_shapes)
+        raise _misfit(spec, own, selected, missing, unexpected, other_shapes)
     try:
         if not any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
-            model.load_state_dict(dict(wanted), strict=False)
+            model.load_state_dict(dict(selected), strict=False)
     except (RuntimeError, ValueError) as error:
         # Packed weights, whose shapes their layers compare. torch lists names below a first line.
         lines = str(error).splitlines()
@@ -196,7 +198,7 @@ def _fits(own: Any, theirs: Any) -> bool:
 def _misfit(
     spec: RunSpec,
     own: Mapping[str, Any],
-    wanted: Mapping[str, Any],
+    selected: Mapping[str, Any],
     missing: list[str],
     unexpected: list[str],
     other_shapes: list[str],
@@ -209,14 +211,14 @@ def _misfit(
     if unexpected:
         parts.append(f"{len(unexpected)} unexpected in the file ({_listed(unexpected)})")
     if other_shapes:
-        texts = [f"{n}: {_shape(wanted[n])}, in the model {_shape(own[n])}" for n in other_shapes]
+        texts = [f"{n}: {_shape(selected[n])}, in the model {_shape(own[n])}" for n in other_shapes]
         parts.append(f"{len(other_shapes)} of another shape or kind ({_listed(texts)})")
-    fitting = len([name for name in wanted if name in own]) - len(other_shapes)
+    fitting = len([name for name in selected if name in own]) - len(other_shapes)
     text = (
         f"init.weights={where} does not fit the model: {'; '.join(parts)}; {fitting} of the "
         f"model's {len(own)} tensors fit."
     )
-    proposal = proposed_rename(own, wanted, fitting)
+    proposal = proposed_rename(own, selected, fitting)
     if proposal:
         typed = {**{str(k): v for k, v in spec.init.rename.items()}, **proposal.prefixes}
         pairs = ",".join(f"{old}:{new or 'null'}" for old, new in typed.items())
@@ -227,7 +229,7 @@ def _misfit(
             f"{text} It holds weights of another model. Give those of this one, or name the "
             "prefix that its names have here, as in init.rename={backbone:encoder}."
         )
-    patterns = shortest_patterns([*missing, *unexpected, *other_shapes], [*own, *wanted])
+    patterns = shortest_patterns([*missing, *unexpected, *other_shapes], [*own, *selected])
     skip = ",".join([*map(str, spec.init.skip), *patterns])
     word = quote_command([f"init.skip=[{skip}]"])
     return ConfigError(
@@ -351,13 +353,15 @@ def shortest_patterns(names: Collection[str], every: Collection[str]) -> list[st
         names: to be covered.
         every: all names; those that are not to be covered are among them.
     """
-    wanted = set(names)
-    others = [name for name in every if name not in wanted]
+    covered = set(names)
+    others = [name for name in every if name not in covered]
     # Every prefix of a name that is kept.
-    kept = {".".join(name.split(".")[:n]) for name in others for n in range(1, name.count(".") + 2)}
-    found: dict[str, None] = {}
+    outside = {
+        ".".join(name.split(".")[:n]) for name in others for n in range(1, name.count(".") + 2)
+    }
+    patterns: dict[str, None] = {}
     for name in names:
         segments = name.split(".")
         prefixes = (".".join(segments[:n]) for n in range(1, len(segments) + 1))
-        found[next((prefix for prefix in prefixes if prefix not in kept), name)] = None
-    return list(found)
+        patterns[next((prefix for prefix in prefixes if prefix not in outside), name)] = None
+    return list(patterns)

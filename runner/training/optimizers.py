@@ -66,14 +66,14 @@ def parameters_by_optimizer(
     shares: list[tuple[str, Mapping[str, Any], list[nn.Parameter]]] = []
     for key, part in optimizer_nodes(node):
         match = part.get("match")
-        taken = {name: p for name, p in free.items() if is_match(match, name, p, model)}
-        if not taken:
+        share = {name: p for name, p in free.items() if is_match(match, name, p, model)}
+        if not share:
             raise ConfigError(
                 f"{key}.match={match} takes no parameter of the model. "
                 f"Left for it: {_first_names(free) or 'none'}."
             )
-        free = {name: p for name, p in free.items() if name not in taken}
-        shares.append((key, part, list(taken.values())))
+        free = {name: p for name, p in free.items() if name not in share}
+        shares.append((key, part, list(share.values())))
     # A parameter without an optimizer would stay at its initial value, unnoticed.
     if free:
         raise ConfigError(

@@ -135,23 +135,25 @@ def _owners(
     owners: dict[str, int] = {}
     for i, entry in enumerate(entries):
         match = entry["match"]
-        taken = [name for name, p in named.items() if is_match(match, name, p, model)]
-        free = [name for name in taken if name not in owners]
-        if taken and not free:
+        matches = [name for name, p in named.items() if is_match(match, name, p, model)]
+        free = [name for name in matches if name not in owners]
+        if matches and not free:
             raise ConfigError(
                 f"{key}.groups: match={_typed(match)} is left nothing: the groups before it take "
-                f"{', '.join(taken[:4])}. The first match wins. Put it before them."
+                f"{', '.join(matches[:4])}. The first match wins. Put it before them."
             )
-        if not taken:
+        if not matches:
             raise ConfigError(_no_match(f"{key}.groups: match={_typed(match)}", match, named))
         owners.update(dict.fromkeys(free, i))
     return {name: owners.get(name, len(entries)) for name in named}
 
 
-def _exempt(key: str, wanted: Any, model: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str]:
+def _exempt(
+    key: str, patterns: Any, model: nn.Module, named: Mapping[str, nn.Parameter]
+) -> set[str]:
     """Return the names of the parameters without weight decay."""
     exempt: set[str] = set()
-    for pattern in _patterns(wanted):
+    for pattern in _patterns(patterns):
         if pattern == NORMS_AND_BIASES:
             # A model without norms and biases, as one whose adapter alone trains, is no mistake.
             for name, param in named.items():
@@ -162,11 +164,11 @@ def _exempt(key: str, wanted: Any, model: nn.Module, named: Mapping[str, nn.Para
                 if param.ndim <= 1 or short == "bias" or is_norm:
                     exempt.add(name)
             continue
-        found = [name for name in named if matches_pattern(pattern, name)]
-        if not found:
+        matches = [name for name in named if matches_pattern(pattern, name)]
+        if not matches:
             problem = _no_match(f"{key}.no_decay_on={pattern}", pattern, named)
             raise ConfigError(f"{problem} {NORMS_AND_BIASES} stands for all norms and biases.")
-        exempt.update(found)
+        exempt.update(matches)
     return exempt
 
 
@@ -239,10 +241,10 @@ def nearest_names(pattern: str, named: Collection[str]) -> str:
     return ", ".join(near)
 
 
-def _no_match(given: str, match: Any, named: Collection[str]) -> str:
+def _no_match(setting: str, match: Any, named: Collection[str]) -> str:
     near = nearest_names(_patterns(match)[0], named)
     return (
-        f"{given} matches no parameter that it could take. Nearest names: {near}. "
+        f"{setting} matches no parameter that it could take. Nearest names: {near}. "
         "Name a parameter or a module; `*` stands for any part of one segment."
     )
 

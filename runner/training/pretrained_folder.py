@@ -87,9 +87,9 @@ def write_pretrained(
     for name, value in plain.items():
         cast = value.to(widest) if value.is_floating_point() else value
         plain[name] = cast.detach().cpu()
-    made = _with_weights(model, plain, node)
+    plain_model = _with_weights(model, plain, node)
     folder.mkdir(parents=True, exist_ok=True)
-    made.save_pretrained(folder)
+    plain_model.save_pretrained(folder)
     copied: dict[str, Path] = {}
     for source in beside:
         for pattern in _BESIDE:
@@ -136,20 +136,20 @@ def _with_weights(model: Any, plain: Mapping[str, Tensor], node: Mapping[str, An
             if hasattr(part, "use_cache"):
                 part.use_cache = settings.get("use_cache", True)
     with torch.device("meta"):
-        made = kind(config)
-    wanted = dict(made.state_dict(keep_vars=True))
-    loaded = {name: value for name, value in plain.items() if name in wanted}
-    given = {id(wanted[name]) for name in loaded}
+        fresh = kind(config)
+    own = dict(fresh.state_dict(keep_vars=True))
+    loaded = {name: value for name, value in plain.items() if name in own}
+    loaded_ids = {id(own[name]) for name in loaded}
     # A tied weight is given under one of its names.
-    missing = [name for name, value in wanted.items() if id(value) not in given]
+    missing = [name for name, value in own.items() if id(value) not in loaded_ids]
     if missing:
         raise ValueError(f"its layers have other weights than {kind.__name__}'s {missing[0]}")
-    made.load_state_dict(loaded, strict=False, assign=True)
-    made.tie_weights()
+    fresh.load_state_dict(loaded, strict=False, assign=True)
+    fresh.tie_weights()
     if getattr(model, "generation_config", None) is not None:
-        made.generation_config = copy.deepcopy(model.generation_config)
-        made.generation_config.use_cache = getattr(config, "use_cache", True)
-    return made
+        fresh.generation_config = copy.deepcopy(model.generation_config)
+        fresh.generation_config.use_cache = getattr(config, "use_cache", True)
+    return fresh
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:
@@ -261,18 +261,18 @@ def _modules_in_full(model: nn.Module) -> list[str]:
     Raises:
         ValueError: a parameter of the model itself trains.
     """
-    found: dict[str, None] = {}
+    modules: dict[str, None] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and ".lora_" not in name:
             module = name.rpartition(".")[0].removesuffix("base_layer").rstrip(".")
             if not module:
                 raise ValueError(f"{name} trains, and is in no module that peft could store")
-            found[module] = None
+            modules[module] = None
     for name, child in model.named_modules():
         # Its statistics run whether its weights train or not.
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.track_running_stats:
-            found[name] = None
-    return list(found)
+            modules[name] = None
+    return list(modules)
 
 
 def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Tensor]:

@@ -295,8 +295,8 @@ def load_schedule(schedule: Any, saved: Mapping[str, Any], current_keys: Sequenc
     for part in parts:
         settings.append({k: value for k, value in vars(part).items() if k in current_keys})
     schedule.load_state_dict(saved)
-    for part, kept in zip(parts, settings, strict=True):
-        vars(part).update(kept)
+    for part, attributes in zip(parts, settings, strict=True):
+        vars(part).update(attributes)
 
 
 def is_same_schedule(

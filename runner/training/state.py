@@ -206,11 +206,11 @@ class TrainState:
 
 def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters whose gradients are sparse, by name."""
-    found = {}
+    tables = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            found[f"{name}.weight".lstrip(".")] = module.weight
-    return {name: p for name, p in found.items() if p.requires_grad}
+            tables[f"{name}.weight".lstrip(".")] = module.weight
+    return {name: p for name, p in tables.items() if p.requires_grad}
 
 
 def saved_state(state: TrainState) -> Callable[[], None]:

@@ -169,9 +169,9 @@ def _restore_scale(
     # An init_scale typed again with the first run's value leaves the config unchanged: the scale
     # continues, and a user who expected it to begin again reads why.
     key = "precision.loss_scale.init_scale"
-    given = ours.get("init_scale")
-    if key in typed_keys and given != before:
-        return [f"the loss scale continues at {before:g}: {key}={given} is where the run began"]
+    typed = ours.get("init_scale")
+    if key in typed_keys and typed != before:
+        return [f"the loss scale continues at {before:g}: {key}={typed} is where the run began"]
     return []
 
 

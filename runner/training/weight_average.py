@@ -117,13 +117,13 @@ class WeightAverage:
         """Return a context in which the model has the averaged weights, in its own dtypes."""
         weights = _local(self._every(self._weights))
         with torch.no_grad():
-            kept = [weight.clone() for weight in weights]
+            copies = [weight.clone() for weight in weights]
             torch._foreach_copy_(weights, _local(self.tensors()))
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(weights, kept)
+                torch._foreach_copy_(weights, copies)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the average."""

@@ -66,7 +66,7 @@ class AddedMetrics:
         Raises:
             ModelError: a metric fails, or its value is no number.
         """
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for name, metric in self.metrics.items():
             try:
                 with warnings.catch_warnings():
@@ -79,8 +79,8 @@ class AddedMetrics:
                 raise
             except Exception as error:  # of whatever type a metric raises
                 raise _failure(name, error, "") from error
-            found.update(_numbers(f"val/{name}", value))
-        return found
+            numbers.update(_numbers(f"val/{name}", value))
+        return numbers
 
     def direction(self, metric: str) -> str | None:
         """Return max or min, whichever is better of a recorded metric; None where it says neither.

@@ -46,9 +46,9 @@ class ModelLoss(Task):
         Raises:
             ConfigError: the output has no loss.
         """
-        found = self._loss_in(output)
-        if isinstance(found, Tensor) and found.numel() == 1:
-            return found.reshape(())
+        value = self._loss_in(output)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.reshape(())
         raise ConfigError(
             f"task=model_loss: the model returns no loss, but a {type(output).__name__}. Have it "
             "return its loss for the labels that it is given, type task.output=<where it is>, or "
@@ -56,15 +56,15 @@ class ModelLoss(Task):
         )
 
     def _loss_in(self, output: Any) -> Any:
-        wanted = self.output_field
-        if wanted is None and isinstance(output, Tensor):
+        field = self.output_field
+        if field is None and isinstance(output, Tensor):
             return output
-        if wanted is None and isinstance(output, Mapping) and "loss" not in output:
+        if field is None and isinstance(output, Mapping) and "loss" not in output:
             # Detection models return the terms of their loss by name.
             terms = [*output.values()]
             are_losses = all(isinstance(term, Tensor) and term.numel() == 1 for term in terms)
             return sum(terms) if are_losses else None
-        return part_of(output, "loss" if wanted is None else wanted)
+        return part_of(output, "loss" if field is None else field)
 
     def totals(self, output: Any, target: Any) -> Tensor:
         """Return [the loss times the examples of the batch, its examples]."""

@@ -140,5 +140,5 @@ def _confusion(logits: Tensor, target: Tensor) -> Tensor:
     cells = target.clamp(min=0) * classes + logits.argmax(1)
     counted = (target != IGNORED).long()
     # Not bincount, which waits for the device to learn its result's size.
-    found = torch.zeros(classes * classes, dtype=torch.int64, device=target.device)
-    return found.scatter_add_(0, cells.flatten(), counted.flatten()).view(classes, classes)
+    counts = torch.zeros(classes * classes, dtype=torch.int64, device=target.device)
+    return counts.scatter_add_(0, cells.flatten(), counted.flatten()).view(classes, classes)

@@ -40,10 +40,10 @@ class TrainingLoss:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.promote_types(dtype, torch.float32)
         self._move(output.device, dtype)
-        found = self.loss(output, target)
-        if isinstance(found, Tensor) and found.numel() == 1:
-            return found.reshape(())
-        kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+        value = self.loss(output, target)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.reshape(())
+        kind = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ConfigError(
             f"task.loss={_name(self.loss)} returned {kind}, and training needs one number, the "
             "mean over the labels that count. Return loss.mean()."
@@ -200,10 +200,10 @@ class TensorTask(Task):
         )
 
 
-def part_of(output: Any, wanted: str | int) -> Any:
+def part_of(output: Any, field: str | int) -> Any:
     """Return a part of an output by key, attribute or place; None where there is none."""
     if isinstance(output, Mapping):
-        return output.get(wanted)
-    if isinstance(output, tuple | list) and isinstance(wanted, int):
-        return output[wanted] if -len(output) <= wanted < len(output) else None
-    return getattr(output, wanted, None) if isinstance(wanted, str) else None
+        return output.get(field)
+    if isinstance(output, tuple | list) and isinstance(field, int):
+        return output[field] if -len(output) <= field < len(output) else None
+    return getattr(output, field, None) if isinstance(field, str) else None

@@ -114,14 +114,14 @@ def test_the_keys_of_the_callbacks_are_those_of_the_checkpoints_that_users_have(
 def test_every_callback_of_a_run_is_listed(main, restored, interrupted):
     """Those of a run that asks for all of them."""
     folder, _ = interrupted("train.early_stop=9")
-    listed = {
+    typed = (
         "callbacks.mine._target_=process_callbacks.Stop",
         "callbacks.mine.at=99",
         "checkpoint.every_steps=2",
         "debug.profile=2",
         "numerics.every=2",
-    }
-    done = main(f"checkpoint.resume={folder}", "train.max_steps=14", *listed)
+    )
+    done = main(f"checkpoint.resume={folder}", "train.max_steps=14", *typed)
     assert done.rc == 0, done.stderr
     assert set(restored) == set(KEYS.values())
 
