@@ -402,9 +402,9 @@ def state_before_step(
             f"The run was resumed at step {saved.begun}, and no checkpoint from there to step "
             f"{step} is left. Type init.weights=<a checkpoint from shortly before>."
         )
-    origin = f"{start.path}" if start else "the beginning"
+    source = f"{start.path}" if start else "the beginning"
     reached = next(states_before(spec, [step], start, device, say))
-    return reached.state, reached.micros, f"those before the step, trained from {origin}"
+    return reached.state, reached.micros, f"those before the step, trained from {source}"
 
 
 class ReachedStep(NamedTuple):
@@ -478,9 +478,9 @@ def states_before(
         if start is not None:
             state_dict.restore(state, start, spec, [])
     if last > 1:
-        origin = f"{start.path}" if start else "the beginning"
+        source = f"{start.path}" if start else "the beginning"
         first = start.content["step"] if start else 0
-        say(f"trains {last - 1 - first} steps again, from {origin}")
+        say(f"trains {last - 1 - first} steps again, from {source}")
     for micros, _ in accumulation_batches(state, loaders.train, spec.train.accumulate):
         step = state.step + 1
         if step in steps:
