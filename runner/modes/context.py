@@ -36,7 +36,7 @@ class RunContext:
 
     Attributes:
         spec: what to run.
-        origin: what was typed, and how the run is labelled.
+        invocation: what was typed, and how the run is labelled.
         out: the folder of this process; that of the first process is the run's.
         console: where progress and the summary are printed.
         accelerator: the device and its peak memory.
@@ -48,7 +48,7 @@ class RunContext:
     """
 
     spec: RunSpec
-    origin: Invocation
+    invocation: Invocation
     out: Path
     console: Console
     accelerator: Accelerator
@@ -83,7 +83,7 @@ class RunContext:
     @property
     def label(self) -> str:
         """Name of the run in tables and in the store."""
-        return self.origin.label(self.spec)
+        return self.invocation.label(self.spec)
 
     def stop_requested(self) -> bool:
         """Return whether any process got a signal to stop.
@@ -180,7 +180,7 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         seconds: wall-clock time of the mode.
     """
     spec = run.spec
-    origin = run.origin
+    invocation = run.invocation
     emulated = run.precision.emulated
     if emulated:  # its speed is that of the emulation, not of the precision
         summary = summary | {"examples_per_second": None, "step_ms": None}
@@ -188,12 +188,12 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         precision=run.precision.name,
         label=run.label,
         folder=str(run.out),
-        group=origin.group_label(spec),
+        group=invocation.group_label(spec),
         seed=spec.seed,
-        overrides=origin.overrides,
-        left_out=[*origin.omitted_keys],
-        model=origin.option_name("model", spec.model),
-        data=origin.option_name("data", spec.data),
+        overrides=invocation.overrides,
+        left_out=[*invocation.omitted_keys],
+        model=invocation.option_name("model", spec.model),
+        data=invocation.option_name("data", spec.data),
         device=run.device_name,
         quality=run.task.quality,
         direction=run.task.direction,

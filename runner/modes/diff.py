@@ -133,7 +133,7 @@ def _reference(run: RunContext) -> DiffReference:
     spec = replace(run.spec, train=_comparable_train(run.spec))
     if spec.against is None:
         return DiffReference(run.precision.name, spec)
-    reference = run_reference(spec, run.origin) or resolve_reference(spec)
+    reference = run_reference(spec, run.invocation) or resolve_reference(spec)
     compared = replace(reference.spec, train=_comparable_train(reference.spec))
     return replace(reference, spec=compared)
 

@@ -67,7 +67,7 @@ class DiffReference:
     own: str = ""
 
 
-def run_reference(spec: RunSpec, origin: Invocation) -> DiffReference | None:
+def run_reference(spec: RunSpec, invocation: Invocation) -> DiffReference | None:
     """Return the run that spec.against names; None where it names no run's folder.
 
     Raises:
@@ -76,7 +76,7 @@ def run_reference(spec: RunSpec, origin: Invocation) -> DiffReference | None:
     folder = run_folder_of(spec)
     if folder is None:
         return None
-    run_spec = diffed_run_spec(spec, origin, folder)
+    run_spec = diffed_run_spec(spec, invocation, folder)
     label = f"{run_spec.precision['name']} of {relative_path(folder)}"
     # Without the values of the precision and the accelerator, which the executions' names say.
     own = [
@@ -220,12 +220,12 @@ def run_folder_of(spec: RunSpec) -> Path | None:
     return None
 
 
-def with_diffed_run(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocation]:
+def with_diffed_run(spec: RunSpec, invocation: Invocation) -> tuple[RunSpec, Invocation]:
     """Return the spec of a comparison with a run: the run's values where none was typed.
 
     Args:
         spec: of mode=diff, as composed.
-        origin: what was typed.
+        invocation: what was typed.
 
     Returns:
         The spec, and the invocation with the names of the run's options; both as they were where
@@ -236,9 +236,9 @@ def with_diffed_run(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocat
     """
     folder = run_folder_of(spec)
     if folder is None:
-        return spec, origin
-    run_spec = diffed_run_spec(spec, origin, folder)
-    typed = typed_overrides(origin)
+        return spec, invocation
+    run_spec = diffed_run_spec(spec, invocation, folder)
+    typed = typed_overrides(invocation)
     for preset in PRESET_GROUPS:
         if preset in typed:
             raise ConfigError(
@@ -246,7 +246,7 @@ def with_diffed_run(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocat
             )
     # Its code was judged with the whole of the run's config.
     config = SavedConfig(to_dict(run_spec), folder, "against", is_signed=True)
-    merged = replace(merge(config, spec, origin, RUN_KEYS), against=str(folder))
+    merged = replace(merge(config, spec, invocation, RUN_KEYS), against=str(folder))
     for key, (value, _) in changes(run_spec, merged).items():
         if is_of_training(key) and not key.startswith(COMPARED_KEYS):
             # The word that was typed and set the key, as `data` sets `data.context`.
@@ -263,15 +263,15 @@ def with_diffed_run(spec: RunSpec, origin: Invocation) -> tuple[RunSpec, Invocat
     if not isinstance(names, dict):
         names = {}
     choices = {key: names.get(key, "") for key in RUN_KEYS if key not in typed}
-    return merged, replace(origin, choices={**origin.choices, **choices})
+    return merged, replace(invocation, choices={**invocation.choices, **choices})
 
 
-def diffed_run_spec(spec: RunSpec, origin: Invocation, folder: Path) -> RunSpec:
+def diffed_run_spec(spec: RunSpec, invocation: Invocation, folder: Path) -> RunSpec:
     """Return the spec of a run that can be trained again here.
 
     Args:
         spec: of mode=diff.
-        origin: what was typed.
+        invocation: what was typed.
         folder: of the run.
 
     Raises:
@@ -279,7 +279,7 @@ def diffed_run_spec(spec: RunSpec, origin: Invocation, folder: Path) -> RunSpec:
     """
     config = folder_config(folder, "against")
     assert config is not None
-    run_spec = check_run(config, spec, origin)
+    run_spec = check_run(config, spec, invocation)
     problem = ""
     if run_spec.mode != "train":
         problem = f"has mode={run_spec.mode} and trains nothing. Name the folder of a training"

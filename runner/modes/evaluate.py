@@ -51,25 +51,27 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
             typed.
     """
     spec = plan.spec
-    origin = plan.origin
+    invocation = plan.invocation
     assert spec.checkpoint.path is not None
     path = locate.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = LoadedCheckpoint(path, checkpoint_file.load(path))
-    if origin.overrides_key("adapter"):
+    if invocation.overrides_key("adapter"):
         raise ConfigError(
             "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
             "precision packs weights otherwise. Leave adapter= out."
         )
     groups = ("model", "adapter", "data", "task", "precision")
-    untyped = [key for key in groups if not origin.overrides_key(key)]
+    untyped = [key for key in groups if not invocation.overrides_key(key)]
     config = saved.config("checkpoint")
     nodes = {key: config.values.get(key, {}) for key in untyped}
-    spec = merge(config._replace(values=nodes), spec, origin, untyped)
+    spec = merge(config._replace(values=nodes), spec, invocation, untyped)
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
-    is_trusted = config.is_signed and origin.is_trusted
-    origin = replace(origin, choices={**origin.choices, **choices}, is_trusted=is_trusted)
-    return PlannedRun(plan.folder, saved, spec, origin)
+    is_trusted = config.is_signed and invocation.is_trusted
+    invocation = replace(
+        invocation, choices={**invocation.choices, **choices}, is_trusted=is_trusted
+    )
+    return PlannedRun(plan.folder, saved, spec, invocation)
 
 
 def evaluate_checkpoint(

@@ -128,7 +128,7 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
     """Return the batch, and the weights and random states to replay it with."""
     spec = run.spec
     checkpoint = read_initial_weights(spec)
-    run_spec = run_of_batch(spec, run.origin)
+    run_spec = run_of_batch(spec, run.invocation)
     if run_spec is None or saved.begun is None or spec.init.weights != run_spec.init.weights:
         weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
         return _Start(_batches(run, saved), checkpoint, None, weights)
@@ -158,7 +158,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
         ConfigError: the set has fewer examples than the batch's indices need, or is a stream.
     """
     spec = run.spec
-    data = run.origin.option_name("data", spec.data)
+    data = run.invocation.option_name("data", spec.data)
     if (data, spec.seed) != (saved.data, saved.seed):
         run.console.print(
             f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "
@@ -311,18 +311,18 @@ def _table(
     return table
 
 
-def run_of_batch(spec: RunSpec, origin: Invocation) -> RunSpec | None:
+def run_of_batch(spec: RunSpec, invocation: Invocation) -> RunSpec | None:
     """Return the spec of the run whose guard saved the batch; None where its config is gone.
 
     Args:
         spec: of the replay; its batch names the file in the run's folder.
-        origin: what was typed.
+        invocation: what was typed.
 
     Raises:
         ConfigError: the run's config is damaged, or names code that is not trusted.
     """
     config = folder_config(_run_folder(spec), "batch")
-    return config and replace(check_run(config, spec, origin), batch=spec.batch)
+    return config and replace(check_run(config, spec, invocation), batch=spec.batch)
 
 
 def _run_folder(spec: RunSpec) -> Path:
@@ -331,13 +331,13 @@ def _run_folder(spec: RunSpec) -> Path:
 
 
 def with_run_config(
-    spec: RunSpec, origin: Invocation, saved: SavedBatch
+    spec: RunSpec, invocation: Invocation, saved: SavedBatch
 ) -> tuple[RunSpec, Invocation]:
     """Return the spec of a replay, with its run's values where none was typed.
 
     Args:
         spec: of the replay; its batch names the file in the run's folder.
-        origin: what was typed.
+        invocation: what was typed.
         saved: the batch.
 
     Returns:
@@ -348,11 +348,11 @@ def with_run_config(
     """
     config = folder_config(_run_folder(spec), "batch")
     if config is None:
-        return spec, origin
-    untyped = [key for key in RUN_KEYS if not origin.overrides_key(key)]
+        return spec, invocation
+    untyped = [key for key in RUN_KEYS if not invocation.overrides_key(key)]
     choices = {key: name for key, name in saved.names.items() if key in untyped}
-    origin = replace(origin, choices={**origin.choices, **choices})
-    return merge(config, spec, origin, untyped), origin
+    invocation = replace(invocation, choices={**invocation.choices, **choices})
+    return merge(config, spec, invocation, untyped), invocation
 
 
 def checkpoint_before_step(

@@ -49,16 +49,16 @@ class PlannedRun(NamedTuple):
         saved: the checkpoint that mode=train continues or mode=evaluate evaluates; None without
             one.
         spec: with the checkpoint's settings where none was typed.
-        origin: what was typed, and the names of the options.
+        invocation: what was typed, and the names of the options.
     """
 
     folder: Path
     saved: LoadedCheckpoint | None
     spec: RunSpec
-    origin: Invocation
+    invocation: Invocation
 
 
-def plan_resume(spec: RunSpec, origin: Invocation, out: Path, console: Console) -> PlannedRun:
+def plan_resume(spec: RunSpec, invocation: Invocation, out: Path, console: Console) -> PlannedRun:
     """Return the run that checkpoint.resume names, with the keys that were typed now over its own.
 
     The result is this command's own run if there is nothing to resume: no run is named, or it is
@@ -66,7 +66,7 @@ def plan_resume(spec: RunSpec, origin: Invocation, out: Path, console: Console) 
 
     Args:
         spec: as composed.
-        origin: what was typed.
+        invocation: what was typed.
         out: this run's own folder; `auto` looks into it, `last` at the folders next to it.
         console: prints what was skipped.
 
@@ -75,18 +75,20 @@ def plan_resume(spec: RunSpec, origin: Invocation, out: Path, console: Console) 
     """
     where = spec.checkpoint.resume
     if where is None or spec.mode != "train":
-        return PlannedRun(out, None, spec, origin)
+        return PlannedRun(out, None, spec, invocation)
     if where == AUTO:
-        return _plan_own_folder(spec, origin, out, console)
+        return _plan_own_folder(spec, invocation, out, console)
     notes: list[str] = []
     path = str(_newest_run(out, notes)) if where == "last" else where
-    plan = _plan_from(spec, origin, path, notes)
+    plan = _plan_from(spec, invocation, path, notes)
     for line in notes:
         console.print(line, markup=False, soft_wrap=True)
     return plan
 
 
-def _plan_own_folder(spec: RunSpec, origin: Invocation, out: Path, console: Console) -> PlannedRun:
+def _plan_own_folder(
+    spec: RunSpec, invocation: Invocation, out: Path, console: Console
+) -> PlannedRun:
     """Return the run in its own folder, resumed if that holds an undamaged checkpoint.
 
     A job of a sweep is resumed only as the same job: a search may ask for another one in its
@@ -94,24 +96,24 @@ def _plan_own_folder(spec: RunSpec, origin: Invocation, out: Path, console: Cons
     """
     files = locate.checkpoints_of_run(out)
     if not files:
-        _check_interpolations(origin)
-        if origin.sweep is None:
+        _check_interpolations(invocation)
+        if invocation.sweep is None:
             console.print(
                 f"{out} holds no checkpoint: the run begins.", markup=False, soft_wrap=True
             )
-        return PlannedRun(out, None, spec, origin)
+        return PlannedRun(out, None, spec, invocation)
     notes: list[str] = []
     plan = None
     reason = ""
     try:
-        plan = _plan_from(spec, origin, str(out), notes)
+        plan = _plan_from(spec, invocation, str(out), notes)
     except ConfigError as error:
         # Each damaged file has left a note. With fewer notes than files one file is whole, and
         # the error is about what was typed: starting over would hide it.
         if len(notes) < len(files):
             raise
         reason = str(error)
-    if plan is not None and plan.saved is not None and origin.sweep:
+    if plan is not None and plan.saved is not None and invocation.sweep:
         changed = changed_settings(plan.spec, plan.saved)
         if changed:
             plan = None
@@ -122,23 +124,23 @@ def _plan_own_folder(spec: RunSpec, origin: Invocation, out: Path, console: Cons
     for line in notes:
         console.print(line, markup=False, soft_wrap=True)
     if plan is None:
-        _check_interpolations(origin)
-        return PlannedRun(out, None, spec, origin)
+        _check_interpolations(invocation)
+        return PlannedRun(out, None, spec, invocation)
     return plan
 
 
-def _check_interpolations(origin: Invocation) -> None:
+def _check_interpolations(invocation: Invocation) -> None:
     """Raise ConfigError for interpolations that only a checkpoint's values would have resolved."""
-    if origin.composed_config is not None:
-        resolve_spec(OmegaConf.create(dict(origin.composed_config)))
+    if invocation.composed_config is not None:
+        resolve_spec(OmegaConf.create(dict(invocation.composed_config)))
 
 
-def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) -> PlannedRun:
+def _plan_from(spec: RunSpec, invocation: Invocation, where: str, notes: list[str]) -> PlannedRun:
     """Return the run of a checkpoint file, a run's folder or an MLflow id.
 
     Args:
         spec: as composed.
-        origin: what was typed.
+        invocation: what was typed.
         where: the file, folder or id.
         notes: gets a line for each damaged file, and then those on the run's store.
 
@@ -147,52 +149,54 @@ def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) 
     """
     saved = locate.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", notes)
     folder = saved.path.parent.parent
-    _check_resumable(saved, folder, origin, where)
-    merged, origin = _merge_spec(spec, saved, origin)
+    _check_resumable(saved, folder, invocation, where)
+    merged, invocation = _merge_spec(spec, saved, invocation)
     problem = _state_problem(merged, saved)
     if problem:
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
     # A list of its own: while an error can still come, `notes` counts damaged files only.
     store_notes: list[str] = []
     waits = spec.checkpoint.resume == AUTO
-    merged = with_run_store(merged, folder, origin, waits, store_notes.append)
+    merged = with_run_store(merged, folder, invocation, waits, store_notes.append)
     notes += store_notes
-    return PlannedRun(folder, saved, merged, origin)
+    return PlannedRun(folder, saved, merged, invocation)
 
 
 def _merge_spec(
-    spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation
+    spec: RunSpec, saved: LoadedCheckpoint, invocation: Invocation
 ) -> tuple[RunSpec, Invocation]:
     """Return the checkpoint's spec with what was typed now over it, and what it was composed from.
 
     Args:
         spec: as composed.
         saved: the checkpoint.
-        origin: what was typed.
+        invocation: what was typed.
 
     Raises:
         ConfigError: the settings do not resolve, or name code that is not trusted.
     """
-    typed = typed_overrides(origin)
+    typed = typed_overrides(invocation)
     saved_choices = saved.content["choices"]
     choices = {group: name for group, name in saved_choices.items() if group not in typed}
-    origin = replace(origin, choices={**origin.choices, **choices})
+    invocation = replace(invocation, choices={**invocation.choices, **choices})
     presets = [group for group in PRESET_GROUPS if group in typed]
-    if any(origin.choices.get(group) != saved_choices.get(group) for group in presets):
+    if any(invocation.choices.get(group) != saved_choices.get(group) for group in presets):
         # A preset sets keys anywhere, so which of the checkpoint's keys would be meant to stay
         # cannot be known: the command's spec counts as a whole.
-        return spec, origin
+        return spec, invocation
     config = saved.config("checkpoint.resume")
-    composed = origin.composed_config or to_dict(spec)
+    composed = invocation.composed_config or to_dict(spec)
     # checkpoint.path belongs to mode=evaluate.
     checkpoint = {**composed["checkpoint"], **config.values.get("checkpoint", {}), "path": None}
     values = {**config.values, "checkpoint": checkpoint}
     keys = [key for key in values if key not in _KEYS_OF_THE_COMMAND]
-    merged = merge(config._replace(values=values), spec, origin, keys)
-    return merged, replace(origin, is_trusted=config.is_signed and origin.is_trusted)
+    merged = merge(config._replace(values=values), spec, invocation, keys)
+    return merged, replace(invocation, is_trusted=config.is_signed and invocation.is_trusted)
 
 
-def _check_resumable(saved: LoadedCheckpoint, folder: Path, origin: Invocation, where: str) -> None:
+def _check_resumable(
+    saved: LoadedCheckpoint, folder: Path, invocation: Invocation, where: str
+) -> None:
     """Raise ConfigError for a checkpoint that no run can continue, and for a finished run."""
     if "position" not in saved.content:
         raise ConfigError(
@@ -204,12 +208,12 @@ def _check_resumable(saved: LoadedCheckpoint, folder: Path, origin: Invocation, 
             f"checkpoint.resume={where}: {saved.path} is not in a run's folder, whose record a "
             "resumed run continues. Type init.weights=<it> to start a new run from its weights."
         )
-    if origin.sweep is None and (folder.parent / MANIFEST).exists():
+    if invocation.sweep is None and (folder.parent / MANIFEST).exists():
         raise ConfigError(
             f"checkpoint.resume={where}: it is a job of a sweep, whose report would lose it. Type "
             f"sweep.resume={folder.parent}, or init.weights=<it> to start a run from its weights."
         )
-    is_longer = {"train.epochs", "train.max_steps"} & typed_overrides(origin).keys()
+    is_longer = {"train.epochs", "train.max_steps"} & typed_overrides(invocation).keys()
     if _is_finished(folder) and not is_longer:
         raise ConfigError(
             f"checkpoint.resume={where}: the run is finished. To train on, type "

@@ -53,14 +53,14 @@ _UNTRACKED_MODES = ("plan", "explain", "replay")
 
 
 def run(
-    spec: RunSpec, out: Path, origin: Invocation | None = None, console: Console | None = None
+    spec: RunSpec, out: Path, invocation: Invocation | None = None, console: Console | None = None
 ) -> RunResult:
     """Run one spec in its mode.
 
     Args:
         spec: what to run.
         out: the run's folder; it is created.
-        origin: what was typed, and how the run is labelled.
+        invocation: what was typed, and how the run is labelled.
         console: where progress and the summary are printed.
 
     Raises:
@@ -71,16 +71,16 @@ def run(
     strategy: Strategy = build_group("strategy", spec.strategy)
     # Around everything: the processes must agree from the choice of the folder on.
     with strategy.session():
-        return _run(spec, out, origin or Invocation(), console or plain_console(), strategy)
+        return _run(spec, out, invocation or Invocation(), console or plain_console(), strategy)
 
 
 def _run(
-    spec: RunSpec, out: Path, origin: Invocation, console: Console, strategy: Strategy
+    spec: RunSpec, out: Path, invocation: Invocation, console: Console, strategy: Strategy
 ) -> RunResult:
     place = strategy.place
     if not place.is_main:
         console = silent_console()  # the first process prints for all
-    plan = _check_plan(_plan_resume(spec, origin, out, console, strategy))
+    plan = _check_plan(_plan_resume(spec, invocation, out, console, strategy))
     # After the resume has chosen the folder: a restarted process continues in the same one.
     torchrun.publish_run_folder(plan.folder)
     out = process_folder(plan.folder, place)
@@ -114,23 +114,23 @@ def _run(
 
 
 def _plan_resume(
-    spec: RunSpec, origin: Invocation, out: Path, console: Console, strategy: Strategy
+    spec: RunSpec, invocation: Invocation, out: Path, console: Console, strategy: Strategy
 ) -> PlannedRun:
     """Return what checkpoint.resume continues; the first process looks for it.
 
     The others take the checkpoint that it found: a file may appear between two looks.
     """
     place = strategy.place
-    plan = PlannedRun(out, None, spec, origin)
+    plan = PlannedRun(out, None, spec, invocation)
     if place.is_main:
-        plan = resume.plan_resume(spec, origin, out, console)
+        plan = resume.plan_resume(spec, invocation, out, console)
     if place.world_size == 1:
         return plan
     path = strategy.broadcast_object(str(plan.saved.path) if plan.saved else None)
     if place.is_main or path is None:
         return plan
     spec = replace(spec, checkpoint=replace(spec.checkpoint, resume=path))
-    return resume.plan_resume(spec, origin, out, console)
+    return resume.plan_resume(spec, invocation, out, console)
 
 
 def _check_plan(plan: PlannedRun) -> PlannedRun:
@@ -151,8 +151,8 @@ def _check_plan(plan: PlannedRun) -> PlannedRun:
     if mode == "diff" and not problems:
         from runner.modes.diff_reference import with_diffed_run
 
-        spec, origin = with_diffed_run(plan.spec, plan.origin)
-        plan = plan._replace(spec=spec, origin=origin)
+        spec, invocation = with_diffed_run(plan.spec, plan.invocation)
+        plan = plan._replace(spec=spec, invocation=invocation)
     problems += check_targets(plan.spec)
     problems += loading_problems(plan.spec.data)
     problems += task_problems(plan.spec.task)
@@ -171,14 +171,14 @@ def _build_context(
         ConfigError, Unavailable: as `run`.
     """
     spec = plan.spec
-    origin = plan.origin
+    invocation = plan.invocation
     chosen = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
     accelerator = Accelerator(strategy.device(chosen.device))
     if spec.mode == "replay":
         from runner.modes.replay import with_run_config
 
         saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
-        spec, origin = with_run_config(spec, origin, saved)
+        spec, invocation = with_run_config(spec, invocation, saved)
     precision = build_precision(spec, accelerator.device, strategy)
     check_numerics(spec, strategy)
     task: Task = build_task(spec.task)
@@ -188,7 +188,7 @@ def _build_context(
     if not strategy.place.is_main:
         tracker = ProcessJournal()
     return RunContext(
-        spec, origin, out, console, accelerator, precision, task, tracker, signals, strategy
+        spec, invocation, out, console, accelerator, precision, task, tracker, signals, strategy
     )
 
 
@@ -205,7 +205,7 @@ def _run_tracked(context: RunContext, saved: LoadedCheckpoint | None) -> RunResu
         context.spec,
         context.precision,
         context.accelerator,
-        context.origin.choices.get("optimizer", ""),
+        context.invocation.choices.get("optimizer", ""),
         context.save_traceback,
     )
     user_callbacks = {}
@@ -232,7 +232,7 @@ def _run_tracked(context: RunContext, saved: LoadedCheckpoint | None) -> RunResu
         context.signals.check()
         with suppress(OSError):  # _check_end writes it again, when the journal may have made room
             context.tracker.artifact(result.write(context.out))
-        note = notes.finished_note(context.origin.command_text(), result, report)
+        note = notes.finished_note(context.invocation.command_text(), result, report)
         context.tracker.note(note + resumed_note)
     return result
 
@@ -251,15 +251,15 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
     """
     tracker = context.tracker
     # A sweep has checked its own store, before its jobs.
-    if context.origin.sweep is None:
+    if context.invocation.sweep is None:
         with context.signals.interruptible():
             tracker.check_store()
     # The config and the environment are written before anything is computed or recorded.
-    environment = run_metadata.environment_facts(context.origin)
+    environment = run_metadata.environment_facts(context.invocation)
     # A run that is in no store has no tags: its folder says which commit it ran.
     environment |= {key: info.tags[key] for key in GIT_KEYS if key in info.tags}
     try:
-        run_metadata.write_config(context.out, context.spec, context.origin.is_trusted)
+        run_metadata.write_config(context.out, context.spec, context.invocation.is_trusted)
         write_json(context.out / ENVIRONMENT, environment)
     except OSError as error:
         raise ConfigError(
@@ -271,7 +271,7 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
         rename_superseded(context.checkpoint_folder, -1)
     tracker.open(info)
     try:
-        tracker.note(notes.running_note(context.origin.command_text()) + resumed_note)
+        tracker.note(notes.running_note(context.invocation.command_text()) + resumed_note)
         tracker.artifact(context.out / CONFIG)
         tracker.artifact(context.out / ENVIRONMENT)
         yield
@@ -287,12 +287,12 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
 def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     """Return what the store is given when the run is opened there."""
     spec = context.spec
-    origin = context.origin
+    invocation = context.invocation
     strategy = context.strategy
     tags = {
         "precision": context.precision.name,
-        "model": origin.option_name("model", spec.model),
-        "data": origin.option_name("data", spec.data),
+        "model": invocation.option_name("model", spec.model),
+        "data": invocation.option_name("data", spec.data),
         "accelerator": context.accelerator.kind,
         "device_name": context.device_name,
         "output_dir": str(context.out.absolute()),
@@ -304,7 +304,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     if strategy.place.world_size > 1:
         tags |= {"strategy": strategy.name, "processes": str(strategy.place.world_size)}
     tags |= run_metadata.git_tags(Path.cwd())
-    info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=origin.sweep)
+    info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=invocation.sweep)
     earlier = journal.latest_journal(context.out)
     if resumed is not None:
         changes = resume.changed_settings(spec, resumed)
@@ -318,7 +318,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
 
 def _close(context: RunContext, resumed_note: str, status: Status, error: str) -> None:
     with suppress(TrackingError):  # an error of the store must not hide why the run ended
-        note = notes.failed_note(context.origin.command_text(), status, error)
+        note = notes.failed_note(context.invocation.command_text(), status, error)
         context.tracker.note(note + resumed_note)
     context.tracker.close(status, error, context.signals.is_stop_requested)
 
@@ -337,7 +337,7 @@ def _check_end(context: RunContext, result: RunResult) -> None:
             text = f"{path} was not written: {os_error_reason(error)}. The result is above."
             raise CheckpointError(text) from error
         context.signals.check()
-        if context.origin.sweep is None:
+        if context.invocation.sweep is None:
             context.tracker.check()
     except RunnerError as error:
         error.finished = True

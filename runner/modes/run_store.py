@@ -64,7 +64,7 @@ def journal_stores(folder: Path) -> list[JournalStore]:
 
 
 def with_run_store(
-    spec: RunSpec, folder: Path, origin: Invocation, waits: bool, say: Callable[[str], None]
+    spec: RunSpec, folder: Path, invocation: Invocation, waits: bool, say: Callable[[str], None]
 ) -> RunSpec:
     """Return the spec of a resumed run with the tracking that the run had.
 
@@ -74,7 +74,7 @@ def with_run_store(
     Args:
         spec: of the resumed run; its tracking is this command's.
         folder: of the run.
-        origin: what was typed.
+        invocation: what was typed.
         waits: continue without an answer of the store, as a job script does that nobody watches.
         say: prints where the record continues.
 
@@ -84,7 +84,7 @@ def with_run_store(
     if not torchrun.process_rank().is_main:
         return spec  # the first process records for all
     # `tracking` itself is typed where another option was.
-    keys = map(override_key, origin.overrides)
+    keys = map(override_key, invocation.overrides)
     typed = [key for key in keys if key.partition(".")[0] == "tracking"]
     tracking = _tracking_settings(spec.tracking, folder, typed)
     target = tracking.get("_target_")

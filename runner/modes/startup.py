@@ -80,7 +80,7 @@ def prepare_loaders(run: RunContext) -> RunLoaders:
         run.say(line)
     # The digest reads samples, so it is computed only for a tracker that stores it.
     if run.tracker.takes_runs:
-        name = run.origin.option_name("data", run.spec.data)
+        name = run.invocation.option_name("data", run.spec.data)
         run.tracker.inputs(fingerprint.describe_data(name, redact_values(run.spec.data), data))
     for label, loader in labelled.items():
         check_stream(run, label, loader)
@@ -132,7 +132,7 @@ def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
         return
     is_shuffled = split == "train" and run.spec.data.get("shuffle") is True
     # true is the default, too, which a stream leaves aside: log_loading says so.
-    if is_shuffled and run.origin.overrides_key("data.shuffle"):
+    if is_shuffled and run.invocation.overrides_key("data.shuffle"):
         raise ConfigError(
             "data.shuffle=true: the train set is a stream, which is read in its own order. Leave "
             "data.shuffle out, and shuffle in the stream (docs/own-code.md)."
@@ -263,7 +263,7 @@ def try_batch(
     """
     inputs, target = next(loader.epoch(0))
     names = {
-        key: run.origin.option_name(key, getattr(run.spec, key))
+        key: run.invocation.option_name(key, getattr(run.spec, key))
         for key in ("model", "data", "task")
     }
     names["precision"] = run.precision.name
@@ -349,13 +349,13 @@ def _log_loading(run: RunContext, loader: BatchLoader) -> None:
             f"drawn from {loader.examples}"
         )
     if loader.collator and type(loader.dataset) is TensorDataset:
-        name = run.origin.option_name("data", run.spec.data)
+        name = run.invocation.option_name("data", run.spec.data)
         run.say(
             f"data.collate={loader.collator.name} takes single examples: those of data={name} are "
             "loaded one by one, in place of slices of its tensors."
         )
     if loader.workers and not loader.uses_workers:
-        name = run.origin.option_name("data", run.spec.data)
+        name = run.invocation.option_name("data", run.spec.data)
         run.say(
             f"train.num_workers={loader.workers} starts no process: data={name} is in memory, and "
             "its batches are slices of it."

@@ -227,8 +227,8 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
             unsaved.append(str(error))
         if run.signals.is_stop_requested() and path:
             run.say(f"checkpoint: {path}")
-            if run.origin.sweep is None:  # a sweep is resumed as a whole
-                run.say(f"Resume with: {run.origin.resume_text(run.out)}")
+            if run.invocation.sweep is None:  # a sweep is resumed as a whole
+                run.say(f"Resume with: {run.invocation.resume_text(run.out)}")
     wants_folders = wants_model_folders(run, callbacks.state)
     wants_weights = spec.checkpoint.safetensors or wants_folders
     # All processes ask, and agree.
@@ -258,8 +258,8 @@ def _raise_with_checkpoint(
         raise HookError(f"{message} {unsaved}") from error
     if path is not None:
         message += f" The state is in {relative_path(path)}."
-        if run.origin.sweep is None:  # a sweep is resumed as a whole
-            message += f" Resume with: {run.origin.resume_text(run.out)}"
+        if run.invocation.sweep is None:  # a sweep is resumed as a whole
+            message += f" Resume with: {run.invocation.resume_text(run.out)}"
     raise HookError(message) from error
 
 

@@ -170,7 +170,7 @@ class TrainingCallbacks:
             Sentences that say which parts of the checkpoint could not be restored as they were.
         """
         run = self.run
-        typed = typed_overrides(run.origin).keys()
+        typed = typed_overrides(run.invocation).keys()
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
         if self._reads_stream:
             messages.append(
@@ -202,9 +202,9 @@ class TrainingCallbacks:
         is_evaluated = self.summary.last_evaluation_step == self.state.step
         metrics = self.summary.metrics if is_evaluated else {}
         rest = state_dict.state_dict(self.state, self.callbacks)
-        origin = self.run.origin
+        invocation = self.run.invocation
         return checkpoint_state_dict(
-            self.state, self.run.spec, origin.choices, metrics, rest, origin.is_trusted
+            self.state, self.run.spec, invocation.choices, metrics, rest, invocation.is_trusted
         )
 
     def _save(self, best: bool) -> None:

@@ -106,7 +106,7 @@ class TrainingErrors:
             # In the first step the settings do not fit (exit status 2); after steps that were
             # trained, the same error ends a run that had begun (exit status 1).
             kind = ConfigError if state.step <= start_step + 1 else ModelError
-            model = run.origin.option_name("model", run.spec.model)
+            model = run.invocation.option_name("model", run.spec.model)
             when = "step" if state.model.training else "the evaluation after step"
             text = str(error).strip().rstrip(".")
             raise kind(
@@ -292,7 +292,9 @@ def _first_bad_sample(run: RunContext, portions: Iterator[tuple[list[int], Any]]
 
 def batch_saver(run: RunContext, loader: BatchLoader) -> BatchSaver:
     """Return what saves the samples of a run's steps for mode=replay."""
-    return BatchSaver(run.spec, run.origin, run.out, run.precision.name, loader, run.save_artifact)
+    return BatchSaver(
+        run.spec, run.invocation, run.out, run.precision.name, loader, run.save_artifact
+    )
 
 
 def _requires_grad(nest: Any) -> bool:

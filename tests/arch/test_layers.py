@@ -149,7 +149,7 @@ def test_config_objects_stop_at_the_config_layer():
     # Hydra calls plugins and callbacks with its own objects.
     called_by_hydra = {path for path in users if path.startswith("runner/sweeps/")}
     in_config = {path for path in users if path.startswith("runner/config/")}
-    composing = {"runner/cli/main.py", "runner/api/composition.py"}
+    composing = {"runner/cli/main.py"}
     assert users - called_by_hydra - in_config == composing
 
 
