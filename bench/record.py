@@ -40,6 +40,7 @@ from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.tracker import RunInfo
 from runner.tracking.writer.store import MAX_POINTS, Store
 from runner.tracking.writer_process import shared_writer
+from runner.training.callbacks.callback import CallbackOutput, RunHandle
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.records import StepRecord
 from runner.training.state import TrainState
@@ -131,7 +132,7 @@ def stores(folder: Path) -> Iterator[dict[str, str]]:
         log.close()
 
 
-def open_run(uri: str, folder: Path) -> tuple[MlflowTracker, MetricLogger]:
+def open_run(uri: str, folder: Path) -> tuple[MlflowTracker, Callable[[Block], None]]:
     """Return a run whose writer process is ready: its start is not measured here."""
     tracker = MlflowTracker(uri=uri)
     tracker.open(RunInfo(Path(tempfile.mkdtemp(dir=folder))))
@@ -140,7 +141,9 @@ def open_run(uri: str, folder: Path) -> tuple[MlflowTracker, MetricLogger]:
         time.sleep(0.05)
     precision = load_precision("32-true")
     state = TrainState(nn.Linear(2, 2), precision, Regression(), precision.scale(CPU), [], CPU)
-    return tracker, MetricLogger(tracker, state, Accelerator(CPU))
+    logger = MetricLogger(tracker, state, Accelerator(CPU))
+    handle = RunHandle("", state, CallbackOutput(folder, tracker))
+    return tracker, lambda records: logger.on_steps(records, handle)
 
 
 def in_list() -> Recording:
@@ -151,8 +154,8 @@ def in_list() -> Recording:
 
 def in_runner(uri: str, folder: Path) -> Recording:
     """Record as the runner does: into the journal, which a writer process uploads."""
-    tracker, logger = open_run(uri, folder)
-    return Recording(logger.steps, lambda: tracker.close("FINISHED"))
+    tracker, log_steps = open_run(uri, folder)
+    return Recording(log_steps, lambda: tracker.close("FINISHED"))
 
 
 def in_thread(uri: str) -> Recording:
@@ -239,8 +242,8 @@ def closing_table(uris: dict[str, str], folder: Path, steps: int) -> str:
     rows = []
     work = matrix_products(1)
     for name, uri in uris.items():
-        tracker, logger = open_run(uri, folder)
-        looped = sum(wall for wall, _ in run_loop(steps, work, logger.steps))
+        tracker, log_steps = open_run(uri, folder)
+        looped = sum(wall for wall, _ in run_loop(steps, work, log_steps))
         began = time.perf_counter()
         tracker.close("FINISHED")
         closed = time.perf_counter() - began
@@ -270,11 +273,11 @@ def count_faults(uri: str, run_id: str, steps: int, folder: Path) -> tuple[int, 
 
 def long_table(uri: str, folder: Path, steps: int) -> str:
     """Measure part 3."""
-    tracker, logger = open_run(uri, folder)
+    tracker, log_steps = open_run(uri, folder)
     tenth = max(1, steps // 10 // BLOCK)
     rows = []
     walls: list[float] = []
-    for number, (wall, _) in enumerate(run_loop(steps, matrix_products(1), logger.steps), 1):
+    for number, (wall, _) in enumerate(run_loop(steps, matrix_products(1), log_steps), 1):
         walls.append(wall)
         if number % tenth == 0:
             writer = shared_writer().process

@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from omegaconf import OmegaConf
 
 from runner.config.commands import COMMANDS
 from runner.config.schema import RunSpec
-from runner.modes.result_table import FIXED_COLUMNS, METRIC_PREFIX, SETTING_PREFIX
+from runner.modes.result import FIXED_COLUMNS, METRIC_PREFIX, SETTING_PREFIX
 from runner.precision.registry import load_precision, precision_names, yaml_header
 from runner.tracking.metric_names import METRICS
 from runner.utils.errors import Unavailable
@@ -54,9 +55,12 @@ def precisions() -> str:
 def needs(name: str) -> str:
     """Return the hardware that a precision needs, from what its require() says on other devices."""
     unsupported = []
-    for kind, phrase in (("cpu", "a CPU"), ("mps", "an Apple GPU"), ("xla", "a TPU")):
+    # torch knows the device `tpu` only with torch_tpu on a TPU, so another object has its type.
+    tpu = SimpleNamespace(type="tpu", index=0)
+    devices = {"a CPU": torch.device("cpu"), "an Apple GPU": torch.device("mps"), "a TPU": tpu}
+    for phrase, device in devices.items():
         try:
-            load_precision(name).require(torch.device(kind))
+            load_precision(name).require(device)
         except Unavailable as error:
             # "needs <hardware>; ..." names what it needs; other messages only refuse the device.
             hardware = error.what.partition("needs ")[2].partition(";")[0].removeprefix("an ")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from runner.config.schema import RunSpec as RunSpec
     from runner.modes.result import RunResult as RunResult
     from runner.sweeps.verdict.ranking import Advice as Advice
-    from runner.training.callbacks.own_callback import RunCallback as RunCallback
+    from runner.training.callbacks.callback import RunCallback as RunCallback
     from runner.utils.errors import ConfigError as ConfigError
     from runner.utils.errors import RunnerError as RunnerError
     from runner.utils.errors import Unavailable as Unavailable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Advice": "runner.sweeps.verdict.ranking",
     "ConfigError": "runner.utils.errors",
-    "RunCallback": "runner.training.callbacks.own_callback",
+    "RunCallback": "runner.training.callbacks.callback",
     "RunResult": "runner.modes.result",
     "RunSpec": "runner.config.schema",
     "RunnerError": "runner.utils.errors",

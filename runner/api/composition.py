@@ -2,16 +2,15 @@
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from runner.config.invocation import Invocation
 from runner.config.messages import COMPOSE_ERRORS, explain
@@ -78,12 +77,20 @@ def compose_run(
     Raises:
         ConfigError: the overrides do not compose, or describe several runs.
     """
-    words = check_words(overrides)
+    words = check_texts(overrides)
+    for word in words:
+        key, _, value = word.partition("=")
+        advises = key == "mode" and value in ADVISE_MODES
+        if advises or key == "hydra.mode" or key.partition(".")[0] == "sweep":
+            function = "advise" if value == "advise" else "sweep"
+            raise ConfigError(f"{word} describes several runs. Call runner.{function}([...]).")
     words = [*torchrun.command_of_rank(rewrite_arguments(words))]
     if out is not None:
         words.append(f"hydra.run.dir={quote_value(str(out))}")
     folder = check_config_dir(config_dir)
-    search_path = [] if folder is None else [f"hydra.searchpath=[{_file_url(folder)}]"]
+    search_path = []
+    if folder is not None:
+        search_path.append(f"hydra.searchpath=[{quote_value(f'file://{folder.absolute()}')}]")
     register_schema()
     try:
         with (
@@ -102,54 +109,25 @@ def compose_run(
             reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
             spec = resolve_spec(config, allow_unresolved=reads_checkpoint)
     except COMPOSE_ERRORS as error:
-        raise ConfigError(_explain_to_caller(error, words)) from error
+        text = explain(error, words)
+        several = re.match(r"Ambiguous value for argument '(.+)'", text)
+        if several:
+            text = (
+                f"{several[1]} lists several values. Call runner.sweep([...]) for a run of each; "
+                "for a value that is a list type [a,b]."
+            )
+        raise ConfigError(text) from error
+    content = OmegaConf.to_container(config)
+    assert isinstance(content, dict)
     choices = {str(k): str(v) for k, v in composed.hydra.runtime.choices.items() if v}
     typed = tuple(redact_override(as_typed(word)) for word in words)
     origin = Invocation(
         choices,
         tuple(word for word in typed if not word.startswith("hydra.run.dir=")),
         config_dir=None if folder is None else str(folder),
-        composed_config=_plain(config),
+        composed_config={str(key): value for key, value in content.items()},
     )
     return Composition(spec, Path(run_folder), origin)
-
-
-def _explain_to_caller(error: Exception, words: Sequence[str]) -> str:
-    """Return the message for a command that does not compose, in terms of this API."""
-    text = explain(error, words)
-    several = re.match(r"Ambiguous value for argument '(.+)'", text)
-    if several:
-        return (
-            f"{several[1]} lists several values. Call runner.sweep([...]) for a run of each; for a "
-            "value that is a list type [a,b]."
-        )
-    return text
-
-
-def _plain(config: DictConfig) -> Mapping[str, Any]:
-    content = OmegaConf.to_container(config)
-    assert isinstance(content, dict)
-    return {str(key): value for key, value in content.items()}
-
-
-def _file_url(folder: Path) -> str:
-    return quote_value(f"file://{folder.absolute()}")
-
-
-def check_words(overrides: Sequence[str]) -> list[str]:
-    """Return the words of a command of one run.
-
-    Raises:
-        ConfigError: they are no list of texts, hold a flag, or describe several runs.
-    """
-    words = check_texts(overrides)
-    for word in words:
-        key, _, value = word.partition("=")
-        advises = key == "mode" and value in ADVISE_MODES
-        if advises or key == "hydra.mode" or key.partition(".")[0] == "sweep":
-            function = "advise" if value == "advise" else "sweep"
-            raise ConfigError(f"{word} describes several runs. Call runner.{function}([...]).")
-    return words
 
 
 def check_texts(overrides: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from runner.api.sweeps import SweepResult
 from runner.config.overrides import path_exists
 from runner.modes.result import RunResult
-from runner.sweeps.report.load import SweepData, load_from_folder, load_from_store, result_of_run
+from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.rebuild import find_parent_run, report_folder
 from runner.tracking.uri import resolve_uri, sqlite_path
@@ -35,7 +35,14 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
     if not (path_exists(str(where)) and path.is_dir()):
         return _load_from_store(str(where), resolve_uri(uri, os.environ, Path.cwd()))
     if (path / MANIFEST).is_file():
-        return SweepResult(path, _with_present_folders(load_from_folder(path), path))
+        data = load_from_folder(path)
+        jobs = []
+        for job in data.jobs:
+            # The sweep may have been moved since. Jobs' folders are named by their numbers.
+            name = Path(job.result.folder).name
+            present = path / name if name.isdecimal() else Path(job.result.folder)
+            jobs.append(replace(job, result=replace(job.result, folder=str(present))))
+        return SweepResult(path, replace(data, jobs=jobs))
     try:
         # The folder may have been moved since.
         return replace(RunResult.read(path), folder=str(path))
@@ -49,17 +56,6 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
             f"{where} holds no {RESULT} of a run and no {MANIFEST} of a sweep. Give the folder of "
             "a run (outputs/runs/<time>) or of a sweep (outputs/sweeps/<time>)."
         ) from error
-
-
-def _with_present_folders(data: SweepData, folder: Path) -> SweepData:
-    """Return a sweep's data whose results name the folders of the jobs as they lie now."""
-    jobs = []
-    for job in data.jobs:
-        name = Path(job.result.folder).name
-        # Jobs' folders are named by their numbers.
-        present = folder / name if name.isdecimal() else Path(job.result.folder)
-        jobs.append(replace(job, result=replace(job.result, folder=str(present))))
-    return replace(data, jobs=jobs)
 
 
 def _load_from_store(name: str, uri: str) -> RunResult | SweepResult:

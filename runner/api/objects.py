@@ -19,10 +19,10 @@ from hydra.core.config_store import ConfigStore
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from runner.config.given_objects import KEYS, current_objects
+from runner.config.invocation import KEYS, current_objects
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
-from runner.training.callbacks.own_callback_nodes import class_problems
+from runner.training.callbacks.user_callbacks import class_problems
 from runner.utils.errors import ConfigError
 
 _GROUPS = ("model", "data", "optimizer")
@@ -136,26 +136,17 @@ def check_objects(objects: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """
     problems = [*_role_problems(objects)]
     for text in overrides:
-        role = _clashing_role(override_key(text), objects)
-        if role:
+        key = override_key(text)
+        roles = [role for role in objects if f"{key}.".startswith(f"{KEYS[role]}.")]
+        # The role of the object that the typed key would change.
+        clashing = [role for role in roles if role != "data" or not key.startswith(_DATA_KEYS)]
+        if clashing:
             problems.append(
-                f"{text} was typed, and {role}= is an object, which is taken as it is. Leave one "
-                "of them out."
+                f"{text} was typed, and {clashing[0]}= is an object, which is taken as it is. "
+                "Leave one of them out."
             )
     if problems:
         raise ConfigError(*problems)
-
-
-def _clashing_role(key: str, objects: Mapping[str, Any]) -> str:
-    """Return the role of the object that a typed key would change; empty for none."""
-    for role in objects:
-        of_role = KEYS[role]
-        if key != of_role and not key.startswith(f"{of_role}."):
-            continue
-        fits_data = role == "data" and key.startswith(_DATA_KEYS)
-        if not fits_data:
-            return role
-    return ""
 
 
 def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
@@ -177,7 +168,15 @@ def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(data, tuple | list):
         loader = next((part for part in data if isinstance(part, DataLoader)), None)
         if loader is not None:
-            yield _data_loader_problem(loader)
+            is_default = loader.collate_fn is torch.utils.data.default_collate
+            collate_word = "" if is_default else ", collate=train.collate_fn"
+            size = loader.batch_size
+            size_word = "" if size is None else f'"train.batch_size={size}", '
+            yield (
+                "data= holds a DataLoader. The runner draws the batches itself, from the seed, so "
+                "that every precision sees the same ones. Give the data sets: "
+                f"runner.run([{size_word}...], data=(train.dataset, val.dataset){collate_word})."
+            )
     elif data is not None and not callable(data):
         yield (
             f"data= is {_kind(data)}. Give a tuple of data sets, (train, val) or (train, "
@@ -194,18 +193,6 @@ _USAGE = {
 }
 
 
-def _data_loader_problem(loader: DataLoader[Any]) -> str:
-    """Return what to give in place of a DataLoader."""
-    is_default = loader.collate_fn is torch.utils.data.default_collate
-    collate = "" if is_default else ", collate=train.collate_fn"
-    size = "" if loader.batch_size is None else f'"train.batch_size={loader.batch_size}", '
-    return (
-        "data= holds a DataLoader. The runner draws the batches itself, from the seed, so that "
-        "every precision sees the same ones. Give the data sets: "
-        f"runner.run([{size}...], data=(train.dataset, val.dataset){collate})."
-    )
-
-
 @contextmanager
 def object_options(
     objects: Mapping[str, Any], config_dir: Path | None, needs_meta: bool
@@ -220,6 +207,9 @@ def object_options(
     texts = []
     earlier = []
     repository: Any = ConfigStore.instance().repo
+    folders = [Path(str(files("runner.conf")))]
+    if config_dir is not None:
+        folders.append(config_dir)
     for role, value in objects.items():
         node = _node(role, value)
         if role not in _GROUPS:
@@ -231,7 +221,9 @@ def object_options(
         name = node["name"]
         if role == "data":
             node["meta"] = _meta(value) if needs_meta else {}
-        option = _free_option(role, name, config_dir)
+        # Hydra would take a yaml of this name.
+        is_taken = any((folder / role / f"{name}.yaml").exists() for folder in folders)
+        option = f"{name}_object" if is_taken else name
         file = f"{option}.yaml"
         earlier.append((role, file, repository.get(role, {}).get(file)))
         ConfigStore.instance().store(option, node, group=role, provider="runner")
@@ -272,15 +264,6 @@ def callback_names(callbacks: Sequence[Any]) -> list[str]:
         count = sum(re.fullmatch(rf"{name}(_\d+)?", known) is not None for known in names)
         names.append(f"{name}_{count + 1}" if count else name)
     return names
-
-
-def _free_option(group: str, name: str, config_dir: Path | None) -> str:
-    """Return the name of an option that no yaml of a group has: Hydra would take the yaml."""
-    folders = [Path(str(files("runner.conf")))]
-    if config_dir is not None:
-        folders.append(config_dir)
-    is_taken = any((folder / group / f"{name}.yaml").exists() for folder in folders)
-    return f"{name}_object" if is_taken else name
 
 
 def object_name(value: Any) -> str:

@@ -14,14 +14,13 @@ from torch.utils.data import Dataset
 from runner.api.composition import Composition, check_texts, compose_run
 from runner.api.objects import check_objects, given_roles, object_name, object_options, with_objects
 from runner.checkpoint.locate import checkpoints_of_run
-from runner.config.given_objects import given_keys, given_objects
-from runner.config.invocation import Invocation
+from runner.config.invocation import Invocation, given_keys, given_objects
 from runner.config.schema import AUTO, RunSpec
 from runner.distributed import torchrun
 from runner.modes.result import RunResult
 from runner.modes.run import run as run_spec
 from runner.sweeps.sweep_resume import final_result
-from runner.training.callbacks.own_callback import RunCallback
+from runner.training.callbacks.callback import RunCallback
 from runner.utils.console import silent_console
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
@@ -75,12 +74,7 @@ def run(  # noqa: PLR0913
         Stopped: a signal (a notebook's interrupt) ended the run, after a checkpoint.
     """
     objects = given_roles(
-        model=model,
-        data=data,
-        loss=loss,
-        optimizer=optimizer,
-        collate=collate,
-        callbacks=callbacks,
+        model=model, data=data, loss=loss, optimizer=optimizer, collate=collate, callbacks=callbacks
     )
     console = silent_console() if quiet else None
     with given_objects(objects):
@@ -88,35 +82,37 @@ def run(  # noqa: PLR0913
             if config_dir is not None:
                 raise ConfigError("A spec is composed already. Give config_dir to runner.compose.")
             return _run_given_spec(what, out, objects, console)
-        composition = compose_with_objects(what, objects, config_dir, out)
-        try:
-            return _run_composed(composition, console)
-        except Stopped as error:
-            torchrun.publish_failure()
-            error.add_note(_resume_hint(composition))
-            raise
-        except BaseException:
-            torchrun.publish_failure()
-            raise
+        check_objects(objects, check_texts(what))
+        folder = Path(config_dir) if config_dir is not None else None
+        with object_options(objects, folder, needs_meta="model" not in objects) as own:
+            composition = compose_run([*what, *own], config_dir, out)
+        return _run_composed(composition, console)
 
 
 def _run_composed(composition: Composition, console: Console | None) -> RunResult:
+    """Run a composed command; a run with checkpoint.resume=auto that is finished has its result."""
     spec = composition.spec
-    finished = _finished_before(spec, composition)
-    if finished is not None:
-        return finished
-    if spec.checkpoint.resume is None:
-        check_new_folder(composition.folder)
-    torchrun.publish_start(composition.folder)
-    return run_spec(spec, composition.folder, composition.origin, console)
-
-
-def _resume_hint(composition: Composition) -> str:
-    """Return how to resume a run that a signal has stopped."""
     folder = composition.folder
-    if not checkpoints_of_run(folder):
-        return f"Its folder is {folder}; it left no checkpoint."
-    return f"Resume with: {composition.origin.resume_text(folder)}"
+    invocation = replace(composition.origin, given=given_keys())
+    try:
+        if spec.checkpoint.resume == AUTO:
+            finished = final_result(folder, invocation.overrides)
+            if finished is not None:
+                return finished
+        if spec.checkpoint.resume is None:
+            check_new_folder(folder)
+        torchrun.publish_start(folder)
+        return run_spec(spec, folder, invocation, console)
+    except Stopped as error:
+        torchrun.publish_failure()
+        hint = f"Its folder is {folder}; it left no checkpoint."
+        if checkpoints_of_run(folder):
+            hint = f"Resume with: {invocation.resume_text(folder)}"
+        error.add_note(hint)
+        raise
+    except BaseException:
+        torchrun.publish_failure()
+        raise
 
 
 def check_new_folder(folder: Path) -> None:
@@ -153,29 +149,3 @@ def _run_given_spec(
     choices = {role: object_name(value) for role, value in objects.items()}
     origin = Invocation(choices, given=given_keys())
     return run_spec(replace(spec, **with_objects(spec, objects)), folder, origin, console)
-
-
-def compose_with_objects(
-    overrides: Sequence[str],
-    objects: Mapping[str, Any],
-    config_dir: str | Path | None = None,
-    out: str | Path | None = None,
-) -> Composition:
-    """Compose the overrides of one run with objects in place of config nodes.
-
-    Raises:
-        ConfigError: the overrides do not compose, or an object cannot take its role.
-    """
-    check_objects(objects, check_texts(overrides))
-    folder = Path(config_dir) if config_dir is not None else None
-    with object_options(objects, folder, needs_meta="model" not in objects) as own:
-        composition = compose_run([*overrides, *own], config_dir, out)
-    origin = replace(composition.origin, given=given_keys())
-    return replace(composition, origin=origin)
-
-
-def _finished_before(spec: RunSpec, composition: Composition) -> RunResult | None:
-    """Return the result of a run with checkpoint.resume=auto that is finished, else None."""
-    if spec.checkpoint.resume != AUTO:
-        return None
-    return final_result(composition.folder, composition.origin.overrides)

@@ -12,7 +12,7 @@ from runner.api.composition import check_config_dir, check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
 from runner.api.runs import Data, Loss, Model, check_new_folder
 from runner.cli.main import call_hydra, expand_resumed_sweep
-from runner.config.given_objects import given_objects
+from runner.config.invocation import given_objects
 from runner.config.overrides import quote_value, rewrite_arguments
 from runner.config.resolve import register_schema
 from runner.modes.result import RunResult
@@ -23,7 +23,7 @@ from runner.sweeps.sweep import Sweep, finish_sweep
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.ranking import Advice
 from runner.tracking.history import to_frame
-from runner.training.callbacks.own_callback import RunCallback
+from runner.training.callbacks.callback import RunCallback
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.markup import notebook_frame
 from runner.utils.stop_signals import Interrupted, SignalHandler
@@ -131,12 +131,7 @@ def sweep(  # noqa: PLR0913
         KeyboardInterrupt: a signal stopped the sweep; what ran is in its folder.
     """
     objects = given_roles(
-        model=model,
-        data=data,
-        loss=loss,
-        optimizer=optimizer,
-        collate=collate,
-        callbacks=callbacks,
+        model=model, data=data, loss=loss, optimizer=optimizer, collate=collate, callbacks=callbacks
     )
     return _run_sweep(check_texts(overrides), objects, config_dir, out)
 
@@ -227,14 +222,6 @@ def _run_command(argv: Sequence[str]) -> SweepResult:
     return SweepResult(folder, load_from_folder(folder), status)
 
 
-def _names_main_module(words: Sequence[str], config_dir: Path | None) -> bool:
-    """Return whether a word, or a config of one's own, names a target of the module __main__."""
-    if any(f"={_MAIN_MODULE}" in word for word in words):
-        return True
-    paths = config_dir.rglob("*.yaml") if config_dir is not None else ()
-    return any(_MAIN_MODULE in path.read_text(errors="replace") for path in paths)
-
-
 def _sweep_command(
     words: Sequence[str],
     own: Sequence[str],
@@ -255,7 +242,10 @@ def _sweep_command(
         return rewrite_arguments(expand_resumed_sweep([*words, *flags]))
     argv = [*words, *own]
     # Other processes have neither the objects nor the classes of this program's own module.
-    if own or _names_main_module(words, folder):
+    paths = folder.rglob("*.yaml") if folder is not None else ()
+    names_main = any(f"={_MAIN_MODULE}" in word for word in words)
+    names_main = names_main or any(_MAIN_MODULE in p.read_text(errors="replace") for p in paths)
+    if own or names_main:
         argv.append("hydra/launcher=basic")
     if out is not None:
         argv.append(f"hydra.sweep.dir={quote_value(str(out))}")

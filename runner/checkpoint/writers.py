@@ -179,8 +179,8 @@ class AsyncCheckpointWriter:
             # A buffer of torch.empty has neither a subclass's parts nor other strides.
             if type(value) not in (Tensor, torch.nn.Parameter) or not value.is_contiguous():
                 return value.detach().clone()
-            # Neither an empty tensor nor one of torch_xla has an address. The shape and the dtype,
-            # because a view can begin at the address of another tensor.
+            # An empty tensor has no address. The shape and the dtype, because a view can begin at
+            # the address of another tensor.
             address = value.data_ptr() or id(value)
             identity = (address, value.shape, value.dtype)
             if identity not in copies:

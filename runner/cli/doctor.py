@@ -18,14 +18,7 @@ from runner.utils.accelerator import available_kinds, choose_accelerator
 from runner.utils.errors import ConfigError
 
 # Packages that only some precisions, adapters and TPUs need.
-LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu", "torch_xla")
-
-
-def _installed_version(library: str) -> str:
-    try:
-        return f"{library} {version(library)}"
-    except PackageNotFoundError:
-        return f"{library} not installed"
+LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu")
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -39,7 +32,13 @@ def doctor(argv: Sequence[str]) -> int:
     if folder is not None and not folder.is_dir():
         raise ConfigError(no_config_folder(folder))
     console = Console(highlight=False, markup=False)
-    console.print(", ".join([f"torch {torch.__version__}", *map(_installed_version, LIBRARIES)]))
+    installed = [f"torch {torch.__version__}"]
+    for library in LIBRARIES:
+        try:
+            installed.append(f"{library} {version(library)}")
+        except PackageNotFoundError:
+            installed.append(f"{library} not installed")
+    console.print(", ".join(installed))
     for kind in available_kinds():
         accelerator = choose_accelerator(name=kind)
         table = Table(title=f"accelerator={kind}: {accelerator.name}", title_justify="left")

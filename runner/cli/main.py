@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from runner.cli.help import print_help
 from runner.config import commands
 from runner.config.hydra_plugins import ADVISE
 from runner.config.messages import COMPOSE_ERRORS, explain
@@ -54,6 +54,27 @@ if TYPE_CHECKING:
     from runner.modes.result import RunResult, Status
 
 
+# Hydra's own help is not used: listing its groups takes six times as long as composing a config.
+HELP = """Train a model under a numerical precision, or compare precisions in a sweep.
+
+  python -m runner precision=16-mixed model=resnet
+  python -m runner -m precision=32-true,bf16-mixed,16-mixed
+  python -m runner checkpoint.resume=last    resumes an interrupted run
+  python -m runner sweep.resume=last         resumes a sweep
+  python -m runner mode=advise model=resnet data=digits   which precision, on this machine?
+  python -m runner mode=gate precision=bf16-true model=gpt data=text   exit status 0: accepted
+  python -m runner mode=diff precision=bf16-mixed against=32-true    where do the two part?
+  python -m runner mode=plan precision=bf16-true model=gpt data=text
+  python -m runner mode=evaluate checkpoint=<file, run folder or MLflow run id>
+{commands}
+
+Options (group=option):
+{groups}
+
+Keys (key=value) and their values, as `--cfg job` prints them; `--hydra-help` lists more flags:
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. See docs/commands.md."""
     try:
@@ -72,12 +93,22 @@ def _run_command(argv: Sequence[str]) -> int:
     if invalid is not None:
         print_error(f"{invalid} is not valid UTF-8.")
         return 2
-    _prepare_process()
+    # logging.lastResort writes the warnings of libraries to stderr.
+    if logging.lastResort:
+        logging.lastResort.setFormatter(PlainFormatter())
+    # The user's own modules: the path of a console script lacks the working directory, which
+    # `python -m runner` has.
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(str(Path.cwd()))
     if argv and argv[0] in commands.COMMANDS and _asks_for_help(argv):
         print(commands.COMMANDS[argv[0]].help())
         return 0
     if argv and argv[0] in COMMANDS:
-        return _run_other_command(argv[0], argv[1:])
+        try:
+            return COMMANDS[argv[0]](argv[1:])
+        except RunnerError as error:
+            print_error(str(error))
+            return error.exit_status
     try:
         argv = torchrun.command_of_rank(rewrite_arguments(expand_resumed_sweep(argv)))
     except RunnerError as error:
@@ -87,20 +118,11 @@ def _run_command(argv: Sequence[str]) -> int:
         return 2
     if _asks_for_help(argv):
         # Hydra prints the keys, as `--cfg job` does, after the help text.
-        print(print_help(argv), flush=True)
+        print(_help_text(config_dir(argv)), flush=True)
         argv = [*(text for text in argv if text not in HELP_FLAGS), "--cfg", "job"]
     if not _check_config_dir(config_dir(argv)):
         return 2
     return _run_hydra(argv)
-
-
-def _run_other_command(name: str, argv: Sequence[str]) -> int:
-    """Run a command of COMMANDS, print its errors and return the exit status."""
-    try:
-        return COMMANDS[name](argv)
-    except RunnerError as error:
-        print_error(str(error))
-        return error.exit_status
 
 
 HELP_FLAGS = ("--help", "-h")
@@ -110,14 +132,19 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
     return not set(HELP_FLAGS).isdisjoint(argv)
 
 
-def _prepare_process() -> None:
-    # logging.lastResort writes the warnings of libraries to stderr.
-    if logging.lastResort:
-        logging.lastResort.setFormatter(PlainFormatter())
-    # The user's own modules: the path of a console script lacks the working directory, which
-    # `python -m runner` has.
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))
+def _help_text(own_folder: Path | None) -> str:
+    """Return the help before the config; it lists the options of --config-dir, too."""
+    folders = [Path(str(files("runner.conf")))]
+    if own_folder is not None:
+        folders.append(own_folder)
+    options: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in folder.glob("*/*.yaml"):
+            options.setdefault(path.parent.name, set()).add(path.stem)
+    groups = [f"  {group}: {', '.join(sorted(names))}" for group, names in sorted(options.items())]
+    summaries = [(each.name, each.summary) for each in commands.COMMANDS.values()]
+    lines = [f"  python -m runner {name:13} {summary}" for name, summary in summaries]
+    return HELP.format(commands="\n".join(lines), groups="\n".join(groups))
 
 
 def _check_config_dir(folder: Path | None) -> bool:
@@ -193,7 +220,8 @@ def _run_hydra(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
-        status = _finish_sweep(status)
+        module = _sweep_module()
+        status = module.finish_sweep(status) if module else status
     return status
 
 
@@ -211,11 +239,6 @@ def _has_open_sweep() -> bool:
     """Return whether this process runs a sweep, which must be ended before the process exits."""
     module = _sweep_module()
     return module is not None and module.Sweep.current is not None
-
-
-def _finish_sweep(status: int) -> int:
-    module = _sweep_module()
-    return module.finish_sweep(status) if module else status
 
 
 @dataclass(frozen=True)
@@ -250,11 +273,17 @@ def run_job(config: DictConfig) -> float | None:
         return None if math.isnan(objective) else objective
     except RunnerError as error:
         _print_job_error(error, folder, sweeping)
-        failure = _known_failure(error)
+        status: Status = "unavailable" if isinstance(error, Unavailable) else "failed"
+        if error.exit_status > 128:
+            status = "stopped"
+        failure = _Failure(status, str(error), error.exit_status, error.finished)
     except KeyboardInterrupt as error:
         failure = _Failure("stopped", str(error) or "Interrupted.", _interrupt_status(error))
     except Exception as error:
-        _write_traceback(folder)
+        text = redact(traceback.format_exc())
+        print(sanitize(text), file=sys.stderr)
+        with suppress(OSError):  # a full disk
+            (folder / "error.txt").write_text(text)
         failure = _Failure("failed", redact(f"{type(error).__name__}: {error}"), 1)
     if sweeping and not failure.has_result:
         record_result(config, folder, failure.status, failure.message)
@@ -271,13 +300,6 @@ def run_job(config: DictConfig) -> float | None:
     return None
 
 
-def _known_failure(error: RunnerError) -> _Failure:
-    status: Status = "unavailable" if isinstance(error, Unavailable) else "failed"
-    if error.exit_status > 128:
-        status = "stopped"
-    return _Failure(status, str(error), error.exit_status, error.finished)
-
-
 def _print_job_error(error: RunnerError, folder: Path, sweeping: bool) -> None:
     """Print a job's error; a trial of mode=advise gets one line."""
     if not (sweeping and _is_trial()):
@@ -287,14 +309,6 @@ def _print_job_error(error: RunnerError, folder: Path, sweeping: bool) -> None:
     if (folder.parent / ADVICE).is_file():
         name = " ".join(job_origin(True).swept_overrides).removeprefix("precision=")
         print(sanitize(f"{name}: {str(error).splitlines()[0]}"), flush=True)
-
-
-def _write_traceback(folder: Path) -> None:
-    """Print the current exception's traceback and write it to error.txt, without secrets."""
-    text = redact(traceback.format_exc())
-    print(sanitize(text), file=sys.stderr)
-    with suppress(OSError):  # a full disk
-        (folder / "error.txt").write_text(text)
 
 
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":

@@ -72,7 +72,12 @@ def _upload(paths: Sequence[Path], uri: str | None, experiment: str | None) -> i
     try:
         journals_of_writer = []
         for path in paths:
-            _forget_troubles(path)
+            # What earlier writers reported, unless one has the journal at the moment.
+            state = UploadState(path)
+            if state.acquire_lock():
+                if not state.done:
+                    state.forget_troubles()
+                state.release_lock()
             problem = _redirect(path, uri, experiment)
             if problem:
                 print(f"{path.parent}: failed: {problem}.", flush=True)
@@ -86,15 +91,6 @@ def _upload(paths: Sequence[Path], uri: str | None, experiment: str | None) -> i
     finally:
         writer.kill()
     return uploaded
-
-
-def _forget_troubles(path: Path) -> None:
-    """Clear what earlier writers reported, unless a writer has the journal at the moment."""
-    state = UploadState(path)
-    if state.acquire_lock():
-        if not state.done:
-            state.forget_troubles()
-        state.release_lock()
 
 
 def _redirect(path: Path, uri: str | None, experiment: str | None) -> str | None:

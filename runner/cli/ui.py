@@ -43,10 +43,10 @@ def ui(argv: Sequence[str]) -> int:
     base = redact(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
     print(f"store: {redact(uri)}")
     upload_in_background(Path("outputs"))
-    found = dict(dashboard_urls(uri, base, name, make="tracking.uri" not in given))
-    for what, url in found.items():
+    pages = dict(dashboard_urls(uri, base, name, make="tracking.uri" not in given))
+    for what, url in pages.items():
         print(f"{what}: {url}", flush=True)
-    first = next(iter(found.values()))
+    first = next(iter(pages.values()))
     if uri.startswith("http"):
         _browse(first)
         return 0

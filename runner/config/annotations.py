@@ -32,17 +32,12 @@ def fits_type(value: Any, hint: Any) -> bool:
     if issubclass(kind, Mapping):
         return isinstance(value, Mapping)
     if issubclass(kind, Iterable):
-        return isinstance(value, list | tuple) and _fit_items(value, hint)
+        item_hint = next((option for option in get_args(hint) if option is not Ellipsis), Any)
+        # A module may be called 0, which YAML reads as a number.
+        if item_hint is str:
+            item_hint = str | int
+        return isinstance(value, list | tuple) and all(fits_type(v, item_hint) for v in value)
     return True
-
-
-def _fit_items(items: Iterable[Any], hint: Any) -> bool:
-    """Return whether items of a list fit the annotation of the list."""
-    item_hint = next((option for option in get_args(hint) if option is not Ellipsis), Any)
-    # A module may be called 0, which YAML reads as a number.
-    if item_hint is str:
-        item_hint = str | int
-    return all(fits_type(item, item_hint) for item in items)
 
 
 def dataclass_fields_from_json(kind: type, values: object) -> dict[str, Any]:

@@ -34,11 +34,6 @@ class Option:
         """Return whether the value may be the word after the key."""
         return self.key.startswith("-")
 
-    @property
-    def usage(self) -> str:
-        """Return the option as it is typed."""
-        return f"{self.key}{' ' if self.is_flag else '='}{self.value}"
-
 
 @dataclass(frozen=True)
 class Positional:
@@ -49,14 +44,14 @@ class Positional:
         allowed: what they may be, for errors.
         meaning: for the help.
         are_folders: there may be any number of them, each an existing folder.
-        max_words: how many there may be if they need not be folders; None for any number.
+        max_words: how many there may be; None for any number.
     """
 
     usage: str
     allowed: str
     meaning: str
     are_folders: bool = False
-    max_words: int | None = 1
+    max_words: int | None = None
 
 
 @dataclass
@@ -119,10 +114,8 @@ class Command:
                 raise self._refusal(word)
             if self.positional.are_folders and not (path_exists(word) and Path(word).is_dir()):
                 raise self._refusal(word, ": there is no such folder")
-        if self.positional is None or self.positional.are_folders:
-            return
-        max_words = self.positional.max_words
-        if max_words is not None and len(words) > max_words:
+        max_words = self.positional.max_words if self.positional else None
+        if self.positional and max_words is not None and len(words) > max_words:
             allowed = self.positional.allowed
             raise ConfigError(f"{self.name} takes {allowed}, and was given: {' '.join(words)}.")
 
@@ -137,7 +130,10 @@ class Command:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return each argument and its meaning, for tables."""
-        rows = [(option.usage, option.meaning) for option in self.options]
+        rows = []
+        for option in self.options:
+            sign = " " if option.is_flag else "="
+            rows.append((f"{option.key}{sign}{option.value}", option.meaning))
         if self.positional:
             rows.insert(0, (self.positional.usage, self.positional.meaning))
         return rows
@@ -178,7 +174,6 @@ EXPLAIN = Command(
         "<module> <key>=<value> ...",
         "a module and keys of a run",
         "a dotted name, with * for any part of one segment, and any keys of a run",
-        max_words=None,
     ),
 )
 REPORT = Command(

@@ -1,16 +1,83 @@
-"""Describe the command that a run's spec was composed from, and derive the run's labels from it."""
+"""Describe the command that a run's spec was composed from, and derive the run's labels from it.
 
-from collections.abc import Mapping, Sequence
+A Python program may give objects to a run in place of config nodes. They are held here by their
+roles: the targets in runner/api/objects.py take them, and a command that is shown names them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from runner.config.given_objects import python_call
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
 from runner.utils.formatting import shorten_override
 from runner.utils.terminal import quote_command
+
+KEYS = {
+    "model": "model",
+    "data": "data",
+    "optimizer": "optimizer",
+    "loss": "task.loss",
+    "collate": "data.collate",
+    "callbacks": "callbacks",
+}
+"""The key of the config that each role stands for."""
+
+
+@dataclass(frozen=True)
+class GivenObjects:
+    """The objects of a call.
+
+    Attributes:
+        by_role: the objects; a list of them for the role callbacks.
+        has_several_runs: the call runs several jobs, none of which may change what the next one
+            gets.
+    """
+
+    by_role: Mapping[str, Any]
+    has_several_runs: bool = False
+
+
+_NONE = GivenObjects(MappingProxyType({}))
+_given: ContextVar[GivenObjects] = ContextVar("given", default=_NONE)
+
+
+@contextmanager
+def given_objects(objects: Mapping[str, Any], has_several_runs: bool = False) -> Iterator[None]:
+    """Let runs within the context take these objects, by their roles."""
+    token = _given.set(GivenObjects(objects, has_several_runs))
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def current_objects() -> GivenObjects:
+    """Return the objects of the innermost context."""
+    return _given.get()
+
+
+def given_keys() -> dict[str, str]:
+    """Return the keys that the objects of the innermost context stand for, by their roles."""
+    return {role: KEYS[role] for role in current_objects().by_role}
+
+
+def python_call(function: str, words: Sequence[str], given: Mapping[str, str]) -> str:
+    """Return a call of the Python API as text.
+
+    Args:
+        function: of the package runner.
+        words: overrides; those that stand for objects are left out, for they can be typed nowhere.
+        given: keys of the objects by their roles.
+    """
+    typed = [word for word in words if override_key(word) not in given.values()]
+    objects = "".join(f", {role}=..." for role in given)
+    return f"runner.{function}({typed!r}{objects})"
 
 
 @dataclass(frozen=True)

@@ -81,23 +81,22 @@ def task_nodes(task: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
         yield "task.after_evaluation", hook, 2 * int(hook.get("_partial_") is True)
 
 
-def task_paths(task: Any) -> list[tuple[str, str]]:
-    """Return the dotted key and the value of the task group's targets that are given as text; of
-    anything but a mapping none."""
-    if not isinstance(task, Mapping):
+def text_targets(group: str, node: Any) -> list[tuple[str, str]]:
+    """Return the dotted key and the value of the targets in a group's node that are given as text.
+
+    Args:
+        group: data or task; other groups have none.
+        node: of anything but a mapping there are none.
+    """
+    values: list[tuple[str, Any]] = []
+    if not isinstance(node, Mapping):
         return []
-    values = [(f"task.{key}", task.get(key)) for key in ("loss", "after_evaluation")]
-    values += [(item.key, item.value) for item in metric_items(task.get("metrics"))]
+    if group == "data":
+        values = [(f"data.{key}", node.get(key)) for key in LEADING_COUNTS]
+    if group == "task":
+        values = [(f"task.{key}", node.get(key)) for key in ("loss", "after_evaluation")]
+        values += [(item.key, item.value) for item in metric_items(node.get("metrics"))]
     return [(key, value) for key, value in values if isinstance(value, str)]
-
-
-def loading_paths(data: Any) -> list[tuple[str, str]]:
-    """Return the dotted key and the value of the data group's targets that are given as text; of
-    anything but a mapping none."""
-    if not isinstance(data, Mapping):
-        return []
-    keys = [key for key in LEADING_COUNTS if isinstance(data.get(key), str)]
-    return [(f"data.{key}", data[key]) for key in keys]
 
 
 def target_name(value: str | Mapping[str, Any]) -> str:

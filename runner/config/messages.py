@@ -52,7 +52,14 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
-        return _invalid_override(str(error.override), error)
+        override = str(error.override)
+        key, _, value = override.partition("=")
+        if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
+            return (
+                f"{override} holds characters that Hydra's grammar wants quoted. Type "
+                f"\"{key}='{value}'\"."
+            )
+        return f"{override} is not an override. Type key=value; {_first_line(error)}"
     if isinstance(error, YAMLError):
         return _invalid_yaml(error)
     if isinstance(error, UnicodeDecodeError):
@@ -69,7 +76,15 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
         return _wrong_value(cause, argv)
     if isinstance(cause, InterpolationResolutionError):
         return _unresolved(cause)
-    return _other_error(error)
+    if isinstance(error, OSError) and error.strerror:
+        return (
+            f"{error.filename or Path.cwd()}: {error.strerror}. Run in a folder that takes files, "
+            "or type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
+        )
+    # Hydra raises a TypeError for group=[[x]].
+    if isinstance(error, TypeError):
+        return f"The overrides do not compose ({error}). A group takes a name, as in model=mlp."
+    return str(error).strip()
 
 
 def _unresolved(error: InterpolationResolutionError) -> str:
@@ -95,19 +110,6 @@ def _unresolved(error: InterpolationResolutionError) -> str:
     return f"{error.full_key}: {reason}. Give it a value: {error.full_key}=<value>."
 
 
-def _other_error(error: Exception) -> str:
-    """Return a message for an error that is not OmegaConf's."""
-    if isinstance(error, OSError) and error.strerror:
-        return (
-            f"{error.filename or Path.cwd()}: {error.strerror}. Run in a folder that takes files, "
-            "or type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
-        )
-    # Hydra raises a TypeError for group=[[x]].
-    if isinstance(error, TypeError):
-        return f"The overrides do not compose ({error}). A group takes a name, as in model=mlp."
-    return str(error).strip()
-
-
 _LIST = re.compile(r"In '([^']+)'.*Cannot merge DictConfig with ListConfig", re.DOTALL)
 
 
@@ -124,16 +126,6 @@ def _invalid_yaml(error: YAMLError) -> str:
     )
 
 
-def _invalid_override(override: str, error: Exception) -> str:
-    key, _, value = override.partition("=")
-    if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
-        return (
-            f"{override} holds characters that Hydra's grammar wants quoted. Type "
-            f"\"{key}='{value}'\"."
-        )
-    return f"{override} is not an override. Type key=value; {_first_line(error)}"
-
-
 def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:
     """Return a message for a value that does not fit its key's type."""
     full = str(error.full_key)
@@ -142,14 +134,10 @@ def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:
         hint = get_type_hints(error.object_type)[full.rpartition(".")[2]]
     except (KeyError, TypeError):
         return f"{given}: {_first_line(error)}."
-    return f"{given} does not fit. Allowed: {_allowed(hint, full)}."
-
-
-def _allowed(hint: Any, key: str) -> str:
-    """Return in words which values a type allows."""
+    allowed = annotation_words(hint)
     if is_dataclass(hint) or get_origin(hint) is dict:
-        return f"keys under it, {key}.<key>=<value>"
-    return annotation_words(hint)
+        allowed = f"keys under it, {full}.<key>=<value>"
+    return f"{given} does not fit. Allowed: {allowed}."
 
 
 def _missing_option(error: MissingConfigException) -> str:
@@ -191,7 +179,11 @@ def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
     near = [f"{prefix}{key}" for key in get_close_matches(name, keys, n=1, cutoff=0.5)]
     # The exact name in another group is a better guess than a similar name in this one: lr=1e-3
     # means optimizer.lr.
-    elsewhere = [] if name in near else _keys_named(name, _root(node))
+    elsewhere: list[str] = []
+    if name not in near:
+        our_name = _SYNONYMS.get(name, name)
+        every = dotted_keys("", _root(node))
+        elsewhere = [key for key in every if key.rpartition(".")[2] == our_name][:3]
     hint = _hint(elsewhere or near) + _target_hint(full, argv)
     known = ", ".join(f"{prefix}{key}" for key in keys) or "none"
     given = _typed(full, argv) or full
@@ -200,7 +192,13 @@ def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
         near = get_close_matches(given.partition("=")[0], SWEEP_KEYS, n=1)
         return f"{given} is not known. Allowed: {known}.{_hint(near)}"
     if full.startswith("precision."):
-        return f"{given} is not known. {_precision_keys(full, _root(node), known)}{hint}"
+        root = _root(node)
+        option = OmegaConf.select(root, "precision.name") if isinstance(root, DictConfig) else None
+        text = f"{given} is not known. Allowed for precision={option or '<yours>'}: {known}."
+        others = precisions_with_key(full.removeprefix("precision."))
+        if others:
+            text += f" Precisions that have it: {', '.join(others)}."
+        return f"{text}{hint}"
     return f"{given} is not known. Allowed: {known}.{hint}"
 
 
@@ -215,14 +213,7 @@ _SYNONYMS = {
 """Names that other programs use for some of our keys."""
 
 
-def _keys_named(name: str, root: object) -> list[str]:
-    """Return up to three keys of a config whose last part is a name, for example `optimizer.lr`."""
-    our_name = _SYNONYMS.get(name, name)
-    found = [key for key in _dotted_keys("", root) if key.rpartition(".")[2] == our_name]
-    return found[:3]
-
-
-def _dotted_keys(prefix: str, node: object) -> Iterator[str]:
+def dotted_keys(prefix: str, node: object) -> Iterator[str]:
     """Yield every dotted key of a config except Hydra's own."""
     if not isinstance(node, DictConfig):
         return
@@ -230,7 +221,7 @@ def _dotted_keys(prefix: str, node: object) -> Iterator[str]:
         full = f"{prefix}.{key}" if prefix else str(key)
         if full != "hydra":
             yield full
-            yield from _dotted_keys(full, node._get_node(key))
+            yield from dotted_keys(full, node._get_node(key))
 
 
 def _hint(keys: Sequence[str]) -> str:
@@ -266,16 +257,6 @@ def _root(node: Any) -> Any:
     while node is not None and node._get_parent() is not None:
         node = node._get_parent()
     return node
-
-
-def _precision_keys(full: str, root: Any, known: str) -> str:
-    """Return which keys the chosen precision has, and which precisions have the typed key."""
-    option = OmegaConf.select(root, "precision.name") if isinstance(root, DictConfig) else None
-    text = f"Allowed for precision={option or '<yours>'}: {known}."
-    others = precisions_with_key(full.removeprefix("precision."))
-    if others:
-        text += f" Precisions that have it: {', '.join(others)}."
-    return text
 
 
 def has_key(config: object, key: str) -> bool:

@@ -37,6 +37,7 @@ _JOB_KEYS = {"hydra.sweep.dir", "hydra.job.num"}
 _JOB_FOLDER = "hydra.run.dir=${hydra.sweep.dir}/${hydra.sweep.subdir}"
 _SWEEPER = "hydra/sweeper=advise"
 _ADVISE_WORDS = (_SWEEPER, "--multirun")
+_MULTIRUN_FLAGS = {"-m", "--multirun"}
 _QUERY_FLAGS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
 
 
@@ -61,7 +62,10 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     while rest:
         text = rest.pop(0)
         if not text.startswith("-"):
-            overrides.append(_mark_new_key(_full_sweep_key(_rewrite_path(_quote_option(text)))))
+            override = _rewrite_path(_quote_option(text))
+            if override.partition("=")[0] in SWEEP_KEYS:
+                override = f"{_CALLBACK}{override}"
+            overrides.append(f"++{override}" if _NEW_KEYS.match(override) else override)
             continue
         flags.append(text)
         if text in _FLAGS_WITH_VALUE and rest and "=" not in rest[0]:
@@ -69,9 +73,11 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     if explains:
         overrides = _explain_overrides(overrides)
     if any(map(_names_run, overrides)):
-        overrides = [_mark_run_key(text) for text in overrides]
+        # Keys of a run's options are new ones, for Hydra composes other options than the run's.
+        overrides = [f"++{t}" if t.startswith(_KEYS_OF_RUN) else t for t in overrides]
     keys = {text.partition("=")[0] for text in overrides}
-    if keys >= _JOB_KEYS and not _is_multirun(overrides, flags):
+    is_multirun = bool(_MULTIRUN_FLAGS & {*flags}) or "hydra.mode=MULTIRUN" in overrides
+    if keys >= _JOB_KEYS and not is_multirun:
         overrides.append(_JOB_FOLDER)
     return [*overrides, *_advise_words(overrides, flags), *flags]
 
@@ -106,11 +112,6 @@ def _names_run(text: str) -> bool:
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
-def _mark_run_key(text: str) -> str:
-    """Mark a key of a run's options as new, for Hydra composes other options than the run's."""
-    return f"++{text}" if text.startswith(_KEYS_OF_RUN) else text
-
-
 def _advise_words(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Return the words that make mode=advise or mode=gate a sweep of our sweeper; empty for other
     commands."""
@@ -121,12 +122,7 @@ def _advise_words(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
     if any(text.startswith(("hydra/sweeper=", "sweep=")) for text in overrides):
         # Two sweepers contradict each other; the sweep's callback reports it.
         return []
-    has_multirun = {"-m", "--multirun"} & {*flags}
-    return [_SWEEPER] if has_multirun else [*_ADVISE_WORDS]
-
-
-def _is_multirun(overrides: Sequence[str], flags: Sequence[str]) -> bool:
-    return bool({"-m", "--multirun"} & {*flags}) or "hydra.mode=MULTIRUN" in overrides
+    return [_SWEEPER] if _MULTIRUN_FLAGS & {*flags} else [*_ADVISE_WORDS]
 
 
 def without_program_options(argv: Sequence[str]) -> list[str]:
@@ -179,23 +175,14 @@ SWEEP_KEYS = ("sweep.fail_fast",)
 _CALLBACK = "hydra.callbacks."
 
 
-def _full_sweep_key(text: str) -> str:
-    """Return an override of a sweep's key with the full key."""
-    return f"{_CALLBACK}{text}" if text.partition("=")[0] in SWEEP_KEYS else text
-
-
 def quote_value(text: str) -> str:
     """Return a text as a quoted value of Hydra's grammar, which takes any character in it."""
-    return f"'{_BEFORE_QUOTE.sub(_escaped, text)}'"
+    escaped = _BEFORE_QUOTE.sub(lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
+    return f"'{escaped}'"
 
 
 # Hydra's grammar: in quotes, backslashes count as escapes only before a quote.
 _BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
-
-
-def _escaped(match: re.Match[str]) -> str:
-    backslashes = match[1] * 2
-    return backslashes + ("\\'" if match[2] else "")
 
 
 def path_exists(path: str) -> bool:
@@ -214,11 +201,6 @@ _NEW_KEYS = re.compile(
 )
 """Keys that no yaml has to list: names of the user's own, and what fits every data set, task,
 optimizer and schedule."""
-
-
-def _mark_new_key(text: str) -> str:
-    """Mark a key that the config may lack as a new one, for Hydra refuses unknown keys."""
-    return f"++{text}" if _NEW_KEYS.match(text) else text
 
 
 def as_typed(text: str) -> str:

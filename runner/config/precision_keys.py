@@ -127,7 +127,9 @@ def _lacking_keys(
     for words in _combinations(overrides):
         # A job that does not compose reports its own error when it runs.
         with suppress(HydraException, OmegaConfBaseException):
-            job = _compose(config, words)
+            words = [*override_texts(config.hydra.overrides.hydra), *words]
+            name = config.hydra.job.config_name
+            job = _loader().load_configuration(name, words, RunMode.RUN)
             jobs[str(job.hydra.runtime.choices.get("precision"))] = job
     lacking = {key: [name for name in jobs if not has_key(jobs[name], key)] for key in by_key}
     problems = [
@@ -156,12 +158,6 @@ def _combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:
             choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
     for choice in product(*choices):
         yield [*fixed, *choice]
-
-
-def _compose(config: DictConfig, words: Sequence[str]) -> DictConfig:
-    """Return the config of a job with these overrides of a command with this config."""
-    words = [*override_texts(config.hydra.overrides.hydra), *words]
-    return _loader().load_configuration(config.hydra.job.config_name, words, RunMode.RUN)
 
 
 def _unknown_key(override: Override, jobs: Mapping[str, DictConfig]) -> str:

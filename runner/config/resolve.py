@@ -1,6 +1,7 @@
 """Turn Hydra's composed config into a frozen RunSpec, and a RunSpec into plain containers."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -61,7 +62,12 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
         raise ConfigError(*(f"{key} has no value. Type {key}=<value>." for key in missing))
     try:
         if allow_unresolved:
-            values = _resolved_groups(config)
+            assert isinstance(values, dict)
+            for key, value in values.items():
+                if isinstance(value, Mapping):
+                    values[key] = {}
+                    with suppress(OmegaConfBaseException):
+                        values[key] = OmegaConf.to_container(config[key], resolve=True)
         else:
             values = OmegaConf.to_container(config, resolve=True)
         spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
@@ -69,19 +75,6 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
         raise ConfigError(explain(error, ())) from error
     assert isinstance(spec, RunSpec)
     return spec
-
-
-def _resolved_groups(config: DictConfig) -> dict[Any, Any]:
-    """Return a config as a dict, with an empty group in place of each that does not resolve."""
-    values = OmegaConf.to_container(config)
-    assert isinstance(values, dict)
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            try:
-                values[key] = OmegaConf.to_container(config[key], resolve=True)
-            except OmegaConfBaseException:
-                values[key] = {}
-    return values
 
 
 def flatten(spec: RunSpec) -> dict[str, str]:

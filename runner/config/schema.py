@@ -109,7 +109,14 @@ class TrainSpec:
         # `not x > 0` instead of `x <= 0`: it is true for NaN, too.
         if self.max_seconds is not None and not self.max_seconds > 0:
             yield f"train.max_seconds={self.max_seconds} must be above 0, or null."
-        yield from self._rounding_problems()
+        rounding = f"train.compile_rounding={self.compile_rounding}"
+        if self.compile_rounding not in COMPILE_ROUNDINGS:
+            yield f"{rounding} is not known. Allowed: {', '.join(COMPILE_ROUNDINGS)}."
+        elif self.compile_rounding == "eager" and not self.compile:
+            yield (
+                f"{rounding} is for a compiled model, and train.compile=false compiles nothing. "
+                "Type train.compile=default, or leave train.compile_rounding out."
+            )
         for key, words in (("compile", COMPILE_MODES), ("data_on_device", (AUTO,))):
             value = getattr(self, key)
             if value not in (True, False, *words):
@@ -123,17 +130,6 @@ class TrainSpec:
             yield (
                 f"train.activation_checkpointing={modules} does not fit. Allowed: true, false, or "
                 "modules' names as in [blocks,head]."
-            )
-
-    def _rounding_problems(self) -> Iterator[str]:
-        """Yield a message where train.compile_rounding is unknown, or rounds nothing."""
-        given = f"train.compile_rounding={self.compile_rounding}"
-        if self.compile_rounding not in COMPILE_ROUNDINGS:
-            yield f"{given} is not known. Allowed: {', '.join(COMPILE_ROUNDINGS)}."
-        elif self.compile_rounding == "eager" and not self.compile:
-            yield (
-                f"{given} is for a compiled model, and train.compile=false compiles nothing. Type "
-                "train.compile=default, or leave train.compile_rounding out."
             )
 
 
@@ -442,7 +438,13 @@ class RunSpec:
         yield from self.diff.problems()
         yield from self.train.problems()
         yield from self.init.problems()
-        yield from self._number_problems()
+        for section, keys in _AT_LEAST_ONE:
+            for key in keys:
+                value = getattr(getattr(self, section), key)
+                if value is not None and value < 1:
+                    yield f"{section}.{key}={value} is too small. Allowed: 1 and up."
+        if self.train.num_workers < 0:
+            yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
 
     def _mode_problems(self) -> Iterator[str]:
         """Yield a message for each key that contradicts the mode."""
@@ -501,13 +503,3 @@ class RunSpec:
                 f"train.compile={str(self.train.compile).lower()} would compile into the model. "
                 "Type train.compile=false."
             )
-
-    def _number_problems(self) -> Iterator[str]:
-        """Yield a message for each count below 1, and other numbers out of range."""
-        for section, keys in _AT_LEAST_ONE:
-            for key in keys:
-                value = getattr(getattr(self, section), key)
-                if value is not None and value < 1:
-                    yield f"{section}.{key}={value} is too small. Allowed: 1 and up."
-        if self.train.num_workers < 0:
-            yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."

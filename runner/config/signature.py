@@ -35,7 +35,12 @@ def sign(purpose: str, text: str) -> str:
         text: what a command of this user composed.
     """
     try:
-        key = _read_or_create(key_path())
+        path = key_path()
+        try:
+            key = _read(path)
+        except FileNotFoundError:
+            _create(path)
+            key = _read(path)
     except (OSError, ValueError, RuntimeError):
         return ""
     return _digest(key, purpose, text)
@@ -75,13 +80,6 @@ def _digest(key: bytes, purpose: str, text: str) -> str:
     # are not UTF-8 hold surrogates.
     content = f"{purpose}\0{text}".encode(errors="surrogatepass")
     return hmac.new(key, content, "sha256").hexdigest()
-
-
-def _read_or_create(path: Path) -> bytes:
-    with suppress(FileNotFoundError):
-        return _read(path)
-    _create(path)
-    return _read(path)
 
 
 def _read(path: Path) -> bytes:

@@ -7,9 +7,9 @@ from inspect import signature
 from typing import Any
 
 from runner.config.annotations import typed_value
-from runner.config.arguments import Arguments
 from runner.config.instantiation import (
     CONVERT_MODES,
+    Arguments,
     instantiate,
     is_target_node,
     keywords,
@@ -127,19 +127,13 @@ def check_targets(spec: RunSpec) -> list[str]:
                 f"{key}._partial_=true would give the runner a function, and it needs what "
                 f"{node['_target_']} returns. Leave _partial_ out."
             )
-        problems += _node_problems(key, node, _group_arguments(key, node), leading)
+        passed = node
+        if not key.startswith("task."):
+            # A target that does not import, or is no path, is reported as such.
+            with suppress(ConfigError, AttributeError, TypeError):
+                passed = without_runner_keys(key.partition(".")[0], node)
+        problems += _node_problems(key, node, target_arguments(passed, key), leading)
     return problems
-
-
-def _group_arguments(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that a group's node passes to its target."""
-    if key.startswith("task."):
-        return target_arguments(node, key)
-    try:
-        own_node = without_runner_keys(key.partition(".")[0], node)
-    except (ConfigError, AttributeError, TypeError):
-        own_node = node  # a target that does not import, or is no path, is reported as such
-    return target_arguments(own_node, key)
 
 
 def _node_problems(
@@ -229,7 +223,11 @@ def loading_problems(data: Mapping[str, Any]) -> Iterator[str]:
                 f"data.{key}={value} does not fit. Allowed: a dotted path, package.module.name, or "
                 "a node with _target_ and keywords."
             )
-        if value is not None and _takes_keyword(data.get("_target_"), key):
+        parameters: Iterable[str] = ()
+        # check_targets reports a path that does not import.
+        with suppress(ConfigError, TypeError, ValueError, AttributeError):
+            parameters = signature(locate(data.get("_target_", ""))).parameters
+        if value is not None and key in parameters:
             yield (
                 f"data.{key} is read by the runner, and {data['_target_']} takes a keyword {key} "
                 "of its own. Give that another name."
@@ -267,11 +265,3 @@ def path_problems(key: str, path: str) -> Iterator[str]:
         return
     if not callable(target):
         yield f"{key}={path} is a {type(target).__name__}, not a class or function."
-
-
-def _takes_keyword(path: Any, key: str) -> bool:
-    """Return whether the data group's target names a parameter like one of these keys."""
-    try:
-        return key in signature(locate(path)).parameters
-    except (ConfigError, TypeError, ValueError, AttributeError):
-        return False  # check_targets reports a path that does not import

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.config.loading_keys import loading_paths, task_paths
+from runner.config.loading_keys import text_targets
 from runner.config.signature import describe_key_location
 from runner.config.targets import locate
 from runner.utils.errors import ConfigError
@@ -125,10 +125,10 @@ def masked_keys(name: str, value: Any) -> Iterator[str]:
 def _group_targets(group: str, node: Any) -> list[tuple[str, Any]]:
     """Return the dotted key and the target of each in a group's node, those that are given as text
     included."""
-    paths = {"data": loading_paths, "task": task_paths}.get(group)
-    nodes = node if isinstance(node, list) else [node]
-    texts = [text for each in nodes for text in (paths(each) if paths else ())]
-    return [*_targets(group, node), *texts]
+    targets = _targets(group, node)
+    for each in node if isinstance(node, list) else [node]:
+        targets += text_targets(group, each)
+    return targets
 
 
 def _targets(key: str, node: Any) -> list[tuple[str, Any]]:
@@ -150,11 +150,17 @@ def _targets(key: str, node: Any) -> list[tuple[str, Any]]:
 def _is_known(group: str, target: Any) -> bool:
     if not isinstance(target, str):
         return False
-    if target in _options(group) or target in _OWN_FUNCTIONS.get(group, ()):
+    # The targets of the runner's own options of the group.
+    for path in Path(str(files("runner.conf"))).glob(f"{group}/*.yaml"):
+        if target in re.findall(r"^ *_target_: (\S+)$", path.read_text(), re.MULTILINE):
+            return True
+    if target in _OWN_FUNCTIONS.get(group, ()):
         return True
     if group == "task" and target.startswith("torchmetrics."):
         located = _locate_or_none(target)
-        return isinstance(located, type) and issubclass(located, _metric_class())
+        # Imported where a metric is named: the package is optional, and slow to import.
+        metric_class: Any = locate("torchmetrics.Metric")
+        return isinstance(located, type) and issubclass(located, metric_class)
     prefixes, base_class = _KINDS.get(group, ((), object))
     if target.startswith(prefixes):
         # These packages hold other things, too, which take files or run code.
@@ -164,20 +170,6 @@ def _is_known(group: str, target: Any) -> bool:
         is_function = isinstance(located, FunctionType)
         return is_function and located.__module__.startswith(_MODEL_FUNCTIONS)
     return False
-
-
-def _metric_class() -> Any:
-    """Return torchmetrics.Metric, the base class of the metrics of task.metrics."""
-    # Imported where a metric is named: the package is optional, and slow to import.
-    return locate("torchmetrics.Metric")
-
-
-def _options(group: str) -> set[str]:
-    """Return the targets of the runner's own options of a group."""
-    targets = set()
-    for path in Path(str(files("runner.conf"))).glob(f"{group}/*.yaml"):
-        targets.update(re.findall(r"^ *_target_: (\S+)$", path.read_text(), re.MULTILINE))
-    return targets
 
 
 def _locate_or_none(target: str) -> Any:

@@ -28,7 +28,6 @@ from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import seed_host
-from runner.utils.tpu import launch_operations
 
 
 @dataclass(frozen=True)
@@ -325,8 +324,6 @@ def move_batches(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         yield from _copy_to_gpu(batches, device)
         return
     for batch in batches:
-        # A TPU collects operations: those on the previous batch start here.
-        launch_operations(device)
         yield tree_map(lambda value: _to_device(value, device), batch)
 
 

@@ -17,7 +17,7 @@ import yaml
 from runner.config.invocation import Invocation
 from runner.config.resolve import leaves
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
+from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.integrations.options import RecordSettings
 from runner.integrations.precision_label import (
     StepDtypes,
@@ -38,7 +38,7 @@ from runner.tracking import history
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo
 from runner.tracking.tracker import Status as StoreStatus
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import CallbackOutput, RunCallback, RunHandle
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.callbacks.summary import RunSummary
 from runner.training.records import EvalRecord
@@ -319,13 +319,14 @@ class OpenRun:
             restore_summary(self.summary, curves, self.source.start_step)
             state.skipped = len(self.summary.overflows)
         logger = MetricLogger(self.output.tracker, state, self.source.accelerator)
-        callbacks: list[Callback] = [self.summary, logger]
+        callbacks: list[RunCallback] = [self.summary, logger]
+        run = self.output
+        output = CallbackOutput(run.out, run.tracker, self.label, run.save_artifact, run.say)
         every = self.settings.numerics_every
         if every is not None:
-            run = self.output
-            numerics = NumericsOutput(run.out, self.label, run.tracker, run.save_artifact, run.say)
-            callbacks.append(NumericsCallback(state, every, numerics))
-        return StepRecords(state, callbacks, self.settings.log_every)
+            callbacks.append(NumericsCallback(state, every, output))
+        handle = RunHandle("", state, output)
+        return StepRecords(state, callbacks, handle, self.settings.log_every)
 
     def add_evaluation(self, record: EvalRecord) -> None:
         """Record an evaluation.

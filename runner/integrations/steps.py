@@ -17,9 +17,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback
-from runner.precision.gradients import coalesce_gradients, grad_norms, gradient_values
+from runner.precision.gradients import finish_gradients, grad_norms, gradients_of
 from runner.tracking.history import Curve
-from runner.training.callbacks.callback import Callback, dispatch
+from runner.training.callbacks.callback import RunCallback, RunHandle, dispatch
 from runner.training.callbacks.summary import RunSummary
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import DeviceStepRecord, EvalRecord, Record
@@ -87,9 +87,9 @@ class StepReader:
         """
         groups = optimizer.param_groups
         self._lr = float(groups[0]["lr"])
-        params = [p for group in groups for p in group["params"] if p.grad is not None]
-        coalesce_gradients(params)
-        grads = [gradient_values(p.grad) for p in params]
+        params = [p for group in groups for p in group["params"]]
+        finish_gradients(params)
+        grads = gradients_of(params)
         with torch.no_grad():
             # A trainer may step without gradients, as after a batch that its module leaves out.
             norms = grad_norms(grads) if grads else torch.zeros(1)
@@ -160,11 +160,19 @@ class StepRecords:
     Args:
         state: of the training.
         callbacks: read the records, in order.
+        handle: passed to the callbacks.
         block_steps: optimizer steps that are copied to the host together.
     """
 
-    def __init__(self, state: TrainState, callbacks: Sequence[Callback], block_steps: int) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        callbacks: Sequence[RunCallback],
+        handle: RunHandle,
+        block_steps: int,
+    ) -> None:
         self.state = state
+        self.handle = handle
         self.callbacks = callbacks
         self.block_steps = block_steps
         self._buffer = RecordBuffer(state)
@@ -223,7 +231,7 @@ class StepRecords:
 
     def _dispatch(self, record: Record) -> None:
         try:
-            dispatch(self.callbacks, record)
+            dispatch(self.callbacks, record, self.handle)
         except TrackingError as error:
             # The training is another trainer's: its steps are worth more than their record.
             if not self._has_warned:

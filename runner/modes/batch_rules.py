@@ -1,7 +1,6 @@
 """Explain why a model or a loss fails on the first batch, by a table of rules."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
@@ -27,17 +26,6 @@ def explain_batch_error(failure: Failure) -> str:
     )
 
 
-@contextmanager
-def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
-    """Return the context in which the outputs of a model's forward are collected."""
-    outputs: list[Any] = []
-    handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    try:
-        yield outputs
-    finally:
-        handle.remove()
-
-
 def loss_problem(loss: Any, task: str) -> str | None:
     """Return what is wrong with a task's loss that is no single number; None where it is one."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -57,9 +45,8 @@ _names_sizes = matches(
 
 
 def _yields_boxes(failure: Failure) -> bool:
-    target = failure.target
-    has_dicts = isinstance(target, list) and bool(target) and isinstance(target[0], Mapping)
-    return has_dicts and "boxes" in target[0]
+    first = next(iter(failure.target), None) if isinstance(failure.target, list) else None
+    return isinstance(first, Mapping) and "boxes" in first
 
 
 def _returns_structure(failure: Failure) -> bool:
@@ -103,7 +90,10 @@ def _explain_arguments(failure: Failure) -> str:
     if type(inputs) is KeywordInputs:
         fields = f"a batch has the fields {', '.join(map(str, inputs))} beside its target"
         if takes_fields(failure.model, inputs):
-            missing = ", ".join(name for name in _needed(parameters) if name not in inputs)
+            # The parameters that a call by names has to give.
+            kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+            needed = [n for n, p in parameters.items() if p.kind in kinds and p.default is p.empty]
+            missing = ", ".join(name for name in needed if name not in inputs)
             return (
                 f"{failure.takes}, and {fields}, which are passed by their names: {missing} is "
                 f"missing. Have the data set yield fields of these names {_LAYOUTS}."
@@ -132,12 +122,6 @@ def _explain_arguments(failure: Failure) -> str:
     )
 
 
-def _needed(parameters: Mapping[str, Parameter]) -> list[str]:
-    """Return the names of the parameters that a call by names has to give."""
-    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return [n for n, p in parameters.items() if p.default is Parameter.empty and p.kind in kinds]
-
-
 def _own_forward(names: Sequence[str], inputs: Any) -> str:
     """Return the forward to write for inputs that are one argument, or the batch to yield."""
     flat = ", ".join(names)
@@ -151,12 +135,6 @@ def _own_forward(names: Sequence[str], inputs: Any) -> str:
             f"(({flat}), target); or w{written}."
         )
     return f"W{written}."
-
-
-def _takes_no_structure(failure: Failure) -> bool:
-    is_argument = type(failure.inputs) not in (KeywordInputs, PositionalInputs)
-    is_structure = isinstance(failure.inputs, Mapping | tuple | list)
-    return failure.in_forward and is_argument and is_structure
 
 
 def _lacks_embedding(failure: Failure) -> bool:
@@ -249,7 +227,11 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
     (_does_not_bind, _explain_arguments),
     (
-        _takes_no_structure,
+        lambda f: (
+            f.in_forward
+            and type(f.inputs) not in (KeywordInputs, PositionalInputs)
+            and isinstance(f.inputs, Mapping | tuple | list)
+        ),
         lambda f: (
             f"data={f.names['data']} yields as inputs a {_kind(f.inputs)}, and the runner passes "
             "them to the model as one argument. In a module of your own around the model, write "

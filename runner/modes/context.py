@@ -17,6 +17,7 @@ from runner.distributed.torchrun import ProcessRank
 from runner.modes.result import RunResult
 from runner.precision.contract import ConversionReport, Precision
 from runner.tracking.tracker import Tracker
+from runner.training.setup import TrainingSetup
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator
 from runner.utils.files import os_error_reason, write_text
@@ -82,7 +83,7 @@ class RunContext(RunOutput):
 
     Attributes:
         spec: what to run.
-        origin: what was typed, and how the run is labelled.
+        invocation: what was typed, and how the run is labelled.
         accelerator: the device and its peak memory.
         precision: how the model is converted and computes.
         task: loss and metrics.
@@ -91,7 +92,7 @@ class RunContext(RunOutput):
     """
 
     spec: RunSpec
-    origin: Invocation
+    invocation: Invocation
     accelerator: Accelerator
     precision: Precision
     task: Task
@@ -102,6 +103,11 @@ class RunContext(RunOutput):
     def device(self) -> torch.device:
         """Return the device that this process computes on."""
         return self.accelerator.device
+
+    @property
+    def setup(self) -> TrainingSetup:
+        """Return what the run's model and its state are built from."""
+        return TrainingSetup(self.spec, self.precision, self.task, self.device, self.strategy)
 
     @property
     def device_name(self) -> str:
@@ -118,7 +124,7 @@ class RunContext(RunOutput):
     @property
     def label(self) -> str:
         """Name of the run in tables and in the store."""
-        return self.origin.label(self.spec)
+        return self.invocation.label(self.spec)
 
     def stop_requested(self) -> bool:
         """Return whether any process got a signal to stop.
@@ -183,7 +189,7 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         seconds: wall-clock time of the mode.
     """
     spec = run.spec
-    origin = run.origin
+    invocation = run.invocation
     emulated = run.precision.emulated
     if emulated:  # its speed is that of the emulation, not of the precision
         summary = summary | {"examples_per_second": None, "step_ms": None}
@@ -191,12 +197,12 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         precision=run.precision.name,
         label=run.label,
         folder=str(run.out),
-        group=origin.group_label(spec),
+        group=invocation.group_label(spec),
         seed=spec.seed,
-        overrides=origin.overrides,
-        left_out=[*origin.omitted_keys],
-        model=origin.option_name("model", spec.model),
-        data=origin.option_name("data", spec.data),
+        overrides=invocation.overrides,
+        left_out=[*invocation.omitted_keys],
+        model=invocation.option_name("model", spec.model),
+        data=invocation.option_name("data", spec.data),
         device=run.device_name,
         device_type=run.device.type,
         quality=run.task.quality,

@@ -14,15 +14,13 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from runner.precision.contract import Precision
 from runner.precision.emulation.float16 import choose_kernels
 from runner.precision.keep_fp32 import Float32Island
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import Task
-from runner.utils.module_tape import ModuleTape
 from runner.utils.modules import matches_pattern
 from runner.utils.tensors import dtype_name
 
@@ -111,22 +109,18 @@ class Failure:
     def location(self) -> str:
         """Return a sentence with the module and the line that failed; empty for neither."""
         name, module = self.name_and_module
-        line = self._last_line()
-        if module is None:
-            return f"It fails outside the model's forward, {line}." if line else ""
-        kind = type(module).__name__
-        where = f"{name} ({kind})" if name else kind
-        return f"It fails in {where}, {line}." if line else f"It fails in {where}."
-
-    def _last_line(self) -> str:
-        """Return the innermost line outside PyTorch and the runner: that is the user's own code."""
+        # The innermost line outside PyTorch and the runner is the user's own code.
         line = ""
         for frame, number in walk_tb(self.error.__traceback__):
             path = frame.f_code.co_filename
             # "<" begins the name of code without a file, such as <string>.
             if not path.startswith((*_LIBRARIES, "<")):
-                line = f"{Path(path).name}, line {number}"
-        return line
+                line = f", {Path(path).name}, line {number}"
+        if module is None:
+            return f"It fails outside the model's forward{line}." if line else ""
+        kind = type(module).__name__
+        where = f"{name} ({kind})" if name else kind
+        return f"It fails in {where}{line}."
 
     @property
     def forward(self) -> str:
@@ -147,25 +141,18 @@ class Failure:
         name, module = self.name_and_module
         if not name or isinstance(module, Float32Island):
             return ""
-        patterns = [*map(str, self.precision.keep_fp32), self._pattern(name, module)]
-        return f"type precision.keep_fp32=[{','.join(patterns)}]"
-
-    def _pattern(self, name: str, module: nn.Module | None) -> str:
-        """Return a pattern that matches the failing module and those like it in other blocks.
-
-        Their names differ in numbers only. Where there are none, it is the module's own name.
-        """
-        if type(module).__module__.startswith("torch."):
-            return name  # every Linear is of that class
         # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
-        segments = ["*" if part.isdigit() else part for part in name.split(".")]
-        pattern = ".".join(segments)
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         modules = dict(self.model.named_modules())
         names = [each for each in modules if each and matches_pattern(pattern, each)]
         # A pattern keeps whole subtrees, so only the outermost modules that it matches count.
         outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
         alike = all(type(modules[each]) is type(module) for each in outermost)
-        return pattern if pattern != "*" and alike and len(outermost) > 1 else name
+        is_library = type(module).__module__.startswith("torch.")  # every Linear is of that class
+        if is_library or pattern == "*" or not alike or len(outermost) < 2:
+            pattern = name
+        patterns = [*map(str, self.precision.keep_fp32), pattern]
+        return f"type precision.keep_fp32=[{','.join(patterns)}]"
 
     def mixed_alternative(self) -> str:
         """Return the advice to type the mixed precision that computes linalg and fft in float32.
@@ -352,54 +339,3 @@ PRECISION_RULES: tuple[Rule, ...] = (
 )
 """Texts of PyTorch's errors that the precision may cause, and what to say; an empty message means
 that it is not the cause."""
-
-
-_GRADIENT_BREAKERS = (
-    "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
-    "torch.no_grad()."
-)
-
-
-def gradient_problem(model: nn.Module, call: Callable[[], Any]) -> str:
-    """Return why a loss has no gradient: found by one more forward, module by module.
-
-    Args:
-        model: whose parameters train.
-        call: runs the forward on a batch and returns its output.
-    """
-    without_grad: list[str] = []
-    with_gradient: list[str] = []
-
-    def note(name: str, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            without_grad.append(name)
-        if _requires_grad(output):
-            with_gradient.append(name)
-
-    with ModuleTape() as tape, torch.enable_grad():
-        for name, module in model.named_modules():
-            tape.watch_calls(name, module, end=note)
-        output = call()
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    start = "The loss has no gradient, so nothing can train."
-    if _requires_grad(output):
-        return f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
-    if without_grad:
-        return (
-            f"{start} {type(model).__name__}.forward runs {without_grad[0]} with gradients "
-            "switched off. Leave torch.no_grad() and torch.inference_mode() out of what trains."
-        )
-    if with_gradient:
-        last = with_gradient[-1]
-        return f"{start} The last module whose output has one is {last}. {_GRADIENT_BREAKERS}"
-    return (
-        f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
-        f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
-        "set requires_grad of those that it uses."
-    )
-
-
-def _requires_grad(nest: Any) -> bool:
-    # torch does not know every mapping (ModelOutput).
-    leaves = tree_leaves(dict(nest) if isinstance(nest, Mapping) else nest)
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)

@@ -14,70 +14,64 @@ import torch
 
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.invocation import Invocation
-from runner.config.schema import RunSpec
-from runner.data.build import RunLoaders, build_data, build_run_loaders
+from runner.data.build import RunLoaders
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
-from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
+from runner.modes.context import RunContext, RunOutcome, build_result
+from runner.modes.execution import build_proven_model
+from runner.modes.resume import PlannedRun
 from runner.modes.saved_run import merge
-from runner.modes.startup_checks import check_data, check_evaluation, check_stream, try_batch
-from runner.modes.startup_report import describe_model, log_data_sets
+from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
 from runner.modes.training_outputs import save_dtypes, set_evaluation_hook
-from runner.modes.trial_forward import prove_conversion
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation import evaluate_test, evaluate_validation
+from runner.training.evaluation import evaluate_sets, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
-from runner.training.evaluation_mode import evaluation_mode
-from runner.training.model import BuiltModel, restore_model, restore_precision_state
+from runner.training.model import restore_model
 from runner.training.model_call import call_model
-from runner.training.setup import TrainingSetup, build_state
-from runner.training.sharded_model import build_for_strategy
+from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
-from runner.utils.reproducibility import seed_all
 
 MIN_TIMED_SECONDS = 0.5
 """Shortest evaluation whose speed is reported; a shorter one measures the machine's noise."""
 
 
-def plan_evaluation(
-    spec: RunSpec, origin: Invocation
-) -> tuple[LoadedCheckpoint, RunSpec, Invocation]:
-    """Return a checkpoint, and its model, data, task and precision where none was typed.
+def plan_evaluation(plan: PlannedRun) -> PlannedRun:
+    """Return a run with its checkpoint, whose model, data, task and precision it has where none
+    was typed.
 
     Args:
-        spec: its checkpoint.path names the checkpoint.
-        origin: what was typed.
-
-    Returns:
-        The checkpoint, the spec, and the invocation with the names of the checkpoint's options.
+        plan: its spec's checkpoint.path names the checkpoint.
 
     Raises:
         ConfigError: the settings do not resolve, name code that is not trusted, or an adapter was
             typed.
     """
+    spec = plan.spec
+    invocation = plan.invocation
     assert spec.checkpoint.path is not None
     path = locate.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = LoadedCheckpoint(path, checkpoint_file.load(path))
-    if origin.overrides_key("adapter"):
+    if invocation.overrides_key("adapter"):
         raise ConfigError(
             "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
             "precision packs weights otherwise. Leave adapter= out."
         )
     groups = ("model", "adapter", "data", "task", "precision")
-    untyped = [key for key in groups if not origin.overrides_key(key)]
+    untyped = [key for key in groups if not invocation.overrides_key(key)]
     config = saved.config("checkpoint")
     nodes = {key: config.values.get(key, {}) for key in untyped}
-    spec = merge(config._replace(values=nodes), spec, origin, untyped)
+    spec = merge(config._replace(values=nodes), spec, invocation, untyped)
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
-    is_trusted = config.is_signed and origin.is_trusted
-    origin = replace(origin, choices={**origin.choices, **choices}, is_trusted=is_trusted)
-    return saved, spec, origin
+    is_trusted = config.is_signed and invocation.is_trusted
+    invocation = replace(
+        invocation, choices={**invocation.choices, **choices}, is_trusted=is_trusted
+    )
+    return PlannedRun(plan.folder, saved, spec, invocation)
 
 
 def evaluate_checkpoint(
@@ -90,28 +84,20 @@ def evaluate_checkpoint(
         saved: the checkpoint.
         memory: explains an allocator's error; it is given the state before the first batch.
     """
-    # An evaluation leaves nothing to save, so a signal ends it at once.
-    with run.signals.interruptible():
-        return _evaluate_checkpoint(run, saved, memory)
-
-
-def _evaluate_checkpoint(
-    run: RunContext, saved: LoadedCheckpoint, memory: MemoryWatch
-) -> RunOutcome:
     spec = run.spec
     start = perf_counter()
-    prepare_process(run)
-    loaders = _evaluation_loaders(run)
+    loaders = prepare_loaders(run)
     validation = loaders.val
-    saved = _with_evaluated_weights(run, saved)
-    # Again, after the data: the model follows from the seed, whatever numbers a data set draws.
-    seed_all(spec.seed)
-    built = prove_conversion(run, partial(_restored_model, run, saved), validation)
+    average = saved.content.get(AVERAGE_KEY)
+    if average is not None:
+        run.say(f"evaluates the averaged weights (train.ema={average['decay']:g})")
+        saved = saved._replace(content=with_averaged_weights(saved.content))
+    make = partial(restore_model, spec, run.precision, saved)
+    built = build_proven_model(run.setup, make, lambda: next(validation.epoch(0))[0], saved)
     check_compile_options(spec, run.precision, run.device, built.model)
     with run.precision.session(built.model, run.device):
         sizes = describe_model(run, built)
-        setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
-        state = build_state(setup, built.model)
+        state = build_state(run.setup, built.model)
         memory.begin_steps(state)
         with DtypeProbe(built.model) as probe:
             try_batch(run, state, validation)
@@ -142,38 +128,6 @@ def _evaluate_checkpoint(
     return RunOutcome(result, built.report)
 
 
-def _restored_model(run: RunContext, saved: LoadedCheckpoint) -> BuiltModel:
-    """Build the model with a checkpoint's weights and precision state; sharded with a strategy that
-    shards."""
-    build = partial(restore_model, run.spec, run.precision, saved)
-    built = build_for_strategy(build, run.precision, run.strategy, run.device)
-    # Once shards have their values: on the meta device nothing could be restored.
-    restore_precision_state(built.model, run.precision, saved)
-    return built
-
-
-def _with_evaluated_weights(run: RunContext, saved: LoadedCheckpoint) -> LoadedCheckpoint:
-    """Return a checkpoint with its averaged weights, which its run evaluated, if it has some."""
-    average = saved.content.get(AVERAGE_KEY)
-    if average is None:
-        return saved
-    run.say(f"evaluates the averaged weights (train.ema={average['decay']:g})")
-    return saved._replace(content=with_averaged_weights(saved.content))
-
-
-def _evaluation_loaders(run: RunContext) -> RunLoaders:
-    """Build the loaders, log the data sets and check those that are evaluated for bad values."""
-    data = build_data(run.spec)
-    loaders = build_run_loaders(run.spec, data, run.device, run.strategy.place, run.task)
-    log_data_sets(run, data)
-    evaluated = loaders.labelled
-    del evaluated["train"]
-    for label, loader in evaluated.items():
-        check_stream(run, label, loader)
-    check_data(run, evaluated)
-    return loaders
-
-
 @torch.no_grad()
 def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
     """Compile for the shapes of a full batch and of the last one, before time is measured."""
@@ -199,10 +153,10 @@ def _timed_evaluation(
     The time of the hook does not count.
     """
     start = perf_counter()
-    metrics = evaluate_validation(state, loaders.validation, run.stop_requested)
+    metrics = evaluate_sets("val", state, loaders.validation, run.stop_requested)
     run.signals.check()
     assert metrics is not None
-    test_metrics = evaluate_test(state, loaders.test, run.stop_requested)
+    test_metrics = evaluate_sets("test", state, loaders.test, run.stop_requested)
     run.signals.check()
     assert test_metrics is not None
     seconds = perf_counter() - start - (hook.seconds if hook else 0.0)

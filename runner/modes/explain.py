@@ -3,27 +3,25 @@
 Nothing is trained, and nothing is recorded in the store.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 
 from rich.table import Table
 from torch import nn
 
-from runner.data.batch_layout import Batch
 from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext, prepare_process
+from runner.modes.execution import build_execution, starting_model
 from runner.modes.result import RunResult
-from runner.modes.startup_checks import try_batch
-from runner.modes.trial_forward import build_proven_model
-from runner.precision.contract import ModuleConversion, Precision
+from runner.modes.startup import try_batch
+from runner.precision.contract import ModuleConversion
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.keep_fp32 import ISLAND_REASON, Float32Island
 from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model
 from runner.training.model import BuiltModel
-from runner.training.setup import TrainingSetup, build_state, model_builder
-from runner.training.state import TrainState
+from runner.training.setup import TrainingSetup
 from runner.training.step import backpropagate, examples_in, loss_of
 from runner.utils.formatting import format_number
 from runner.utils.modules import select_modules
@@ -55,53 +53,41 @@ def explain(run: RunContext) -> RunResult:
         batch = next(train_loader.epoch(0))
         # After the data, as in training: the weights follow from the seed alone.
         seed_all(spec.seed)
-        make = model_builder(spec, precision, device)
-        built = build_proven_model(make, precision, device, spec.seed, lambda: batch[0])
+        setup = TrainingSetup(spec, precision, run.task, device)
+        built, state = build_execution(setup, starting_model(setup), lambda: batch[0])
         modules = dict(built.model.named_modules())
         # A pattern selects the modules inside those that it names, too.
         names = select_modules("explain", [spec.explain], modules)
-        state = build_state(TrainingSetup(spec, precision, run.task, device), built.model)
         with precision.session(built.model, device):
             try_batch(run, state, train_loader, says_layout=False)
             prepare_model(spec, precision, device, built.model)
+            # A training step without its update.
             with DtypeProbe(built.model) as probe:
-                loss = _forward_and_backward(state, batch)
+                state.model.train()
+                loss = loss_of(state, *batch)
+                # Where weights are frozen, nothing may have a gradient.
+                if loss.requires_grad:
+                    backpropagate(state, state.scale.multiply(loss))
     weights = spec.init.weights or f"seed {spec.seed}"
     run.console.print(f"{spec.explain}: {run.label}, {run.accelerator.name}", markup=False)
     run.console.print(
-        f"first batch of {examples_in(batch)}, weights of {weights}: loss {format_number(loss)}",
+        f"first batch of {examples_in(batch)}, weights of {weights}: "
+        f"loss {format_number(loss.item())}",
         markup=False,
     )
-    for line in _precision_lines(precision, built):
-        run.console.print(line)
-    chosen = {name: module for name, module in modules.items() if name in names}
-    run.console.print(_module_table(chosen, probe, built))
-    return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
-
-
-def _forward_and_backward(state: TrainState, batch: Batch) -> float:
-    """Compute a training step without its update; return the loss."""
-    inputs, target = batch
-    state.model.train()
-    loss = loss_of(state, inputs, target)
-    # Where weights are frozen, nothing may have a gradient.
-    if loss.requires_grad:
-        backpropagate(state, state.scale.multiply(loss))
-    return loss.item()
-
-
-def _precision_lines(precision: Precision, built: BuiltModel) -> Iterator[str]:
-    """Yield what the precision does with all modules."""
     if not built.report.modules:
-        yield (
+        run.console.print(
             f"precision={precision.name} converts no modules: it stores "
             f"{precision.storage_format} and computes products in {precision.compute_format}"
         )
     if precision.emulated:
-        yield (
+        run.console.print(
             f"emulated ({precision.compute_format}): the kernels compute on numbers that are "
             "rounded to the format"
         )
+    chosen = {name: module for name, module in modules.items() if name in names}
+    run.console.print(_module_table(chosen, probe, built))
+    return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
 def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: BuiltModel) -> Table:
@@ -157,17 +143,14 @@ def _conversion_text(
         name: its dotted name in the model.
     """
     if reported is None:
-        return f"no: {ISLAND_REASON}" if _is_in_island(model, name) else "-"
+        # precision.keep_fp32 selects the module or one that holds it.
+        parts = name.split(".") if name else []
+        holders = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+        is_kept = any(isinstance(model.get_submodule(each), Float32Island) for each in holders)
+        return f"no: {ISLAND_REASON}" if is_kept else "-"
     if not reported.done:
         return f"no: {reported.why}"
     remark = f" ({reported.why})" if reported.why else ""
     # A conversion may leave the class as it is, and replace the weight.
     is_same_class = reported.kind == type(module).__name__
     return f"{'yes' if is_same_class else f'from {reported.kind}'}{remark}"
-
-
-def _is_in_island(model: nn.Module, name: str) -> bool:
-    """Return whether precision.keep_fp32 selects a module or one that holds it."""
-    parts = name.split(".") if name else []
-    holders = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
-    return any(isinstance(model.get_submodule(holder), Float32Island) for holder in holders)

@@ -40,25 +40,16 @@ def finished_note(command: str, result: RunResult, report: "ConversionReport") -
         "|---|---|",
         *(f"| {markdown_text(name)} | {markdown_text(text)} |" for name, text in lines),
     ]
-    return "\n\n".join(
-        [
-            f"**{markdown_text(metrics)}**",
-            command_note(command),
-            "\n".join(table),
-            *conversion_note(report),
-        ]
-    )
+    parts = [f"**{markdown_text(metrics)}**", command_note(command), "\n".join(table)]
+    conversions = [f"- {markdown_text(line)}" for line in report.lines()]
+    if conversions:
+        parts.append("\n".join(conversions))
+    return "\n\n".join(parts)
 
 
 def failed_note(command: str, status: str, error: str) -> str:
     """Return the note of a run that failed or was stopped."""
     return f"**{status}**: {markdown_text(error)}\n\n{command_note(command)}"
-
-
-def conversion_note(report: "ConversionReport") -> list[str]:
-    """Return the lines of a conversion report as one Markdown list; empty without any."""
-    lines = [markdown_text(line) for line in report.lines()]
-    return ["\n".join(f"- {line}" for line in lines)] if lines else []
 
 
 def command_note(command: str) -> str:

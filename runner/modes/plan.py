@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import nn
+from torch.optim import LBFGS
 
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.diagnostics.memory.forecast import (
@@ -23,7 +24,6 @@ from runner.precision.weight_updates import UpdateRule
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.initial_weights import read_initial_weights
-from runner.training.meta_model import build_on_meta
 from runner.training.model import BuiltModel, build_model
 from runner.training.optimizers import (
     attach_rules,
@@ -32,6 +32,7 @@ from runner.training.optimizers import (
     embedding_parameters,
     parameters_by_optimizer,
 )
+from runner.training.sharded_model import build_on_meta
 from runner.utils.files import write_json
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import GIB, MIB, count_elements, dtype_name, stored_bytes, tensor_bytes
@@ -53,12 +54,7 @@ def plan(run: RunContext) -> RunResult:
     report = built.report
     build_scheduled_optimizers(spec, model, precision, steps=1)  # refuses what a run would refuse
     check_compile_options(spec, precision, device, model)
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizers = {
-        key: (node, params)
-        for key, node, params in parameters_by_optimizer(spec.optimizer, model, named)
-    }
-    table = _overview(run, built, optimizers)
+    table = _overview(run, built)
     for name, text in _peak_rows(spec, precision, device).items():
         table.add_row(name, text)
     run.console.print(table)
@@ -79,23 +75,15 @@ def plan(run: RunContext) -> RunResult:
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
-def _overview(
-    run: RunContext,
-    built: BuiltModel,
-    optimizers: Mapping[str, tuple[Mapping[str, Any], list[nn.Parameter]]],
-) -> Table:
-    """Return the table of what the run holds before a step.
-
-    Args:
-        run: the run.
-        built: the model.
-        optimizers: node and parameters of each optimizer, by its key.
-    """
+def _overview(run: RunContext, built: BuiltModel) -> Table:
+    """Return the table of what the run holds before a step."""
     model = built.model
-    params = list(model.parameters())
-    trainable = [p for p in params if p.requires_grad]
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trainable = list(named.values())
+    elements = sum(map(count_elements, model.parameters()))
     update = run.precision.update
-    state = sum(_state_bytes(key, *pair, model, update) for key, pair in optimizers.items())
+    parts = parameters_by_optimizer(run.spec.optimizer, model, named)
+    state = sum(_state_bytes(key, node, params, model, update) for key, node, params in parts)
     weights = stored_bytes(model)
     grads = tensor_bytes(*trainable)
     scale = run.precision.scale(torch.device("cpu")).value
@@ -106,7 +94,7 @@ def _overview(
         "stored in": _dtypes(model),
         "computed in": run.precision.compute_format,
         "loss scale": "none" if scale is None else f"from {scale.item():g}",
-        "parameters": f"{_count(params):,} ({_count(trainable):,} trainable)",
+        "parameters": f"{elements:,} ({sum(map(count_elements, trainable)):,} trainable)",
         "weights and buffers": f"{weights / MIB:.1f} MiB (float32: {built.plain_bytes / MIB:.1f})",
         "gradients": f"{grads / MIB:.1f} MiB",
         "optimizer state": f"{state / MIB:.1f} MiB",
@@ -144,11 +132,6 @@ def _peak_rows(spec: RunSpec, precision: Precision, device: torch.device) -> dic
     return rows
 
 
-def _count(params: list[nn.Parameter]) -> int:
-    """Return the number of elements, of packed parameters those that they represent."""
-    return sum(count_elements(p) for p in params)
-
-
 def _dtypes(model: nn.Module) -> str:
     """Return the formats of a model's parameters, each with its number of elements."""
     counts: dict[str, int] = {}
@@ -179,7 +162,7 @@ def _state_bytes(
     wide_twins = [twin for p, twin in twins.items() if p in wide]
     optimizer = build_optimizer(key, node, list(twins.values()), wide_twins)
     # LBFGS needs a loss, which tensors without values cannot give.
-    if _takes_closure(optimizer):
+    if isinstance(optimizer, LBFGS):
         return _probed_bytes(key, node, params, update)
     attach_rules(key, node, optimizer, update)
     for twin in twins.values():
@@ -188,13 +171,8 @@ def _state_bytes(
         optimizer.step()
     except (NotImplementedError, RuntimeError):  # it reads values, which meta tensors lack
         return _probed_bytes(key, node, params, update)
-    tensors = [
-        value
-        for values in optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return tensor_bytes(*tensors)
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return tensor_bytes(*(value for value in values if isinstance(value, torch.Tensor)))
 
 
 def _probed_bytes(
@@ -210,18 +188,11 @@ def _probed_bytes(
         optimizer = build_optimizer(key, node, [probe])
         attach_rules(key, node, optimizer, update)
         probe.grad = torch.ones_like(probe)
-        closure = (lambda p=probe: p.sum()) if _takes_closure(optimizer) else None
+        closure = (lambda p=probe: p.sum()) if isinstance(optimizer, LBFGS) else None
         optimizer.step(closure)  # type: ignore[arg-type]
         # A tensor of one element, a step count, does not grow with the parameter.
-        state = [
-            v
-            for v in optimizer.state[probe].values()
-            if isinstance(v, torch.Tensor) and v.numel() > 1
-        ]
+        values = [v for v in optimizer.state[probe].values() if isinstance(v, torch.Tensor)]
+        state = [value for value in values if value.numel() > 1]
         per_element = tensor_bytes(*state) / probe.numel()
         total += int(per_element * sum(p.numel() for p in params if p.dtype is dtype))
     return total
-
-
-def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.LBFGS)

@@ -1,24 +1,33 @@
-"""mode=replay: forward and backward on a saved batch, to see where its numbers stop being finite.
+"""Run again what a run computed: a saved batch (mode=replay), and the training up to a step.
 
-The weights are those of init.weights=, else those right before the step: the run is trained up to
-it once more. Where the run's config is missing, the weights are new ones. Nothing is tracked.
+mode=replay computes forward and backward of a saved batch, to see where its numbers stop being
+finite. The weights are those of init.weights=, else those right before the step: the run is trained
+up to it once more, from its last checkpoint or its seed. Training is bit-exact, so the state is the
+original one. Where the run's config is missing, the weights are new ones. Nothing is tracked.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
-from torch import nn
 
+from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.checkpoint.locate import checkpoints_of_run
+from runner.config.invocation import Invocation
+from runner.config.schema import RunSpec
+from runner.config.targets import build_group
 from runner.data.batch_layout import Batch
 from runner.data.build import build_data, build_run_loaders
 from runner.data.step_samples import saved_batches
-from runner.data.stream_loader import StreamLoader
+from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.data.task_target import build_task
 from runner.diagnostics import saved_batch
 from runner.diagnostics.nonfinite_trace import (
     NonfiniteTrace,
@@ -28,21 +37,27 @@ from runner.diagnostics.nonfinite_trace import (
 )
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes.context import RunContext
+from runner.modes.execution import build_execution, starting_model
 from runner.modes.result import RunResult
-from runner.modes.rewind import rewind_to_step, run_of_batch
-from runner.modes.trial_forward import build_proven_model
+from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.precision import registry
 from runner.precision.contract import Precision
+from runner.training import state_dict
+from runner.training.callbacks.callback import CallbackOutput
+from runner.training.compile import check_compile_options, prepare_model
+from runner.training.evaluation import evaluate_sets
+from runner.training.evaluation_hook import EvaluationHook
 from runner.training.initial_weights import read_initial_weights
+from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
 from runner.training.model import build_model, keeps_adapter
-from runner.training.setup import TrainingSetup, build_state
-from runner.training.state import TrainState
+from runner.training.setup import TrainingSetup
+from runner.training.state import TrainState, saved_state
 from runner.training.state_dict import checkpoint_state_dict
-from runner.training.step import backpropagate, examples_in, loss_of
-from runner.training.tasks.task import labels_of, mean
+from runner.training.step import backpropagate, examples_in, loss_of, train_step
+from runner.training.tasks.task import Task, labels_of, mean
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_number
-from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
+from runner.utils.reproducibility import make_deterministic, rng_state, seed_all, set_rng_state
 from runner.utils.tensors import MIB, float32_bytes
 
 ROWS_BEFORE_FIRST = 3
@@ -76,9 +91,9 @@ class _Start(NamedTuple):
         batches: the step's micro-batches.
         checkpoint: the weights; None for new ones.
         rng: states of the random generators right before the step; None where the run was not
-            rewound to it.
+            trained up to it.
         weights: where the weights come from, in words.
-        result: of the rewound state itself, where it is that of the run to replay.
+        result: of the trained state itself, where it is that of the run to replay.
     """
 
     batches: Sequence[Batch]
@@ -105,7 +120,7 @@ def replay(run: RunContext) -> RunResult:
     is_narrower = precision.name != plain.name and precision.storage is not torch.float64
     if is_narrower and is_small:
         results[plain.name] = _replayed(run, plain, start, scale)
-    _show(run.console, saved, results, start)
+    _show(run, saved, results, start)
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
@@ -113,21 +128,25 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
     """Return the batch, and the weights and random states to replay it with."""
     spec = run.spec
     checkpoint = read_initial_weights(spec)
-    run_spec = run_of_batch(spec, run.origin)
+    run_spec = run_of_batch(spec, run.invocation)
     if run_spec is None or saved.begun is None or spec.init.weights != run_spec.init.weights:
         weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
         return _Start(_batches(run, saved), checkpoint, None, weights)
-    with rewind_to_step(run_spec, saved, run.device, run.console) as rewound:
-        state, batches, weights = rewound
+    say = partial(run.console.print, markup=False, soft_wrap=True)
+    state, batches, weights = state_before_step(run_spec, saved, run.device, say)
+    with state.precision.session(state.plain_model, run.device):
         checkpoint = LoadedCheckpoint(
             Path(spec.batch or ""), checkpoint_state_dict(state, run_spec)
         )
         rng = rng_state(run.device)
-        for line in _nonfinite_weight_warnings(state.plain_model):
-            run.console.print(line)
+        for name, parameter in state.plain_model.named_parameters():
+            if parameter.is_floating_point() and not parameter.isfinite().all():
+                run.console.print(
+                    f"warning: {name} is not finite before the step: an earlier update broke it."
+                )
         result = None
         if run_spec.model == spec.model and run_spec.precision == spec.precision:
-            # The rewound model is the one to replay; another one is built from its weights.
+            # The trained model is the one to replay; another one is built from its weights.
             result = _traced(state, batches, scale)
     return _Start(batches, checkpoint, rng, weights, result)
 
@@ -139,7 +158,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
         ConfigError: the set has fewer examples than the batch's indices need, or is a stream.
     """
     spec = run.spec
-    data = run.origin.option_name("data", spec.data)
+    data = run.invocation.option_name("data", spec.data)
     if (data, spec.seed) != (saved.data, saved.seed):
         run.console.print(
             f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "
@@ -177,9 +196,9 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
         and checkpoint is not None
         and keeps_adapter(spec, precision, checkpoint)
     )
-    make = partial(build_model, spec, precision, device, start=checkpoint, restore_exactly=whole)
-    built = build_proven_model(make, precision, device, spec.seed, lambda: start.batches[0][0])
-    state = build_state(TrainingSetup(spec, precision, run.task, device), built.model)
+    make = partial(build_model, spec, precision, start=checkpoint, restore_exactly=whole)
+    setup = TrainingSetup(spec, precision, run.task, device)
+    built, state = build_execution(setup, make, lambda: start.batches[0][0])
     if start.rng is not None:
         # So that dropout draws what it drew in the step.
         set_rng_state(start.rng, device)
@@ -215,24 +234,18 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
     return ReplayResult(mean(loss_sum, weight_sum), rows or last_rows, weights_mib)
 
 
-def _nonfinite_weight_warnings(model: nn.Module) -> Iterator[str]:
-    """Yield a warning for each weight that is not finite before the step."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not parameter.isfinite().all():
-            yield f"warning: {name} is not finite before the step: an earlier update broke it."
-
-
 def _show(
-    console: Console, saved: SavedBatch, results: Mapping[str, ReplayResult], start: _Start
+    run: RunContext, saved: SavedBatch, results: Mapping[str, ReplayResult], start: _Start
 ) -> None:
     """Print the losses, the verdict and the table of the rows around it.
 
     Args:
-        console: prints.
+        run: the run, on whose console is printed.
         saved: the batch.
         results: by precision, that of the run first, then that of 32-true where it was replayed.
         start: what the replay began with.
     """
+    console = run.console
     (name, ours), *others = results.items()
     step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
     # A stream's samples have no indices that were saved.
@@ -244,7 +257,10 @@ def _show(
     spot = first_nonfinite(ours.rows)
     if spot is not None:
         console.print(_verdict(name, ours.rows[spot], plain_rows))
-    console.print(_table(name, _around(ours.rows, spot), plain_rows))
+        rows = ours.rows[max(0, spot - ROWS_BEFORE_FIRST) : spot + ROWS_FROM_FIRST]
+    else:
+        rows = sorted(ours.rows, key=_share_of_range, reverse=True)[:ROWS_WHEN_FINITE]
+    console.print(_table(name, rows, plain_rows))
     if spot is None:
         console.print(
             "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
@@ -270,13 +286,6 @@ def _verdict(
     return f"{text}; in 32-true it is finite, at most {plain.largest:.4g}{keep}"
 
 
-def _around(rows: Sequence[TracedTensor], spot: int | None) -> Sequence[TracedTensor]:
-    """Return the rows around the first that is not finite, else those nearest to their limit."""
-    if spot is None:
-        return sorted(rows, key=_share_of_range, reverse=True)[:ROWS_WHEN_FINITE]
-    return rows[max(0, spot - ROWS_BEFORE_FIRST) : spot + ROWS_FROM_FIRST]
-
-
 def _share_of_range(row: TracedTensor) -> float:
     """Return a tensor's greatest magnitude as a share of its dtype's range."""
     return row.largest / torch.finfo(getattr(torch, row.dtype)).max
@@ -295,11 +304,207 @@ def _table(
         cells = [*row[:5], f"{row.largest:.4g}", share]
         if plain_rows:
             plain = plain_rows.get(row.key)
-            cells.append(_comparison_cell(plain) if plain else "")
+            cells.append("" if plain is None else f"{plain.largest:.4g}")
+            if plain is not None and plain.nonfinite_share:
+                cells[-1] += f", {plain.nonfinite_share:.1%} not finite"
         table.add_row(*cells)
     return table
 
 
-def _comparison_cell(row: TracedTensor) -> str:
-    share = f", {row.nonfinite_share:.1%} not finite" if row.nonfinite_share else ""
-    return f"{row.largest:.4g}{share}"
+def run_of_batch(spec: RunSpec, invocation: Invocation) -> RunSpec | None:
+    """Return the spec of the run whose guard saved the batch; None where its config is gone.
+
+    Args:
+        spec: of the replay; its batch names the file in the run's folder.
+        invocation: what was typed.
+
+    Raises:
+        ConfigError: the run's config is damaged, or names code that is not trusted.
+    """
+    config = folder_config(_run_folder(spec), "batch")
+    return config and replace(check_run(config, spec, invocation), batch=spec.batch)
+
+
+def _run_folder(spec: RunSpec) -> Path:
+    """Return the folder of the run whose guard saved a batch, as `guard/batch-<step>.json`."""
+    return Path(spec.batch or "").absolute().parent.parent
+
+
+def with_run_config(
+    spec: RunSpec, invocation: Invocation, saved: SavedBatch
+) -> tuple[RunSpec, Invocation]:
+    """Return the spec of a replay, with its run's values where none was typed.
+
+    Args:
+        spec: of the replay; its batch names the file in the run's folder.
+        invocation: what was typed.
+        saved: the batch.
+
+    Returns:
+        The spec, and the invocation with the names of the run's options.
+
+    Raises:
+        ConfigError: the run's config is damaged, or names code that is not trusted.
+    """
+    config = folder_config(_run_folder(spec), "batch")
+    if config is None:
+        return spec, invocation
+    untyped = [key for key in RUN_KEYS if not invocation.overrides_key(key)]
+    choices = {key: name for key, name in saved.names.items() if key in untyped}
+    invocation = replace(invocation, choices={**invocation.choices, **choices})
+    return merge(config, spec, invocation, untyped), invocation
+
+
+def checkpoint_before_step(
+    folder: Path, step: int, is_usable: Callable[[LoadedCheckpoint], bool]
+) -> LoadedCheckpoint | None:
+    """Return a run's newest undamaged checkpoint before a step; None without one.
+
+    Args:
+        folder: of the run.
+        step: from 1.
+        is_usable: returns whether training from a checkpoint leads to the run's weights.
+    """
+    # Newest first: the fewer steps are trained again, the sooner the step is reached.
+    for path in reversed(checkpoints_of_run(folder)):
+        with suppress(ConfigError):  # damaged: an earlier one costs more steps, no exactness
+            checkpoint = LoadedCheckpoint(path, checkpoint_file.load(path))
+            if checkpoint.content["step"] < step and is_usable(checkpoint):
+                return checkpoint
+    return None
+
+
+def state_before_step(
+    spec: RunSpec, saved: SavedBatch, device: torch.device, say: Callable[[str], None]
+) -> tuple[TrainState, list[Batch], str]:
+    """Train a run up to the step of a saved batch.
+
+    Args:
+        spec: the run's own; its batch names the run's folder.
+        saved: the batch that its guard saved.
+        device: where it trains.
+        say: prints how many steps are trained again.
+
+    Returns:
+        The state in training mode, the step's micro-batches, and words for where the weights come
+        from.
+
+    Raises:
+        ConfigError: the run was resumed, and no checkpoint from there to the step exists.
+    """
+    step = saved.steps[0]
+    # A checkpoint from before the resume was trained with other settings.
+    start = checkpoint_before_step(
+        _run_folder(spec), step, lambda checkpoint: saved.begun <= checkpoint.content["step"]
+    )
+    if start is None and saved.begun:
+        raise ConfigError(
+            f"The run was resumed at step {saved.begun}, and no checkpoint from there to step "
+            f"{step} is left. Type init.weights=<a checkpoint from shortly before>."
+        )
+    source = f"{start.path}" if start else "the beginning"
+    reached = next(states_before(spec, [step], start, device, say))
+    return reached.state, reached.micros, f"those before the step, trained from {source}"
+
+
+class ReachedStep(NamedTuple):
+    """A run right before a step.
+
+    Attributes:
+        step: its number, from 1.
+        state: in training mode; it trains on where the next step is asked for.
+        micros: micro-batches of the step.
+    """
+
+    step: int
+    state: TrainState
+    micros: list[Batch]
+
+
+def states_before(
+    spec: RunSpec,
+    steps: Sequence[int],
+    start: LoadedCheckpoint | None,
+    device: torch.device,
+    say: Callable[[str], None],
+    compiles: bool = False,
+) -> Iterator[ReachedStep]:
+    """Train a run once more, and yield it right before each of the steps.
+
+    The caller may compute with the state; the run does not see it. The run is built by the same
+    calls in the same order as in mode=train, or the bits would differ.
+
+    Args:
+        spec: the run's own.
+        steps: from 1, in rising order.
+        start: a checkpoint before the first of them; None for the run's beginning.
+        device: where it trains.
+        say: prints how many steps are trained.
+        compiles: whether the model is compiled as spec.train has it.
+
+    Raises:
+        ConfigError: the run has fewer steps.
+    """
+    precision: Precision = build_group("precision", spec.precision)
+    precision.require(device)
+    task: Task = build_task(spec.task)
+    if spec.deterministic:
+        make_deterministic()
+    # Seeded twice, as mode=train does: whatever random numbers the data draws, the model's weights
+    # are those of the seed.
+    seed_all(spec.seed)
+    loaders = build_run_loaders(spec, build_data(spec), device, task=task)
+    planned = total_steps(spec.train, loaders.train)
+    last = steps[-1]
+    if last > planned:
+        raise ConfigError(
+            f"There is no step {last}: this training has {planned} steps. Type diff.steps= up to "
+            f"{planned}."
+        )
+    seed_all(spec.seed)
+    # A precision that cannot train has no optimizers, and its first step can be looked at.
+    is_trained = start is not None or last > 1
+    setup = TrainingSetup(spec, precision, task, device)
+    built, state = build_execution(
+        setup,
+        starting_model(setup, start),
+        lambda: next(loaders.val.epoch(0))[0],
+        planned if is_trained else None,
+    )
+    with precision.session(built.model, device):
+        if compiles:
+            check_compile_options(spec, precision, device, built.model)
+            prepare_model(spec, precision, device, built.model)
+        if start is not None:
+            state_dict.restore(state, start, spec, [])
+    if last > 1:
+        source = f"{start.path}" if start else "the beginning"
+        first = start.content["step"] if start else 0
+        say(f"trains {last - 1 - first} steps again, from {source}")
+    for micros, _ in accumulation_batches(state, loaders.train, spec.train.accumulate):
+        step = state.step + 1
+        if step in steps:
+            restore = saved_state(state)
+            state.model.train()
+            # Outside the session: the caller may compute in another precision.
+            yield ReachedStep(step, state, micros)
+            restore()
+        if step == last:
+            return
+        with precision.session(state.plain_model, device):
+            state.model.train()
+            train_step(state, micros)
+            if is_evaluation_step(spec.train, loaders.train, state.step):
+                _evaluate(state, loaders.validation)
+
+
+def _evaluate(state: TrainState, validation: Mapping[str, BatchLoader]) -> None:
+    """Evaluate as the run did, its hook included, whose files are deleted."""
+    # An evaluation's data may draw random numbers, and a schedule may follow its quality.
+    with TemporaryDirectory() as folder:
+        if state.task.additions.hook is not None:
+            output = CallbackOutput(Path(folder))
+            state.set_evaluation_hook(EvaluationHook(state, output))
+        metrics = evaluate_sets("val", state, validation)
+    if metrics is not None:
+        state.record_evaluation(metrics)

@@ -41,26 +41,32 @@ run_store.py chooses the store, and a run may be resumed with another number of 
 """
 
 
-class ResumePlan(NamedTuple):
-    """A run to continue: its folder, its checkpoint, and what to run now."""
+class PlannedRun(NamedTuple):
+    """What runs now, and where.
+
+    Attributes:
+        folder: of the run.
+        saved: the checkpoint that mode=train continues or mode=evaluate evaluates; None without
+            one.
+        spec: with the checkpoint's settings where none was typed.
+        invocation: what was typed, and the names of the options.
+    """
 
     folder: Path
-    saved: LoadedCheckpoint
+    saved: LoadedCheckpoint | None
     spec: RunSpec
-    origin: Invocation
+    invocation: Invocation
 
 
-def plan_resume(
-    spec: RunSpec, origin: Invocation, out: Path, console: Console
-) -> ResumePlan | None:
+def plan_resume(spec: RunSpec, invocation: Invocation, out: Path, console: Console) -> PlannedRun:
     """Return the run that checkpoint.resume names, with the keys that were typed now over its own.
 
-    The result is None if there is nothing to resume: no run is named, or it is `auto` and this
-    run's folder holds no checkpoint.
+    The result is this command's own run if there is nothing to resume: no run is named, or it is
+    `auto` and this run's folder holds no checkpoint.
 
     Args:
         spec: as composed.
-        origin: what was typed.
+        invocation: what was typed.
         out: this run's own folder; `auto` looks into it, `last` at the folders next to it.
         console: prints what was skipped.
 
@@ -69,45 +75,45 @@ def plan_resume(
     """
     where = spec.checkpoint.resume
     if where is None or spec.mode != "train":
-        return None
+        return PlannedRun(out, None, spec, invocation)
     if where == AUTO:
-        return _plan_own_folder(spec, origin, out, console)
+        return _plan_own_folder(spec, invocation, out, console)
     notes: list[str] = []
     path = str(_newest_run(out, notes)) if where == "last" else where
-    plan = _plan_from(spec, origin, path, notes)
+    plan = _plan_from(spec, invocation, path, notes)
     for line in notes:
         console.print(line, markup=False, soft_wrap=True)
     return plan
 
 
 def _plan_own_folder(
-    spec: RunSpec, origin: Invocation, out: Path, console: Console
-) -> ResumePlan | None:
-    """Return the run in its own folder, if that holds an undamaged checkpoint.
+    spec: RunSpec, invocation: Invocation, out: Path, console: Console
+) -> PlannedRun:
+    """Return the run in its own folder, resumed if that holds an undamaged checkpoint.
 
     A job of a sweep is resumed only as the same job: a search may ask for another one in its
     folder.
     """
     files = locate.checkpoints_of_run(out)
     if not files:
-        _check_interpolations(origin)
-        if origin.sweep is None:
+        _check_interpolations(invocation)
+        if invocation.sweep is None:
             console.print(
                 f"{out} holds no checkpoint: the run begins.", markup=False, soft_wrap=True
             )
-        return None
+        return PlannedRun(out, None, spec, invocation)
     notes: list[str] = []
     plan = None
     reason = ""
     try:
-        plan = _plan_from(spec, origin, str(out), notes)
+        plan = _plan_from(spec, invocation, str(out), notes)
     except ConfigError as error:
         # Each damaged file has left a note. With fewer notes than files one file is whole, and
         # the error is about what was typed: starting over would hide it.
         if len(notes) < len(files):
             raise
         reason = str(error)
-    if plan is not None and origin.sweep:
+    if plan is not None and plan.saved is not None and invocation.sweep:
         changed = changed_settings(plan.spec, plan.saved)
         if changed:
             plan = None
@@ -118,22 +124,23 @@ def _plan_own_folder(
     for line in notes:
         console.print(line, markup=False, soft_wrap=True)
     if plan is None:
-        _check_interpolations(origin)
+        _check_interpolations(invocation)
+        return PlannedRun(out, None, spec, invocation)
     return plan
 
 
-def _check_interpolations(origin: Invocation) -> None:
+def _check_interpolations(invocation: Invocation) -> None:
     """Raise ConfigError for interpolations that only a checkpoint's values would have resolved."""
-    if origin.composed_config is not None:
-        resolve_spec(OmegaConf.create(dict(origin.composed_config)))
+    if invocation.composed_config is not None:
+        resolve_spec(OmegaConf.create(dict(invocation.composed_config)))
 
 
-def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) -> ResumePlan:
+def _plan_from(spec: RunSpec, invocation: Invocation, where: str, notes: list[str]) -> PlannedRun:
     """Return the run of a checkpoint file, a run's folder or an MLflow id.
 
     Args:
         spec: as composed.
-        origin: what was typed.
+        invocation: what was typed.
         where: the file, folder or id.
         notes: gets a line for each damaged file, and then those on the run's store.
 
@@ -142,62 +149,54 @@ def _plan_from(spec: RunSpec, origin: Invocation, where: str, notes: list[str]) 
     """
     saved = locate.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", notes)
     folder = saved.path.parent.parent
-    _check_resumable(saved, folder, origin, where)
-    merged, origin = _merge_spec(spec, saved, origin)
-    problem = _nothing_left_to_train(merged, saved) or _optimizer_problem(merged, saved)
+    _check_resumable(saved, folder, invocation, where)
+    merged, invocation = _merge_spec(spec, saved, invocation)
+    problem = _state_problem(merged, saved)
     if problem:
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
     # A list of its own: while an error can still come, `notes` counts damaged files only.
     store_notes: list[str] = []
     waits = spec.checkpoint.resume == AUTO
-    merged = with_run_store(merged, folder, origin, waits, store_notes.append)
+    merged = with_run_store(merged, folder, invocation, waits, store_notes.append)
     notes += store_notes
-    return ResumePlan(folder, saved, merged, origin)
+    return PlannedRun(folder, saved, merged, invocation)
 
 
 def _merge_spec(
-    spec: RunSpec, saved: LoadedCheckpoint, origin: Invocation
+    spec: RunSpec, saved: LoadedCheckpoint, invocation: Invocation
 ) -> tuple[RunSpec, Invocation]:
     """Return the checkpoint's spec with what was typed now over it, and what it was composed from.
 
     Args:
         spec: as composed.
         saved: the checkpoint.
-        origin: what was typed.
+        invocation: what was typed.
 
     Raises:
         ConfigError: the settings do not resolve, or name code that is not trusted.
     """
-    choices = {
-        group: name
-        for group, name in saved.content["choices"].items()
-        if group not in typed_overrides(origin)
-    }
-    origin = replace(origin, choices={**origin.choices, **choices})
-    if _has_other_preset(saved, origin):
+    typed = typed_overrides(invocation)
+    saved_choices = saved.content["choices"]
+    choices = {group: name for group, name in saved_choices.items() if group not in typed}
+    invocation = replace(invocation, choices={**invocation.choices, **choices})
+    presets = [group for group in PRESET_GROUPS if group in typed]
+    if any(invocation.choices.get(group) != saved_choices.get(group) for group in presets):
         # A preset sets keys anywhere, so which of the checkpoint's keys would be meant to stay
         # cannot be known: the command's spec counts as a whole.
-        return spec, origin
+        return spec, invocation
     config = saved.config("checkpoint.resume")
-    composed = origin.composed_config or to_dict(spec)
+    composed = invocation.composed_config or to_dict(spec)
     # checkpoint.path belongs to mode=evaluate.
     checkpoint = {**composed["checkpoint"], **config.values.get("checkpoint", {}), "path": None}
     values = {**config.values, "checkpoint": checkpoint}
     keys = [key for key in values if key not in _KEYS_OF_THE_COMMAND]
-    merged = merge(config._replace(values=values), spec, origin, keys)
-    return merged, replace(origin, is_trusted=config.is_signed and origin.is_trusted)
+    merged = merge(config._replace(values=values), spec, invocation, keys)
+    return merged, replace(invocation, is_trusted=config.is_signed and invocation.is_trusted)
 
 
-def _has_other_preset(saved: LoadedCheckpoint, origin: Invocation) -> bool:
-    """Return whether a preset was typed that the checkpoint's run did not have."""
-    choices = saved.content["choices"]
-    return any(
-        group in typed_overrides(origin) and origin.choices.get(group) != choices.get(group)
-        for group in PRESET_GROUPS
-    )
-
-
-def _check_resumable(saved: LoadedCheckpoint, folder: Path, origin: Invocation, where: str) -> None:
+def _check_resumable(
+    saved: LoadedCheckpoint, folder: Path, invocation: Invocation, where: str
+) -> None:
     """Raise ConfigError for a checkpoint that no run can continue, and for a finished run."""
     if "position" not in saved.content:
         raise ConfigError(
@@ -209,12 +208,12 @@ def _check_resumable(saved: LoadedCheckpoint, folder: Path, origin: Invocation, 
             f"checkpoint.resume={where}: {saved.path} is not in a run's folder, whose record a "
             "resumed run continues. Type init.weights=<it> to start a new run from its weights."
         )
-    if origin.sweep is None and (folder.parent / MANIFEST).exists():
+    if invocation.sweep is None and (folder.parent / MANIFEST).exists():
         raise ConfigError(
             f"checkpoint.resume={where}: it is a job of a sweep, whose report would lose it. Type "
             f"sweep.resume={folder.parent}, or init.weights=<it> to start a run from its weights."
         )
-    is_longer = {"train.epochs", "train.max_steps"} & typed_overrides(origin).keys()
+    is_longer = {"train.epochs", "train.max_steps"} & typed_overrides(invocation).keys()
     if _is_finished(folder) and not is_longer:
         raise ConfigError(
             f"checkpoint.resume={where}: the run is finished. To train on, type "
@@ -251,8 +250,17 @@ def _newest_run(out: Path, notes: list[str]) -> Path:
     )
 
 
-def _nothing_left_to_train(spec: RunSpec, saved: LoadedCheckpoint) -> str:
-    """Return why there is nothing left to train; empty where there may be."""
+def _is_finished(run: Path) -> bool:
+    with suppress(ValueError, OSError):  # none, or damaged
+        return RunResult.read(run).status == "finished"
+    return False
+
+
+def _state_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
+    """Return why the run cannot continue from the checkpoint's state; empty where it may.
+
+    Nothing is left to train, or the optimizer state is none of this run's.
+    """
     step = saved.content["step"]
     epoch = saved.content["epoch"]
     max_steps = spec.train.max_steps
@@ -261,66 +269,51 @@ def _nothing_left_to_train(spec: RunSpec, saved: LoadedCheckpoint) -> str:
         return f"the run is at step {step} already. Type train.max_steps=<more than that>."
     if max_steps is None and spec.train.epochs < epoch:
         return f"the run is in epoch {epoch} already. Type train.epochs=<more than that>."
-    return ""
-
-
-def _is_finished(run: Path) -> bool:
-    with suppress(ValueError, OSError):  # none, or damaged
-        return RunResult.read(run).status == "finished"
-    return False
-
-
-def _optimizer_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
-    """Return why the checkpoint's optimizer state is none of this run's; empty where it may be."""
-    theirs = _optimizers(saved.content["spec"].get("optimizer") or {})
-    ours = _optimizers(spec.optimizer)
-    if theirs == ours:
-        return _division_problem(spec, saved)
-    old = ", ".join(str(target) for target, _ in theirs.values())
-    new = ", ".join(str(target) for target, _ in ours.values())
-    return (
-        f"its state is that of {old}, which {new} cannot continue. Leave optimizer= out, or type "
+    new_run = (
         f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
         "weights."
     )
-
-
-def _division_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
-    """Return which setting would give the saved state to other parameters; empty for none."""
-    theirs = saved.content["spec"]
-    train = theirs.get("train")
+    old = _optimizers(saved.content["spec"].get("optimizer") or {})
+    new = _optimizers(spec.optimizer)
+    old_kinds = {name: (node.get("_target_"), node.get("match")) for name, node in old.items()}
+    new_kinds = {name: (node.get("_target_"), node.get("match")) for name, node in new.items()}
+    if old_kinds != new_kinds:
+        old_targets = ", ".join(str(target) for target, _ in old_kinds.values())
+        new_targets = ", ".join(str(target) for target, _ in new_kinds.values())
+        return (
+            f"its state is that of {old_targets}, which {new_targets} cannot continue. Leave "
+            f"optimizer= out, or type {new_run}"
+        )
+    train = saved.content["spec"].get("train")
     frozen = train.get("freeze") if isinstance(train, Mapping) else None
-    keys = ""
-    if _divisions(theirs.get("optimizer") or {}) != _divisions(spec.optimizer):
+    # Settings that would give the saved state to other parameters.
+    if _divisions(old) != _divisions(new):
         keys = "optimizer.groups, no_decay_on and layer_decay"
     elif (frozen or []) != spec.train.freeze:
         keys = "train.freeze"
-    if not keys:
+    else:
         return ""
     return (
         f"its state is that of groups of parameters with other settings. Leave {keys} out, or type "
-        f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
-        "weights."
+        f"{new_run}"
     )
 
 
-def _divisions(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of each optimizer of a node that divide its parameters, by their keys."""
-    nodes = {"": node} if "_target_" in node else node
-    found: dict[str, Any] = {}
-    for name, part in nodes.items():
-        for key in GROUP_KEYS:
-            if isinstance(part, Mapping) and part.get(key) is not None:
-                found[f"{name}.{key}"] = part[key]
-    return found
-
-
-def _optimizers(node: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return target and `match` of each optimizer of a node, by its name."""
+def _optimizers(node: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the nodes of a run's optimizers by their names."""
     # A node with a target is one optimizer; else it holds several, each under its name.
     nodes = {"": node} if "_target_" in node else node
-    parts = {name: part for name, part in nodes.items() if isinstance(part, Mapping)}
-    return {name: (part.get("_target_"), part.get("match")) for name, part in parts.items()}
+    return {name: part for name, part in nodes.items() if isinstance(part, Mapping)}
+
+
+def _divisions(optimizers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of optimizers that divide their parameters, by their keys."""
+    settings: dict[str, Any] = {}
+    for name, node in optimizers.items():
+        for key in GROUP_KEYS:
+            if node.get(key) is not None:
+                settings[f"{name}.{key}"] = node[key]
+    return settings
 
 
 def changed_settings(spec: RunSpec, saved: LoadedCheckpoint) -> dict[str, str]:

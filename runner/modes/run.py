@@ -27,12 +27,13 @@ from runner.distributed.strategy import Strategy
 from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
 from runner.modes.result import RunResult
+from runner.modes.resume import PlannedRun
 from runner.modes.tables import print_result
 from runner.precision.build import build_precision
 from runner.tracking import journal
 from runner.tracking.tracker import ProcessJournal, RunInfo, Status, Tracker
 from runner.tracking.upload_state import stored_run_id
-from runner.training.callbacks.own_callback_nodes import build_own_callbacks, callback_problems
+from runner.training.callbacks.user_callbacks import build_user_callbacks, callback_problems
 from runner.training.optimizers import check_arguments
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
@@ -51,14 +52,14 @@ _UNTRACKED_MODES = ("plan", "explain", "replay")
 
 
 def run(
-    spec: RunSpec, out: Path, origin: Invocation | None = None, console: Console | None = None
+    spec: RunSpec, out: Path, invocation: Invocation | None = None, console: Console | None = None
 ) -> RunResult:
     """Run one spec in its mode.
 
     Args:
         spec: what to run.
         out: the run's folder; it is created.
-        origin: what was typed, and how the run is labelled.
+        invocation: what was typed, and how the run is labelled.
         console: where progress and the summary are printed.
 
     Raises:
@@ -69,32 +70,35 @@ def run(
     strategy: Strategy = build_group("strategy", spec.strategy)
     # Around everything: the processes must agree from the choice of the folder on.
     with strategy.session():
-        return _run(spec, out, origin or Invocation(), console or plain_console(), strategy)
+        return _run(spec, out, invocation or Invocation(), console or plain_console(), strategy)
 
 
 def _run(
-    spec: RunSpec, out: Path, origin: Invocation, console: Console, strategy: Strategy
+    spec: RunSpec, out: Path, invocation: Invocation, console: Console, strategy: Strategy
 ) -> RunResult:
     place = strategy.place
-    resumed = None
     if not place.is_main:
         console = silent_console()  # the first process prints for all
-    resume_plan = _plan_resume(spec, origin, out, console, strategy)
-    if resume_plan is not None:
-        out, resumed, spec, origin = resume_plan
-    evaluated, spec, origin = _checked_spec(spec, origin)
+    plan = _check_plan(_plan_resume(spec, invocation, out, console, strategy))
     # After the resume has chosen the folder: a restarted process continues in the same one.
-    torchrun.publish_run_folder(out)
-    out = process_folder(out, place)
+    torchrun.publish_run_folder(plan.folder)
+    out = process_folder(plan.folder, place)
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, folder_lock(out), process_state():
         # Nothing is computed yet, so a signal ends the set-up at once.
         with signals.interruptible():
-            context = _build_context(spec, out, origin, console, strategy, signals)
-            _check_processes(context)
-            if context.spec.mode in _UNTRACKED_MODES:
-                return _run_untracked(context)
-        result = _run_tracked(context, resumed, evaluated)
+            context = _build_context(plan, out, console, strategy, signals)
+            mode = context.spec.mode
+            if place.world_size > 1 and mode not in ("train", "evaluate"):
+                raise ConfigError(
+                    f"mode={mode} works in one process, and torchrun started {place.world_size}. "
+                    "Leave torchrun and strategy= out."
+                )
+            if mode in _UNTRACKED_MODES:
+                result: RunResult = getattr(import_module(f"runner.modes.{mode}"), mode)(context)
+                result.write(out)
+                return result
+        result = _run_tracked(context, plan.saved)
     result = result.with_store_ids(context.tracker)
     print_result(console, result)
     _check_end(context, result)
@@ -102,73 +106,71 @@ def _run(
 
 
 def _plan_resume(
-    spec: RunSpec, origin: Invocation, out: Path, console: Console, strategy: Strategy
-) -> resume.ResumePlan | None:
+    spec: RunSpec, invocation: Invocation, out: Path, console: Console, strategy: Strategy
+) -> PlannedRun:
     """Return what checkpoint.resume continues; the first process looks for it.
 
     The others take the checkpoint that it found: a file may appear between two looks.
     """
     place = strategy.place
+    plan = PlannedRun(out, None, spec, invocation)
+    if place.is_main:
+        plan = resume.plan_resume(spec, invocation, out, console)
     if place.world_size == 1:
-        return resume.plan_resume(spec, origin, out, console)
-    plan = resume.plan_resume(spec, origin, out, console) if place.is_main else None
-    path = strategy.broadcast_object(str(plan.saved.path) if plan else None)
+        return plan
+    path = strategy.broadcast_object(str(plan.saved.path) if plan.saved else None)
     if place.is_main or path is None:
         return plan
     spec = replace(spec, checkpoint=replace(spec.checkpoint, resume=path))
-    return resume.plan_resume(spec, origin, out, console)
+    return resume.plan_resume(spec, invocation, out, console)
 
 
-def _checked_spec(
-    spec: RunSpec, origin: Invocation
-) -> tuple[LoadedCheckpoint | None, RunSpec, Invocation]:
-    """Return the checkpoint that mode=evaluate evaluates, and the spec to run, with its settings.
+def _check_plan(plan: PlannedRun) -> PlannedRun:
+    """Return what to run, of mode=evaluate with its checkpoint and of mode=diff with its run.
 
     Raises:
         ConfigError: with every problem of the config.
     """
-    if spec.mode in ADVISE_MODES:
+    mode = plan.spec.mode
+    if mode in ADVISE_MODES:
         raise ConfigError(ADVISE_USAGE_MESSAGE)
-    evaluated = None
     # All problems are collected, so that one message names every one of them.
-    problems = [*spec.problems()]
-    if spec.mode == "evaluate" and not problems:
+    problems = [*plan.spec.problems()]
+    if mode == "evaluate" and not problems:
         from runner.modes.evaluate import plan_evaluation
 
-        evaluated, spec, origin = plan_evaluation(spec, origin)
-    if spec.mode == "diff" and not problems:
-        from runner.modes.diff_run import with_diffed_run
+        plan = plan_evaluation(plan)
+    if mode == "diff" and not problems:
+        from runner.modes.diff_reference import with_diffed_run
 
-        spec, origin = with_diffed_run(spec, origin)
-    problems += check_targets(spec)
-    problems += loading_problems(spec.data)
-    problems += task_problems(spec.task)
-    problems += callback_problems(spec.callbacks)
+        spec, invocation = with_diffed_run(plan.spec, plan.invocation)
+        plan = plan._replace(spec=spec, invocation=invocation)
+    problems += check_targets(plan.spec)
+    problems += loading_problems(plan.spec.data)
+    problems += task_problems(plan.spec.task)
+    problems += callback_problems(plan.spec.callbacks)
     if problems:
         raise ConfigError(*problems)
-    return evaluated, spec, origin
+    return plan
 
 
 def _build_context(
-    spec: RunSpec,
-    out: Path,
-    origin: Invocation,
-    console: Console,
-    strategy: Strategy,
-    signals: StopSignals,
+    plan: PlannedRun, out: Path, console: Console, strategy: Strategy, signals: StopSignals
 ) -> RunContext:
     """Build the parts of a run that need neither its data nor its model.
 
     Raises:
         ConfigError, Unavailable: as `run`.
     """
+    spec = plan.spec
+    invocation = plan.invocation
     chosen = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
     accelerator = Accelerator(strategy.device(chosen.device))
     if spec.mode == "replay":
-        from runner.modes.rewind import with_run_config
+        from runner.modes.replay import with_run_config
 
         saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
-        spec, origin = with_run_config(spec, origin, saved)
+        spec, invocation = with_run_config(spec, invocation, saved)
     precision = build_precision(spec, accelerator.device, strategy)
     check_numerics(spec, strategy)
     task: Task = build_task(spec.task)
@@ -178,67 +180,51 @@ def _build_context(
     if not strategy.place.is_main:
         tracker = ProcessJournal()
     return RunContext(
-        out, console, tracker, spec, origin, accelerator, precision, task, signals, strategy
+        out, console, tracker, spec, invocation, accelerator, precision, task, signals, strategy
     )
 
 
-def _check_processes(context: RunContext) -> None:
-    """Raise ConfigError for a mode that works in one process, where torchrun started several."""
-    world = context.strategy.place.world_size
-    if world > 1 and context.spec.mode not in ("train", "evaluate"):
-        raise ConfigError(
-            f"mode={context.spec.mode} works in one process, and torchrun started {world}. Leave "
-            "torchrun and strategy= out."
-        )
-
-
-def _run_untracked(context: RunContext) -> RunResult:
-    """Run a mode of _UNTRACKED_MODES."""
-    mode = context.spec.mode
-    result: RunResult = getattr(import_module(f"runner.modes.{mode}"), mode)(context)
-    result.write(context.out)
-    return result
-
-
-def _run_tracked(
-    context: RunContext, resumed: LoadedCheckpoint | None, evaluated: LoadedCheckpoint | None
-) -> RunResult:
+def _run_tracked(context: RunContext, saved: LoadedCheckpoint | None) -> RunResult:
     """Run mode=train, mode=evaluate or mode=diff, recorded in the store.
 
     Args:
         context: the run's parts.
-        resumed: the checkpoint that mode=train continues from.
-        evaluated: that of mode=evaluate.
+        saved: the checkpoint that mode=train continues from, or that mode=evaluate evaluates.
     """
+    mode = context.spec.mode
+    resumed = saved if mode == "train" else None
     memory = MemoryWatch(
         context.spec,
         context.precision,
         context.accelerator,
-        context.origin.choices.get("optimizer", ""),
+        context.invocation.choices.get("optimizer", ""),
         context.save_traceback,
     )
-    own_callbacks = {}
-    if evaluated is None and context.strategy.place.is_main:
-        own_callbacks = build_own_callbacks(context.spec.callbacks)
+    user_callbacks = {}
+    if mode != "evaluate" and context.strategy.place.is_main:
+        user_callbacks = build_user_callbacks(context.spec.callbacks)
     info = _run_info(context, resumed)
     resumed_note = notes.resumed_note(info.step, info.changes) if resumed else ""
     with _tracked(context, info, resumed_note), memory.explain():
-        if context.spec.mode == "diff":
+        if mode == "diff":
             from runner.modes.diff import diff
 
             result, report = diff(context)
-        elif evaluated is None:
+        elif mode == "train":
             from runner.modes.train import train
 
-            result, report = train(context, resumed, memory, own_callbacks)
+            result, report = train(context, resumed, memory, user_callbacks)
         else:
             from runner.modes.evaluate import evaluate_checkpoint
 
-            result, report = evaluate_checkpoint(context, evaluated, memory)
+            assert saved is not None
+            # An evaluation leaves nothing to save, so a signal ends it at once.
+            with context.signals.interruptible():
+                result, report = evaluate_checkpoint(context, saved, memory)
         context.signals.check()
         with suppress(OSError):  # _check_end writes it again, when the journal may have made room
             context.tracker.artifact(result.write(context.out))
-        note = notes.finished_note(context.origin.command_text(), result, report)
+        note = notes.finished_note(context.invocation.command_text(), result, report)
         context.tracker.note(note + resumed_note)
     return result
 
@@ -251,19 +237,33 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
         context: the run's parts.
         info: what the store is given.
         resumed_note: where the run resumed, for its page; empty for one that starts.
+
+    Raises:
+        ConfigError: the folder takes no files.
     """
     tracker = context.tracker
     # A sweep has checked its own store, before its jobs.
-    if context.origin.sweep is None:
+    if context.invocation.sweep is None:
         with context.signals.interruptible():
             tracker.check_store()
-    _begin_folder(context, info)
+    # The config and the environment are written before anything is computed or recorded.
+    environment = run_metadata.environment_facts(context.invocation)
+    # A run that is in no store has no tags: its folder says which commit it ran.
+    environment |= {key: info.tags[key] for key in GIT_KEYS if key in info.tags}
+    try:
+        run_metadata.write_config(context.out, context.spec, context.invocation.is_trusted)
+        write_json(context.out / ENVIRONMENT, environment)
+    except OSError as error:
+        raise ConfigError(
+            f"{relative_path(context.out)} takes no files: {os_error_reason(error)}. Make room, or "
+            "type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
+        ) from error
     if context.spec.mode == "train" and info.step == 0 and context.strategy.place.is_main:
         # Those of an earlier run in this folder: the newest by step would be taken for this run's.
         rename_superseded(context.checkpoint_folder, -1)
     tracker.open(info)
     try:
-        tracker.note(notes.running_note(context.origin.command_text()) + resumed_note)
+        tracker.note(notes.running_note(context.invocation.command_text()) + resumed_note)
         tracker.artifact(context.out / CONFIG)
         tracker.artifact(context.out / ENVIRONMENT)
         yield
@@ -276,34 +276,15 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
     tracker.close("FINISHED", stopped=context.signals.is_stop_requested)
 
 
-def _begin_folder(context: RunContext, info: RunInfo) -> None:
-    """Write the config and the environment, before anything is computed or recorded.
-
-    Raises:
-        ConfigError: the folder takes no files.
-    """
-    environment = run_metadata.environment_facts(context.origin)
-    # A run that is in no store has no tags: its folder says which commit it ran.
-    environment |= {key: info.tags[key] for key in GIT_KEYS if key in info.tags}
-    try:
-        run_metadata.write_config(context.out, context.spec, context.origin.is_trusted)
-        write_json(context.out / ENVIRONMENT, environment)
-    except OSError as error:
-        raise ConfigError(
-            f"{relative_path(context.out)} takes no files: {os_error_reason(error)}. Make room, or "
-            "type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
-        ) from error
-
-
 def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     """Return what the store is given when the run is opened there."""
     spec = context.spec
-    origin = context.origin
+    invocation = context.invocation
     strategy = context.strategy
     tags = {
         "precision": context.precision.name,
-        "model": origin.option_name("model", spec.model),
-        "data": origin.option_name("data", spec.data),
+        "model": invocation.option_name("model", spec.model),
+        "data": invocation.option_name("data", spec.data),
         "accelerator": context.accelerator.kind,
         "device_name": context.device_name,
         "output_dir": str(context.out.absolute()),
@@ -315,7 +296,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     if strategy.place.world_size > 1:
         tags |= {"strategy": strategy.name, "processes": str(strategy.place.world_size)}
     tags |= run_metadata.git_tags(Path.cwd())
-    info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=origin.sweep)
+    info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=invocation.sweep)
     earlier = journal.latest_journal(context.out)
     if resumed is not None:
         changes = resume.changed_settings(spec, resumed)
@@ -329,7 +310,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
 
 def _close(context: RunContext, resumed_note: str, status: Status, error: str) -> None:
     with suppress(TrackingError):  # an error of the store must not hide why the run ended
-        note = notes.failed_note(context.origin.command_text(), status, error)
+        note = notes.failed_note(context.invocation.command_text(), status, error)
         context.tracker.note(note + resumed_note)
     context.tracker.close(status, error, context.signals.is_stop_requested)
 
@@ -341,19 +322,15 @@ def _check_end(context: RunContext, result: RunResult) -> None:
     or records that the store refused. A sweep checks the records of its jobs itself.
     """
     try:
-        _write_result(context, result)
+        try:
+            result.write(context.out)
+        except OSError as error:
+            path = relative_path(context.out / RESULT)
+            text = f"{path} was not written: {os_error_reason(error)}. The result is above."
+            raise CheckpointError(text) from error
         context.signals.check()
-        if context.origin.sweep is None:
+        if context.invocation.sweep is None:
             context.tracker.check()
     except RunnerError as error:
         error.finished = True
         raise
-
-
-def _write_result(context: RunContext, result: RunResult) -> None:
-    try:
-        result.write(context.out)
-    except OSError as error:
-        path = relative_path(context.out / RESULT)
-        text = f"{path} was not written: {os_error_reason(error)}. The result is above."
-        raise CheckpointError(text) from error

@@ -47,7 +47,7 @@ def config_text(spec: RunSpec) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(redacted_dict(spec)))
 
 
-def environment_facts(origin: Invocation) -> dict[str, Any]:
+def environment_facts(invocation: Invocation) -> dict[str, Any]:
     """Return the command, the versions of packages, and the machine."""
     versions = {}
     for package in PACKAGES:
@@ -56,7 +56,7 @@ def environment_facts(origin: Invocation) -> dict[str, Any]:
         except PackageNotFoundError:
             versions[package] = None
     return {
-        "command": [origin.command_text()] if origin.given else origin.command,
+        "command": [invocation.command_text()] if invocation.given else invocation.command,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": versions,

@@ -6,8 +6,8 @@ store for the run.
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from runner.utils.secrets import redact
 
 MLFLOW_TARGET = "runner.tracking.mlflow.MlflowTracker"
 NO_TRACKER_TARGET = "runner.tracking.tracker.NoTracker"
-RESUME_KEY = "checkpoint.resume"
+_RESUME_KEYS = {"run": "checkpoint.resume", "sweep": "sweep.resume"}
 _NO_RUN = "0" * 32
 """An id that no run has: a store that answers a question about it is reachable."""
 _SHORT_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
@@ -54,10 +54,6 @@ class JournalStore(NamedTuple):
     fully_uploaded: bool
 
 
-class RunNotInStore(ConfigError):
-    """A store answers, and does not hold the run."""
-
-
 def journal_stores(folder: Path) -> list[JournalStore]:
     """Return the stores of a run's journals, the first journal first; empty without a journal."""
     newest = journal.latest_journal(folder)
@@ -68,7 +64,7 @@ def journal_stores(folder: Path) -> list[JournalStore]:
 
 
 def with_run_store(
-    spec: RunSpec, folder: Path, origin: Invocation, waits: bool, say: Callable[[str], None]
+    spec: RunSpec, folder: Path, invocation: Invocation, waits: bool, say: Callable[[str], None]
 ) -> RunSpec:
     """Return the spec of a resumed run with the tracking that the run had.
 
@@ -78,7 +74,7 @@ def with_run_store(
     Args:
         spec: of the resumed run; its tracking is this command's.
         folder: of the run.
-        origin: what was typed.
+        invocation: what was typed.
         waits: continue without an answer of the store, as a job script does that nobody watches.
         say: prints where the record continues.
 
@@ -87,7 +83,9 @@ def with_run_store(
     """
     if not torchrun.process_rank().is_main:
         return spec  # the first process records for all
-    typed = _typed_tracking_keys(origin)
+    # `tracking` itself is typed where another option was.
+    keys = map(override_key, invocation.overrides)
+    typed = [key for key in keys if key.partition(".")[0] == "tracking"]
     tracking = _tracking_settings(spec.tracking, folder, typed)
     target = tracking.get("_target_")
     if target == NO_TRACKER_TARGET:
@@ -122,8 +120,8 @@ def resumed_sweep_store(folder: Path, typed: str | None) -> str | None:
     if not stores:
         return None
     last = _last_store(stores)
-    uri = _chosen_uri(typed, last, "sweep.resume", "sweep")
-    _check_store(uri, last, False, print, "sweep.resume", "sweep")
+    uri = _chosen_uri(typed, last, "sweep")
+    _check_store(uri, last, False, print, "sweep")
     return uri
 
 
@@ -156,12 +154,6 @@ def _store_of(path: Path) -> JournalStore | None:
         is_signed(STORE_SIGNATURE_PURPOSE, uri, signature),
         bool(progress.done),
     )
-
-
-def _typed_tracking_keys(origin: Invocation) -> list[str]:
-    """Return the keys of `tracking` that were typed; `tracking` itself where another option was."""
-    keys = map(override_key, origin.overrides)
-    return [key for key in keys if key.partition(".")[0] == "tracking"]
 
 
 def _tracking_settings(
@@ -202,7 +194,7 @@ def _recorded_tracking(folder: Path) -> object:
     has no record, which does no harm.
     """
     try:
-        config = folder_config(folder, RESUME_KEY)
+        config = folder_config(folder, _RESUME_KEYS["run"])
     except ConfigError:
         return None
     node = config.values.get("tracking") if config else None
@@ -213,10 +205,13 @@ def _recorded_tracking(folder: Path) -> object:
     return {"_target_": NO_TRACKER_TARGET} if has_none else None
 
 
-def _chosen_uri(
-    typed: str | None, last: JournalStore, key: str = RESUME_KEY, what: str = "run"
-) -> str:
+def _chosen_uri(typed: str | None, last: JournalStore, what: str = "run") -> str:
     """Return the store to continue in: the typed one, else the journal's.
+
+    Args:
+        typed: the `tracking.uri` of the command, if any.
+        last: the store of the newest journal.
+        what: run or sweep.
 
     Raises:
         ConfigError: the journal's store is neither this command's own nor signed by this user.
@@ -230,39 +225,22 @@ def _chosen_uri(
     if last.signed_by_user:
         return last.uri
     raise ConfigError(
-        f"{key}: the {what} is recorded in {redact(last.uri)}, as its journal says, which is not "
-        f"signed with your key ({describe_key_location()}). If you trust it, type "
-        f"tracking.uri={redact(last.uri)} to continue there, or tracking=none."
+        f"{_RESUME_KEYS[what]}: the {what} is recorded in {redact(last.uri)}, as its journal "
+        f"says, which is not signed with your key ({describe_key_location()}). If you trust it, "
+        f"type tracking.uri={redact(last.uri)} to continue there, or tracking=none."
     )
 
 
 def _check_store(
-    uri: str,
-    last: JournalStore,
-    waits: bool,
-    say: Callable[[str], None],
-    key: str = RESUME_KEY,
-    what: str = "run",
+    uri: str, last: JournalStore, waits: bool, say: Callable[[str], None], what: str = "run"
 ) -> None:
     """Raise ConfigError where a store does not hold the run, or does not answer.
 
     With `waits`, a store that does not answer is a warning, and the records wait in the journal.
     """
-    is_same = _is_same_store(uri, last.uri)
+    key = _RESUME_KEYS[what]
     try:
-        _look_up_run(uri, last.run_id)
-    except RunNotInStore as error:
-        if is_same:
-            other = f"Type tracking.uri=<the store that holds it>, if the {what} was moved there"
-        else:
-            other = f"Leave tracking.uri out to continue in {redact(last.uri)}"
-        if what == "run":
-            # Only a run can do without a record, or be begun anew from a checkpoint.
-            other += (
-                ", tracking=none to continue without a record, or init.weights=<its checkpoint> "
-                "for a new run"
-            )
-        raise ConfigError(f"{key}: {error} {other}.") from error
+        problem = _run_problem(uri, last.run_id)
     except TrackingError as error:
         if waits:
             say(f"warning: {error} Training continues; its records are kept in the run's folder.")
@@ -271,12 +249,26 @@ def _check_store(
             f"{key}: the {what} is recorded in {redact(uri)}, and {error} Start the store, type "
             "tracking.uri=<its address now>, or tracking=none to continue without a record."
         ) from error
+    if not problem:
+        return
+    if _is_same_store(uri, last.uri):
+        other = f"Type tracking.uri=<the store that holds it>, if the {what} was moved there"
+    else:
+        other = f"Leave tracking.uri out to continue in {redact(last.uri)}"
+    if what == "run":
+        # Only a run can do without a record, or be begun anew from a checkpoint.
+        other += (
+            ", tracking=none to continue without a record, or init.weights=<its checkpoint> "
+            "for a new run"
+        )
+    raise ConfigError(f"{key}: {problem} {other}.")
 
 
 def _check_earlier_journals(stores: Sequence[JournalStore], uri: str) -> None:
     """Have what earlier journals have not sent yet sent to the run's store.
 
-    One that its store has begun stays with that store, because a journal is uploaded to one store.
+    A journal that its store never opened is sent to the run's. One that its store has begun stays
+    with that store, because a journal is uploaded to one store.
 
     Raises:
         ConfigError: the store of such a journal is not signed by this user.
@@ -285,24 +277,19 @@ def _check_earlier_journals(stores: Sequence[JournalStore], uri: str) -> None:
         if store.fully_uploaded or _is_same_store(store.uri, uri):
             continue
         if store.run_id is None:
-            _move_journal(store, uri)
+            # Without the lock a writer is at work on the journal, which then stays where it is.
+            progress = UploadState(store.path)
+            if progress.acquire_lock():
+                try:
+                    progress.change_store(uri, store.experiment)
+                finally:
+                    progress.release_lock()
         elif not store.signed_by_user:
             raise ConfigError(
-                f"{RESUME_KEY}: {store.path} is to be sent to {redact(store.uri)}, and is not "
-                f"signed with your key ({describe_key_location()}). Delete it, or type "
+                f"{_RESUME_KEYS['run']}: {store.path} is to be sent to {redact(store.uri)}, and "
+                f"is not signed with your key ({describe_key_location()}). Delete it, or type "
                 "init.weights=<its checkpoint> to start a new run from its weights."
             )
-
-
-def _move_journal(store: JournalStore, uri: str) -> None:
-    """Have a journal that its store never opened sent to the run's store."""
-    progress = UploadState(store.path)
-    # Without the lock a writer is at work on the journal, which then stays where it is.
-    if progress.acquire_lock():
-        try:
-            progress.change_store(uri, store.experiment)
-        finally:
-            progress.release_lock()
 
 
 def _is_same_store(one: str, other: str) -> bool:
@@ -315,35 +302,38 @@ def _is_same_store(one: str, other: str) -> bool:
     return redact(one) == redact(other)
 
 
-def _look_up_run(uri: str, run_id: str | None) -> None:
-    """Ask a store for a run; without an id, ask only whether the store answers.
+def _run_problem(uri: str, run_id: str | None) -> str:
+    """Return why a store does not have a run; without an id, ask only whether the store answers.
 
     Raises:
-        RunNotInStore: it has no such run, or has it as deleted.
         TrackingError: it does not answer.
     """
     # A database is read by itself: importing mlflow takes seconds before anything is trained.
     database = sqlite_path(uri)
     if database is not None:
-        if run_id is not None:
-            _check_stage(_lifecycle_stage(database, run_id), uri, run_id)
-        return
-    from runner.tracking.reader import Reader
+        stage = _lifecycle_stage(database, run_id) if run_id else None
+    else:
+        from runner.tracking.reader import Reader
 
-    with _short_timeouts():
-        run = Reader(uri).run(run_id or _NO_RUN)
-    if run_id is not None:
-        _check_stage(run.stage if run else None, uri, run_id)
-
-
-def _check_stage(stage: str | None, uri: str, run_id: str) -> None:
+        # MLflow's client soon stops asking a silent server. What the user has set wins.
+        added = {key: value for key, value in _SHORT_TIMEOUTS.items() if key not in os.environ}
+        os.environ.update(added)
+        try:
+            run = Reader(uri).run(run_id or _NO_RUN)
+            stage = run.stage if run else None
+        finally:
+            for key in added:
+                os.environ.pop(key, None)
+    if run_id is None:
+        return ""
     if stage is None:
-        raise RunNotInStore(f"{redact(uri)} does not hold its run {run_id}.")
+        return f"{redact(uri)} does not hold its run {run_id}."
     if stage == "deleted":
-        raise RunNotInStore(
+        return (
             f"its run {run_id} was deleted in {redact(uri)}. To have it back: "
             f"MLFLOW_TRACKING_URI={redact(uri)} mlflow runs restore --run-id {run_id}."
         )
+    return ""
 
 
 def _lifecycle_stage(database: Path, run_id: str) -> str | None:
@@ -361,16 +351,3 @@ def _lifecycle_stage(database: Path, run_id: str) -> str | None:
     except sqlite3.DatabaseError as error:
         raise TrackingError(f"{database} cannot be read: {error}.") from error
     return str(row[0]) if row else None
-
-
-@contextmanager
-def _short_timeouts() -> Iterator[None]:
-    """Return the context in which MLflow's client soon stops asking a silent server."""
-    # What the user has set in the environment wins.
-    added = {key: value for key, value in _SHORT_TIMEOUTS.items() if key not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for key in added:
-            os.environ.pop(key, None)

@@ -6,6 +6,7 @@ written these files, so code that they name is called only as config/trusted_tar
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ RUN_KEYS = (*TARGET_GROUPS[:-1], "train", "init", "seed")
 """Top-level keys that a run's training is repeated with."""
 
 
-def typed_overrides(origin: Invocation) -> dict[str, str]:
+def typed_overrides(invocation: Invocation) -> dict[str, str]:
     """Return the overrides that were typed, by their keys without marks (`+`, `~`)."""
-    return {override_key(text): text for text in origin.overrides}
+    return {override_key(text): text for text in invocation.overrides}
 
 
 def folder_config(folder: Path, key: str) -> SavedConfig | None:
@@ -66,70 +67,67 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
         raise ConfigError(f"{path} is damaged.") from None
     if problem:
         raise ConfigError(f"{path} {problem}.")
-    return SavedConfig(values, folder, key, _is_signed(folder, text))
-
-
-def _is_signed(folder: Path, text: str) -> bool:
-    """Return whether this user's key has signed the text of a run's config."""
-    try:
+    signed = None
+    with suppress(OSError, ValueError, RecursionError):
         signed = json.loads(read_text(folder / SIGNATURE))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(signed, dict) and is_signed(CONFIG, text, signed.get("config"))
+    is_own = isinstance(signed, dict) and is_signed(CONFIG, text, signed.get("config"))
+    return SavedConfig(values, folder, key, is_own)
 
 
-def check_run(config: SavedConfig, spec: RunSpec, origin: Invocation) -> RunSpec:
+def check_run(config: SavedConfig, spec: RunSpec, invocation: Invocation) -> RunSpec:
     """Return the spec of a saved run, to train it again as it was.
 
     Args:
         config: of the run.
         spec: of this command, as composed.
-        origin: what was typed.
+        invocation: what was typed.
 
     Raises:
         ConfigError: the config is no spec, or names code that is not trusted.
     """
     values = dict(config.values)
-    composed = origin.composed_config or to_dict(spec)
-    typed = typed_overrides(origin)
+    composed = invocation.composed_config or to_dict(spec)
+    typed = typed_overrides(invocation)
     # No file holds a secret, so that it is typed again.
     for key in masked_keys("", config.values):
         if key.removeprefix(".") in typed:
             copy_key(composed, values, key.removeprefix(".").split("."))
-    check_trusted(config._replace(values=values), TARGET_GROUPS, _typed_nodes(spec, origin))
+    check_trusted(config._replace(values=values), TARGET_GROUPS, _typed_nodes(spec, invocation))
     return resolve_spec(OmegaConf.create(values))
 
 
-def _typed_nodes(spec: RunSpec, origin: Invocation) -> dict[str, Any]:
+def _typed_nodes(spec: RunSpec, invocation: Invocation) -> dict[str, Any]:
     """Return the nodes of this command's groups, as they were composed and as resolved."""
-    composed = origin.composed_config or {}
+    composed = invocation.composed_config or {}
     return {group: [composed.get(group), getattr(spec, group)] for group in TARGET_GROUPS}
 
 
-def merge(config: SavedConfig, spec: RunSpec, origin: Invocation, keys: Collection[str]) -> RunSpec:
+def merge(
+    config: SavedConfig, spec: RunSpec, invocation: Invocation, keys: Collection[str]
+) -> RunSpec:
     """Return this command's spec with a saved run's values of some keys where none was typed.
 
     Args:
         config: of the saved run.
         spec: of this command, as composed.
-        origin: what was typed.
+        invocation: what was typed.
         keys: top-level keys that are taken from the run.
 
     Raises:
         ConfigError: the settings do not resolve, or name code that is not trusted.
     """
-    composed = dict(origin.composed_config or to_dict(spec))
+    composed = dict(invocation.composed_config or to_dict(spec))
     merged = composed | {key: config.values[key] for key in keys if key in config.values}
     # What is typed is copied before anything is resolved, so that its interpolations read the
     # run's values.
-    for key in typed_overrides(origin):
+    for key in typed_overrides(invocation):
         copy_key(composed, merged, key.split("."))
     try:
         resolved = resolve_spec(OmegaConf.create(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{config.key}={config.path}: {error}") from error
     groups = [group for group in TARGET_GROUPS if group in keys]
-    check_trusted(config._replace(values=to_dict(resolved)), groups, _typed_nodes(spec, origin))
+    check_trusted(config._replace(values=to_dict(resolved)), groups, _typed_nodes(spec, invocation))
     return resolved
 
 

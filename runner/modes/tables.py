@@ -5,7 +5,7 @@ The table of a sweep's jobs is in runner/sweeps/report/columns.py.
 
 import html
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +33,16 @@ def print_result(console: Console, result: RunResult) -> None:
 
 def result_rows(result: RunResult) -> list[tuple[str, str]]:
     """Return name and text of each row of a run's table; rows without a text are left out."""
-    rows = [*_metric_rows(result)]
+    rows = []
+    for name, value in result.metrics.items():
+        rows.append((name, format_number(value)))
+        change = change_since_training(name, result)
+        # Below it, its value in the precision that trained the checkpoint.
+        if change is not None:
+            before = format_number(result.as_trained[name])
+            rows.append(("  as trained", f"{before} in {result.trained_in}; change {change:+.4g}"))
+    if result.best is not None and result.best != result.metrics.get(result.quality):
+        rows.append((f"best {result.quality}", format_number(result.best)))
     rows += [
         ("steps", str(result.steps)),
         ("examples per second", format_number(result.examples_per_second)),
@@ -68,18 +77,6 @@ def result_html(result: RunResult) -> str:
         cells = (html.escape(sanitize(part)) for part in (name, text))
         rows.append("<tr><th>{}</th><td>{}</td></tr>".format(*cells))
     return f"<table><caption>{html.escape(title)}</caption>{''.join(rows)}</table>"
-
-
-def _metric_rows(result: RunResult) -> Iterator[tuple[str, str]]:
-    """Yield the metrics, below each its value in the precision that trained the checkpoint."""
-    for name, value in result.metrics.items():
-        yield name, format_number(value)
-        change = change_since_training(name, result)
-        if change is not None:
-            before = format_number(result.as_trained[name])
-            yield "  as trained", f"{before} in {result.trained_in}; change {change:+.4g}"
-    if result.best is not None and result.best != result.metrics.get(result.quality):
-        yield f"best {result.quality}", format_number(result.best)
 
 
 def mlflow_location(result: RunResult) -> str:

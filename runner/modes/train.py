@@ -5,86 +5,59 @@ The tracker is open already; run.py closes it.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from time import perf_counter
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.data.build import RunLoaders, build_data, build_run_loaders
+from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
-from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
-from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
-from runner.modes.model_folders import (
-    check_model_folders,
-    save_model_folders,
-    wants_model_folders,
-)
-from runner.modes.startup_checks import (
-    check_data,
+from runner.modes.context import RunContext, RunOutcome, build_result
+from runner.modes.execution import FirstStepProof, build_proven_model, starting_model
+from runner.modes.result import RunResult
+from runner.modes.startup import (
     check_evaluation,
     check_strategy,
-    check_stream,
-    try_batch,
-)
-from runner.modes.startup_report import (
     describe_model,
     describe_optimizers,
-    log_data_sets,
-    log_loading,
+    prepare_loaders,
+    try_batch,
 )
+from runner.modes.tables import print_result
 from runner.modes.training_callbacks import TrainingCallbacks
-from runner.modes.training_errors import explain_training_errors, raise_diverged
+from runner.modes.training_errors import TrainingErrors
 from runner.modes.training_outputs import (
-    raise_unsaved_weights,
+    check_model_folders,
     save_dtypes,
     save_loss_scale,
     save_model,
+    save_model_folders,
     save_processes,
     save_weights,
     set_evaluation_hook,
+    wants_model_folders,
 )
-from runner.modes.trial_forward import FirstStepProof, prove_conversion
-from runner.precision.contract import ConversionReport
-from runner.training.callbacks.callback import dispatch
-from runner.training.callbacks.own_callback import RunCallback
-from runner.training.callbacks.summary import RunSummary
+from runner.training.callbacks.callback import RunCallback
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation import evaluate_test
+from runner.training.evaluation import evaluate_sets
 from runner.training.loop import fit, total_steps
-from runner.training.records import Record
-from runner.training.setup import TrainingSetup, build_state, model_builder
+from runner.training.setup import build_state
 from runner.training.state import TrainState
-from runner.utils.errors import CheckpointError, HookError
+from runner.utils.errors import CheckpointError, Diverged, HookError, RunnerError
 from runner.utils.formatting import format_number, now_ms, relative_path
+from runner.utils.layout import RESULT
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import MIB, tensor_bytes
 
 _UNMEASURED = nullcontext()
 
 
-class LoopOutcome(NamedTuple):
-    """What the training loop returns.
-
-    Attributes:
-        summary: best, last and speed of the training.
-        report: the conversion, with the layers that the first step proved.
-        failure: why a guard stopped the training; empty where none did.
-        diverged_step: the step for whose numbers it did; None where it did not.
-        unsaved: why files with weights could not be written, a sentence each.
-    """
-
-    summary: RunSummary
-    report: ConversionReport
-    failure: str
-    diverged_step: int | None
-    unsaved: list[str]
-
-
 def train(
     run: RunContext,
     resumed: LoadedCheckpoint | None,
     memory: MemoryWatch,
-    own_callbacks: Mapping[str, RunCallback] = {},
+    user_callbacks: Mapping[str, RunCallback] = {},
 ) -> RunOutcome:
     """Train a run from its start or from a checkpoint.
 
@@ -92,7 +65,7 @@ def train(
         run: its parts.
         resumed: the checkpoint to continue from; None for a run that starts.
         memory: explains an allocator's error; it is given the state before the first step.
-        own_callbacks: the user's, by their names; empty in other processes than the main one.
+        user_callbacks: the user's, by their names; empty in other processes than the main one.
 
     Raises:
         ConfigError: data, model, optimizer and task do not fit together.
@@ -103,61 +76,67 @@ def train(
     start = perf_counter()
     # Until the loop runs there is nothing to save, so a signal ends the set-up at once.
     with run.signals.interruptible():
-        loaders = _loaders(run)
-        make = model_builder(spec, run.precision, run.device, resumed, run.strategy)
-        built = prove_conversion(run, make, loaders.val)
+        loaders = prepare_loaders(run)
+        make = starting_model(run.setup, resumed)
+        built = build_proven_model(run.setup, make, lambda: next(loaders.val.epoch(0))[0])
         check_compile_options(spec, run.precision, run.device, built.model)
         check_model_folders(run, built.model)
     with run.precision.session(built.model, run.device):
         with run.signals.interruptible():
             sizes = describe_model(run, built)
             steps = total_steps(spec.train, loaders.train)
-            setup = TrainingSetup(spec, run.precision, run.task, run.device, run.strategy)
-            state = build_state(setup, built.model, steps)
+            state = build_state(run.setup, built.model, steps)
             check_strategy(state, spec.train)
             describe_optimizers(run, state, steps)
-            _separate_random_streams(run)
+            if not run.strategy.place.is_main:
+                # The weights are equal in all processes, dropout must not be. 2**40 apart: no seed
+                # that somebody types for another run is a process's seed of this one.
+                seed_all(spec.seed + run.strategy.place.rank * 2**40)
             memory.begin_steps(state, loaders.train)
             try_batch(run, state, loaders.val)
             hook = set_evaluation_hook(run, state)
             check_evaluation(run, state, loaders.validation, hook)
         proof = FirstStepProof(run, state, built.report)
-        outcome = _train_loop(run, state, loaders, resumed, proof, own_callbacks)
-        summary = outcome.summary.result_values()
-        if not outcome.failure:
+        callbacks = _train_loop(run, state, loaders, resumed, proof, user_callbacks)
+        unsaved = _save_weights(run, callbacks)
+        # After the last checkpoint: the message names the newest one.
+        failure = callbacks.failure_message
+        report = proof.report  # the first step may have proven more layers
+        save_dtypes(run, proof.probe, report)
+        save_loss_scale(run, callbacks.summary, state.step)
+        summary = callbacks.summary.result_values()
+        if not failure:
             summary["metrics"] = summary["metrics"] | _test_metrics(run, state, loaders)
         # Taken before the export, which has a peak of its own.
         sizes["peak_memory_mib"] = save_processes(run, summary)
-        if not outcome.failure:
+        if not failure:
             save_model(run, state, loaders.val)
+        # The step for whose numbers a guard stopped the run; None where the hardware is at fault.
+        stopped_step = callbacks.guard.stopped_step if failure else None
+        sizes |= {"diverged": stopped_step is not None, "diverged_step": stopped_step}
         sizes["planned_steps"] = steps
-        sizes |= outcome.report.tags()  # the first step may have proven more layers
+        sizes |= report.tags()
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(run, sizes | summary, perf_counter() - start)
-    if outcome.failure:
-        raise_diverged(run, result, outcome.diverged_step, [outcome.failure, *outcome.unsaved])
-    if outcome.unsaved:
-        raise_unsaved_weights(run, result, outcome.unsaved)
-    return RunOutcome(result, outcome.report)
+    problems = [failure, *unsaved] if failure else unsaved
+    if problems:
+        _raise_failed(run, result, (Diverged if failure else CheckpointError)("\n".join(problems)))
+    return RunOutcome(result, report)
 
 
-def _loaders(run: RunContext) -> RunLoaders:
-    """Build and check the loaders of all data sets; seed the generators for the model."""
-    prepare_process(run)
-    data = build_data(run.spec)
-    place = run.strategy.place
-    loaders = build_run_loaders(run.spec, data, run.device, place, run.task)
-    if place.world_size == 1:  # else the others would not know that a wait was interrupted
-        for loader in loaders.labelled.values():
-            loader.wait_context = run.signals.interruptible
-    log_data_sets(run, data)
-    for label, loader in loaders.labelled.items():
-        check_stream(run, label, loader)
-    log_loading(run, loaders.train)
-    check_data(run, loaders.labelled)
-    # Again, after the data: the weights follow from the seed, whatever numbers a data set draws.
-    seed_all(run.spec.seed)
-    return loaders
+def _raise_failed(run: RunContext, result: RunResult, error: RunnerError) -> NoReturn:
+    """Write the result of a run that a guard stopped, or whose weights could not be written.
+
+    Raises:
+        Diverged: the error, of a guard.
+        CheckpointError: the error, of unwritten weights; the run's table is printed first.
+    """
+    failed = replace(result, status="failed", error=str(error))
+    run.save_artifact(run.out / RESULT, lambda _: failed.write(run.out))
+    if isinstance(error, CheckpointError):
+        print_result(run.console, failed)
+        error.finished = True
+    raise error
 
 
 def _train_loop(
@@ -166,25 +145,28 @@ def _train_loop(
     loaders: RunLoaders,
     resumed: LoadedCheckpoint | None,
     proof: FirstStepProof,
-    own_callbacks: Mapping[str, RunCallback],
-) -> LoopOutcome:
-    """Train with every callback reading the records, and save the weights however it ends."""
+    user_callbacks: Mapping[str, RunCallback],
+) -> TrainingCallbacks:
+    """Train with every callback reading the records; return the callbacks."""
     spec = run.spec
-    probe = DtypeProbe(state.model)
     if spec.train.compile:  # compiled modules do not show their dtypes to the probe
-        with run.signals.interruptible(), probe:
+        with run.signals.interruptible(), proof.probe:
             try_batch(run, state, loaders.val, says_layout=False)
     prepare_model(spec, run.precision, run.device, state.plain_model)
     start_step = resumed.content["step"] if resumed else 0
-    callbacks = TrainingCallbacks(run, state, loaders.train, start_step, own_callbacks)
+    callbacks = TrainingCallbacks(run, state, loaders.train, start_step, user_callbacks)
     if resumed is not None:
-        _restore(run, callbacks, resumed, total_steps(spec.train, loaders.train))
+        messages = callbacks.restore(resumed)
+        planned = callbacks.planned_steps
+        run.say(f"resumed at step {state.step} of {planned}: {resumed.path}")
+        for line in messages:
+            run.say(line)
     records = fit(
         state,
         loaders.train,
         loaders.validation,
         spec.train,
-        step_context=_step_contexts(run, callbacks, probe, proof),
+        step_context=_step_contexts(run, callbacks, proof),
         flush_every=spec.checkpoint.every_steps,
         should_stop=run.stop_requested,
         should_finish=callbacks.should_finish,
@@ -192,8 +174,12 @@ def _train_loop(
     hook_error = None
     try:
         evaluated = set_labels("val", loaders.validation)
-        with explain_training_errors(run, state, (loaders.train, evaluated)):
-            _dispatch_records(records, callbacks)
+        with TrainingErrors(run, state, loaders.train, evaluated).explain():
+            for record in records:
+                callbacks.dispatch(record)
+                if callbacks.should_stop():
+                    break
+            callbacks.end()
     except HookError as error:
         hook_error = error
     finally:
@@ -203,23 +189,7 @@ def _train_loop(
         _raise_with_checkpoint(run, callbacks, hook_error)
     # A signal that reached one process stops all of them.
     run.signals.record_remote_signal(run.strategy.all_reduce_max(run.signals.number or 0))
-    unsaved = _save_weights(run, callbacks)
-    # After the last checkpoint: the message names the newest one.
-    failure = callbacks.failure_message
-    save_dtypes(run, probe, proof.report)
-    save_loss_scale(run, callbacks.summary, state.step)
-    return LoopOutcome(
-        callbacks.summary, proof.report, failure, callbacks.guard.stopped_step, unsaved
-    )
-
-
-def _dispatch_records(records: Iterator[Record], callbacks: TrainingCallbacks) -> None:
-    """Have every callback read the records, until the loop or a callback ends the training."""
-    for record in records:
-        dispatch(callbacks.callbacks, record)
-        if callbacks.should_stop():
-            break
-    callbacks.end()
+    return callbacks
 
 
 def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> dict[str, float]:
@@ -233,8 +203,8 @@ def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> di
         return {}
     evaluated = set_labels("test", loaders.test)
     try:
-        with explain_training_errors(run, state, (loaders.train, evaluated)):
-            metrics = evaluate_test(state, loaders.test, run.stop_requested)
+        with TrainingErrors(run, state, loaders.train, evaluated).explain():
+            metrics = evaluate_sets("test", state, loaders.test, run.stop_requested)
     finally:
         loaders.close()
     if metrics is None:
@@ -243,16 +213,6 @@ def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> di
     shown = [f"{name} {format_number(value)}" for name, value in metrics.items()]
     run.say("  ".join(["test", *shown]))
     return metrics
-
-
-def _restore(
-    run: RunContext, callbacks: TrainingCallbacks, resumed: LoadedCheckpoint, steps: int
-) -> None:
-    """Restore a checkpoint's state, and say from which step the run continues."""
-    messages = callbacks.restore(resumed)
-    run.say(f"resumed at step {callbacks.state.step} of {steps}: {resumed.path}")
-    for line in messages:
-        run.say(line)
 
 
 def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
@@ -267,8 +227,8 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
             unsaved.append(str(error))
         if run.signals.is_stop_requested() and path:
             run.say(f"checkpoint: {path}")
-            if run.origin.sweep is None:  # a sweep is resumed as a whole
-                run.say(f"Resume with: {run.origin.resume_text(run.out)}")
+            if run.invocation.sweep is None:  # a sweep is resumed as a whole
+                run.say(f"Resume with: {run.invocation.resume_text(run.out)}")
     wants_folders = wants_model_folders(run, callbacks.state)
     wants_weights = spec.checkpoint.safetensors or wants_folders
     # All processes ask, and agree.
@@ -298,20 +258,13 @@ def _raise_with_checkpoint(
         raise HookError(f"{message} {unsaved}") from error
     if path is not None:
         message += f" The state is in {relative_path(path)}."
-        if run.origin.sweep is None:  # a sweep is resumed as a whole
-            message += f" Resume with: {run.origin.resume_text(run.out)}"
+        if run.invocation.sweep is None:  # a sweep is resumed as a whole
+            message += f" Resume with: {run.invocation.resume_text(run.out)}"
     raise HookError(message) from error
 
 
-def _separate_random_streams(run: RunContext) -> None:
-    """Seed each process but the first anew: the weights are equal, dropout must not be."""
-    if not run.strategy.place.is_main:
-        # 2**40 apart: no seed that somebody types for another run is a process's seed of this one.
-        seed_all(run.spec.seed + run.strategy.place.rank * 2**40)
-
-
 def _step_contexts(
-    run: RunContext, callbacks: TrainingCallbacks, probe: DtypeProbe, proof: FirstStepProof
+    run: RunContext, callbacks: TrainingCallbacks, proof: FirstStepProof
 ) -> Callable[[int], AbstractContextManager[object]]:
     """Return the function that makes the context around a step.
 
@@ -320,23 +273,14 @@ def _step_contexts(
     first = callbacks.state.step + 1
     numerics = callbacks.numerics
 
+    @contextmanager
+    def around_first(measured: AbstractContextManager[object]) -> Iterator[None]:
+        # A signal ends it at once: it may compile for minutes, with nothing to save before it.
+        with run.signals.interruptible(), proof.probe, proof.watch(), measured:
+            yield
+
     def around(step: int) -> AbstractContextManager[object]:
         measured = numerics.around_step(step) if numerics else _UNMEASURED
-        return _first_step(run, probe, proof, measured) if step == first else measured
+        return around_first(measured) if step == first else measured
 
     return around
-
-
-@contextmanager
-def _first_step(
-    run: RunContext,
-    probe: DtypeProbe,
-    proof: FirstStepProof,
-    measured: AbstractContextManager[object],
-) -> Iterator[None]:
-    """Return the context around the first step, which a signal ends at once.
-
-    It may compile for minutes, and there is nothing to save before it.
-    """
-    with run.signals.interruptible(), probe, proof.watch(), measured:
-        yield

@@ -14,23 +14,23 @@ from runner.checkpoint.writers import AsyncCheckpointWriter, ShardedCheckpointWr
 from runner.data.step_samples import samples_of_step
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.data_checks import explain_uncounted_labels
-from runner.diagnostics.numerics.numerics_callback import NumericsCallback, NumericsOutput
+from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.modes.context import RunContext
 from runner.modes.saved_run import typed_overrides
 from runner.modes.training_errors import batch_saver
+from runner.modes.training_outputs import callback_output
 from runner.training import state_dict
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback, RunHandle, TrainingEnd, dispatch
 from runner.training.callbacks.checkpointing import Checkpointing
 from runner.training.callbacks.early_stopping import EarlyStopping
 from runner.training.callbacks.guard import Guard
 from runner.training.callbacks.metric_logger import MetricLogger
-from runner.training.callbacks.own_callback import CallbackOutput, RunCallback, TrainingEnd
-from runner.training.callbacks.own_callback_caller import OwnCallbackCaller
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress
 from runner.training.callbacks.summary import RunSummary
+from runner.training.callbacks.user_callbacks import UserCallbacks
 from runner.training.loop import is_evaluation_step, total_steps
-from runner.training.records import StepRecord
+from runner.training.records import Record, StepRecord
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.utils.formatting import relative_path
@@ -45,10 +45,11 @@ class TrainingCallbacks:
         state: of the training.
         planned_steps: optimizer steps of the whole training.
         callbacks: in the order in which they read a record.
+        handle: passed to the callbacks.
         summary: best, last and speed, for the run's result.
         guard: stops a run whose numbers are wrong.
         numerics: measures tensors at an interval; None where none is asked for.
-        own: calls the user's callbacks; None where the config has none.
+        user: calls the user's callbacks; None where the config has none.
         writer: writes the checkpoints.
     """
 
@@ -58,94 +59,108 @@ class TrainingCallbacks:
         state: TrainState,
         loader: BatchLoader,
         start_step: int,
-        own: Mapping[str, RunCallback],
+        user_callbacks: Mapping[str, RunCallback],
     ) -> None:
         self.run = run
         self.state = state
-        self.writer = _checkpoint_writer(run)
+        # A process that is not the first takes part in gathering; without shards it writes nothing.
+        strategy = run.strategy
+        keep = run.spec.checkpoint.keep
+        self.writer: AsyncCheckpointWriter | ShardedCheckpointWriter
+        if strategy.shards or not strategy.place.is_main:
+            self.writer = ShardedCheckpointWriter(run.checkpoint_folder, keep, run.say, strategy)
+        else:
+            self.writer = AsyncCheckpointWriter(run.checkpoint_folder, keep, run.say)
         # The copy of the weights must be complete before the optimizer changes them.
         state.set_update_hook(self.writer.wait_for_copy)
-        self.planned_steps = total_steps(run.spec.train, loader)
+        spec = run.spec
+        task = run.task
         self._reads_stream = isinstance(loader, StreamLoader)
-        self.summary = RunSummary(run.task.quality, run.task.direction)
+        self.planned_steps = total_steps(spec.train, loader)
+        self.summary = RunSummary(task.quality, task.direction)
         self.guard = _guard(run, loader, start_step)
-        self.numerics = _numerics_callback(run, state)
-        self.own = _own_callback_caller(run, state, own)
-        # Checkpoints come last: what the guard refuses is not saved.
-        self.callbacks = [*self._reading_callbacks(loader), *self._saving_callbacks(loader)]
-
-    def _reading_callbacks(self, loader: BatchLoader) -> list[Callback]:
-        run = self.run
-        callbacks: list[Callback] = [
+        output = callback_output(run)
+        self.handle = RunHandle("", state, output)
+        self.callbacks: list[RunCallback] = [
             self.summary,
-            MetricLogger(run.tracker, self.state, run.accelerator),
+            MetricLogger(run.tracker, state, run.accelerator),
             progress(run.console, self.planned_steps, run.label),
             self.guard,
         ]
-        if self.numerics:
-            callbacks.append(self.numerics)
-        patience = run.spec.train.early_stop
-        if patience:
-            callbacks.append(EarlyStopping(run.task.quality, run.task.direction, patience))
-        if run.spec.debug.profile:
-            callbacks.append(Profiler(run.out, run.spec.debug.profile, run.write_file))
-        if self.own is not None:
-            callbacks.append(self.own)
-        return callbacks
+        self.numerics = None
+        if spec.numerics.every and run.strategy.place.is_main:
+            self.numerics = NumericsCallback(state, spec.numerics.every, output)
+            self.callbacks.append(self.numerics)
+        if spec.train.early_stop:
+            patience = spec.train.early_stop
+            self.callbacks.append(EarlyStopping(task.quality, task.direction, patience))
+        if spec.debug.profile:
+            self.callbacks.append(Profiler(run.out, spec.debug.profile, run.write_file))
+        self.user = None
+        if spec.callbacks:
+            if run.strategy.place.world_size > 1:
+                names = ", ".join(spec.callbacks)
+                run.say(f"callbacks: {names} (called in the main process only)")
+            self.user = UserCallbacks(user_callbacks, state, output)
+            self.callbacks.append(self.user)
+        # Checkpoints come last: what the guard refuses is not saved.
+        every = spec.checkpoint.every_steps
+        if every or spec.checkpoint.best:
+            due = partial(is_evaluation_step, spec.train, loader)
+            quality = task.quality if spec.checkpoint.best else None
+            self.callbacks.append(Checkpointing(self._save, every, due, quality, task.direction))
 
-    def _saving_callbacks(self, loader: BatchLoader) -> list[Callback]:
-        wanted = self.run.spec.checkpoint
-        task = self.run.task
-        if not (wanted.every_steps or wanted.best):
-            return []
-        due = partial(is_evaluation_step, self.run.spec.train, loader)
-        quality = task.quality if wanted.best else None
-        return [Checkpointing(self._save, wanted.every_steps, due, quality, task.direction)]
+    def dispatch(self, record: Record) -> None:
+        """Pass a record to every callback, in order."""
+        dispatch(self.callbacks, record, self.handle)
 
     def should_stop(self) -> bool:
-        """Return whether the training ends now, by early stopping, the guard or a callback of the
-        user's; all processes must ask after each record.
+        """Return whether a callback ends the training; all processes must ask after each record.
 
         Raises:
             HookError: a callback of the user's failed.
         """
-        stoppers = [c for c in self.callbacks if isinstance(c, EarlyStopping | Guard)]
-        is_evaluated = self.state.last_evaluation_step == self.state.step
-        # Without an evaluation the next step is the last one, see should_finish.
-        is_stopped = self.own is not None and self.own.agree() and is_evaluated
-        return is_stopped or any(callback.should_stop for callback in stoppers)
+        if self.user is not None:
+            self.user.agree()
+        return any(callback.stop_reason for callback in self.callbacks)
 
     def should_finish(self) -> bool:
         """Return whether the next step is to be the last one."""
-        return self.own is not None and self.own.is_stopping
+        # It is evaluated, after which the user's callbacks end the training.
+        return self.user is not None and self.user.is_stopping
 
     def end(self) -> None:
-        """Tell the user's callbacks that the training has ended; all processes must call it.
+        """Tell the callbacks that the training has ended; all processes must call it.
 
         Raises:
-            HookError: a callback fails.
+            HookError: a callback of the user's fails.
         """
-        if self.own is None or self.guard.message:
+        if self.user is None or self.guard.stop_reason:
             return
         run = self.run
         # A run that a signal has stopped is resumed, and ends then.
         if run.strategy.all_reduce_max(run.signals.number or 0):
             return
-        reason = self.own.stop_reason
-        if any(isinstance(c, EarlyStopping) and c.should_stop for c in self.callbacks):
-            reason = f"train.early_stop={run.spec.train.early_stop}"
+        reasons = [callback.stop_reason for callback in self.callbacks if callback.stop_reason]
         result = self.summary.result_values()
         end = TrainingEnd(
-            self.state.step, self.planned_steps, result["metrics"], result["best"], reason
+            self.state.step,
+            self.planned_steps,
+            result["metrics"],
+            result["best"],
+            reasons[0] if reasons else "",
         )
-        self.own.end(end)
+        for callback in self.callbacks:
+            callback.on_end(end, self.handle)
 
     @property
     def failure_message(self) -> str:
         """Why the guard stopped the run, and the last good checkpoint; empty where it did not."""
-        if not self.guard.message:
-            return ""
-        return f"{self.guard.message}{_last_checkpoint_hint(self.run.checkpoint_folder)}"
+        reason = self.guard.stop_reason
+        paths = checkpoints_in(self.run.checkpoint_folder) if reason else []
+        if not paths:
+            return reason
+        return f"{reason}\nThe last good weights: init.weights={relative_path(paths[-1])}"
 
     def restore(self, saved: LoadedCheckpoint) -> list[str]:
         """Restore everything but the weights, which the model was built with.
@@ -154,32 +169,26 @@ class TrainingCallbacks:
             Sentences that say which parts of the checkpoint could not be restored as they were.
         """
         run = self.run
-        typed = typed_overrides(run.origin).keys()
+        typed = typed_overrides(run.invocation).keys()
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
         if self._reads_stream:
             messages.append(
                 f"the stream is read again up to batch {self.state.position} of pass "
                 f"{self.state.epoch}: that it yields the same examples is not checked"
             )
-        if self.own is not None:
-            self.own.agree()
-        messages += self._own_callback_messages(saved.content["callbacks"])
+        if self.user is not None:
+            self.user.agree()
+        states = saved.content["callbacks"].get(UserCallbacks.key, {})
+        nodes = run.spec.callbacks
+        for name in nodes:
+            if name not in states:
+                messages.append(f"callbacks.{name} begins here: the checkpoint has no state of it")
+        for name in states:
+            if name not in nodes:
+                messages.append(f"callbacks.{name} is not called any more: its state is dropped")
         # Checkpoints of later steps would be taken for this run's newest ones.
         if run.strategy.place.is_main:
             checkpoint_file.rename_superseded(run.checkpoint_folder, self.state.step)
-        return messages
-
-    def _own_callback_messages(self, states: Mapping[str, Any]) -> list[str]:
-        """Return a sentence for each of the user's callbacks that does not continue."""
-        saved = states.get(OwnCallbackCaller.key, {})
-        nodes = self.run.spec.callbacks
-        messages = []
-        for name in nodes:
-            if name not in saved:
-                messages.append(f"callbacks.{name} begins here: the checkpoint has no state of it")
-        for name in saved:
-            if name not in nodes:
-                messages.append(f"callbacks.{name} is not called any more: its state is dropped")
         return messages
 
     def weights_are_valid(self) -> bool:
@@ -192,9 +201,9 @@ class TrainingCallbacks:
         is_evaluated = self.summary.last_evaluation_step == self.state.step
         metrics = self.summary.metrics if is_evaluated else {}
         rest = state_dict.state_dict(self.state, self.callbacks)
-        origin = self.run.origin
+        invocation = self.run.invocation
         return checkpoint_state_dict(
-            self.state, self.run.spec, origin.choices, metrics, rest, origin.is_trusted
+            self.state, self.run.spec, invocation.choices, metrics, rest, invocation.is_trusted
         )
 
     def _save(self, best: bool) -> None:
@@ -215,37 +224,6 @@ class TrainingCallbacks:
         for callback in self.callbacks:
             callback.close()
         self.writer.finish()
-
-
-def _checkpoint_writer(run: RunContext) -> AsyncCheckpointWriter | ShardedCheckpointWriter:
-    folder = run.checkpoint_folder
-    keep = run.spec.checkpoint.keep
-    strategy = run.strategy
-    # A process that is not the first takes part in gathering; without shards it writes nothing.
-    if strategy.shards or not strategy.place.is_main:
-        return ShardedCheckpointWriter(folder, keep, run.say, strategy)
-    return AsyncCheckpointWriter(folder, keep, run.say)
-
-
-def _numerics_callback(run: RunContext, state: TrainState) -> NumericsCallback | None:
-    every = run.spec.numerics.every
-    if not every or not run.strategy.place.is_main:
-        return None
-    output = NumericsOutput(run.out, run.label, run.tracker, run.save_artifact, run.say)
-    return NumericsCallback(state, every, output)
-
-
-def _own_callback_caller(
-    run: RunContext, state: TrainState, own: Mapping[str, RunCallback]
-) -> OwnCallbackCaller | None:
-    """Return what calls the user's callbacks, in every process of a run that has some."""
-    if not run.spec.callbacks:
-        return None
-    names = ", ".join(run.spec.callbacks)
-    if run.strategy.place.world_size > 1:
-        run.say(f"callbacks: {names} (called in the main process only)")
-    output = CallbackOutput(run.out, run.tracker, run.save_artifact, run.say, run.save_traceback)
-    return OwnCallbackCaller(own, state, output)
 
 
 def _guard(run: RunContext, loader: BatchLoader, start_step: int) -> Guard:
@@ -288,9 +266,3 @@ def _weights_are_finite(run: RunContext, state: TrainState) -> bool:
         return True
     run.say(f"warning: the weights of step {state.step} are not finite and are not saved.")
     return False
-
-
-def _last_checkpoint_hint(folder: Path) -> str:
-    """Return a line that names the newest checkpoint; empty without one."""
-    paths = checkpoints_in(folder)
-    return f"\nThe last good weights: init.weights={relative_path(paths[-1])}" if paths else ""

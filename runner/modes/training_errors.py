@@ -1,14 +1,18 @@
 """Explain the errors that the training loop raises, and end a run that a guard stopped.
 
-Checks before the first step are in startup_checks.py. The guard that judges the records is in
+Checks before the first step are in startup.py. The guard that judges the records is in
 training/callbacks/guard.py.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
 from runner.data.stream_loader import BatchLoader, StreamLoader
@@ -16,13 +20,12 @@ from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, wo
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
 from runner.modes.context import RunContext
-from runner.modes.error_rules import Failure, gradient_problem, precision_advice
-from runner.modes.result import RunResult
-from runner.training.evaluation_mode import evaluation_mode
+from runner.modes.error_rules import Failure, precision_advice
+from runner.training.evaluation import evaluation_mode
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
-from runner.utils.errors import ConfigError, DataError, Diverged, ModelError, RunnerError
-from runner.utils.layout import RESULT
+from runner.utils.errors import ConfigError, DataError, ModelError, RunnerError
+from runner.utils.module_tape import ModuleTape
 
 # Texts of PyTorch's errors: a backward without a gradient; labels and tokens out of range, in the
 # loss, in an embedding on a CPU, and in either of them on a GPU.
@@ -34,97 +37,192 @@ _DEVICE_ASSERT = "device-side assert"
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
-def raise_diverged(
-    run: RunContext, result: RunResult, step: int | None, problems: Sequence[str]
-) -> NoReturn:
-    """End a run that a guard stopped; its result has the numbers of the steps until then.
-
-    Args:
-        run: the run.
-        result: of the run.
-        step: the step for whose numbers the guard did; None where the hardware was at fault.
-        problems: the guard's message, and files that could not be written.
-
-    Raises:
-        Diverged: with the problems.
-    """
-    message = "\n".join(problems)
-    failed = replace(
-        result, status="failed", error=message, diverged=step is not None, diverged_step=step
-    )
-    run.save_artifact(run.out / RESULT, lambda _: failed.write(run.out))
-    raise Diverged(message)
+_GRADIENT_BREAKERS = (
+    "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
+    "torch.no_grad()."
+)
 
 
-@contextmanager
-def explain_training_errors(
-    run: RunContext, state: TrainState, loaders: tuple[BatchLoader, Mapping[str, BatchLoader]]
-) -> Iterator[None]:
-    """Return the context around the training loop, which explains errors that it knows.
+@dataclass(frozen=True)
+class TrainingErrors:
+    """Explains what the training loop or an evaluation in it raises.
 
-    These are labels outside the classes, loading processes that die, operations that the precision
-    lacks, losses without a gradient and batch norms with one example. The traceback goes to
-    error.txt.
+    Errors that are known are labels outside the classes, loading processes that die, operations
+    that the precision lacks, losses without a gradient and batch norms with one example.
 
-    Args:
+    Attributes:
         run: the run.
         state: its model is trained or evaluated.
-        loaders: of the training set, and of the sets that are evaluated by their labels.
-
-    Raises:
-        DataError: in place of what the data causes.
-        ConfigError: in place of what the settings or a missing gradient cause in the first step.
-        ModelError: in place of what the settings cause after steps have been trained.
+        train: loader of the training set.
+        evaluated: loaders of the sets that are evaluated, by their labels.
     """
-    start_step = state.step
-    try:
-        yield
-    except RunnerError:
-        raise  # its message says already what to change
-    except Exception as error:
+
+    run: RunContext
+    state: TrainState
+    train: BatchLoader
+    evaluated: Mapping[str, BatchLoader]
+
+    @contextmanager
+    def explain(self) -> Iterator[None]:
+        """Return the context in which known errors are explained; a traceback goes to error.txt.
+
+        Raises:
+            DataError: in place of what the data causes.
+            ConfigError: in place of what the settings or a missing gradient cause in the first
+                step.
+            ModelError: in place of what the settings cause after steps have been trained.
+        """
+        start_step = self.state.step
         try:
-            _raise_explained(run, state, loaders, error, start_step)
-        except RuntimeError as later:
-            # torch reports a dead loading process wherever the main thread is, here as well.
-            if later is error or not is_process_death(later):
-                raise
-            _raise_explained(run, state, loaders, later, start_step)
+            yield
+        except RunnerError:
+            raise  # its message says already what to change
+        except Exception as error:
+            try:
+                self._raise(error, start_step)
+            except RuntimeError as later:
+                # torch reports a dead loading process wherever the main thread is, here as well.
+                if later is error or not is_process_death(later):
+                    raise
+                self._raise(later, start_step)
 
+    def _raise(self, error: Exception, start_step: int) -> NoReturn:
+        """Raise what explains an error, or the error itself.
 
-def _raise_explained(
-    run: RunContext,
-    state: TrainState,
-    loaders: tuple[BatchLoader, Mapping[str, BatchLoader]],
-    error: Exception,
-    start_step: int,
-) -> NoReturn:
-    """Raise what explains an error of the training loop, or the error itself.
+        Args:
+            error: what was raised.
+            start_step: optimizer steps before the loop began.
+        """
+        run = self.run
+        state = self.state
+        run.signals.check()  # an interrupt reaches the processes that load data, too
+        if any(text in str(error) for text in _NO_GRADIENT):
+            raise ConfigError(f"{self._no_gradient_reason()} {run.save_traceback()}") from error
+        if _ONE_VALUE in str(error):
+            advice = _larger_batch(run, self.train)
+        else:
+            advice = precision_advice(Failure(error, state.plain_model, run.precision))
+        if advice:
+            # In the first step the settings do not fit (exit status 2); after steps that were
+            # trained, the same error ends a run that had begun (exit status 1).
+            kind = ConfigError if state.step <= start_step + 1 else ModelError
+            model = run.invocation.option_name("model", run.spec.model)
+            when = "step" if state.model.training else "the evaluation after step"
+            text = str(error).strip().rstrip(".")
+            raise kind(
+                f"model={model} fails in {when} {state.step} with precision={run.precision.name}: "
+                f"{type(error).__name__}: {text}. {advice} {run.save_traceback()}"
+            ) from error
+        explanation = self._explain_data_error(error)
+        if explanation is None:
+            raise error
+        raise DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
 
-    Args:
-        run: the run.
-        state: its model is trained or evaluated.
-        loaders: see explain_training_errors.
-        error: what was raised.
-        start_step: optimizer steps before the loop began.
-    """
-    run.signals.check()  # an interrupt reaches the processes that load data, too
-    if any(text in str(error) for text in _NO_GRADIENT):
-        reason = _no_gradient_reason(state, next(iter(loaders[1].values())))
-        raise ConfigError(f"{reason} {run.save_traceback()}") from error
-    if _ONE_VALUE in str(error):
-        advice = _larger_batch(run, loaders[0])
-    else:
-        advice = precision_advice(Failure(error, state.plain_model, run.precision))
-    if advice:
-        # In the first step the settings do not fit (exit status 2); after steps that were
-        # trained, the same error ends a run that had begun (exit status 1).
-        kind = ConfigError if state.step <= start_step + 1 else ModelError
-        reason = _failing_step(run, state, error)
-        raise kind(f"{reason} {advice} {run.save_traceback()}") from error
-    explanation = _explain_data_error(run, state, loaders, error)
-    if explanation is None:
-        raise error
-    raise DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
+    def _no_gradient_reason(self) -> str:
+        """Return why the loss has no gradient: found by one more forward, module by module, which
+        changes nothing."""
+        state = self.state
+        precision = state.precision
+        model = state.plain_model
+        inputs, _ = next(next(iter(self.evaluated.values())).epoch(0))
+        without_grad: list[str] = []
+        with_gradient: list[str] = []
+
+        def note(name: str, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                without_grad.append(name)
+            if _requires_grad(output):
+                with_gradient.append(name)
+
+        with (
+            ModuleTape() as tape,
+            evaluation_mode(state.model, state.task, state.device),
+            torch.enable_grad(),
+            precision.forward(state.device),
+        ):
+            for name, module in model.named_modules():
+                tape.watch_calls(name, module, end=note)
+            output = call_model(model, precision.cast(inputs))
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        start = "The loss has no gradient, so nothing can train."
+        if _requires_grad(output):
+            return (
+                f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
+            )
+        if without_grad:
+            return (
+                f"{start} {type(model).__name__}.forward runs {without_grad[0]} with gradients "
+                "switched off. Leave torch.no_grad() and torch.inference_mode() out of what trains."
+            )
+        if with_gradient:
+            last = with_gradient[-1]
+            return f"{start} The last module whose output has one is {last}. {_GRADIENT_BREAKERS}"
+        return (
+            f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
+            f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
+            "set requires_grad of those that it uses."
+        )
+
+    def _explain_data_error(self, error: Exception) -> str | None:
+        """Return what an error of the loop means; None for one that the data does not cause."""
+        run = self.run
+        training = self.state.model.training
+        step = self.state.step
+        text = str(error)
+        reason = worker_failure(error)
+        if reason and not training:
+            failed = [label for label, loader in self.evaluated.items() if loader.has_failed]
+            return _worker_message(reason, f"the {[*failed, *self.evaluated][0]} set")
+        if reason:
+            ahead = 1  # it raised: the batch is the next one
+            if not is_dataset_error(error):
+                # It was killed: any batch that the workers load in advance may be the cause.
+                ahead = -(-PREFETCH * self.train.options.workers // run.spec.train.accumulate)
+            steps = f"step {step + 1}" if ahead == 1 else f"steps {step + 1} to {step + ahead}"
+            message = _worker_message(reason, f"the train set for {steps}")
+            saved = batch_saver(run, self.train).save(step + 1, reason, count=ahead)
+            return f"{message}\n{saved}"
+        if _BAD_LABEL.search(text) or _BAD_INDEX in text:
+            if training:
+                return self._label_out_of_range(text, [step])
+            return self._evaluated_label_out_of_range(text)
+        if _DEVICE_ASSERT in text:
+            # A GPU reports it late, and the host reads records at most two blocks after the device.
+            first = max(1, step - 2 * run.spec.train.log_every)
+            return self._label_out_of_range(text, range(first, step + 1))
+        return None
+
+    def _evaluated_label_out_of_range(self, text: str) -> str:
+        """Return a message for a label or token of an evaluated set that the model has no output
+        for.
+
+        The sets are evaluated one after the other: the first with such a sample is the one that
+        failed.
+        """
+        reason = text.splitlines()[0].rstrip(".")
+        sample = ""
+        for label, loader in self.evaluated.items():
+            sample = _first_bad_sample(self.run, all_targets(loader))
+            if sample.startswith(" Sample"):
+                return f"In the evaluation of the {label} set: {reason}.{sample}"
+        return f"In the evaluation: {reason}.{sample}"
+
+    def _label_out_of_range(self, text: str, steps: Sequence[int]) -> str:
+        """Return a message for a label or token that the model has no output or embedding for.
+
+        Args:
+            text: of the error.
+            steps: of the training that may hold it.
+        """
+        run = self.run
+        reason = text.splitlines()[0].rstrip(".")
+        accumulate = run.spec.train.accumulate
+        samples = [samples_of_step(self.train, accumulate, step) for step in steps]
+        place = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
+        sample = _first_bad_sample(run, targets_of_steps(self.train, samples))
+        message = f"At {place}: {reason}.{sample}"
+        saved = batch_saver(run, self.train).save(steps[0], message, count=len(steps))
+        return f"{message}\n{saved}"
 
 
 def _larger_batch(run: RunContext, loader: BatchLoader) -> str:
@@ -146,29 +244,6 @@ def _larger_batch(run: RunContext, loader: BatchLoader) -> str:
     )
 
 
-def _failing_step(run: RunContext, state: TrainState, error: Exception) -> str:
-    """Return a sentence with the step that failed and the error's own text."""
-    model = run.origin.option_name("model", run.spec.model)
-    when = "step" if state.model.training else "the evaluation after step"
-    text = str(error).strip().rstrip(".")
-    return (
-        f"model={model} fails in {when} {state.step} with precision={run.precision.name}: "
-        f"{type(error).__name__}: {text}."
-    )
-
-
-def _no_gradient_reason(state: TrainState, loader: BatchLoader) -> str:
-    """Return why the loss has no gradient, from one more forward that changes nothing."""
-    inputs, _ = next(loader.epoch(0))
-
-    def call() -> Any:
-        with state.precision.forward(state.device):
-            return call_model(state.plain_model, state.precision.cast(inputs))
-
-    with evaluation_mode(state.model, state.task, state.device):
-        return gradient_problem(state.plain_model, call)
-
-
 @contextmanager
 def explain_dead_workers(run: RunContext, split: str) -> Iterator[None]:
     """Return the context around a check of a split, in which a dead worker is a DataError."""
@@ -182,47 +257,6 @@ def explain_dead_workers(run: RunContext, split: str) -> Iterator[None]:
         raise DataError(f"{text}\n{run.save_traceback()}".rstrip()) from error
 
 
-def _explain_data_error(
-    run: RunContext,
-    state: TrainState,
-    loaders: tuple[BatchLoader, Mapping[str, BatchLoader]],
-    error: Exception,
-) -> str | None:
-    """Return what an error of the loop means; None for one that the data does not cause."""
-    training = state.model.training
-    step = state.step
-    text = str(error)
-    reason = worker_failure(error)
-    if reason:
-        if not training:
-            failed = [label for label, loader in loaders[1].items() if loader.has_failed]
-            return _worker_message(reason, f"the {[*failed, *loaders[1]][0]} set")
-        return _explain_dead_worker(run, loaders[0], step, reason, error)
-    if _BAD_LABEL.search(text) or _BAD_INDEX in text:
-        if training:
-            return _label_out_of_range(run, loaders[0], text, [step])
-        return _evaluated_label_out_of_range(run, loaders[1], text)
-    if _DEVICE_ASSERT in text:
-        # A GPU reports it late, and the host reads records at most two blocks after the device.
-        first = max(1, step - 2 * run.spec.train.log_every)
-        return _label_out_of_range(run, loaders[0], text, range(first, step + 1))
-    return None
-
-
-def _explain_dead_worker(
-    run: RunContext, loader: BatchLoader, step: int, reason: str, error: Exception
-) -> str:
-    """Return which steps a training worker may have been loading, and save their samples."""
-    if is_dataset_error(error):
-        ahead = 1  # it raised: the batch is the next one
-    else:
-        # It was killed: any batch that the workers load in advance may be the cause.
-        ahead = -(-PREFETCH * loader.options.workers // run.spec.train.accumulate)
-    steps = f"step {step + 1}" if ahead == 1 else f"steps {step + 1} to {step + ahead}"
-    text = _worker_message(reason, f"the train set for {steps}")
-    return f"{text}\n{batch_saver(run, loader).save(step + 1, reason, count=ahead)}"
-
-
 def _worker_message(reason: str, what: str) -> str:
     """Return a message for a process that loads data and died or raised."""
     return (
@@ -230,42 +264,6 @@ def _worker_message(reason: str, what: str) -> str:
         "Try train.num_workers=0 to see it in the main process, or fewer processes where memory "
         "ran out."
     )
-
-
-def _evaluated_label_out_of_range(
-    run: RunContext, evaluated: Mapping[str, BatchLoader], text: str
-) -> str:
-    """Return a message for a label or token of an evaluated set that the model has no output for.
-
-    The sets are evaluated one after the other: the first with such a sample is the one that failed.
-    """
-    reason = text.splitlines()[0].rstrip(".")
-    sample = ""
-    for label, loader in evaluated.items():
-        sample = _first_bad_sample(run, all_targets(loader))
-        if sample.startswith(" Sample"):
-            return f"In the evaluation of the {label} set: {reason}.{sample}"
-    return f"In the evaluation: {reason}.{sample}"
-
-
-def _label_out_of_range(
-    run: RunContext, loader: BatchLoader, text: str, steps: Sequence[int]
-) -> str:
-    """Return a message for a label or token that the model has no output or embedding for.
-
-    Args:
-        run: the run.
-        loader: whose samples hold it.
-        text: of the error.
-        steps: of the training that may hold it.
-    """
-    reason = text.splitlines()[0].rstrip(".")
-    accumulate = run.spec.train.accumulate
-    samples = [samples_of_step(loader, accumulate, step) for step in steps]
-    place = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
-    sample = _first_bad_sample(run, targets_of_steps(loader, samples))
-    message = f"At {place}: {reason}.{sample}"
-    return f"{message}\n{batch_saver(run, loader).save(steps[0], message, count=len(steps))}"
 
 
 def _first_bad_sample(run: RunContext, portions: Iterator[tuple[list[int], Any]]) -> str:
@@ -289,4 +287,12 @@ def _first_bad_sample(run: RunContext, portions: Iterator[tuple[list[int], Any]]
 
 def batch_saver(run: RunContext, loader: BatchLoader) -> BatchSaver:
     """Return what saves the samples of a run's steps for mode=replay."""
-    return BatchSaver(run.spec, run.origin, run.out, run.precision.name, loader, run.save_artifact)
+    return BatchSaver(
+        run.spec, run.invocation, run.out, run.precision.name, loader, run.save_artifact
+    )
+
+
+def _requires_grad(nest: Any) -> bool:
+    # torch does not know every mapping (ModelOutput).
+    leaves = tree_leaves(dict(nest) if isinstance(nest, Mapping) else nest)
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)

@@ -26,7 +26,6 @@ from runner.precision.options import (
 )
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tensors import unit_roundoff
-from runner.utils.tpu import accelerator_kind
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
@@ -93,7 +92,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
         if device.type not in ("cpu", "cuda"):
             raise Unavailable(
                 f"precision={self.name} needs a CPU or an NVIDIA GPU of compute capability "
-                f"{wanted} or higher; this run is on {accelerator_kind(device)}.",
+                f"{wanted} or higher; this run is on {device.type}.",
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:

@@ -29,7 +29,7 @@ from runner.precision.options import (
 )
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
-from runner.utils.tpu import accelerator_kind, is_tpu
+from runner.utils.tpu import is_tpu
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -184,7 +184,7 @@ def _require_device(name: str, device: torch.device, emulate: bool) -> None:
     )
     wants = f"precision={name} needs an NVIDIA GPU of compute capability 8.9 or higher;"
     if device.type != "cuda":
-        raise Unavailable(f"{wants} this run is on {accelerator_kind(device)}.", remedy)
+        raise Unavailable(f"{wants} this run is on {device.type}.", remedy)
     major, minor = torch.cuda.get_device_capability(device)
     # Ada has both of torch's kernels: per tensor in cuBLASLt, per row in CUTLASS
     # (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).

@@ -1,7 +1,7 @@
 """Norms and clipping of gradients, sparse and complex ones included. Nothing here is read on the
 host."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,18 +9,27 @@ from torch import Tensor
 _NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
 
 
-def coalesce_gradients(params: Sequence[Tensor]) -> None:
-    """Add up the rows of sparse gradients that belong to one index, in place."""
-    # The backward appends a row per lookup. Norms and finiteness of the values are those of the
-    # gradient only once each index has one row.
+def finish_gradients(params: Iterable[Tensor]) -> None:
+    """Put the gradients that a backward has left into the form that optimizers read, in place."""
     for p in params:
-        if p.grad is not None and p.grad.is_sparse:
+        if p.grad is None:
+            continue
+        # The backward appends a row per lookup. Norms and finiteness of the values are those of the
+        # gradient only once each index has one row.
+        if p.grad.is_sparse:
             p.grad = p.grad.coalesce()
+        # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
+        if p.grad.is_complex():
+            p.grad = p.grad.resolve_conj()
 
 
-def gradient_values(grad: Tensor) -> Tensor:
-    """Return a gradient as a plain tensor that shares its memory: of a sparse one its values."""
-    return grad.values() if grad.is_sparse else grad
+def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of those parameters that have one, as plain tensors.
+
+    Of a sparse gradient they are its values, which share its memory.
+    """
+    grads = [p.grad for p in params if p.grad is not None]
+    return [grad.values() if grad.is_sparse else grad for grad in grads]
 
 
 def grad_norms(grads: list[Tensor]) -> Tensor:
@@ -43,25 +52,34 @@ def grad_norms(grads: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(real, 2.0, dtype=wide))
 
 
-def total_norm(norms: Tensor) -> Tensor:
-    """Return the 2-norm of all gradients, a scalar, of the norm of each: [gradients]."""
-    # An optimizer whose gradients overflowed skips its step. Without the replacement, its infinite
-    # norm would scale the gradients of the other optimizers to zero.
-    return torch.linalg.vector_norm(norms.nan_to_num(nan=0.0, posinf=0.0))
+def clip_gradients(
+    grads: list[Tensor],
+    norm: float | None,
+    value: float | None,
+    reduce_norm: Callable[[Tensor], Tensor] = lambda total: total,
+) -> Tensor:
+    """Clip unscaled gradients in place, and return the 2-norm of each before that: [len(grads)].
 
-
-def scale_to_norm(grads: list[Tensor], total: Tensor, limit: float) -> None:
-    """Scale gradients in place to a 2-norm of at most the limit.
+    An overflow makes norms infinite and never raises.
 
     Args:
-        grads: changed in place.
-        total: their 2-norm, a scalar.
-        limit: largest 2-norm of all of them together.
+        grads: of all optimizers together.
+        norm: largest 2-norm of all of them together; None does not limit it.
+        value: largest magnitude of each element; None does not limit it.
+        reduce_norm: returns the 2-norm over all processes, of that of this process's shards.
     """
-    # 1e-6 as in torch.nn.utils.clip_grad_norm_. Multiplied always, even by 1: to ask whether the
-    # norm is above the limit would be a read of the device.
-    factor = (limit / (total + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, factor)
+    norms = grad_norms(grads)
+    if value is not None:
+        clip_elements(grads, value)
+    if norm is not None:
+        # An optimizer whose gradients overflowed skips its step. Without the replacement, its
+        # infinite norm would scale the gradients of the other optimizers to zero.
+        finite = norms.nan_to_num(nan=0.0, posinf=0.0)
+        total = reduce_norm(torch.linalg.vector_norm(finite))
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_. Multiplied always, even by 1: to ask whether
+        # the norm is above the limit would be a read of the device.
+        torch._foreach_mul_(grads, (norm / (total + 1e-6)).clamp(max=1.0))
+    return norms
 
 
 def clip_elements(grads: list[Tensor], limit: float) -> None:
@@ -74,3 +92,11 @@ def clip_elements(grads: list[Tensor], limit: float) -> None:
     limits = [min(limit, torch.finfo(grad.dtype).max) for grad in real]
     torch._foreach_clamp_min_(real, [-value for value in limits])
     torch._foreach_clamp_max_(real, limits)
+
+
+def any_found_inf(found_infs: Sequence[Tensor | None]) -> Tensor | None:
+    """Return whether any optimizer's gradients overflowed, a scalar; None without a loss scale."""
+    flags = [flag for flag in found_infs if flag is not None]
+    if len(flags) > 1:
+        return torch.stack(flags).amax()
+    return flags[0] if flags else None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from runner.precision.gradients import any_found_inf
 from runner.utils.errors import ConfigError
 
 
@@ -45,6 +46,15 @@ class LossScale(ABC):
     @abstractmethod
     def update(self, found_infs: Sequence[Tensor | None]) -> None:
         """Grow or back off, once per iteration, after every optimizer has stepped."""
+
+    def step_all(
+        self, optimizers: Sequence[Optimizer], found_infs: Sequence[Tensor | None]
+    ) -> None:
+        """Step the optimizers on their unscaled gradients, and update the scale."""
+        for optimizer, found_inf in zip(optimizers, found_infs, strict=True):
+            self.step(optimizer, found_inf)
+        # One scale for all optimizers, so it changes once, after the last of them has used it.
+        self.update(found_infs)
 
     def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint stores of the scale; empty without one."""
@@ -156,9 +166,9 @@ class DynamicLossScale(LossScale):
     def update(self, found_infs: Sequence[Tensor | None]) -> None:
         if self.is_fixed:
             return
-        flags = [flag for flag in found_infs if flag is not None]
         # An overflow in any optimizer's gradients backs the one scale off.
-        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        found_inf = any_found_inf(found_infs)
+        assert found_inf is not None
         torch._amp_update_scale_(
             self._scale,
             self._applied_in_a_row,

@@ -17,7 +17,6 @@ from runner.precision.contract import ComputeFormat
 from runner.precision.emulation.float16 import KernelChoice, choose_kernels, float32_accumulate
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.reproducibility import saved_float32_switches, set_float32_switches
-from runner.utils.tpu import accelerator_kind
 
 # Attributes of torch.backends.cuda.matmul.
 _SWITCHES = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -200,8 +199,7 @@ def require_cpu(name: str, device: torch.device) -> None:
     """Raise Unavailable for a precision that is emulated on a CPU only."""
     if device.type != "cpu":
         raise Unavailable(
-            f"precision={name} precision.emulate=true runs on a CPU; this run is on "
-            f"{accelerator_kind(device)}.",
+            f"precision={name} precision.emulate=true runs on a CPU; this run is on {device.type}.",
             "Type accelerator=cpu, or leave precision.emulate out.",
         )
 
@@ -211,7 +209,7 @@ def require_tf32(name: str, device: torch.device) -> None:
     if device.type != "cuda":
         raise Unavailable(
             f"precision={name} needs an NVIDIA GPU of compute capability 8.0 or higher; "
-            f"this run is on {accelerator_kind(device)}.",
+            f"this run is on {device.type}.",
             "Type precision.emulate=true for its numbers without its speed, or precision=32-true, "
             "the nearest that runs here.",
         )

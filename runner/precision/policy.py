@@ -16,8 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from runner.config.arguments import Arguments
-from runner.config.instantiation import keywords, locate
+from runner.config.instantiation import Arguments, keywords, locate
 from runner.config.overrides import PRECISION_ALIASES
 from runner.config.targets import build_group
 from runner.precision.casting import cast_nest

@@ -21,7 +21,6 @@ from runner.precision.layers.weight_formats import FORMAT_NAMES, WeightFormat, w
 from runner.precision.options import DTYPES, PrecisionOptions, require_bfloat16
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tensors import unit_roundoff
-from runner.utils.tpu import accelerator_kind
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
@@ -151,8 +150,7 @@ def require_format(name: str, format_name: str, device: torch.device, compute: t
     """
     if device.type not in ("cpu", "cuda"):
         raise Unavailable(
-            f"precision={name} needs a CPU or an NVIDIA GPU; this run is on "
-            f"{accelerator_kind(device)}.",
+            f"precision={name} needs a CPU or an NVIDIA GPU; this run is on {device.type}.",
             "Type accelerator=cpu, or precision=bf16-true.",
         )
     if format_name != "nvfp4" and find_spec("torchao") is None:

@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.precision.gradients import (
-    clip_elements,
-    coalesce_gradients,
-    grad_norms,
-    gradient_values,
-    scale_to_norm,
-    total_norm,
+    any_found_inf,
+    clip_gradients,
+    finish_gradients,
+    gradients_of,
 )
 from runner.precision.loss_scale import LossScale
 from runner.utils.errors import PolicyError
@@ -122,12 +120,8 @@ class ScaledGradients:
         if self._is_scaled:
             self._check_unchanged(optimizer, parameters)
         others = [p for p in self._computed.keys() - {*parameters} if self._is_unchanged(p)]
-        coalesce_gradients(parameters)
-        # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
-        for p in parameters:
-            if p.grad is not None and p.is_complex():
-                p.grad = p.grad.resolve_conj()
-        self._found_infs[optimizer] = self.scale.unscale(_gradients([optimizer]))
+        finish_gradients(parameters)
+        self._found_infs[optimizer] = self.scale.unscale(gradients_of(parameters))
         # Gradients that are views of one buffer, as DistributedDataParallel's may be, share their
         # version: unscaling some counts as a change of the others.
         self._record(others)
@@ -165,16 +159,11 @@ class ScaledGradients:
             norm: largest 2-norm of all gradients; None does not limit it.
             value: largest magnitude of each element; None does not limit it.
         """
-        grads = _gradients(optimizers)
+        grads = gradients_of(_parameters(*optimizers))
         if not grads:
             raise PolicyError("None of the optimizers' parameters has a gradient to clip.")
-        norms = grad_norms(grads)
-        if value is not None:
-            clip_elements(grads, value)
-        if norm is not None:
-            scale_to_norm(grads, total_norm(norms), norm)
         # As torch's own clipping returns it: infinite or NaN where gradients are.
-        return torch.linalg.vector_norm(norms)
+        return torch.linalg.vector_norm(clip_gradients(grads, norm, value))
 
     def step(self, optimizers: Sequence[Optimizer]) -> None:
         """Step the optimizers on their unscaled gradients, update the scale, drop the gradients."""
@@ -184,7 +173,7 @@ class ScaledGradients:
                 f"policy.step is not given {', '.join(missing)}, whose gradients are unscaled "
                 "already. Pass all optimizers of a step: policy.step(one, other)."
             )
-        if not _gradients(optimizers):
+        if not gradients_of(_parameters(*optimizers)):
             raise PolicyError(
                 "None of the optimizers' parameters has a gradient. Is the loss computed from the "
                 "model that policy.convert returned, and was zero_grad() called too early?"
@@ -192,36 +181,22 @@ class ScaledGradients:
         found_infs = [self._found_infs[optimizer] for optimizer in optimizers]
         self._is_stepping = True
         try:
-            for optimizer, found_inf in zip(optimizers, found_infs, strict=True):
-                self.scale.step(optimizer, found_inf)
+            self.scale.step_all(optimizers, found_infs)
         finally:
             self._is_stepping = False
-        self.scale.update(found_infs)
-        self._count(found_infs)
-        for optimizer in optimizers:
-            for p in _parameters(optimizer):
-                p.grad = None
-        self._forget_computed()
-
-    def _count(self, found_infs: Sequence[Tensor | None]) -> None:
         self.steps += 1
-        flags = [flag for flag in found_infs if flag is not None]
-        if flags:
-            self._last_found_inf = torch.stack(flags).amax()
-            self._skipped += self._last_found_inf != 0
-
-    def _forget_computed(self) -> None:
+        found_inf = any_found_inf(found_infs)
+        if found_inf is not None:
+            self._last_found_inf = found_inf
+            self._skipped += found_inf != 0
+        for p in _parameters(*optimizers):
+            p.grad = None
         self._has_backward = False
         self._found_infs = {}
         self._unused = {p: seen for p, seen in self._computed.items() if p.grad is not None}
         self._computed = {}
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    # Sparse gradients are worked on by their values, which share the gradients' memory.
-    parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
-    return [gradient_values(p.grad) for p in parameters if p.grad is not None]
+def _parameters(*optimizers: Optimizer) -> list[Tensor]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [p for group in groups for p in group["params"]]

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 import torch
 
 from runner.precision.options import native_half_prefix
-from runner.utils import tpu
 from runner.utils.errors import Unavailable
 
 NEAREST_REMEDY = (
@@ -299,7 +298,7 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
     wants = f"precision={name} needs an NVIDIA GPU of compute capability {_capability_range(kind)};"
     nearest = NEAREST_REMEDY.format(native_half_prefix(device))
     if device.type != "cuda":
-        raise Unavailable(f"{wants} this run is on {tpu.accelerator_kind(device)}.", nearest)
+        raise Unavailable(f"{wants} this run is on {device.type}.", nearest)
     capability = torch.cuda.get_device_capability(device)
     if not kind.min_capability <= capability < kind.capability_limit:
         gpu = torch.cuda.get_device_name(device)

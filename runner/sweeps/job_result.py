@@ -13,8 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config.given_objects import given_keys
-from runner.config.invocation import Invocation, override_texts
+from runner.config.invocation import Invocation, given_keys, override_texts
 from runner.config.overrides import as_typed, override_key
 from runner.config.precision_keys import KEY_PREFIX
 from runner.sweeps.manifest import Manifest

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.checkpoint import locate
-from runner.config.given_objects import given_keys, python_call
+from runner.config.invocation import given_keys, python_call
 from runner.config.overrides import as_typed, override_key, quote_value, rewrite_arguments
 from runner.config.schema import ADVISE_MODES
 from runner.config.signature import describe_key_location

@@ -2,6 +2,11 @@
 
 Source: Hu et al., LoRA, arXiv:2106.09685; Dettmers et al., QLoRA, arXiv:2305.14314; Liu et al.,
 DoRA, arXiv:2402.09353; Kalajdzievski, rsLoRA, arXiv:2312.03732.
+
+Start values that are computed from the weights (PiSSA, OLoRA, LoftQ) are the formulas of peft,
+which has them, too, but not for every layer here: its PiSSA refuses float64, its OLoRA takes a
+Conv1D's weight for a transposed one, its LoftQ needs a GPU, and with 16-bit additions its sums
+differ by the rounding of the additions.
 """
 
 import re
@@ -16,22 +21,29 @@ from torch import Tensor, nn
 from runner.config.targets import instantiate
 from runner.precision.contract import Precision
 from runner.precision.conversion import find_shared_weights
-from runner.precision.layers.conv1d import is_packed, linear_classes, weight_matrix
-from runner.precision.layers.te_layers import FusedNormLinear
-from runner.training.adapter_start import (
-    CHANGES_BASE,
-    INITS,
-    check_dora,
-    check_rank,
-    register_start,
-    start_from_base,
-    start_from_packing_error,
-    start_magnitudes,
+from runner.precision.layers.conv1d import (
+    is_packed,
+    is_transposed,
+    linear_classes,
+    unpacked_matrix,
+    weight_matrix,
 )
-from runner.training.peft_folder import lora_layers
+from runner.precision.layers.te_layers import FusedNormLinear
+from runner.training.pretrained_folder import lora_layers
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.modules import select_modules
+
+INITS = ("default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq")
+CHANGES_BASE = ("pissa", "pissa_niter_16", "olora")
+"""Values of adapter.init that take the additions' start out of the base weights."""
+ADAPTER = "default"
+"""peft's name of the only adapter of a model."""
+_ITERATIONS = 16
+"""Power iterations of the randomised decomposition of pissa_niter_16.
+
+Source: peft, LoraConfig.init_lora_weights, which finds it equivalent to the exact one in training.
+"""
 
 
 class Adapter(ABC):
@@ -98,7 +110,7 @@ class Lora(Adapter):
         train: patterns of modules that also train, in full (norms, a head).
         use_dora: train the norm of each row of a weight, and its direction by the addition.
         use_rslora: scale so that the size of updates does not depend on the rank.
-        init: start values of the additions, one of adapter_start.INITS.
+        init: start values of the additions, one of INITS.
 
     Raises:
         ConfigError: a value is out of range.
@@ -116,15 +128,15 @@ class Lora(Adapter):
         use_rslora: bool = False,
         init: str = "default",
     ) -> None:
-        problems = [
-            f"adapter.{key}={value} is out of range. Allowed: {allowed}."
-            for key, value, fits, allowed in (
-                ("rank", rank, rank >= 1, "1 and up"),
-                ("alpha", alpha, alpha > 0, "above 0"),
-                ("dropout", dropout, 0 <= dropout < 1, "0 and up, below 1"),
-            )
-            if not fits
-        ]
+        limits = (
+            ("rank", rank, rank >= 1, "1 and up"),
+            ("alpha", alpha, alpha > 0, "above 0"),
+            ("dropout", dropout, 0 <= dropout < 1, "0 and up, below 1"),
+        )
+        problems: list[str] = []
+        for key, value, fits, allowed in limits:
+            if not fits:
+                problems.append(f"adapter.{key}={value} is out of range. Allowed: {allowed}.")
         if init not in INITS:
             problems.append(f"adapter.init={init} is not known. Allowed: {', '.join(INITS)}.")
         if problems:
@@ -162,16 +174,14 @@ class Lora(Adapter):
     def read_plain_weights(self, model: nn.Module, bypassed: Collection[str] = ()) -> None:
         if self.init != "loftq":
             return
-        names = [name for name, _ in model.named_modules()]
-        for name in self._chosen_layers(model, names, bypassed):
+        for name in self._chosen_layers(model, bypassed):
             # The tensor and not the parameter, whose data the conversion moves to the device.
             matrix = weight_matrix(model.get_submodule(name)).detach()
             check_rank(self.init, self.rank, name, matrix)
             self._plain_weights[name] = matrix
 
     def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
-        names = [name for name, _ in model.named_modules()]
-        for name in self._chosen_layers(model, names, bypassed):
+        for name in self._chosen_layers(model, bypassed):
             layer = model.get_submodule(name)
             if self.use_dora:
                 check_dora(name, layer)
@@ -179,18 +189,14 @@ class Lora(Adapter):
                 check_rank(self.init, self.rank, name, weight_matrix(layer))
         self.add_for_checkpoint(model, dtype, bypassed)
         for name, layer in lora_layers(model).items():
-            self._set_start(name, layer)
+            if self.init in CHANGES_BASE:
+                start_from_base(layer, self.init)
+                # Elsewhere peft's own magnitudes are right: the addition is 0.
+                if self.use_dora:
+                    start_magnitudes(layer)
+            elif self.init == "loftq" and is_packed(layer.get_base_layer()):
+                start_from_packing_error(layer, self._plain_weights[name])
         self._plain_weights.clear()
-
-    def _set_start(self, name: str, layer: Any) -> None:
-        """Compute the start values of a layer of peft that depend on the weight."""
-        if self.init in CHANGES_BASE:
-            start_from_base(layer, self.init)
-            # Elsewhere peft's own magnitudes are right: the addition is 0.
-            if self.use_dora:
-                start_magnitudes(layer)
-        elif self.init == "loftq" and is_packed(layer.get_base_layer()):
-            start_from_packing_error(layer, self._plain_weights[name])
 
     def add_for_checkpoint(
         self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()
@@ -200,7 +206,7 @@ class Lora(Adapter):
 
         names = [name for name, _ in model.named_modules()]
         trained = select_modules("adapter.train", self.train, names)
-        chosen = self._chosen_layers(model, names, bypassed)
+        chosen = self._chosen_layers(model, bypassed)
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
@@ -214,9 +220,22 @@ class Lora(Adapter):
         )
         # Looked up before peft renames the modules that it wraps.
         trained_in_full: list[nn.Parameter] = []
-        for name in trained:
-            trained_in_full.extend(model.get_submodule(name).parameters())
-        _check_modules(model, trained)
+        packed: list[str] = []
+        for name in sorted(trained):
+            module = model.get_submodule(name)
+            trained_in_full.extend(module.parameters())
+            codes = [p for p in module.parameters(recurse=False) if not p.is_floating_point()]
+            packed.extend([name] * len(codes))
+        if packed:
+            raise ConfigError(
+                f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot "
+                f"train. Type precision.ignore_modules=[{','.join(packed)}], too."
+            )
+        if any(isinstance(module, FusedNormLinear) for module in model.modules()):
+            raise ConfigError(
+                "adapter=lora would add to the inputs of layers that compute their norm "
+                "themselves. Type precision.fuse=false."
+            )
         # peft warns of a Conv1D, for which it transposes the addition by itself.
         with suppress_import_warnings():
             inject_adapter_in_model(config, model)
@@ -225,27 +244,40 @@ class Lora(Adapter):
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
         if self.init in CHANGES_BASE:
+            # W + s B A - s B0 A0: the base weights lack what the additions start with, so that a
+            # folder of peft that fits the original weights needs these start values. Parameters
+            # and not buffers, which strategy=ddp would send in every forward.
             for layer in lora_layers(model).values():
-                register_start(layer)
+                for part, source in (("start_A", layer.lora_A), ("start_B", layer.lora_B)):
+                    zeros = torch.zeros_like(source[ADAPTER].weight)
+                    layer.register_parameter(part, nn.Parameter(zeros, requires_grad=False))
         for parameter in trained_in_full:
             parameter.requires_grad_(True)
 
-    def _chosen_layers(
-        self, model: nn.Module, names: Sequence[str], bypassed: Collection[str]
-    ) -> list[str]:
+    def _chosen_layers(self, model: nn.Module, bypassed: Collection[str]) -> list[str]:
         """Return the dotted names of the linear layers that get an addition."""
-        wanted: Collection[str] = names
+        modules = dict(model.named_modules())
+        candidates: Collection[str] = modules
         if self.modules is not None:
-            wanted = select_modules("adapter.modules", self.modules, names)
-        linear = [
-            name for name, module in model.named_modules() if name in wanted and _is_linear(module)
-        ]
-        # A root that is a linear layer has no name that peft could match.
-        linear = [name for name in linear if name]
+            candidates = select_modules("adapter.modules", self.modules, [*modules])
         shared = find_shared_weights(model)
-        if self.modules is not None:
-            self._refuse_shared(linear, shared)
-        chosen = [name for name in linear if name not in shared and name not in bypassed]
+        chosen: list[str] = []
+        for name, module in modules.items():
+            # A root that is a linear layer has no name that peft could match.
+            if not name or name not in candidates or not isinstance(module, linear_classes()):
+                continue
+            # nn.MultiheadAttention reads the weight of its output projection, a layer of this
+            # class, and never calls the layer. torch keeps the class private.
+            if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+                continue
+            if name in shared and self.modules is not None:
+                raise ConfigError(
+                    f"adapter.modules names {name}, which shares its weight with "
+                    f"{', '.join(shared[name])}: what is added to one would be merged into both. "
+                    "Leave it out."
+                )
+            if name not in shared and name not in bypassed:
+                chosen.append(name)
         if not chosen:
             place = "the model" if self.modules is None else f"adapter.modules={list(self.modules)}"
             raise ConfigError(
@@ -253,16 +285,6 @@ class Lora(Adapter):
                 "Name linear layers in adapter.modules, or type adapter=none."
             )
         return chosen
-
-    @staticmethod
-    def _refuse_shared(linear: Sequence[str], shared: Mapping[str, Sequence[str]]) -> None:
-        for name in linear:
-            if name in shared:
-                raise ConfigError(
-                    f"adapter.modules names {name}, which shares its weight with "
-                    f"{', '.join(shared[name])}: what is added to one would be merged into both. "
-                    "Leave it out."
-                )
 
     def merge(self, model: nn.Module) -> None:
         with suppress_import_warnings():
@@ -277,29 +299,128 @@ class Lora(Adapter):
         vars(model).pop("peft_config", None)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Return whether an addition to a module's inputs would be computed."""
-    # nn.MultiheadAttention reads the weight of its output projection, a layer of this class, and
-    # never calls the layer. torch keeps the class private.
-    is_read_only = type(module).__name__ == "NonDynamicallyQuantizableLinear"
-    return isinstance(module, linear_classes()) and not is_read_only
+def check_rank(init: str, rank: int, name: str, matrix: Tensor) -> None:
+    """Raise ConfigError where a weight [out, in] has fewer singular vectors than the rank."""
+    out_features, in_features = matrix.shape
+    most = min(matrix.shape)
+    if rank > most:
+        raise ConfigError(
+            f"adapter.init={init} takes {rank} singular vectors (adapter.rank) of each weight, and "
+            f"that of {name}, {in_features} -> {out_features}, has {most}. Type adapter.rank="
+            f"{most}, adapter.modules=[<wider layers>] or adapter.init=default."
+        )
 
 
-def _check_modules(model: nn.Module, trained: Collection[str]) -> None:
-    """Raise ConfigError for modules that cannot train, or that an addition would break."""
-    packed = [
-        name
-        for name in sorted(trained)
-        for parameter in model.get_submodule(name).parameters(recurse=False)
-        if not parameter.is_floating_point()
-    ]
-    if packed:
+@torch.no_grad()
+def start_from_base(layer: Any, init: str) -> None:
+    """Move a low-rank part of a layer's weight into its addition, in place.
+
+    Source: PiSSA (the largest singular values), arXiv:2404.02948; OLoRA (the first columns of a QR
+    decomposition), arXiv:2406.01775.
+
+    Args:
+        layer: of peft; its weight is not packed. Its start_A [rank, in] and start_B [out, rank] are
+            set to the start of the addition.
+        init: one of CHANGES_BASE.
+    """
+    base = layer.get_base_layer()
+    matrix = weight_matrix(base).detach()
+    if matrix.is_meta:
+        return
+    wide = _widened(matrix)
+    scale = layer.scaling[ADAPTER]
+    rank = layer.r[ADAPTER]
+    if init == "olora":
+        q, r = torch.linalg.qr(wide)
+        down, up = r[:rank], q[:, :rank]
+    elif init == "pissa":
+        down, up = _top_factors(wide, rank, scale)
+    else:
+        left, values, right = torch.svd_lowrank(wide, rank, niter=_ITERATIONS)
+        roots = (values / scale).sqrt()
+        down, up = roots[:, None] * right.t(), left * roots
+    _set_addition(layer, down, up)
+    layer.start_A.copy_(layer.lora_A[ADAPTER].weight)
+    layer.start_B.copy_(layer.lora_B[ADAPTER].weight)
+    # Of the rounded additions, so that the sum differs from the weight by one rounding only.
+    rest = wide - scale * layer.start_B.to(wide) @ layer.start_A.to(wide)
+    base.weight.copy_(rest.t() if is_transposed(base) else rest)
+
+
+@torch.no_grad()
+def start_from_packing_error(layer: Any, plain: Tensor) -> None:
+    """Let an addition start as the best one for what the packing has rounded away, in place.
+
+    It is LoftQ with one iteration, which leaves the packed weights as they are.
+
+    Source: Li et al., LoftQ, arXiv:2310.08659, algorithm 1 with T = 1.
+
+    Args:
+        layer: of peft, around a packed layer.
+        plain: its weight before it was packed, [out, in], on any device.
+    """
+    packed = _widened(unpacked_matrix(layer.get_base_layer()))
+    error = plain.to(packed) - packed
+    _set_addition(layer, *_top_factors(error, layer.r[ADAPTER], layer.scaling[ADAPTER]))
+
+
+def _widened(matrix: Tensor) -> Tensor:
+    """Return a weight in float32, or in float64 if it is."""
+    return matrix if matrix.dtype is torch.float64 else matrix.float()
+
+
+def _top_factors(matrix: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return A [rank, in] and B [out, rank] so that scale * B @ A is the nearest of that rank."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    roots = (values[:rank] / scale).sqrt()
+    return roots[:, None] * right[:rank], left[:, :rank] * roots
+
+
+def _set_addition(layer: Any, down: Tensor, up: Tensor) -> None:
+    layer.lora_A[ADAPTER].weight.copy_(down)
+    layer.lora_B[ADAPTER].weight.copy_(up)
+
+
+def check_dora(name: str, layer: nn.Module) -> None:
+    """Raise ConfigError for a layer that cannot be trained by DoRA.
+
+    Args:
+        name: its dotted name.
+        layer: before peft wraps it.
+    """
+    if any(kind.__module__.startswith("transformer_engine.") for kind in type(layer).__mro__):
         raise ConfigError(
-            f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot train. "
-            f"Type precision.ignore_modules=[{','.join(packed)}], too."
+            f"adapter.use_dora=true: peft has no DoRA for TransformerEngine's layers, of which "
+            f"{name} is one. Type adapter.use_dora=false, or another precision, for example "
+            "precision=float8-rowwise or precision=bf16-true."
         )
-    if any(isinstance(module, FusedNormLinear) for module in model.modules()):
+    if is_packed(layer):
         raise ConfigError(
-            "adapter=lora would add to the inputs of layers that compute their norm themselves. "
-            "Type precision.fuse=false."
+            f"adapter.use_dora=true reads the rows of each weight in every forward, and that of "
+            f"{name} is packed into codes, which would be unpacked each time. Type "
+            "adapter.use_dora=false, or a precision that packs no weights, for example "
+            "precision=bf16-true."
         )
+    weight = weight_matrix(layer).detach()
+    if not weight.is_meta and not weight.any(dim=1).all():
+        raise ConfigError(
+            f"adapter.use_dora=true divides by the norms of a weight's rows, and {name} has rows "
+            "of zeros. Leave it out by adapter.modules=[<other layers>] (adapter.train="
+            f"[{name}] trains it in full), or type adapter.use_dora=false."
+        )
+
+
+@torch.no_grad()
+def start_magnitudes(layer: Any) -> None:
+    """Set DoRA's magnitudes to the norms of the rows of weight and addition, in place.
+
+    Args:
+        layer: of peft, with the start values of its addition; its weight is not packed.
+    """
+    weight = weight_matrix(layer.get_base_layer()).detach()
+    if weight.is_meta:
+        return
+    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    addition = layer.scaling[ADAPTER] * (up @ down).to(weight)
+    magnitudes = layer.lora_magnitude_vector[ADAPTER].weight
+    magnitudes.copy_(torch.linalg.norm(weight + addition, dim=1))

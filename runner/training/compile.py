@@ -40,22 +40,22 @@ def check_compile_options(
     problems: list[str] = []
     if spec.train.compile:
         problems.extend(_compile_problems(spec, precision, device))
-    wanted = spec.train.activation_checkpointing
+    choice = spec.train.activation_checkpointing
     key = "train.activation_checkpointing"
-    if wanted and precision.no_recompute_reason:
+    if choice and precision.no_recompute_reason:
         problems.append(
-            f"{key}={str(wanted).lower()} computes forwards twice, and precision={precision.name} "
-            f"{precision.no_recompute_reason}"
+            f"{key}={str(choice).lower()} computes forwards twice, and "
+            f"precision={precision.name} {precision.no_recompute_reason}"
         )
-    needs_blocks = wanted is True or spec.train.compile == "regional"
+    needs_blocks = choice is True or spec.train.compile == "regional"
     if needs_blocks and not repeated_blocks(model):
         problems.append(
             f"{key}=true and train.compile=regional take the repeated blocks of a model, and "
             "this one has none: members of one class, in a ModuleList, ModuleDict or Sequential, "
             f"that hold modules of their own. Type {key}=[<module>] or train.compile=default."
         )
-    if wanted and wanted is not True:
-        outermost_modules(model, wanted)  # raises for a pattern that matches nothing
+    if choice and choice is not True:
+        outermost_modules(model, choice)  # raises for a pattern that matches nothing
     if problems:
         raise ConfigError(*problems)
 
@@ -99,17 +99,27 @@ def prepare_model(
     train = spec.train
     if train.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    wanted = train.activation_checkpointing
+    choice = train.activation_checkpointing
     # Before the compilation, which then sees both forwards.
-    if wanted:
-        _switch_off_caches(model)
-        blocks = repeated_blocks(model) if wanted is True else outermost_modules(model, wanted)
-        _checkpoint_activations(blocks, partial(precision.forward, device))
-    if train.compile:
-        _compile(train, model)
-
-
-def _compile(train: TrainSpec, model: nn.Module) -> None:
+    if choice:
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            # A block of transformers that is computed a second time would append its keys to the
+            # cache of the first time. Only generation reads such caches.
+            if getattr(config, "use_cache", None) is True:
+                config.use_cache = False
+        blocks = repeated_blocks(model) if choice is True else outermost_modules(model, choice)
+        # The backward runs the second forward, when the contexts of the first one are closed.
+        second_context = partial(precision.forward, device)
+        # One subclass per class, so that blocks of one kind still share a compiled graph.
+        subclasses: dict[type[nn.Module], type[nn.Module]] = {}
+        for block in blocks:
+            kind = type(block)
+            if kind not in subclasses:
+                subclasses[kind] = _checkpointing_class(kind, second_context)
+            block.__class__ = subclasses[kind]
+    if not train.compile:
+        return
     blocks = _compiled_blocks(train, model)
     mode = None if train.compile in (True, "regional") else str(train.compile)
     options: dict[str, Any] | None = None
@@ -175,41 +185,15 @@ def outermost_modules(model: nn.Module, patterns: Any) -> list[nn.Module]:
     return [model.get_submodule(name) for name in sorted(outermost_names(with_forward))]
 
 
-def _switch_off_caches(model: nn.Module) -> None:
-    """Have transformers' decoders keep no keys and values of earlier tokens, in place.
-
-    A block that is computed a second time would append its keys to the cache of the first time.
-    Outputs are the same without a cache, which only generation reads.
-    """
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            config.use_cache = False
-
-
-def _checkpoint_activations(
-    blocks: list[nn.Module], second_context: Callable[[], AbstractContextManager[Any]]
-) -> None:
-    """Make modules keep only their inputs for the backward, and compute the rest again there.
-
-    Args:
-        blocks: changed in place, each into a subclass of its own class, under the same name.
-        second_context: returns the context around the second forward, which the backward runs: the
-            contexts of the first one are closed by then.
-    """
-    # One subclass per class, so that blocks of one kind still share a compiled graph.
-    subclasses: dict[type[nn.Module], type[nn.Module]] = {}
-    for block in blocks:
-        kind = type(block)
-        if kind not in subclasses:
-            subclasses[kind] = _checkpointing_class(kind, second_context)
-        block.__class__ = subclasses[kind]
-
-
 def _checkpointing_class(
     kind: type[nn.Module], second_context: Callable[[], AbstractContextManager[Any]]
 ) -> type[nn.Module]:
-    """Return a subclass whose forward keeps no activations."""
+    """Return a subclass whose forward keeps its inputs only, and is computed again in the backward.
+
+    Args:
+        kind: class of a module.
+        second_context: returns the context around the second forward.
+    """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

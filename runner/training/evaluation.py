@@ -1,19 +1,28 @@
 """Evaluate a model on data sets, and measure updates that leave weights unchanged."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from runner.data.batch_layout import Batch
 from runner.data.stream_loader import BatchLoader
 from runner.precision.casting import cast_nest
-from runner.training.evaluation_mode import evaluation_mode
 from runner.training.model_call import call_model
 from runner.training.state import EvaluationCall, TrainState
+from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError
+from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
 from runner.utils.stop_signals import until_interrupted
+
+_RANDOM_DEPTH = ("StochasticDepth", "DropPath")
+"""Classes of torchvision and timm that leave out branches at random in training mode."""
+_SEED = 0
 
 
 @torch.no_grad()
@@ -57,7 +66,15 @@ def evaluate(
         metrics = None
         if not should_stop() and totals is not None:
             metrics = state.task.summarise(state.strategy.sum(totals).tolist())
-            metrics |= _added_values(state, metrics)
+            added = state.task.added_metrics
+            values = {} if added is None else added.values()
+            for name in sorted(metrics.keys() & values.keys()):
+                short = _short(name)
+                raise ConfigError(
+                    f"task.metrics: {short} has the name of a metric that the task records itself, "
+                    f"{name}. Give it another one: task.metrics={{my_{short}: {{_target_: ...}}}}."
+                )
+            metrics |= values
             if hook is not None:
                 state.model.eval()  # also of a task that evaluates losses
                 with state.precision.eval_context(state.plain_model):
@@ -74,23 +91,6 @@ def _noting_first(batches: Iterator[Batch], first: list[Batch]) -> Iterator[Batc
         if not first:
             first.append(batch)
         yield batch
-
-
-def _added_values(state: TrainState, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the values of task.metrics."""
-    added = state.task.added_metrics
-    if added is None:
-        return {}
-    values = added.values()
-    shared = sorted(metrics.keys() & values.keys())
-    if shared:
-        name = shared[0]
-        short = _short(name)
-        raise ConfigError(
-            f"task.metrics: {short} has the name of a metric that the task records itself, {name}. "
-            f"Give it another one: task.metrics={{my_{short}: {{_target_: ...}}}}."
-        )
-    return values
 
 
 def _totals(
@@ -125,69 +125,45 @@ def _totals(
             dtype = precision.loss_dtype
             output = cast_nest(output, dtype)
             target = cast_nest(target, dtype)
-            found = task.totals(output, target)
+            sums = task.totals(output, target)
             # A process without an example of this batch has computed one of another process's:
             # all processes run every forward, since a strategy may exchange weights in it.
             if not strategy.place.batch_share(validation.examples_in(i)):
-                found = torch.zeros_like(found)
+                sums = torch.zeros_like(sums)
             elif task.added_metrics is not None:
                 task.added_metrics.update(*task.metric_inputs(output, target))
             # Totals stay on the device; the only read of it is the one at the end.
-            totals = found if totals is None else totals + found
+            totals = sums if totals is None else totals + sums
     return totals
 
 
-def evaluate_validation(
+def evaluate_sets(
+    split: Literal["val", "test"],
     state: TrainState,
     loaders: Mapping[str, BatchLoader],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return the metrics of all validation sets.
+    """Return the metrics of all validation sets, or of all test sets.
 
     Args:
+        split: the kind of the sets.
         state: see evaluate.
         loaders: of the sets by name; that of an only one may be empty.
         should_stop: see evaluate.
 
     Returns:
-        The metrics of the first set, named val/<metric>, and for each set that has a name
-        val/<name>/<metric>; None if stopped.
+        The metrics, named <split>/<name>/<metric>, without the name of an only set. Those of the
+        first validation set are also named val/<metric>. Empty without a set, None if stopped.
     """
     metrics: dict[str, float] = {}
     for name, loader in loaders.items():
-        label = f"val/{name}" if name else "val"
-        found = evaluate(state, loader, should_stop, label, hook=state.evaluation_hook)
-        if found is None:
+        label = f"{split}/{name}" if name else split
+        values = evaluate(state, loader, should_stop, label, hook=state.evaluation_hook)
+        if values is None:
             return None
-        if not metrics:
-            metrics.update(found)
-        if name:
-            metrics |= {f"val/{name}/{_short(key)}": value for key, value in found.items()}
-    return metrics
-
-
-def evaluate_test(
-    state: TrainState,
-    loaders: Mapping[str, BatchLoader],
-    should_stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
-    """Return the metrics of all test sets, named test/<metric> or test/<name>/<metric>.
-
-    Args:
-        state: see evaluate.
-        loaders: of the sets by name; that of an only one is empty.
-        should_stop: see evaluate.
-
-    Returns:
-        The metrics; empty without a test set, None if stopped.
-    """
-    metrics: dict[str, float] = {}
-    for name, loader in loaders.items():
-        label = f"test/{name}" if name else "test"
-        found = evaluate(state, loader, should_stop, label, hook=state.evaluation_hook)
-        if found is None:
-            return None
-        metrics |= {f"{label}/{_short(key)}": value for key, value in found.items()}
+        if split == "val" and not metrics:
+            metrics.update(values)
+        metrics |= {f"{label}/{_short(key)}": value for key, value in values.items()}
     return metrics
 
 
@@ -249,3 +225,35 @@ class Stagnation:
             counts = self.strategy.sum(torch.tensor([unchanged, with_gradient]))
             unchanged, with_gradient = counts.tolist()
         return unchanged / with_gradient if with_gradient else 0.0
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module, task: Task, device: torch.device) -> Iterator[None]:
+    """Set a model to evaluation mode; the caller sets it back to training mode.
+
+    For a task that evaluates losses, the modules are in training mode, in which detection models
+    return losses. Those in which the mode decides about more are in evaluation mode: batch and
+    instance normalisations, which neither use nor change the batch's statistics, and dropout. What
+    is drawn at random (a detection model samples the proposals of its loss) is drawn from one seed
+    in each evaluation, and all generators are restored.
+
+    Args:
+        model: changed in place.
+        task: of the run.
+        device: whose generator is restored.
+    """
+    model.eval()
+    if not task.evaluates_losses:
+        yield
+        return
+    model.train()
+    for module in model.modules():
+        is_random = isinstance(module, _DropoutNd) or type(module).__name__ in _RANDOM_DEPTH
+        if is_random or isinstance(module, _NormBase):
+            module.eval()
+    drawn = rng_state(device)
+    seed_all(_SEED)
+    try:
+        yield
+    finally:
+        set_rng_state(drawn, device)

@@ -1,7 +1,5 @@
 """Make a batch of random numbers in the shapes that a spec gives for its data."""
 
-from collections.abc import Sequence
-
 import torch
 
 from runner.config.schema import RunSpec
@@ -43,31 +41,31 @@ def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
         )
     shape = meta["input"]
     classes = meta["classes"]
-    if isinstance(task, Seq2Seq):
-        return _seq2seq_batch(task, torch.randint(classes, (size, shape[0]), device=device))
-    if isinstance(task, CausalLM | TokenClassification):
-        tokens = torch.randint(classes, (size, shape[0]), device=device)
-        return tokens, tokens
     if isinstance(task, Language):
-        # Inputs and targets of a language model are one sequence, shifted by a token.
-        tokens = torch.randint(classes, (size, shape[0] + 1), device=device)
-        return tokens[:, :-1], tokens[:, 1:]
-    inputs = _inputs((size, *shape), _input_dtype(spec), device)
+        # Inputs and targets of a plain language model are one sequence, shifted by a token.
+        is_shifted = not isinstance(task, Seq2Seq | CausalLM | TokenClassification)
+        tokens = torch.randint(classes, (size, shape[0] + is_shifted), device=device)
+        if is_shifted:
+            return tokens[:, :-1], tokens[:, 1:]
+        if not isinstance(task, Seq2Seq):
+            return tokens, tokens
+        target_field = task.target_field or TARGET_FIELDS[0]
+        fields = (*(task.input_fields or ("input_ids",)), target_field)
+        return KeywordInputs(dict.fromkeys(fields, tokens)), tokens
+    dtype = _input_dtype(spec)
+    if dtype.is_floating_point or dtype.is_complex:
+        inputs = torch.randn(size, *shape, dtype=dtype, device=device)
+    else:
+        # Two tokens are in every vocabulary.
+        inputs = torch.randint(2, (size, *shape), dtype=dtype, device=device)
     if isinstance(task, Classification):
         return inputs, torch.randint(classes, (size,), device=device)
     if isinstance(task, Segmentation):
         return inputs, torch.randint(classes, (size, *shape[-2:]), device=device)
     if isinstance(task, Regression):
-        dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
+        dtype = dtype if dtype.is_floating_point else torch.float32
         return inputs, torch.randn(size, classes, dtype=dtype, device=device)
     raise ForecastUnavailable(f"the targets of {type(task).__name__} have no shape in data.meta.")
-
-
-def _seq2seq_batch(task: Seq2Seq, tokens: torch.Tensor) -> Batch:
-    """Return tokens int64 [B, T] as the inputs and the target of an encoder-decoder."""
-    target_field = task.target_field or TARGET_FIELDS[0]
-    fields = (*(task.input_fields or ("input_ids",)), target_field)
-    return KeywordInputs(dict.fromkeys(fields, tokens)), tokens
 
 
 def _input_dtype(spec: RunSpec) -> torch.dtype:
@@ -86,10 +84,3 @@ def _input_dtype(spec: RunSpec) -> torch.dtype:
             f"data.meta.dtype={name} is no dtype. Type float32, or int64 for tokens."
         )
     return dtype
-
-
-def _inputs(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(*shape, dtype=dtype, device=device)
-    # Two tokens are in every vocabulary.
-    return torch.randint(2, tuple(shape), dtype=dtype, device=device)

@@ -1,6 +1,11 @@
-"""Load the weights that init.weights names: renamed, without those that init.skip leaves out."""
+"""Load the weights that init.weights names: renamed, without those that init.skip leaves out.
 
-from collections.abc import Iterable, Mapping, Sequence
+Where they do not fit, the error names the prefix or the patterns with which they do.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from heapq import nlargest
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +15,10 @@ from torch import Tensor, nn
 from runner.checkpoint import checkpoint_file, locate, weight_files
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
-from runner.training.parameter_groups import nearest_names
-from runner.training.weight_names import proposed_rename, rename, shortest_patterns
+from runner.precision.layers.conv1d import is_transposed
+from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
+from runner.training.parameter_groups import matching_names
 from runner.utils.errors import ConfigError
-from runner.utils.modules import matches_pattern
 from runner.utils.tensors import dtype_name
 from runner.utils.terminal import quote_command
 
@@ -21,6 +26,14 @@ _MOST_NAMES = 6
 """Names of each kind that a message lists."""
 _COUNTERS = ".num_batches_tracked"
 """End of the name of a buffer that weights older than torch 1.0 lack, and that torch fills in."""
+
+
+EVERY_NAME = "*"
+"""The old prefix that stands for the beginning of every name."""
+_SAMPLES = 3
+"""Names of the file whose counterparts in the model are looked for."""
+_COUNTERPARTS = 8
+"""Names of the model that are tried for each of them, those with most segments in common."""
 
 
 class InitialWeights(NamedTuple):
@@ -91,27 +104,20 @@ def load_selected(
         ConfigError: names or shapes differ, or a pattern of init.skip matches nothing.
     """
     own = model.state_dict(keep_vars=True)
-    skipped = _skipped_names(spec, own, weights)
-    _refuse_half_skipped(own, weights, skipped)
-    _refuse_untied(own, weights)
-    wanted = {name: value for name, value in weights.items() if name not in skipped}
-    missing = _missing(own, wanted, skipped)
-    unexpected = [name for name in wanted if name not in own]
-    other_shapes = [name for name in wanted if name in own and not _fits(own[name], wanted[name])]
+    where = f"nothing in the model or in {spec.init.weights}"
+    every = dict.fromkeys([*own, *weights])
+    skipped = matching_names("init.skip", spec.init.skip, every, where)
+    selected = {name: value for name, value in weights.items() if name not in skipped}
+    missing = _missing_names(own, weights, skipped)
+    unexpected = [name for name in selected if name not in own]
+    other_shapes = [
+        name for name in selected if name in own and not _fits(own[name], selected[name])
+    ]
     if missing or unexpected or other_shapes:
-        raise _misfit(spec, own, wanted, (missing, unexpected, other_shapes))
-    if not any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
-        _load(model, wanted, spec)
-    fresh = [name for name in own if name in skipped]
-    unused = [name for name in weights if name in skipped and name not in own]
-    loaded = [name for name in own if name not in skipped]
-    renamed = {str(old): str(new or "") for old, new in spec.init.rename.items()}
-    return InitialWeights(spec.init.weights or "", source, loaded, fresh, unused, renamed)
-
-
-def _load(model: nn.Module, wanted: Mapping[str, Any], spec: RunSpec) -> None:
+        raise _misfit(spec, own, selected, missing, unexpected, other_shapes)
     try:
-        model.load_state_dict(dict(wanted), strict=False)
+        if not any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
+            model.load_state_dict(dict(selected), strict=False)
     except (RuntimeError, ValueError) as error:
         # Packed weights, whose shapes their layers compare. torch lists names below a first line.
         lines = str(error).splitlines()
@@ -120,104 +126,84 @@ def _load(model: nn.Module, wanted: Mapping[str, Any], spec: RunSpec) -> None:
             f"init.weights={spec.init.weights} does not fit the model: {reason} For packed weights "
             "take the precision.ignore_modules that they were packed with, too."
         ) from error
+    fresh = [name for name in own if name in skipped]
+    unused = [name for name in weights if name in skipped and name not in own]
+    loaded = [name for name in own if name not in skipped]
+    renamed = {str(old): str(new or "") for old, new in spec.init.rename.items()}
+    return InitialWeights(spec.init.weights or "", source, loaded, fresh, unused, renamed)
 
 
-def _skipped_names(
-    spec: RunSpec, own: Mapping[str, Any], weights: Mapping[str, Any]
-) -> dict[str, None]:
-    """Return the names of the model and of the file that init.skip matches.
+def unpack_weights(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return packed weights as the numbers that they stand for, for a model of plain layers.
+
+    Args:
+        model: says which of its layers store their weights transposed.
+        weights: state dict of such a model whose layers are packed.
 
     Raises:
-        ConfigError: a pattern matches none.
+        ValueError: a packed weight lacks its scales.
     """
-    names = dict.fromkeys([*own, *weights])
-    skipped: dict[str, None] = {}
-    problems = []
-    for pattern in map(str, spec.init.skip):
-        matches = [name for name in names if matches_pattern(pattern, name)]
-        if not matches:
-            problems.append(
-                f"init.skip: {pattern} matches nothing in the model or in "
-                f"{spec.init.weights}. Nearest names: {nearest_names(pattern, names)}. "
-                "`*` stands for any part of one segment."
-            )
-        skipped |= dict.fromkeys(matches)
-    if problems:
-        raise ConfigError(*problems)
-    return skipped
+    transposed = [name for name, module in model.named_modules() if is_transposed(module)]
+    if packed_label(weights):
+        return unpacked_entries(weights, transposed)
+    from runner.precision.layers.linear_4bit import unpack_state_dict
+
+    return unpack_state_dict(weights, transposed)
 
 
-def _sharers(own: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Return the names of each tensor by its id: a tied weight has several."""
-    found: dict[int, list[str]] = {}
+def _missing_names(
+    own: Mapping[str, Any], weights: Mapping[str, Any], skipped: Collection[str]
+) -> list[str]:
+    """Return the names of the model that the file lacks, of a tied weight under all its names.
+
+    Raises:
+        ConfigError: one name of a tied weight is skipped and another one is loaded, or the file has
+            two values for it.
+    """
+    sharers: dict[int, list[str]] = {}
     for name, value in own.items():
-        found.setdefault(id(value), []).append(name)
-    return found
-
-
-def _refuse_half_skipped(
-    own: Mapping[str, Any], weights: Mapping[str, Any], skipped: Mapping[str, None]
-) -> None:
-    """Raise ConfigError where one name of a tied weight is skipped and another one is loaded."""
-    for names in _sharers(own).values():
-        left = [name for name in names if name in skipped]
+        sharers.setdefault(id(value), []).append(name)
+    lacking: set[str] = set()
+    for names in sharers.values():
+        fresh = [name for name in names if name in skipped]
         loaded = [name for name in names if name in weights and name not in skipped]
-        if left and loaded:
+        if fresh and loaded:
             raise ConfigError(
-                f"init.skip leaves {left[0]} out, which shares its values with {loaded[0]}. "
-                f"Type init.skip=[{left[0]},{loaded[0]}], or leave both to be loaded."
+                f"init.skip leaves {fresh[0]} out, which shares its values with {loaded[0]}. "
+                f"Type init.skip=[{fresh[0]},{loaded[0]}], or leave both to be loaded."
             )
-
-
-def _refuse_untied(own: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a file has two values for one weight of the model."""
-    for names in _sharers(own).values():
-        given = [name for name in names if isinstance(weights.get(name), Tensor)]
-        for name in given[1:]:
-            if not torch.equal(weights[given[0]], weights[name]):
+        tensors = [name for name in names if isinstance(weights.get(name), Tensor)]
+        for name in tensors[1:]:
+            if not torch.equal(weights[tensors[0]], weights[name]):
                 raise ConfigError(
-                    f"The file has other values for {name} than for {given[0]}, which are one "
+                    f"The file has other values for {name} than for {tensors[0]}, which are one "
                     "weight of the model. Give weights of a model that ties them, too."
                 )
-
-
-def _missing(
-    own: Mapping[str, Any], wanted: Mapping[str, Any], skipped: Mapping[str, None]
-) -> list[str]:
-    """Return the names of the model that the file lacks, of a tied weight under all its names."""
-    missing = []
-    sharers = _sharers(own)
-    for name, value in own.items():
-        has_value = any(other in wanted for other in sharers[id(value)])
-        if not has_value and name not in skipped and not name.endswith(_COUNTERS):
-            missing.append(name)
-    return missing
+        if not loaded:
+            lacking.update(names)
+    return [n for n in own if n in lacking and n not in skipped and not n.endswith(_COUNTERS)]
 
 
 def _fits(own: Any, theirs: Any) -> bool:
     """Return whether two entries of state dicts have one shape; packed ones are compared later."""
     if not isinstance(own, Tensor) or not isinstance(theirs, Tensor):
         return isinstance(own, Tensor) == isinstance(theirs, Tensor)
-    is_packed = own.dtype in (torch.uint8, torch.int8)
-    return is_packed or (own.shape == theirs.shape and _holds_values(own, theirs))
-
-
-def _holds_values(own: Tensor, theirs: Tensor) -> bool:
-    """Return whether a file's tensor holds the values of a floating one, and not codes of them."""
-    if not own.is_floating_point():
+    if own.dtype in (torch.uint8, torch.int8):
         return True
-    # Eight-bit numbers need scales, which stand elsewhere in the file.
-    return theirs.is_floating_point() and theirs.itemsize > 1
+    # Eight-bit numbers are codes, whose scales stand elsewhere in the file.
+    has_values = theirs.is_floating_point() and theirs.itemsize > 1
+    return own.shape == theirs.shape and (has_values or not own.is_floating_point())
 
 
 def _misfit(
     spec: RunSpec,
     own: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    names: tuple[list[str], list[str], list[str]],
+    selected: Mapping[str, Any],
+    missing: list[str],
+    unexpected: list[str],
+    other_shapes: list[str],
 ) -> ConfigError:
     """Return the error that lists what does not fit, and says what to type."""
-    missing, unexpected, other_shapes = names
     where = spec.init.weights
     parts = []
     if missing:
@@ -225,25 +211,25 @@ def _misfit(
     if unexpected:
         parts.append(f"{len(unexpected)} unexpected in the file ({_listed(unexpected)})")
     if other_shapes:
-        texts = [f"{n}: {_shape(wanted[n])}, in the model {_shape(own[n])}" for n in other_shapes]
+        texts = [f"{n}: {_shape(selected[n])}, in the model {_shape(own[n])}" for n in other_shapes]
         parts.append(f"{len(other_shapes)} of another shape or kind ({_listed(texts)})")
-    fitting = len([name for name in wanted if name in own]) - len(other_shapes)
+    fitting = len([name for name in selected if name in own]) - len(other_shapes)
     text = (
         f"init.weights={where} does not fit the model: {'; '.join(parts)}; {fitting} of the "
         f"model's {len(own)} tensors fit."
     )
-    found = proposed_rename(own, wanted, fitting)
-    if found:
-        typed = {**{str(k): v for k, v in spec.init.rename.items()}, **found.prefixes}
+    proposal = proposed_rename(own, selected, fitting)
+    if proposal:
+        typed = {**{str(k): v for k, v in spec.init.rename.items()}, **proposal.prefixes}
         pairs = ",".join(f"{old}:{new or 'null'}" for old, new in typed.items())
         word = quote_command([f"init.rename={{{pairs}}}"])
-        return ConfigError(f"{text} Type {word}: then {found.fitting} fit.")
+        return ConfigError(f"{text} Type {word}: then {proposal.fitting} fit.")
     if not fitting:
         return ConfigError(
             f"{text} It holds weights of another model. Give those of this one, or name the "
             "prefix that its names have here, as in init.rename={backbone:encoder}."
         )
-    patterns = shortest_patterns([*missing, *unexpected, *other_shapes], [*own, *wanted])
+    patterns = shortest_patterns([*missing, *unexpected, *other_shapes], [*own, *selected])
     skip = ",".join([*map(str, spec.init.skip), *patterns])
     word = quote_command([f"init.skip=[{skip}]"])
     return ConfigError(
@@ -260,8 +246,122 @@ def _shape(value: Any) -> str:
     return f"{list(value.shape)}{kind}"
 
 
-def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:
-    """Return names with a count of those above `most`."""
-    listed: Sequence[str] = [*names]
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+def _listed(names: Sequence[str]) -> str:
+    """Return names with a count of those above the first ones."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+class Rename(NamedTuple):
+    """A change of prefixes, and how many tensors fit the model after it."""
+
+    prefixes: dict[str, str | None]
+    fitting: int
+
+
+def rename(weights: Mapping[str, Any], prefixes: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+    """Return weights under new names.
+
+    Args:
+        weights: by name.
+        prefixes: of whole segments of names: the new one for each old one, None to remove it; `*`
+            puts the new one in front of every name. They apply one after the other.
+        path: of the file, for messages.
+
+    Raises:
+        ConfigError: a prefix begins no name, or two tensors would have one name.
+    """
+    renamed = dict(weights)
+    for old, new in prefixes.items():
+        before = renamed
+        if old != EVERY_NAME and not any(_begins(str(old), name) for name in before):
+            firsts = dict.fromkeys(name.partition(".")[0] for name in before)
+            known = ", ".join(islice(firsts, 6)) or "none"
+            raise ConfigError(
+                f"init.rename: no name in {path} begins with {old}. Names begin with: {known}."
+            )
+        renamed = {}
+        for name, value in before.items():
+            changed = _new_name(name, str(old), "" if new is None else str(new))
+            if changed in renamed:
+                raise ConfigError(f"init.rename gives two tensors of {path} the name {changed}.")
+            renamed[changed] = value
+    return renamed
+
+
+def _begins(prefix: str, name: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def _new_name(name: str, old: str, new: str) -> str:
+    if old == EVERY_NAME:
+        return f"{new}.{name}" if new else name
+    if not _begins(old, name):
+        return name
+    rest = name[len(old) :].removeprefix(".")
+    return ".".join(part for part in (new, rest) if part)
+
+
+def proposed_rename(
+    own: Mapping[str, Any], theirs: Mapping[str, Any], fitting: int
+) -> Rename | None:
+    """Return the one change of a prefix with which most tensors fit; None where none helps much.
+
+    Args:
+        own: tensors of the model by name.
+        theirs: tensors of the file by name.
+        fitting: number of those that fit without it.
+    """
+    best = None
+    for old, new in dict.fromkeys(_candidates(own, theirs)):
+        count = 0
+        for name, value in theirs.items():
+            mine = own.get(_new_name(name, old, new))
+            count += isinstance(mine, Tensor) and getattr(value, "shape", None) == mine.shape
+        if count > (best.fitting if best else fitting):
+            best = Rename({old: new or None}, count)
+    # Fewer would fit by chance, as the biases of equal layers do.
+    return best if best and best.fitting - fitting > len(theirs) / 4 else None
+
+
+def _candidates(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of prefixes by which a few names of the file become names of the model."""
+    strangers = [name for name in theirs if name not in own]
+    for name in islice(strangers, 0, None, max(len(strangers) // _SAMPLES, 1)):
+        segments = name.split(".")
+        named = [(_common_end(segments, mine.split(".")), mine) for mine in own]
+        for shared, mine in nlargest(_COUNTERPARTS, named):
+            if shared:
+                old = ".".join(segments[: len(segments) - shared]) or EVERY_NAME
+                yield old, ".".join(mine.split(".")[:-shared])
+
+
+def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return the number of segments at the end that two names have in common."""
+    count = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def shortest_patterns(names: Collection[str], every: Collection[str]) -> list[str]:
+    """Return names of modules or tensors that cover some names and no other.
+
+    Args:
+        names: to be covered.
+        every: all names; those that are not to be covered are among them.
+    """
+    covered = set(names)
+    others = [name for name in every if name not in covered]
+    # Every prefix of a name that is kept.
+    outside = {
+        ".".join(name.split(".")[:n]) for name in others for n in range(1, name.count(".") + 2)
+    }
+    patterns: dict[str, None] = {}
+    for name in names:
+        segments = name.split(".")
+        prefixes = (".".join(segments[:n]) for n in range(1, len(segments) + 1))
+        patterns[next((prefix for prefix in prefixes if prefix not in outside), name)] = None
+    return list(patterns)

@@ -4,17 +4,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from math import inf
-from time import perf_counter, time
+from time import perf_counter
 
 from runner.config.schema import TrainSpec
 from runner.data.batch_layout import Batch
 from runner.data.stream_loader import BatchLoader, StreamLoader
-from runner.training.evaluation import Stagnation, evaluate_validation
+from runner.training.evaluation import Stagnation, evaluate_sets
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import EvalRecord, Record
 from runner.training.state import TrainState
 from runner.training.step import train_step
-from runner.utils.errors import HookError
+from runner.utils.formatting import now_ms
 from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 from runner.utils.stop_signals import until_interrupted
 
@@ -95,7 +95,7 @@ def fit(  # noqa: PLR0913
         state: changed in place.
         loader: training micro-batches.
         validation: batches for the evaluations; of several sets by their names, see
-            evaluate_validation.
+            evaluate_sets.
         train: lengths and intervals.
         flush_every: an interval at which every record must have arrived (checkpoints).
         should_stop: asked after each step and between the batches of an evaluation; True ends the
@@ -104,13 +104,45 @@ def fit(  # noqa: PLR0913
         step_context: returns the context in which the step of a number runs (probes).
     """
     blocks = RecordBuffer(state)
-    if not isinstance(validation, Mapping):
-        validation = {"": validation}
+    sets = validation if isinstance(validation, Mapping) else {"": validation}
+    last = total_steps(train, loader)
+    deadline = perf_counter() + (train.max_seconds or inf)
+    state.model.train()
     try:
-        yield from _steps(
-            *(state, blocks, loader, validation, train, flush_every),
-            *(should_stop, should_finish, step_context),
-        )
+        # The run may have been stopped between a step and the evaluation that follows it.
+        is_evaluated = state.last_evaluation_step >= state.step
+        if not is_evaluated and is_evaluation_step(train, loader, state.step):
+            yield from _evaluation(state, sets, should_stop)
+            blocks.restart_clock()
+        if state.step >= last:
+            return
+        batches = accumulation_batches(state, loader, train.accumulate)
+        for micros, sizes in until_interrupted(batches):
+            step = state.step + 1
+            # Decided before the step: what an evaluation counts must be watched during the step.
+            is_last = step >= last or perf_counter() >= deadline or should_finish()
+            evaluates = is_last or is_evaluation_step(train, loader, step)
+            counter = Stagnation(state) if evaluates and state.precision.loses_updates else None
+            with step_context(step):
+                blocks.add(train_step(state, micros, sizes))
+            state.stagnant_share = None if counter is None else counter.stagnant_share()
+            # All processes ask at the same points of the loop, so they agree, one question late.
+            is_stopped = should_stop()
+            # The caller acts on evaluations, checkpoints and the end, and needs every record by
+            # then.
+            if evaluates or is_stopped or (flush_every and step % flush_every == 0):
+                yield from blocks.flush()
+            elif step % train.log_every == 0:
+                # The block is read one interval late: reading it now would drain the device's
+                # queue.
+                blocks.send()
+                yield from blocks.ready_records()
+            if evaluates and not is_stopped:
+                yield from _evaluation(state, sets, should_stop)
+                blocks.restart_clock()
+            if is_stopped or is_last or (evaluates and should_stop()):
+                return
+        yield from blocks.flush()
     except (Exception, KeyboardInterrupt):
         # With several processes a flush reduces values over all of them, and the others may not
         # have failed: it would wait for them for ever.
@@ -120,75 +152,19 @@ def fit(  # noqa: PLR0913
         raise
 
 
-def _steps(  # noqa: PLR0913 - those of fit, and its buffer
-    state: TrainState,
-    blocks: RecordBuffer,
-    loader: BatchLoader,
-    validation: Mapping[str, BatchLoader],
-    train: TrainSpec,
-    flush_every: int | None,
-    should_stop: Callable[[], bool],
-    should_finish: Callable[[], bool],
-    step_context: Callable[[int], AbstractContextManager[object]],
-) -> Iterator[Record]:
-    last = total_steps(train, loader)
-    deadline = perf_counter() + (train.max_seconds or inf)
-    state.model.train()
-    if _lacks_evaluation(state, train, loader):
-        yield from _evaluation(state, validation, should_stop)
-        blocks.restart_clock()
-    if state.step >= last:
-        return
-    for micros, sizes in until_interrupted(accumulation_batches(state, loader, train.accumulate)):
-        step = state.step + 1
-        # Decided before the step: what an evaluation counts must be watched during the step.
-        is_last = step >= last or perf_counter() >= deadline or should_finish()
-        evaluates = is_last or is_evaluation_step(train, loader, step)
-        counter = None
-        if evaluates and state.precision.loses_updates:
-            counter = Stagnation(state)
-        with step_context(step):
-            blocks.add(train_step(state, micros, sizes))
-        state.stagnant_share = None if counter is None else counter.stagnant_share()
-        # All processes ask at the same points of the loop, so they agree, one question late.
-        is_stopped = should_stop()
-        # The caller acts on evaluations, checkpoints and the end, and needs every record by then.
-        if evaluates or is_stopped or (flush_every and step % flush_every == 0):
-            yield from blocks.flush()
-        elif step % train.log_every == 0:
-            # The block is read one interval late: reading it now would drain the device's queue.
-            blocks.send()
-            yield from blocks.ready_records()
-        if evaluates and not is_stopped:
-            yield from _evaluation(state, validation, should_stop)
-            blocks.restart_clock()
-        if is_stopped or is_last or (evaluates and should_stop()):
-            return
-    yield from blocks.flush()
-
-
-def _lacks_evaluation(state: TrainState, train: TrainSpec, loader: BatchLoader) -> bool:
-    """Return whether the run was stopped between a step and the evaluation that follows it."""
-    if state.step == 0 or state.last_evaluation_step >= state.step:
-        return False
-    return is_evaluation_step(train, loader, state.step)
-
-
 def _evaluation(
     state: TrainState, validation: Mapping[str, BatchLoader], should_stop: Callable[[], bool]
 ) -> Iterator[EvalRecord]:
     """Yield the record of an evaluation; nothing if the run is asked to stop meanwhile."""
     random_state = host_rng_state()
+    metrics = None
     try:
-        metrics = evaluate_validation(state, validation, should_stop)
-    except HookError:
-        # As after a stop: the resumed run evaluates this step again.
-        set_host_rng_state(random_state)
-        raise
-    if metrics is None:
-        # The resumed run evaluates from the start, so what the data has drawn here is put back.
-        set_host_rng_state(random_state)
-        return
-    state.record_evaluation(metrics)
-    now_ms = int(time() * 1000)
-    yield EvalRecord(state.step, now_ms, state.epoch, metrics, state.stagnant_share)
+        metrics = evaluate_sets("val", state, validation, should_stop)
+    finally:
+        # After a stop, or where the hook fails, the resumed run evaluates this step from the start,
+        # so what the data has drawn here is put back.
+        if metrics is None:
+            set_host_rng_state(random_state)
+    if metrics is not None:
+        state.record_evaluation(metrics)
+        yield EvalRecord(state.step, now_ms(), state.epoch, metrics, state.stagnant_share)

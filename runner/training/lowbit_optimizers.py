@@ -226,10 +226,9 @@ class WrappedAdamW(Optimizer):
                 group["lr"] = lr
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        wide_groups = [group for group in self.param_groups if group.get("optim_bits") == 32]
-        wide_params = chain.from_iterable(group["params"] for group in wide_groups)
-        if any(p is other for other in wide_params):
-            return torch.zeros_like(p, dtype=torch.float32)
+        for group in self.param_groups:
+            if group.get("optim_bits") == 32 and any(p is other for other in group["params"]):
+                return torch.zeros_like(p, dtype=torch.float32)
         base: Any = super()
         return base._new_buffer(p, signed)
 
@@ -242,7 +241,12 @@ class WrappedAdamW(Optimizer):
         content = super().state_dict()
         state: dict[Any, dict[str, Any]] = {}
         for index, values in content["state"].items():
-            state[index] = {key: _flatten(value) for key, value in values.items()}
+            state[index] = dict(values)
+            for key, value in values.items():
+                if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+                    names, context = value.__tensor_flatten__()
+                    tensors = {name: getattr(value, name) for name in names}
+                    state[index][key] = {"tensors": tensors, "context": context}
         return {**content, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -255,24 +259,16 @@ class WrappedAdamW(Optimizer):
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Mapping):
                     parts = {name: part.to(p.device) for name, part in value["tensors"].items()}
-                    self.state[p][key] = self._unflatten(parts, value["context"])
+                    # The tensor's class depends on the optimizer and on torchao's version, so a
+                    # tiny state tensor is made to ask for it.
+                    tiny = torch.empty(self.block_size)
+                    block: Any = self._subclass_zeros(tiny, True, self.block_size)
+                    restored = type(block).__tensor_unflatten__(parts, value["context"])
+                    self.state[p][key] = restored
                 elif key == "step":
                     self.state[p][key] = value  # the count of steps stays on the CPU
                 else:
                     self.state[p][key] = value.to(p.device)
-
-    def _unflatten(self, parts: Mapping[str, Tensor], context: list[Any]) -> Tensor:
-        # The tensor's class depends on the optimizer and on torchao's version, so a tiny state
-        # tensor is made to ask for it.
-        block: Any = self._subclass_zeros(torch.empty(self.block_size), True, self.block_size)
-        return type(block).__tensor_unflatten__(parts, context)
-
-
-def _flatten(value: Any) -> Any:
-    if not (isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)):
-        return value
-    names, context = value.__tensor_flatten__()
-    return {"tensors": {name: getattr(value, name) for name in names}, "context": context}
 
 
 def _is_number(value: Any, below: float = math.inf) -> bool:
@@ -314,8 +310,7 @@ def check_dtypes(optimizer: Optimizer) -> None:
     """Raise ValueError for parameters in dtypes that the libraries do not support."""
     # Both would silently round float64 to float32, and reduce complex numbers to their real parts.
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    found = {dtype_name(p.dtype) for p in params}
-    wrong = sorted(found - set(SUPPORTED_DTYPES))
+    wrong = sorted({dtype_name(p.dtype) for p in params}.difference(SUPPORTED_DTYPES))
     if wrong:
         raise ValueError(
             f"it computes in float32 and the model holds {', '.join(wrong)} parameters. Allowed: "
@@ -337,7 +332,9 @@ _BASES_BY_CLASS: dict[str, tuple[str, type[Optimizer]]] = {
 
 
 @cache
-def _make_class(name: str) -> type[Optimizer]:
+def __getattr__(name: str) -> type[Optimizer]:
+    if name not in _BASES_BY_CLASS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, mixin = _BASES_BY_CLASS[name]
     library = module.partition(".")[0]
     try:
@@ -349,9 +346,3 @@ def _make_class(name: str) -> type[Optimizer]:
             f"Type pip install {library} (its wheels are for Linux), or optimizer=adamw."
         ) from error
     return type(name, (mixin, base), {"__doc__": base.__doc__, "__module__": __name__})
-
-
-def __getattr__(name: str) -> type[Optimizer]:
-    if name not in _BASES_BY_CLASS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _make_class(name)

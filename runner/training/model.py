@@ -1,31 +1,58 @@
-"""Build the model of a run: construct, convert and adapt it, and restore it from a checkpoint."""
+"""Build the model of a run: construct, convert and adapt it, and restore it from a checkpoint.
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+Lazy layers (nn.LazyLinear, nn.LazyConv2d, ...) get their shapes before anything else is done. torch
+makes their parameters in the first forward. Here that would be after the conversion, in the
+precision's dtype and so with other numbers than in float32, and after the optimizers.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from inspect import Parameter, signature
+from itertools import chain
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.resolve import to_dict
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group
+from runner.config.targets import build_group, locate, target_arguments
 from runner.config.trusted_targets import check_trusted
-from runner.precision.casting import cast_floats, default_dtype
+from runner.data.build import build_data, build_run_loaders
+from runner.precision.casting import cast_floats, cast_nest, default_dtype
 from runner.precision.contract import ConversionReport, Precision
 from runner.precision.conversion import is_converted
-from runner.precision.layers.conv1d import is_transposed
-from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
 from runner.training import adapters
-from runner.training.freezing import freeze_parameters
-from runner.training.initial_weights import InitialWeights, load_selected
-from runner.training.lazy_layers import materialize_lazy_layers
-from runner.training.pretrained import safe_loading
-from runner.utils.errors import ConfigError
+from runner.training.example_batch import ForecastUnavailable, example_batch
+from runner.training.initial_weights import InitialWeights, load_selected, unpack_weights
+from runner.training.model_call import call_model
+from runner.training.parameter_groups import freeze_parameters
+from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.files import tensors_only
 from runner.utils.tensors import float32_bytes
 from runner.utils.terminal import quote_command
+
+_CPU = torch.device("cpu")
+_EXAMPLES = 2  # in the first forward
+_LOADING_KEYWORDS = (
+    "pretrained",
+    "weights",
+    "weights_backbone",
+    "checkpoint_path",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "path",
+)
+"""Keywords by which timm, torchvision and the models of the runner load weights."""
+_KNOWN_PACKAGES = ("runner.models.", "timm.", "torchvision.models.")
+"""Packages whose models load weights only where one of these keywords asks for it."""
+_LIBRARIES = (*_KNOWN_PACKAGES, "peft.", "transformers.")
+"""Packages whose files of weights hold tensors and plain containers alone."""
 
 
 class BuiltModel(NamedTuple):
@@ -70,9 +97,10 @@ def build_model(
     """
     # In float32 (or the precision's dtype with init.low_memory); the conversion rounds afterwards.
     model = _construct(spec, precision, device, made_on)
-    loads_packed = start is not None and (
-        restore_exactly or _has_same_packing(spec, precision, start)
-    )
+    # Packed weights, and an adapter's, are loaded unchanged where they are packed alike.
+    loads_packed = restore_exactly
+    if start is not None and not restore_exactly:
+        loads_packed = bool(precision.layout) and _fits_as_saved(spec, precision, start)
     initial = None
     # Plain weights enter before the conversion, which packs them.
     if start is not None and not loads_packed:
@@ -99,22 +127,15 @@ def build_model(
     return BuiltModel(model, report, size, initial)
 
 
-def _has_same_packing(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
-    """Return whether a checkpoint's packed weights, and its adapter's, can be loaded unchanged."""
-    return bool(precision.layout) and _fits_as_saved(spec, precision, saved)
-
-
 def _fits_as_saved(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
     """Return whether a checkpoint has this run's adapter, and weights packed as this run packs them
     (or neither packs any)."""
-    theirs = _adapter_settings(saved.content["spec"].get("adapter") or {})
-    ours = _adapter_settings(spec.adapter)
-    return theirs == ours and saved.content.get("layout", "") == precision.layout
-
-
-def _adapter_settings(node: Mapping[str, Any]) -> dict[str, Any]:
+    theirs = saved.content["spec"].get("adapter") or {}
     # Without a target there is no adapter, whatever else the node holds.
-    return dict(node) if node.get("_target_") else {}
+    has_adapter = bool(theirs.get("_target_") or spec.adapter.get("_target_"))
+    if has_adapter and dict(theirs) != dict(spec.adapter):
+        return False
+    return saved.content.get("layout", "") == precision.layout
 
 
 def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
@@ -263,12 +284,7 @@ def _unpacked_weights(model: nn.Module, saved: LoadedCheckpoint) -> Mapping[str,
     weights = saved.content["model"]
     if not saved.content.get("layout") or any(map(is_converted, model.modules())):
         return weights
-    transposed = [name for name, m in model.named_modules() if is_transposed(m)]
-    if packed_label(weights):
-        return unpacked_entries(weights, transposed)
-    from runner.precision.layers.linear_4bit import unpack_state_dict
-
-    return unpack_state_dict(weights, transposed)
+    return unpack_weights(model, weights)
 
 
 def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
@@ -289,3 +305,152 @@ def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
         "Take the checkpoint's own model: in mode=evaluate leave model= out, elsewhere type its "
         "model=."
     )
+
+
+def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
+    """Make the parameters of a model's lazy layers by one forward in evaluation mode.
+
+    A model without such layers is not changed, and computes nothing.
+
+    Args:
+        spec: gives the inputs: its data's first examples, in mode=plan random numbers in the shapes
+            of data.meta.
+        model: not converted yet; changed in place.
+        device: where its parameters are.
+
+    Raises:
+        ConfigError: no example can be had, the forward fails or does not reach every lazy layer.
+        NotImplementedError: the forward fails on the meta device.
+    """
+    if not any(map(is_lazy, _tensors(model))):
+        return
+    inputs = _example(spec, device, _names(model))
+    dtypes = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
+    inputs = cast_nest(inputs, dtypes[0] if dtypes else torch.get_default_dtype())
+    try:
+        with torch.no_grad(), _evaluating(model):
+            call_model(model, inputs)
+    except RunnerError:
+        raise
+    except Exception as error:
+        if device.type == "meta":
+            raise NotImplementedError("lazy layers of this model need real numbers") from error
+        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
+        raise ConfigError(
+            f"model: the lazy layers {_names(model)} take their sizes from a first forward, which "
+            f"fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
+            "layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= whose "
+            "examples the model takes."
+        ) from error
+    if any(map(is_lazy, _tensors(model))):
+        raise ConfigError(
+            f"model: the lazy layers {_names(model)} are not called by a forward in evaluation "
+            "mode, from which they would take their sizes. Give them their sizes (nn.Linear in "
+            "place of nn.LazyLinear)."
+        )
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    return chain(module.parameters(recurse), module.buffers(recurse))
+
+
+def _names(model: nn.Module) -> str:
+    """Return the names of the layers that are still lazy, three at most, for messages."""
+    found = [
+        name or "(the model itself)"
+        for name, module in model.named_modules()
+        if any(map(is_lazy, _tensors(module, recurse=False)))
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"{', '.join(found[:3])}{more}"
+
+
+def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
+    """Return inputs of a few examples, on the device."""
+    # The data may draw random numbers, and the weights of the layers are drawn after it: without
+    # the fork the weights would depend on what the data draws.
+    with torch.random.fork_rng(devices=[]):
+        # mode=plan promises to need no data.
+        if spec.mode == "plan":
+            try:
+                return example_batch(spec, _EXAMPLES, device)[0]
+            except ForecastUnavailable as error:
+                raise ConfigError(
+                    f"model: the lazy layers {names} take their sizes from an example: {error} "
+                    "Type data.meta.input and data.meta.classes, or give these layers their sizes."
+                ) from error
+        # No workers for two examples, and no data set moved to the device.
+        few = replace(spec.train, batch_size=_EXAMPLES, num_workers=0, data_on_device=False)
+        loader = build_run_loaders(replace(spec, train=few), build_data(spec), _CPU).train
+        inputs, _ = next(loader.epoch(0))
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put modules in evaluation mode, where norms keep their statistics; restore it after."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def starts_random(node: Mapping[str, Any]) -> bool:
+    """Return whether a model's weights are known to be random.
+
+    They are for a model of the runner, timm or torchvision that is not asked to load any. False
+    claims nothing: transformers' from_pretrained and a user's own code load weights in ways that
+    the node does not show.
+
+    Args:
+        node: the model's config node, with its `_target_`.
+    """
+    target = str(node.get("_target_", ""))
+    if "_args_" in node:
+        return False  # one of them may be `pretrained`
+    if not target.startswith(_KNOWN_PACKAGES):
+        return False
+    parameters: Mapping[str, Parameter] = {}
+    with suppress(ConfigError, TypeError, ValueError):
+        parameters = signature(locate(target)).parameters
+    arguments = target_arguments(node)
+    for key in _LOADING_KEYWORDS:
+        # torchvision's detection models load their backbone unless weights_backbone=None is given.
+        default = key in parameters and parameters[key].default
+        if bool(node[key] if key in arguments else default):
+            return False
+    return True
+
+
+@contextmanager
+def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
+    """Have the library that builds a model unpickle nothing but tensors and plain containers.
+
+    One's own code reads its files as it says.
+
+    Args:
+        node: the model's config node, with its `_target_`.
+
+    Raises:
+        ConfigError: a file of weights holds more.
+    """
+    target = str(node.get("_target_", ""))
+    if not target.startswith(_LIBRARIES):
+        yield
+        return
+    try:
+        with tensors_only():
+            yield
+    except (UnpicklingError, RuntimeError) as error:
+        # timm raises an error of its own from torch's.
+        if not isinstance(error.__cause__ or error, UnpicklingError):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model: {target} loads a file that holds more than tensors, and a pickle is not "
+            f"executed here. Where you trust it, save its state_dict() with "
+            f"safetensors.torch.save_file. (torch: {reason})"
+        ) from error

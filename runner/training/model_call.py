@@ -96,34 +96,22 @@ def _names_for(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...] |
     if last.model() is not model or last.key != key:
         fields = tuple(inputs)
         parameters = signature(plain_module(model).forward).parameters
-        last.names = _accepted(parameters, fields, type(inputs) is KeywordInputs)
+        last.names = fields
+        if type(inputs) is KeywordInputs:
+            # Of a dict batch, further fields are left out. A wrapper `forward(self, **inputs)` gets
+            # every field, and `forward(self, inputs)` the dict. Hugging Face's models have names
+            # and **kwargs, into which no other field belongs.
+            kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+            keywords = {name for name, p in parameters.items() if p.kind in kinds}
+            names = tuple(name for name in fields if name in keywords)
+            takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+            last.names = names or (fields if takes_any else None)
+        else:
+            try:
+                Signature([*parameters.values()]).bind(**dict.fromkeys(fields))
+            except TypeError:
+                last.names = None
         last.takes_all = last.names == fields
         last.model = ref(model)
         last.key = key
     return last.names
-
-
-def _accepted(
-    parameters: Mapping[str, Parameter], fields: tuple[str, ...], are_arguments: bool
-) -> tuple[str, ...] | None:
-    """Return which fields a forward takes as keywords.
-
-    Args:
-        parameters: of the forward.
-        fields: names of the inputs.
-        are_arguments: whether they were a dict batch, whose further fields are left out; else
-            the forward takes all of them as keywords or the dict as one argument.
-    """
-    if are_arguments:
-        kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        taken = {name for name, p in parameters.items() if p.kind in kinds}
-        names = tuple(name for name in fields if name in taken)
-        takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
-        # A wrapper `forward(self, **inputs)` gets every field, and `forward(self, inputs)` the
-        # dict. Hugging Face's models have names and **kwargs, into which no other field belongs.
-        return names or (fields if takes_any else None)
-    try:
-        Signature([*parameters.values()]).bind(**dict.fromkeys(fields))
-    except TypeError:
-        return None
-    return fields

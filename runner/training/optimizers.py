@@ -1,12 +1,14 @@
 """Build optimizers and schedulers, and distribute the parameters among them."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import embedding
 from torch.optim import Optimizer
 
 from runner.config.schema import RunSpec
@@ -19,6 +21,7 @@ from runner.config.targets import (
 )
 from runner.distributed.strategy import is_sharded
 from runner.precision.contract import Precision
+from runner.precision.gradients import finish_gradients
 from runner.precision.wide_step import (
     STATE_DTYPES,
     attach_update,
@@ -32,8 +35,7 @@ from runner.training.parameter_groups import (
     is_match,
 )
 from runner.training.schedules import build_scheduler, check_scheduler
-from runner.training.sparse_gradients import check_optimizer, sparse_parameters
-from runner.training.state import ScheduledOptimizer
+from runner.training.state import ScheduledOptimizer, sparse_parameters
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import dtype_name
 
@@ -64,14 +66,14 @@ def parameters_by_optimizer(
     shares: list[tuple[str, Mapping[str, Any], list[nn.Parameter]]] = []
     for key, part in optimizer_nodes(node):
         match = part.get("match")
-        taken = {name: p for name, p in free.items() if is_match(match, name, p, model)}
-        if not taken:
+        share = {name: p for name, p in free.items() if is_match(match, name, p, model)}
+        if not share:
             raise ConfigError(
-                f"optimizer.{key}.match={match} takes no parameter of the model. "
+                f"{key}.match={match} takes no parameter of the model. "
                 f"Left for it: {_first_names(free) or 'none'}."
             )
-        free = {name: p for name, p in free.items() if name not in taken}
-        shares.append((f"optimizer.{key}", part, list(taken.values())))
+        free = {name: p for name, p in free.items() if name not in share}
+        shares.append((key, part, list(share.values())))
     # A parameter without an optimizer would stay at its initial value, unnoticed.
     if free:
         raise ConfigError(
@@ -85,10 +87,20 @@ def _first_names(named: Mapping[str, nn.Parameter]) -> str:
 
 
 def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the names and nodes of several optimizers in the order in which they are built."""
+    """Return the key and the node of each optimizer in the order in which they are built.
+
+    Args:
+        node: the config's optimizer node: one with a `_target_`, or several by names of their own.
+    """
+    if "_target_" in node:
+        return [("optimizer", node)]
+    nodes: list[tuple[str, Mapping[str, Any]]] = []
+    for name, part in node.items():
+        if isinstance(part, Mapping):
+            nodes.append((f"optimizer.{name}", part))
     # One that takes every parameter comes last, or it would leave none to the others. Checkpoints
     # hold the optimizers in this order.
-    return sorted(node.items(), key=lambda item: item[1].get("match") is None)
+    return sorted(nodes, key=lambda item: item[1].get("match") is None)
 
 
 def embedding_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -120,7 +132,8 @@ def build_optimizer(
     """
     target = locate(node["_target_"])
     node = without_runner_keys("optimizer", node)
-    groups = _as_groups(params)
+    # What is no group is one of the parameters.
+    groups = [group for group in params if isinstance(group, dict)] or [{"params": [*params]}]
     every = [p for group in groups for p in group["params"]]
     if node.get("fused") is None and _may_be_fused(target, every):
         # A refusal (of this device, dtype or combination of keywords) is no error: the plain call
@@ -143,21 +156,13 @@ def build_optimizer(
     return build_group(key, node, divided)
 
 
-def _as_groups(
-    params: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """Return parameter groups as they are, and parameters as one group."""
-    groups = [group for group in params if isinstance(group, dict)]
-    return groups or [{"params": [*params]}]
-
-
 def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
     """Return whether to try an optimizer's fused kernel.
 
     False for what torch would refuse only in the first step.
     """
-    # torch refuses fused complex parameters, and those of torch_xla, only in the first step.
-    if not all(p.is_floating_point() and p.device.type != "xla" for p in params):
+    # torch refuses fused complex parameters only in the first step.
+    if not all(p.is_floating_point() for p in params):
         return False
     # torch's fused kernels take sharded parameters in these two optimizers only.
     if any(map(is_sharded, params)):
@@ -186,7 +191,14 @@ def build_scheduled_optimizers(
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
-        raise ConfigError(_nothing_trains(precision))
+        if not precision.freezes:
+            raise ConfigError("The model has no trainable parameter: every one is frozen.")
+        raise ConfigError(
+            f"Nothing is left to train: precision={precision.name} freezes the weights that it "
+            "quantises, and the model has no other trainable parameter. Type adapter=lora, "
+            "precision=bnb-int8-training, or precision.ignore_modules=[<module>] for one that "
+            "trains."
+        )
     embeddings = embedding_parameters(model)
     sparse = sparse_parameters(model)
     optimizers: dict[str, Optimizer] = {}
@@ -242,10 +254,7 @@ def describe_state_dtypes(
         node: the config's optimizer node.
         optimizers: made of the node.
     """
-    nodes = [("optimizer", node)]
-    if "_target_" not in node:
-        nodes = [(f"optimizer.{name}", part) for name, part in optimizer_nodes(node)]
-    for (key, part), scheduled in zip(nodes, optimizers, strict=True):
+    for (key, part), scheduled in zip(optimizer_nodes(node), optimizers, strict=True):
         dtype = state_dtype(key, part)
         if dtype is None:
             continue
@@ -302,30 +311,54 @@ def _build_checked(
     # torch's fused kernels refuse sparse gradients, in the first step only. A fused=true that was
     # typed is passed on, and refused below.
     chosen = dict(node)
-    if takes_keyword(node, "fused") and not node.get("fused"):
+    takes_fused = "fused" in signature(locate(node["_target_"])).parameters
+    if takes_fused and not node.get("fused"):
         chosen["fused"] = False
 
-    def build(some: Sequence[Any]) -> Optimizer:
-        return build_optimizer(key, chosen, some, embeddings)
-
+    build = partial(build_optimizer, key, chosen, embeddings=embeddings)
     first_table = next(iter(tables.values()))
-    check_optimizer(key, build, list(tables), first_table.dtype)
+    _check_sparse(key, build, list(tables), first_table.dtype)
     return build(params)
 
 
-def takes_keyword(node: Mapping[str, Any], keyword: str) -> bool:
-    """Return whether a node's target takes a keyword."""
-    return keyword in signature(locate(node["_target_"])).parameters
+def _check_sparse(
+    key: str,
+    build: Callable[[list[nn.Parameter]], Optimizer],
+    names: Collection[str],
+    dtype: torch.dtype,
+) -> None:
+    """Raise ConfigError where an optimizer refuses sparse gradients.
 
-
-def _nothing_trains(precision: Precision) -> str:
-    if not precision.freezes:
-        return "The model has no trainable parameter: every one is frozen."
-    return (
-        f"Nothing is left to train: precision={precision.name} freezes the weights that it "
-        "quantises, and the model has no other trainable parameter. Type adapter=lora, "
-        "precision=bnb-int8-training, or precision.ignore_modules=[<module>] for one that trains."
-    )
+    Args:
+        key: of the optimizer's node.
+        build: makes the optimizer of parameters.
+        names: of the parameters whose gradients are sparse.
+        dtype: of the tables.
+    """
+    # torch's optimizers refuse them in a step only, when a model and its data have been loaded. So
+    # two steps are tried here on a table of two rows; the second one uses the state of the first.
+    invariants = torch.sparse.check_sparse_tensor_invariants
+    if not invariants.is_enabled():
+        invariants.disable()  # else torch warns of the tensors that its own optimizers make
+    table = nn.Parameter(torch.zeros(2, 2, dtype=dtype))
+    optimizer = build([table])
+    # LBFGS flattens all gradients to one vector, and its step needs a function of the loss.
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return
+    try:
+        for _ in range(2):
+            table.grad = None
+            rows = embedding(torch.zeros(1, dtype=torch.int64), table, sparse=True)
+            rows.sum().backward()
+            finish_gradients([table])
+            optimizer.step()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"{key}: {type(optimizer).__name__} refuses the sparse gradients of "
+            f"{', '.join(names)}: {reason}. Type optimizer=sgd optimizer.weight_decay=0 or "
+            "optimizer=adagrad optimizer.weight_decay=0, or build the embedding with sparse=False."
+        ) from error
 
 
 def check_arguments(spec: RunSpec) -> None:
@@ -335,23 +368,15 @@ def check_arguments(spec: RunSpec) -> None:
     before its data and its model are loaded.
     """
     check_scheduler(spec.scheduler)
-    nodes = {"optimizer": spec.optimizer} if "_target_" in spec.optimizer else spec.optimizer
-    for key, node in nodes.items():
-        if isinstance(node, Mapping):
-            name = key if key == "optimizer" else f"optimizer.{key}"
-            _check_optimizer(name, node)
-
-
-def _check_optimizer(key: str, node: Mapping[str, Any]) -> None:
-    """Raise ConfigError for keywords, and options of groups, that an optimizer refuses."""
     dummy = [nn.Parameter(torch.zeros(2, 2))]
-    optimizer = build_optimizer(key, node, dummy)
-    problems = [*group_problems(key, node, optimizer)]
-    if problems:
-        raise ConfigError(*problems)
-    dtype = state_dtype(key, node)
-    if dtype is not None:
-        check_state_dtype(f"{key}.state_dtype", optimizer, dtype)
-    # Constructors check their own keywords alone, so each group's options are tried as such.
-    for i, options in enumerate(entry_options(node)):
-        build_optimizer(f"{key}.groups.{i}", {**node, **options}, dummy)
+    for key, node in optimizer_nodes(spec.optimizer):
+        optimizer = build_optimizer(key, node, dummy)
+        problems = [*group_problems(key, node, optimizer)]
+        if problems:
+            raise ConfigError(*problems)
+        dtype = state_dtype(key, node)
+        if dtype is not None:
+            check_state_dtype(f"{key}.state_dtype", optimizer, dtype)
+        # Constructors check their own keywords alone, so each group's options are tried as such.
+        for i, options in enumerate(entry_options(node)):
+            build_optimizer(f"{key}.groups.{i}", {**node, **options}, dummy)

@@ -1,8 +1,8 @@
-"""Divide the parameters of one optimizer into groups with options of their own.
+"""Divide parameters by patterns of their names: into groups with options of their own, or frozen.
 
 `optimizer.groups` gives parameters that patterns name other options, `optimizer.no_decay_on`
-exempts parameters from weight decay, and `optimizer.layer_decay` lowers the learning rate from the
-last block of a model to the first.
+exempts parameters from weight decay, `optimizer.layer_decay` lowers the learning rate from the last
+block of a model to the first, and `train.freeze` freezes parameters.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,6 +18,7 @@ from runner.precision.layers.conv1d import linear_classes
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
 from runner.utils.modules import matches_pattern, repeated_blocks
+from runner.utils.tensors import MIB, tensor_bytes
 
 NORMS_AND_BIASES = "norms_and_biases"
 """Value of optimizer.no_decay_on: biases, parameters of norm layers, and vectors and scalars."""
@@ -89,9 +90,7 @@ def divide_parameters(
     owners = _owners(key, entries, model, named)
     no_decay = settings.get("no_decay_on")
     exempt = _exempt(key, no_decay, model, named) if no_decay else set()
-    depths: dict[str, int] = {}
-    if "layer_decay" in settings:
-        depths = _depths(key, model)
+    depths = _depths(key, model) if "layer_decay" in settings else {}
     rows: dict[tuple[int, int, bool], list[nn.Parameter]] = {}
     for name, param in named.items():
         row = (owners[name], depths.get(name, 0), name in exempt)
@@ -106,7 +105,7 @@ def divide_parameters(
         group = {"params": members, **options, "own_options": sorted(options)}
         words = [_entry_name(entry)] if entries else []
         if depths:
-            rate = options.get("lr", _option_value(node, "lr"))
+            rate = options.get("lr", _learning_rate(node))
             group["lr"] = rate * settings["layer_decay"] ** (last - depth)
             words.append(f"layer_{depth:02d}")
         if words:
@@ -136,40 +135,41 @@ def _owners(
     owners: dict[str, int] = {}
     for i, entry in enumerate(entries):
         match = entry["match"]
-        taken = [name for name, p in named.items() if is_match(match, name, p, model)]
-        free = [name for name in taken if name not in owners]
-        if taken and not free:
+        matches = [name for name, p in named.items() if is_match(match, name, p, model)]
+        free = [name for name in matches if name not in owners]
+        if matches and not free:
             raise ConfigError(
                 f"{key}.groups: match={_typed(match)} is left nothing: the groups before it take "
-                f"{', '.join(taken[:4])}. The first match wins. Put it before them."
+                f"{', '.join(matches[:4])}. The first match wins. Put it before them."
             )
-        if not taken:
+        if not matches:
             raise ConfigError(_no_match(f"{key}.groups: match={_typed(match)}", match, named))
         owners.update(dict.fromkeys(free, i))
     return {name: owners.get(name, len(entries)) for name in named}
 
 
-def _exempt(key: str, wanted: Any, model: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str]:
+def _exempt(
+    key: str, patterns: Any, model: nn.Module, named: Mapping[str, nn.Parameter]
+) -> set[str]:
     """Return the names of the parameters without weight decay."""
     exempt: set[str] = set()
-    for pattern in _patterns(wanted):
+    for pattern in _patterns(patterns):
         if pattern == NORMS_AND_BIASES:
             # A model without norms and biases, as one whose adapter alone trains, is no mistake.
-            exempt.update(name for name, p in named.items() if _is_norm_or_bias(name, p, model))
+            for name, param in named.items():
+                owner, _, short = name.rpartition(".")
+                is_norm = type(model.get_submodule(owner)).__name__.endswith("Norm")
+                # BatchNorm2d and InstanceNorm2d end otherwise; theirs are vectors, as are most
+                # norms'.
+                if param.ndim <= 1 or short == "bias" or is_norm:
+                    exempt.add(name)
             continue
-        found = [name for name in named if matches_pattern(pattern, name)]
-        if not found:
+        matches = [name for name in named if matches_pattern(pattern, name)]
+        if not matches:
             problem = _no_match(f"{key}.no_decay_on={pattern}", pattern, named)
             raise ConfigError(f"{problem} {NORMS_AND_BIASES} stands for all norms and biases.")
-        exempt.update(found)
+        exempt.update(matches)
     return exempt
-
-
-def _is_norm_or_bias(name: str, param: nn.Parameter, model: nn.Module) -> bool:
-    owner, _, own_name = name.rpartition(".")
-    is_norm = type(model.get_submodule(owner)).__name__.endswith("Norm")
-    # BatchNorm2d and InstanceNorm2d end otherwise; theirs are vectors, as are most norms'.
-    return param.ndim <= 1 or own_name == "bias" or is_norm
 
 
 def _depths(key: str, model: nn.Module) -> dict[str, int]:
@@ -202,6 +202,35 @@ def _depths(key: str, model: nn.Module) -> dict[str, int]:
     return depths
 
 
+def matching_names(
+    key: str, patterns: Sequence[Any], names: Collection[str], nothing: str
+) -> dict[str, None]:
+    """Return the names of parameters that patterns match, in order.
+
+    Args:
+        key: the config key, for the message.
+        patterns: as the user wrote them.
+        names: of parameters.
+        nothing: says in the message what a pattern matches that matches none of them.
+
+    Raises:
+        ConfigError: a pattern matches no name.
+    """
+    matches: dict[str, None] = {}
+    problems: list[str] = []
+    for pattern in map(str, patterns):
+        of_pattern = [name for name in names if matches_pattern(pattern, name)]
+        matches |= dict.fromkeys(of_pattern)
+        if not of_pattern:
+            problems.append(
+                f"{key}: {pattern} matches {nothing}. Nearest names: "
+                f"{nearest_names(pattern, names)}. `*` stands for any part of one segment."
+            )
+    if problems:
+        raise ConfigError(*problems)
+    return matches
+
+
 def nearest_names(pattern: str, named: Collection[str]) -> str:
     """Return the names of parameters and of their modules that are most like a pattern."""
     names = dict.fromkeys(named)
@@ -212,10 +241,10 @@ def nearest_names(pattern: str, named: Collection[str]) -> str:
     return ", ".join(near)
 
 
-def _no_match(given: str, match: Any, named: Collection[str]) -> str:
+def _no_match(setting: str, match: Any, named: Collection[str]) -> str:
     near = nearest_names(_patterns(match)[0], named)
     return (
-        f"{given} matches no parameter that it could take. Nearest names: {near}. "
+        f"{setting} matches no parameter that it could take. Nearest names: {near}. "
         "Name a parameter or a module; `*` stands for any part of one segment."
     )
 
@@ -224,11 +253,11 @@ def _typed(match: Any) -> str:
     return f"[{','.join(_patterns(match))}]" if isinstance(match, list | tuple) else str(match)
 
 
-def _option_value(node: Mapping[str, Any], option: str) -> Any:
-    """Return an option of an optimizer's node, or the default of its target."""
-    if node.get(option) is not None:
-        return node[option]
-    parameter = signature(locate(node["_target_"])).parameters.get(option)
+def _learning_rate(node: Mapping[str, Any]) -> Any:
+    """Return the rate of an optimizer's node, or the default of its target; None without any."""
+    if node.get("lr") is not None:
+        return node["lr"]
+    parameter = signature(locate(node["_target_"])).parameters.get("lr")
     return None if parameter is None or parameter.default is Parameter.empty else parameter.default
 
 
@@ -251,12 +280,12 @@ def group_problems(key: str, node: Mapping[str, Any], optimizer: Optimizer) -> I
     exempt = settings.get("no_decay_on")
     if exempt is not None and not _are_patterns(exempt):
         yield f"{key}.no_decay_on={exempt} does not fit. Allowed: {NORMS_AND_BIASES}, or patterns."
-    if "no_decay_on" in settings and "weight_decay" not in options:
-        yield f"{key}.no_decay_on={_typed(settings['no_decay_on'])}: {target} has no weight_decay."
+    if exempt is not None and "weight_decay" not in options:
+        yield f"{key}.no_decay_on={_typed(exempt)}: {target} has no weight_decay."
     decay = settings.get("layer_decay")
     if decay is not None and not (_is_number(decay) and 0 < decay <= 1):
         yield f"{key}.layer_decay={decay} is out of range. Allowed: above 0, 1 and below."
-    if decay is not None and not _is_number(_option_value(node, "lr")):
+    if decay is not None and not _is_number(_learning_rate(node)):
         yield f"{key}.layer_decay={decay} lowers the learning rate. Type {key}.lr=<rate>."
     yield from _entry_problems(key, settings.get("groups"), target, options)
 
@@ -276,7 +305,16 @@ def _entry_problems(
                 "<option>: <value>}, as in {match: head, lr: 0.01}."
             )
             continue
-        yield from _option_problems(f"{key}.groups.{i}", entry, target, options)
+        for option, value in entry.items():
+            typed = f"{key}.groups.{i}.{option}={value}"
+            if option == "name" and not isinstance(value, str | int):
+                yield f"{typed} does not fit. Allowed: text."
+            if option in _OWN_KEYS:
+                continue
+            if option not in options:
+                yield f"{typed}: {target} has no {option} of a group. It has: {', '.join(options)}."
+            elif _is_number(options[option]) and not _is_number(value):
+                yield f"{typed} does not fit. Allowed: a number."
         earlier = [_entry_name(e) for e in entries[:i] if isinstance(e, Mapping) and "match" in e]
         name = _entry_name(entry)
         if name in (_REST, *earlier):
@@ -284,22 +322,6 @@ def _entry_problems(
                 f"{key}.groups.{i} has the name {name}, which is taken: its rate could not be told "
                 f"from another's in lr/{name}. Give it a name, as in {{match: ..., name: head}}."
             )
-
-
-def _option_problems(
-    key: str, entry: Mapping[str, Any], target: str, options: Mapping[str, Any]
-) -> Iterator[str]:
-    for name, value in entry.items():
-        given = f"{key}.{name}={value}"
-        if name == "match":
-            continue
-        if name == "name":
-            if not isinstance(value, str | int):
-                yield f"{given} does not fit. Allowed: text."
-        elif name not in options:
-            yield f"{given}: {target} has no {name} of a group. It has: {', '.join(options)}."
-        elif _is_number(options[name]) and not _is_number(value):
-            yield f"{given} does not fit. Allowed: a number."
 
 
 def _are_patterns(value: Any) -> bool:
@@ -325,9 +347,8 @@ def describe_groups(optimizers: Sequence[ScheduledOptimizer]) -> str:
     exempt = 0
     every = 0
     for scheduled in optimizers:
-        for name, group in zip(
-            scheduled.group_names, scheduled.optimizer.param_groups, strict=True
-        ):
+        groups = scheduled.optimizer.param_groups
+        for name, group in zip(scheduled.group_names, groups, strict=True):
             count = len(group["params"])
             every += count
             tensors[name] = tensors.get(name, 0) + count
@@ -341,3 +362,34 @@ def describe_groups(optimizers: Sequence[ScheduledOptimizer]) -> str:
     if exempt:
         words.append(f"no weight decay on {exempt} of {every} tensors")
     return "; ".join(words)
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names, or whose modules' names, match a pattern.
+
+    Args:
+        model: converted, with its adapter; changed in place.
+        patterns: of dotted names; none freezes nothing.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    named = dict(model.named_parameters())
+    had_trainable = any(p.requires_grad for p in named.values())
+    for name in matching_names("train.freeze", patterns, named, "no parameter of the model"):
+        # Codes of packed weights are integers, which never train.
+        if named[name].requires_grad:
+            named[name].requires_grad_(False)
+    if had_trainable and not any(p.requires_grad for p in named.values()):
+        raise ConfigError(
+            f"train.freeze=[{','.join(patterns)}] leaves nothing to train: it freezes all "
+            f"{len(named)} parameters of the model. Leave out a pattern."
+        )
+
+
+def describe_frozen(model: nn.Module) -> str:
+    """Return how many parameters of a model are frozen, and their size."""
+    params = [*model.parameters()]
+    frozen = [p for p in params if not p.requires_grad]
+    size = tensor_bytes(*frozen) / MIB
+    return f"frozen: {len(frozen)} of {len(params)} parameters, {size:.1f} MiB"

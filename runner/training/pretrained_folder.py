@@ -1,7 +1,9 @@
-"""Write a trained model of transformers as the folder that its from_pretrained loads."""
+"""Write a trained model as the folder that transformers loads, and an adapter as that of peft."""
 
 import copy
 import json
+import math
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -12,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.layers.conv1d import is_transposed
-from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
-from runner.training.peft_folder import lora_layers, merged
+from runner.precision.layers.quantized_linear import packed_label
+from runner.training.initial_weights import unpack_weights
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tensors import dtype_name
 
 PRETRAINED_FOLDER = "pretrained"
@@ -32,6 +35,14 @@ _BESIDE = (
 """Files of a tokenizer or an image processor, which save_pretrained writes beside a model."""
 _CHANGED_HERE = ("runner.precision.", "runner.training.", "torch.")
 """Modules that make subclasses of a model's class in place."""
+
+
+ADAPTER_FOLDER = "adapter"
+_PREFIX = "base_model.model."
+"""What peft puts before the names of the model that it wraps."""
+_WEIGHT = re.compile(r"\.(lora_[AB]|lora_magnitude_vector)\.default\.weight$")
+_TASK_TYPES = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+"""peft's kinds of tasks by the kinds of model=hf; those for classifiers would also train a head."""
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
@@ -76,11 +87,18 @@ def write_pretrained(
     for name, value in plain.items():
         cast = value.to(widest) if value.is_floating_point() else value
         plain[name] = cast.detach().cpu()
-    made = _with_weights(model, plain, node)
+    plain_model = _with_weights(model, plain, node)
     folder.mkdir(parents=True, exist_ok=True)
-    made.save_pretrained(folder)
-    copied = _copy_beside(beside, folder)
-    return ", ".join([dtype_name(widest), *copied])
+    plain_model.save_pretrained(folder)
+    copied: dict[str, Path] = {}
+    for source in beside:
+        for pattern in _BESIDE:
+            for file in sorted(source.glob(pattern)):
+                copied.setdefault(file.name, file)
+    for name, file in copied.items():
+        shutil.copyfile(file, folder / name)
+    sources = dict.fromkeys(file.parent for file in copied.values())
+    return ", ".join([dtype_name(widest), *(f"tokenizer files of {source}" for source in sources)])
 
 
 def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -91,13 +109,8 @@ def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
         weights: its state dict.
     """
     plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    transposed = [name for name, module in model.named_modules() if is_transposed(module)]
-    if packed_label(plain):
-        plain = unpacked_entries(plain, transposed)
-    elif any(value.dtype in (torch.uint8, torch.int8) for value in plain.values()):
-        from runner.precision.layers.linear_4bit import unpack_state_dict
-
-        plain = unpack_state_dict(plain, transposed)
+    if packed_label(plain) or any(v.dtype in (torch.uint8, torch.int8) for v in plain.values()):
+        plain = unpack_weights(model, plain)
     for name, layer in lora_layers(model).items():
         parts = merged(name, plain, layer)
         plain = {key: value for key, value in plain.items() if not key.startswith(f"{name}.")}
@@ -114,44 +127,174 @@ def _with_weights(model: Any, plain: Mapping[str, Tensor], node: Mapping[str, An
     kinds = type(model).__mro__
     kind: Any = next(k for k in kinds if not k.__module__.startswith(_CHANGED_HERE))
     config = copy.deepcopy(model.config)
-    _restore_cache(config, node)
+    typed = node.get("config")
+    if not (isinstance(typed, Mapping) and "use_cache" in typed):
+        # model=hf turns use_cache off for training; the folder has what the model came with.
+        source = Path(str(node.get("path") or "")) / "config.json"
+        settings = json.loads(source.read_text()) if source.is_file() else {}
+        for part in (config, config.get_text_config()):
+            if hasattr(part, "use_cache"):
+                part.use_cache = settings.get("use_cache", True)
     with torch.device("meta"):
-        made = kind(config)
-    wanted = dict(made.state_dict(keep_vars=True))
-    loaded = {name: value for name, value in plain.items() if name in wanted}
-    given = {id(wanted[name]) for name in loaded}
+        fresh = kind(config)
+    own = dict(fresh.state_dict(keep_vars=True))
+    loaded = {name: value for name, value in plain.items() if name in own}
+    loaded_ids = {id(own[name]) for name in loaded}
     # A tied weight is given under one of its names.
-    missing = [name for name, value in wanted.items() if id(value) not in given]
+    missing = [name for name, value in own.items() if id(value) not in loaded_ids]
     if missing:
         raise ValueError(f"its layers have other weights than {kind.__name__}'s {missing[0]}")
-    made.load_state_dict(loaded, strict=False, assign=True)
-    made.tie_weights()
+    fresh.load_state_dict(loaded, strict=False, assign=True)
+    fresh.tie_weights()
     if getattr(model, "generation_config", None) is not None:
-        made.generation_config = copy.deepcopy(model.generation_config)
-        made.generation_config.use_cache = getattr(config, "use_cache", True)
-    return made
+        fresh.generation_config = copy.deepcopy(model.generation_config)
+        fresh.generation_config.use_cache = getattr(config, "use_cache", True)
+    return fresh
 
 
-def _restore_cache(config: Any, node: Mapping[str, Any]) -> None:
-    """Set use_cache, which model=hf turns off for training, to what the model came with."""
-    typed = node.get("config")
-    if isinstance(typed, Mapping) and "use_cache" in typed:
-        return
-    source = Path(str(node.get("path") or "")) / "config.json"
-    settings = json.loads(source.read_text()) if source.is_file() else {}
-    for part in (config, config.get_text_config()):
-        if hasattr(part, "use_cache"):
-            part.use_cache = settings.get("use_cache", True)
+def lora_layers(model: nn.Module) -> dict[str, Any]:
+    """Return peft's layers by the dotted names of the layers that they stand for."""
+    # A model with such a layer has imported peft; no other one needs to.
+    library = sys.modules.get("peft.tuners.lora")
+    if library is None:
+        return {}
+    layers: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, library.LoraLayer):
+            layers[name] = module
+    return {name: layer for name, layer in layers.items() if "default" in layer.lora_A}
 
 
-def _copy_beside(sources: list[Path], folder: Path) -> list[str]:
-    """Copy a tokenizer's files; return from where, in words."""
-    copied: dict[str, Path] = {}
-    for source in sources:
-        for pattern in _BESIDE:
-            for file in sorted(source.glob(pattern)):
-                copied.setdefault(file.name, file)
-    for name, file in copied.items():
-        shutil.copyfile(file, folder / name)
-    places = dict.fromkeys(file.parent for file in copied.values())
-    return [f"tokenizer files of {place}" for place in places]
+def write_adapter(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    node: Mapping[str, Any],
+    init: str = "default",
+) -> None:
+    """Write adapter_model.safetensors and adapter_config.json, for PeftModel.from_pretrained.
+
+    Additions that started from a part of the base weights (adapter.init=pissa, olora) are written
+    for the original ones, with twice the rank: what they started with is subtracted. Modules that
+    train in full beside the adapter are in the folder, too.
+
+    Args:
+        model: with its adapter.
+        weights: the model's state dict, full tensors on any device.
+        folder: made if it is missing.
+        node: the model's config node, from which peft's own fields about the base are taken.
+        init: the value of adapter.init, which the file of tensors says in its metadata.
+
+    Raises:
+        ValueError: a parameter of the model itself trains, which peft has no place for.
+        OSError: the folder cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    with suppress_import_warnings():
+        from peft import LoraConfig
+
+    layers = lora_layers(model)
+    whole = _modules_in_full(model)
+    adapted = [name for name in layers if name not in whole]
+    named: dict[str, Tensor] = {}
+    for (part, module), tensor in _adapter_tensors(weights).items():
+        if module in adapted:
+            # peft's files have DoRA's magnitudes without the name of the tensor.
+            end = "" if part == "lora_magnitude_vector" else ".weight"
+            named[f"{_PREFIX}{module}.{part}{end}"] = tensor
+    for module in whole:
+        for name, tensor in merged(module, weights, layers.get(module)).items():
+            named[f"{_PREFIX}{module}.{name}"] = tensor
+    # peft's classes for these tasks ask this of the base.
+    generates = hasattr(model, "prepare_inputs_for_generation")
+    layer = next(iter(layers.values()))
+    rank, alpha = layer.r["default"], layer.lora_alpha["default"]
+    uses_rslora = layer.use_rslora["default"]
+    if hasattr(layer, "start_A"):
+        # At twice the rank, the factor that makes the scale the same.
+        rank, alpha = 2 * rank, alpha * (math.sqrt(2) if uses_rslora else 2)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=float(getattr(layer.lora_dropout["default"], "p", 0.0)),
+        use_dora=layer.use_dora["default"],
+        use_rslora=uses_rslora,
+        # Not "pissa" or "olora", by which peft would change the base again when it loads them.
+        init_lora_weights="gaussian" if init == "gaussian" else True,
+        # A regular expression, which peft compares with full names; a list also fits their ends.
+        target_modules="|".join(re.escape(name) for name in adapted),
+        modules_to_save=whole or None,
+        fan_in_fan_out=any(is_transposed(layers[name].get_base_layer()) for name in adapted),
+        task_type=_TASK_TYPES.get(str(node.get("kind"))) if generates else None,
+        base_model_name_or_path=str(node.get("path") or ""),
+        inference_mode=True,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    save_file(plain, folder / "adapter_model.safetensors", {"format": "pt", "adapter.init": init})
+    config.save_pretrained(str(folder))
+
+
+def _adapter_tensors(weights: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    """Return the adapter's tensors by their part (lora_A, for example) and the layer's name.
+
+    W - s B0 A0 + s B A is W + s [B, -B0] [A; A0], where W is the original base weight.
+    """
+    tensors = {}
+    for name, tensor in weights.items():
+        match = _WEIGHT.search(name)
+        if not match:
+            continue
+        part, layer = match[1], name[: match.start()]
+        if part == "lora_A" and f"{layer}.start_A" in weights:
+            tensor = torch.cat([tensor, weights[f"{layer}.start_A"].to(tensor)])
+        elif part == "lora_B" and f"{layer}.start_B" in weights:
+            tensor = torch.cat([tensor, -weights[f"{layer}.start_B"].to(tensor)], 1)
+        tensors[part, layer] = tensor
+    return tensors
+
+
+def _modules_in_full(model: nn.Module) -> list[str]:
+    """Return the modules that a run changes beside the adapter, for example by adapter.train.
+
+    Raises:
+        ValueError: a parameter of the model itself trains.
+    """
+    modules: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_" not in name:
+            module = name.rpartition(".")[0].removesuffix("base_layer").rstrip(".")
+            if not module:
+                raise ValueError(f"{name} trains, and is in no module that peft could store")
+            modules[module] = None
+    for name, child in model.named_modules():
+        # Its statistics run whether its weights train or not.
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.track_running_stats:
+            modules[name] = None
+    return list(modules)
+
+
+def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Tensor]:
+    """Return the plain weights of one module by their names in it, with its addition in them.
+
+    Args:
+        name: of the module; for a layer with an addition that of peft's layer.
+        weights: the model's state dict, whose weights are unpacked.
+        layer: peft's layer; None for a module without an addition.
+    """
+    start = f"{name}." if layer is None else f"{name}.base_layer."
+    parts = {k.removeprefix(start): v for k, v in weights.items() if k.startswith(start)}
+    if layer is not None:
+        a = weights[f"{name}.lora_A.default.weight"]
+        b = weights[f"{name}.lora_B.default.weight"]
+        magnitudes = weights.get(f"{name}.lora_magnitude_vector.default.weight")
+        plain = parts["weight"]
+        transposed = is_transposed(layer.get_base_layer())
+        # In float64, and rounded to the weight's dtype once.
+        total = plain.t().double() if transposed else plain.double()
+        total = total + (b.double() @ a.double()) * layer.scaling["default"]
+        if magnitudes is not None:
+            total = total * (magnitudes.double() / total.norm(dim=1))[:, None]
+        parts["weight"] = (total.t() if transposed else total).to(plain.dtype)
+    return parts

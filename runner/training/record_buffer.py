@@ -151,28 +151,25 @@ class HostTransfer:
             if "overflow" in values:
                 skipped += int(values["overflow"])
                 values["skipped_steps"] = skipped
-            records.append(_host_record(step, step_ms, values))
+            measured = {field: values.pop(field) for field in step.measured}
+            records.append(
+                StepRecord(
+                    step=step.step,
+                    time_ms=step.time_ms,
+                    epoch=step.epoch,
+                    lr=step.lr,
+                    step_ms=step_ms,
+                    examples=step.examples,
+                    measured=measured or None,
+                    rates=step.rates or None,
+                    **values,  # type: ignore[arg-type]
+                )
+            )
         # Gauges are read when the block is sent, so they belong to its last step.
         if self.gauges:
             gauges = dict(zip(self.gauges, self._gauge_values.tolist(), strict=True))
             records[-1] = records[-1]._replace(gauges=gauges)
         return tuple(records)
-
-
-def _host_record(step: DeviceStepRecord, step_ms: float, values: dict[str, float]) -> StepRecord:
-    """Return the record of a step whose values have arrived."""
-    measured = {field: values.pop(field) for field in step.measured}
-    return StepRecord(
-        step=step.step,
-        time_ms=step.time_ms,
-        epoch=step.epoch,
-        lr=step.lr,
-        step_ms=step_ms,
-        examples=step.examples,
-        measured=measured or None,
-        rates=step.rates or None,
-        **values,  # type: ignore[arg-type]
-    )
 
 
 def _copy_to_pinned(values: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A step makes a DeviceStepRecord, whose tensors stay on the device. A block of th
 in one transfer (record_buffer.py) as StepRecords, which hold plain numbers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -97,7 +97,8 @@ class EvalRecord(NamedTuple):
     stagnant_share: float | None = None
 
 
-Steps = tuple[StepRecord, ...]
+Steps = Sequence[StepRecord]
+"""A block of step records that have reached the host, in order."""
 Record = Steps | EvalRecord
 
 _NOT_STORED = ("gauges", "measured", "rates")

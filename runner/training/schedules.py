@@ -157,8 +157,17 @@ def build_scheduler(
     schedule = None
     if node.get("_target_"):
         own_node = without_runner_keys("scheduler", node)
-        if _follows_evaluations(own_node):
-            own_node = _with_direction(own_node, direction)
+        if required_step_arguments(own_node) == ["metrics"]:
+            has_mode = "mode" in signature(locate(node["_target_"])).parameters
+            mode = node.get("mode")
+            if direction is not None and has_mode:
+                if mode not in (None, direction):
+                    raise ConfigError(
+                        f"scheduler.mode={mode} contradicts the task, of whose quality the "
+                        f"{direction} is the best. Leave scheduler.mode out, or type "
+                        f"scheduler.mode={direction}."
+                    )
+                own_node = {**own_node, "mode": direction}
             schedule = EvaluationSchedule(_build("scheduler", own_node, optimizer, 1, rates))
         else:
             # A run that ends within its warm-up gives its schedule no step; lengths begin at 1.
@@ -182,12 +191,23 @@ def _build(
     for keyword in RUN_LENGTH_KEYWORDS:
         if keyword in filled and filled[keyword] is None:
             filled[keyword] = steps
+    base = optimizer.defaults.get("lr")
     for keyword in _ABSOLUTE_RATES:
-        if keyword in filled:
-            filled[keyword] = _rate_of_groups(filled[keyword], optimizer, rates)
-    parts = nested_nodes(node)
+        rate = filled.get(keyword)
+        # One rate for all would undo optimizer.groups and optimizer.layer_decay.
+        if base and isinstance(rate, int | float) and any(other != base for other in rates):
+            filled[keyword] = [rate * other / base for other in rates]
+    nested = node.get("schedulers")  # as SequentialLR takes them
+    parts: list[Mapping[str, Any]] = []
+    if isinstance(nested, list):
+        parts = [part for part in nested if isinstance(part, Mapping) and part.get("_target_")]
     if parts:
-        lengths = _nested_lengths(node, len(parts), steps)
+        # The steps between milestones, or all of the run.
+        lengths = [steps] * len(parts)
+        milestones = node.get("milestones")
+        if isinstance(milestones, list) and len(milestones) == len(parts) - 1:
+            pairs = zip([0, *milestones], [*milestones, steps], strict=True)
+            lengths = [max(1, end - begin) for begin, end in pairs]
         rows = enumerate(zip(parts, lengths, strict=True))
         filled["schedulers"] = [
             _build(f"{key}.schedulers.{i}", part, optimizer, length, rates)
@@ -200,65 +220,13 @@ def _build(
     return build_group(key, filled, optimizer)
 
 
-def nested_nodes(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the nodes of the schedules in `schedulers`, as SequentialLR takes them."""
-    parts = node.get("schedulers")
-    if not isinstance(parts, list):
-        return []
-    return [part for part in parts if isinstance(part, Mapping) and part.get("_target_")]
-
-
-def _nested_lengths(node: Mapping[str, Any], count: int, steps: int) -> list[int]:
-    """Return the steps of each nested schedule: those between milestones, or all of the run."""
-    milestones = node.get("milestones")
-    if not isinstance(milestones, list) or len(milestones) != count - 1:
-        return [steps] * count
-    ends = [*milestones, steps]
-    begins = [0, *milestones]
-    return [max(1, end - begin) for begin, end in zip(begins, ends, strict=True)]
-
-
-def _rate_of_groups(rate: Any, optimizer: Optimizer, rates: Sequence[float]) -> Any:
-    """Return a rate that replaces those of all groups, multiplied by each group's share."""
-    base = optimizer.defaults.get("lr")
-    # One rate for all would undo optimizer.groups and optimizer.layer_decay.
-    if not base or not isinstance(rate, int | float) or all(other == base for other in rates):
-        return rate
-    return [rate * other / base for other in rates]
-
-
 def required_step_arguments(node: Mapping[str, Any]) -> list[str]:
     """Return what step() of a schedule's target needs, besides the schedule itself."""
     step = getattr(locate(node["_target_"]), "step", None)
     parameters = signature(step).parameters if step else {}
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    needed: list[str] = []
-    for name, parameter in parameters.items():
-        is_required = parameter.default is Parameter.empty and parameter.kind in positional
-        if name != "self" and is_required:
-            needed.append(name)
-    return needed
-
-
-def _follows_evaluations(node: Mapping[str, Any]) -> bool:
-    return required_step_arguments(node) == ["metrics"]
-
-
-def _with_direction(node: Mapping[str, Any], direction: str | None) -> dict[str, Any]:
-    """Return the node of a schedule that follows the quality, with its `mode`.
-
-    Raises:
-        ConfigError: its mode is not the quality's direction.
-    """
-    if direction is None or "mode" not in signature(locate(node["_target_"])).parameters:
-        return dict(node)
-    mode = node.get("mode")
-    if mode not in (None, direction):
-        raise ConfigError(
-            f"scheduler.mode={mode} contradicts the task, of whose quality the {direction} is the "
-            f"best. Leave scheduler.mode out, or type scheduler.mode={direction}."
-        )
-    return {**node, "mode": direction}
+    required = [p for p in parameters.values() if p.default is Parameter.empty]
+    return [p.name for p in required if p.name != "self" and p.kind in positional]
 
 
 def check_scheduler(node: Mapping[str, Any]) -> None:
@@ -327,8 +295,8 @@ def load_schedule(schedule: Any, saved: Mapping[str, Any], current_keys: Sequenc
     for part in parts:
         settings.append({k: value for k, value in vars(part).items() if k in current_keys})
     schedule.load_state_dict(saved)
-    for part, kept in zip(parts, settings, strict=True):
-        vars(part).update(kept)
+    for part, attributes in zip(parts, settings, strict=True):
+        vars(part).update(attributes)
 
 
 def is_same_schedule(

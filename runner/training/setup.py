@@ -1,25 +1,18 @@
-"""Assemble what a run computes with: the model's weights, the optimizers and the training state.
+"""Assemble what a model is trained or evaluated with: its optimizers and the training state.
 
-Training, evaluation, replay, rewinding to a step and the memory forecast all build their state
-here, so that they cannot drift apart: a replay that assembled its optimizer in another order than
-training would not be bit-exact.
+Every mode and the memory forecast build their state here, so that they cannot drift apart: a replay
+that assembled its optimizer in another order than training would not be bit-exact.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
-from runner.training.initial_weights import read_initial_weights
-from runner.training.model import BuiltModel, build_model
 from runner.training.optimizers import build_scheduled_optimizers
-from runner.training.sharded_model import build_for_strategy
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
@@ -42,33 +35,6 @@ class TrainingSetup:
     task: Task
     device: torch.device
     strategy: Strategy = field(default_factory=Single)
-
-
-def model_builder(
-    spec: RunSpec,
-    precision: Precision,
-    device: torch.device,
-    resumed: LoadedCheckpoint | None = None,
-    strategy: Strategy | None = None,
-) -> Callable[[], BuiltModel]:
-    """Return a function that builds the model that training starts from.
-
-    Args:
-        spec: its model, adapter and init sections are read.
-        precision: converts the model.
-        device: where the model ends up.
-        resumed: a checkpoint whose weights, packing and adapter are restored exactly as they were;
-            None starts from init.weights, or from seeded weights.
-        strategy: shards the model, where it is one that shards; None for one process.
-
-    Raises:
-        ConfigError: init.weights names no checkpoint.
-    """
-    # A function, because a conversion is proven by a forward, after which the model may have to be
-    # built a second time. The checkpoint is read once, here.
-    start = resumed or read_initial_weights(spec)
-    build = partial(build_model, spec, precision, start=start, restore_exactly=resumed is not None)
-    return partial(build_for_strategy, build, precision, strategy or Single(), device)
 
 
 def build_state(

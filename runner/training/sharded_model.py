@@ -1,28 +1,58 @@
-"""Build a model of which every process holds its shards only.
+"""Build a model without values, or one of which every process holds its shards only.
 
-Only the main process makes the weights, in the memory of its host, so that they are those of a run
-of one process. The others build the model on the meta device, shard it, and receive their shards.
-No device ever holds more than the shards and one unit, and each host holds one whole model at most.
+Of a sharded model only the main process makes the weights, in the memory of its host, so that they
+are those of a run of one process. The others build the model on the meta device, shard it, and
+receive their shards. No device ever holds more than the shards and one unit, and each host holds
+one whole model at most.
 """
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from runner.distributed.strategy import Strategy
 from runner.precision.contract import Precision
-from runner.training.meta_model import ModelBuilder, build_on_meta, holds_other_meta_tensors
 from runner.training.model import BuiltModel
+from runner.utils.errors import RunnerError
 
+META_DEVICE = torch.device("meta")
 _CPU = torch.device("cpu")
 
+ModelBuilder = Callable[[torch.device, torch.device | None], BuiltModel]
+"""Builds a model, given the device where it ends up and the one on which its parameters are made;
+None for the CPU."""
 
-def build_for_strategy(
-    build: ModelBuilder, precision: Precision, strategy: Strategy, device: torch.device
-) -> BuiltModel:
-    """Build a model on its device, sharded where the strategy shards; see build_sharded_model."""
-    if strategy.shards:
-        return build_sharded_model(build, precision, strategy, device)
-    return build(device, None)
+
+def build_on_meta(build: ModelBuilder) -> BuiltModel:
+    """Build and convert a model on the meta device; on the CPU if its code reads values.
+
+    Args:
+        build: see ModelBuilder.
+
+    Raises:
+        ConfigError: the model cannot be built, or does not fit the weights that it starts from.
+    """
+    try:
+        return build(META_DEVICE, META_DEVICE)
+    except RunnerError:
+        raise
+    except (NotImplementedError, RuntimeError):
+        return build(_CPU, None)
+
+
+def _holds_other_meta_tensors(model: nn.Module) -> bool:
+    """Return whether a module has a meta tensor that is neither a parameter nor a buffer.
+
+    Nothing gives such a tensor its values later.
+    """
+    registered = ("_parameters", "_buffers", "_modules")
+    for module in model.modules():
+        attributes = {key: value for key, value in vars(module).items() if key not in registered}
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(attributes)):
+            return True
+    return False
 
 
 def build_sharded_model(
@@ -43,7 +73,12 @@ def build_sharded_model(
 
     # What packs weights looks at their values.
     makes_once = strategy.cpu_ram_efficient_loading and not precision.freezes
-    built = _build_whole(build, strategy.place.is_main or not makes_once)
+    if strategy.place.is_main or not makes_once:
+        built = build(_CPU, None)
+    else:
+        built = build_on_meta(build)
+        if _holds_other_meta_tensors(built.model):
+            built = build(_CPU, None)
     sends = makes_once and strategy.place.world_size > 1
     values: dict[str, Tensor] = {}
     if sends and strategy.place.is_main:
@@ -55,13 +90,3 @@ def build_sharded_model(
     if sends:
         scatter_values(model, values, device)
     return built._replace(model=model)
-
-
-def _build_whole(build: ModelBuilder, has_values: bool) -> BuiltModel:
-    """Return the whole model: on the host with its values, or without values."""
-    if has_values:
-        return build(_CPU, None)
-    built = build_on_meta(build)
-    if holds_other_meta_tensors(built.model):
-        return build(_CPU, None)
-    return built

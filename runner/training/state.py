@@ -1,7 +1,7 @@
 """The state of a run: everything that changes while the run trains."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,15 +15,12 @@ from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
 from runner.precision.loss_scale import HostFlag, LossScale
 from runner.training.model_call import plain_module
-from runner.training.sparse_gradients import sparse_parameters
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
 from runner.utils.reproducibility import saved_forward_state
 
 EvaluationCall = Callable[[str, Mapping[str, float], tuple[Any, Any]], Mapping[str, float]]
 """Takes the label of a set, its metrics and its first batch, and returns further metrics."""
-
-_NO_CONTEXT = nullcontext()
 
 
 @dataclass
@@ -67,11 +64,6 @@ class ScheduledOptimizer:
             self.scheduler.step()
         self.pending_found_inf = None
 
-    def step_evaluation(self, metrics: Mapping[str, float], quality: str) -> None:
-        """Pass an evaluation's quality to the schedule, if it follows evaluations."""
-        if hasattr(self.scheduler, "step_evaluation"):
-            self.scheduler.step_evaluation(metrics[quality])
-
 
 @dataclass
 class TrainState:
@@ -96,6 +88,7 @@ class TrainState:
         stagnant_share: the share of parameter elements that had a gradient and that the last step
             did not change, see evaluation.Stagnation; None where it was not counted.
         term_names: of the values that the task returns beside its loss; None before a step.
+        evaluation_hook: is called after the evaluation of each set; None for none.
     """
 
     model: nn.Module
@@ -116,7 +109,7 @@ class TrainState:
     average: WeightAverage | None = None
     term_names: tuple[str, ...] | None = None
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
-    _evaluation_hook: EvaluationCall | None = field(default=None, init=False)
+    evaluation_hook: EvaluationCall | None = field(default=None, init=False)
 
     def set_update_hook(self, hook: Callable[[], None]) -> None:
         """Set the function that each step calls just before weights and optimizer state change.
@@ -128,26 +121,19 @@ class TrainState:
 
     def set_evaluation_hook(self, hook: EvaluationCall) -> None:
         """Set the function that is called after the evaluation of each set."""
-        self._evaluation_hook = hook
-
-    @property
-    def evaluation_hook(self) -> EvaluationCall | None:
-        """Return the function that is called after the evaluation of each set; None for none."""
-        return self._evaluation_hook
-
-    def evaluated_weights(self) -> AbstractContextManager[object]:
-        """Return the context in which the model has the weights that are evaluated."""
-        if self.average is None:
-            return _NO_CONTEXT
-        return self._averaged_weights(self.average)
+        self.evaluation_hook = hook
 
     @contextmanager
-    def _averaged_weights(self, average: WeightAverage) -> Iterator[None]:
+    def evaluated_weights(self) -> Iterator[None]:
+        """Return the context in which the model has the weights that are evaluated."""
+        if self.average is None:
+            yield
+            return
         # A checkpoint may still be copying the weights that the average takes the place of.
         self.run_update_hook()
         # A forward leaves gathered copies, which are those of before.
         self.strategy.drop_gathered_weights()
-        with average.swapped_in():
+        with self.average.swapped_in():
             try:
                 yield
             finally:
@@ -167,7 +153,8 @@ class TrainState:
         """Note that the current step was evaluated, for schedules that follow the quality."""
         self.last_evaluation_step = self.step
         for scheduled in self.optimizers:
-            scheduled.step_evaluation(metrics, self.task.quality)
+            if hasattr(scheduled.scheduler, "step_evaluation"):
+                scheduled.scheduler.step_evaluation(metrics[self.task.quality])
 
     def named_rates(self) -> dict[str, float]:
         """Return the learning rate in force of each named group of parameters; empty for most runs.
@@ -175,21 +162,14 @@ class TrainState:
         Groups that share a name, as those with and without weight decay, share the rate, too.
         """
         rates: dict[str, float] = {}
-        for name, scheduled, index in self._named_groups:
-            rates[name] = scheduled.optimizer.param_groups[index]["lr"]
+        for scheduled in self.optimizers:
+            groups = scheduled.optimizer.param_groups
+            for name, group in zip(scheduled.group_names, groups, strict=True):
+                if name:
+                    rates[name] = group["lr"]
         return rates
 
     # These lists are cached: a step reads them, and a walk over the modules costs host time.
-    @cached_property
-    def _named_groups(self) -> list[tuple[str, ScheduledOptimizer, int]]:
-        """Return the name, the optimizer and the index of each named group of parameters."""
-        groups: list[tuple[str, ScheduledOptimizer, int]] = []
-        for scheduled in self.optimizers:
-            for index, name in enumerate(scheduled.group_names):
-                if name:
-                    groups.append((name, scheduled, index))
-        return groups
-
     @cached_property
     def trainable_parameters(self) -> list[Tensor]:
         """Return the parameters that the optimizers update, in the optimizers' order."""
@@ -222,6 +202,15 @@ class TrainState:
                 for value in values.values():
                     if isinstance(value, Tensor):
                         yield value
+
+
+def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters whose gradients are sparse, by name."""
+    tables = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            tables[f"{name}.weight".lstrip(".")] = module.weight
+    return {name: p for name, p in tables.items() if p.requires_grad}
 
 
 def saved_state(state: TrainState) -> Callable[[], None]:

@@ -1,25 +1,57 @@
-"""Collect the state that a checkpoint stores, and restore it on resume."""
+"""Collect the state that a checkpoint stores, and restore it on resume.
 
+A resumed run may change hyperparameters, the schedule, the precision of the weights or the number
+of processes: what cannot be restored as it was becomes a sentence for the terminal.
+"""
+
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner.checkpoint import sharded_tensors
 from runner.checkpoint.checkpoint_file import (
     FORMAT,
     SPEC_SIGNATURE_PURPOSE,
     LoadedCheckpoint,
+    shards_folder,
 )
 from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import sign
-from runner.training.callbacks.callback import Callback
-from runner.training.optimizer_state import MISFIT_ERRORS, restore_optimizers, schedule_state
-from runner.training.state import TrainState
+from runner.precision.weight_updates import Nearest
+from runner.precision.wide_step import drop_foreign_state, kept_dtype
+from runner.training.callbacks.callback import RunCallback
+from runner.training.optimizers import optimizer_nodes
+from runner.training.schedules import (
+    RUN_LENGTH_KEYWORDS,
+    WarmUp,
+    is_same_schedule,
+    load_schedule,
+    plain_schedules,
+)
+from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.weight_average import AVERAGE_KEY
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import rng_state, set_rng_state
+from runner.utils.tensors import dtype_name
+
+_KERNEL_KEYS = ("fused", "foreach", "capturable", "differentiable")
+"""Keys of a group that say how an optimizer computes: what fits this run's dtypes and device."""
+_MAX_REPLAYED_STEPS = 10**7
+"""Applied steps that a new schedule is advanced over; a damaged file may count any number."""
+_FLOAT32_COUNTERS = ("step", "mu_product", "mu", "eta")
+"""State that torch keeps in float32, whatever the dtype of the parameters."""
+_LEARNING_RATE_KEYS = {"lr", "initial_lr", "max_lr", "min_lr"}
+"""Keys of a group that are learning rates; schedules add all but the first."""
+MISFIT_ERRORS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
+"""Errors of torch and of the callbacks where a checkpoint's state is not of the expected form."""
 
 
-def state_dict(state: TrainState, callbacks: Sequence[Callback]) -> dict[str, Any]:
+def state_dict(state: TrainState, callbacks: Sequence[RunCallback]) -> dict[str, Any]:
     """Return the part of the state that only a bit-exact resume needs, not an evaluation."""
     return {
         "position": state.position,
@@ -34,7 +66,7 @@ def restore(
     state: TrainState,
     saved: LoadedCheckpoint,
     spec: RunSpec,
-    callbacks: Sequence[Callback],
+    callbacks: Sequence[RunCallback],
     typed_keys: Collection[str] = (),
 ) -> list[str]:
     """Restore everything but the weights.
@@ -54,9 +86,29 @@ def restore(
     """
     notes = restore_optimizers(state, saved, spec)
     try:
-        _restore_progress(state, saved.content, callbacks)
-        notes += _restore_average(state, saved.content)
-        notes += _restore_scale(state, saved.content, spec, typed_keys)
+        content = saved.content
+        state.precision.load_state_dict(state.plain_model, content["precision_state"])
+        state.step = content["step"]
+        state.epoch = content["epoch"]
+        state.position = content["position"]
+        state.skipped = content["skipped_steps"]
+        state.last_evaluation_step = content["evaluated"]
+        state.stagnant_share = content["stagnant"]
+        _restore_callbacks(callbacks, content["callbacks"])
+        generators = content["rng"]
+        rank = state.strategy.place.rank
+        # A run may resume with more processes than before. The further ones have no saved state and
+        # continue with the seeds that they started with.
+        if rank < len(generators):
+            set_rng_state(generators[rank], state.device)
+        average = content.get(AVERAGE_KEY)
+        if state.average is None and average is not None:
+            notes.append("the checkpoint's averaged weights are dropped")
+        elif state.average is not None and average is None:
+            notes.append("the average of the weights begins here: the checkpoint holds none")
+        elif state.average is not None:
+            state.average.load_state_dict(average)
+        notes += _restore_scale(state, content, spec, typed_keys)
     except MISFIT_ERRORS as error:
         raise ConfigError(
             f"checkpoint.resume={saved.path} was not written by this runner: "
@@ -66,27 +118,8 @@ def restore(
     return notes
 
 
-def _restore_progress(
-    state: TrainState, content: Mapping[str, Any], callbacks: Sequence[Callback]
-) -> None:
-    state.precision.load_state_dict(state.plain_model, content["precision_state"])
-    state.step = content["step"]
-    state.epoch = content["epoch"]
-    state.position = content["position"]
-    state.skipped = content["skipped_steps"]
-    state.last_evaluation_step = content["evaluated"]
-    state.stagnant_share = content["stagnant"]
-    _restore_callbacks(callbacks, content["callbacks"])
-    generators = content["rng"]
-    rank = state.strategy.place.rank
-    # A run may resume with more processes than before. The further ones have no saved state and
-    # continue with the seeds that they started with.
-    if rank < len(generators):
-        set_rng_state(generators[rank], state.device)
-
-
 def _restore_callbacks(
-    callbacks: Sequence[Callback], content: Mapping[str, Mapping[str, Any]]
+    callbacks: Sequence[RunCallback], content: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Restore the state of each callback from what a checkpoint holds of all of them."""
     for callback in callbacks:
@@ -99,10 +132,12 @@ def _restore_callbacks(
             # train.early_stop=3, and it begins with no history. Its load_state_dict is still
             # called, so that it knows of the resume.
             saved = {}
-        # A value of another type would be accepted here and break the run at its next use.
-        odd = [name for name in saved if not _is_same_kind(saved[name], current.get(name))]
-        if odd:
-            raise TypeError(f"callbacks.{callback.key}.{odd[0]} is of another kind")
+        for name, value in saved.items():
+            kinds = {type(value), type(current.get(name))}
+            # None stands for a value that there was not yet, and a whole float may be stored as an
+            # int. A value of another type would be accepted here and break the run at its next use.
+            if len(kinds) > 1 and type(None) not in kinds and kinds != {int, float}:
+                raise TypeError(f"callbacks.{callback.key}.{name} is of another kind")
         callback.load_state_dict(saved)
 
 
@@ -121,8 +156,8 @@ def _restore_scale(
         name = state.precision.name
         value = saved.get("scale")
         return [f"the checkpoint's loss scale of {value} is dropped: precision={name} has none"]
-    ours = _scale_settings(spec.precision)
-    theirs = _scale_settings(content["spec"]["precision"])
+    ours = spec.precision.get("loss_scale") or {}
+    theirs = content["spec"]["precision"].get("loss_scale") or {}
     before = float(saved["scale"])
     # An init_scale that differs from the checkpoint's config was typed for this resume, and wins.
     if ours.get("fixed") is None and ours.get("init_scale") != theirs.get("init_scale"):
@@ -134,31 +169,10 @@ def _restore_scale(
     # An init_scale typed again with the first run's value leaves the config unchanged: the scale
     # continues, and a user who expected it to begin again reads why.
     key = "precision.loss_scale.init_scale"
-    given = ours.get("init_scale")
-    if key in typed_keys and given != before:
-        return [f"the loss scale continues at {before:g}: {key}={given} is where the run began"]
+    typed = ours.get("init_scale")
+    if key in typed_keys and typed != before:
+        return [f"the loss scale continues at {before:g}: {key}={typed} is where the run began"]
     return []
-
-
-def _restore_average(state: TrainState, content: Mapping[str, Any]) -> list[str]:
-    """Restore the averaged weights; return a sentence if they do not continue as they were."""
-    saved = content.get(AVERAGE_KEY)
-    if state.average is None:
-        return [] if saved is None else ["the checkpoint's averaged weights are dropped"]
-    if saved is None:
-        return ["the average of the weights begins here: the checkpoint holds none"]
-    state.average.load_state_dict(saved)
-    return []
-
-
-def _scale_settings(precision: Mapping[str, Any]) -> Mapping[str, Any]:
-    return precision.get("loss_scale") or {}
-
-
-def _is_same_kind(one: Any, other: Any) -> bool:
-    kinds = {type(one), type(other)}
-    # None stands for a value that there was not yet, and a whole float may be stored as an int.
-    return len(kinds) == 1 or type(None) in kinds or kinds == {int, float}
 
 
 def checkpoint_state_dict(
@@ -201,7 +215,193 @@ def checkpoint_state_dict(
         "skipped_steps": state.skipped,
         "model": model.state_dict(),
         "optimizers": [scheduled.optimizer.state_dict() for scheduled in state.optimizers],
-        "schedulers": [schedule_state(scheduled) for scheduled in state.optimizers],
+        "schedulers": [
+            part.scheduler.state_dict() if part.scheduler else {} for part in state.optimizers
+        ],
         "loss_scale": state.scale.state_dict(),
         **({} if state.average is None else {AVERAGE_KEY: state.average.state_dict()}),
     }
+
+
+def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec) -> list[str]:
+    """Restore optimizers and schedules from a checkpoint.
+
+    Returns:
+        A sentence for the terminal about each part that changes.
+
+    Raises:
+        ConfigError: the checkpoint's optimizers are not this run's.
+    """
+    content = saved.content
+    notes = dict[str, None]()  # a set in order: several optimizers report one change once
+    theirs = content["spec"]
+    old_dtypes: dict[int, torch.dtype] = {}  # in the checkpoint, by the parameter's id
+    for name, parameter in state.plain_model.named_parameters():
+        weight = content["model"].get(name)
+        if isinstance(weight, Tensor):
+            old_dtypes[id(parameter)] = weight.dtype
+    applied_steps = content["step"] - content["skipped_steps"]
+    parts = shards_folder(saved.path)
+    try:
+        # Whether the checkpoint's run chose how its state is kept: by a rule, or a dtype.
+        nodes = optimizer_nodes(theirs["optimizer"])
+        had_rules = theirs["precision"].get("update", Nearest.name) != Nearest.name
+        had_rules |= any(node.get("state_dtype") is not None for _, node in nodes)
+        rows = zip(
+            state.optimizers,
+            content["optimizers"],
+            content["schedulers"],
+            _changed_hyperparameters(theirs["optimizer"], spec.optimizer),
+            strict=True,
+        )
+        for scheduled, optimizer, scheduler, changed in rows:
+            if state.strategy.shards:
+                values = sharded_tensors.load_sharded(optimizer["state"], scheduled.params, parts)
+                optimizer = {**optimizer, "state": values}
+            else:
+                optimizer = sharded_tensors.load_full(optimizer, parts)
+            is_new_schedule = not is_same_schedule(
+                theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
+            )
+            optimizer_notes = _load_optimizer(
+                scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, had_rules
+            )
+            notes |= dict.fromkeys(optimizer_notes)
+            if is_new_schedule:
+                notes |= dict.fromkeys(_begin_schedule(scheduled, applied_steps))
+                continue
+            if scheduled.scheduler is not None:
+                # The checkpoint's state holds the length of the run before, and train.epochs may be
+                # larger now.
+                current_keys = [*RUN_LENGTH_KEYWORDS]
+                for key, value in spec.scheduler.items():
+                    if theirs["scheduler"].get(key) != value:
+                        current_keys.append(key)
+                load_schedule(scheduled.scheduler, scheduler, current_keys)
+            # After the schedule, whose state holds the learning rates that it continues from.
+            _apply_hyperparameters(scheduled.optimizer, scheduled.scheduler, changed)
+    except MISFIT_ERRORS as error:
+        raise ConfigError(
+            f"checkpoint.resume={saved.path}: its optimizer state does not fit: {error}. Resume "
+            "with the optimizer that it was trained with, or type init.weights=<it> to start a new "
+            "run from its weights."
+        ) from error
+    return list(notes)
+
+
+def _changed_hyperparameters(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> list[dict[str, tuple[Any, Any]]]:
+    """Return, for each optimizer, the hyperparameters that differ from the checkpoint's config.
+
+    Returns:
+        (old, new) by the hyperparameter's name, in the order in which optimizers are built.
+    """
+    saved = dict(optimizer_nodes(theirs))
+    changes: list[dict[str, tuple[Any, Any]]] = []
+    for name, node in optimizer_nodes(ours):
+        changed = {key: (saved[name].get(key), value) for key, value in node.items()}
+        changes.append({key: pair for key, pair in changed.items() if pair[0] != pair[1]})
+    return changes
+
+
+def _load_optimizer(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    old_dtypes: Mapping[int, torch.dtype],
+    keep_hyperparameters: bool,
+    had_rules: bool,
+) -> list[str]:
+    """Load one optimizer's state; state in its parameter's dtype follows a change of that dtype.
+
+    Args:
+        optimizer: made for this run.
+        saved: its state of the checkpoint.
+        old_dtypes: dtype of each parameter in the checkpoint, by id.
+        keep_hyperparameters: the groups keep this run's values, which a new schedule will change.
+        had_rules: the checkpoint's run chose the dtype of its state, by a rule or by its name.
+
+    Returns:
+        A sentence for each pair of dtypes that state was cast between, and for what was dropped.
+    """
+    saved, dropped = drop_foreign_state(optimizer, saved)
+    groups = []
+    for fresh, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        if keep_hyperparameters:
+            ours = {key: value for key, value in fresh.items() if key != "params"}
+        else:
+            ours = {key: fresh[key] for key in _KERNEL_KEYS if key in fresh}
+        groups.append({**group, **ours})
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+    casts = set[tuple[torch.dtype, torch.dtype]]()
+    params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    # torch casts all state to the dtype of its parameter. That would round state which was wider
+    # on purpose, so each tensor is set again from the checkpoint.
+    for index, values in saved["state"].items():
+        p, group = params[index]
+        loaded = optimizer.state[p]
+        before = old_dtypes.get(id(p), p.dtype)
+        is_wide = group.get("optim_bits") == 32 or getattr(optimizer, "wide_state", False)
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                continue
+            # A fresh optimizer would make this state in the parameter's new dtype.
+            follows_parameter = value.dtype == before and not is_wide
+            is_cast = follows_parameter and before != p.dtype and key not in _FLOAT32_COUNTERS
+            dtype = p.dtype if is_cast else kept_dtype(optimizer, key, value, p, had_rules)
+            if dtype != value.dtype:
+                casts.add((value.dtype, dtype))
+            if loaded[key].dtype != dtype:
+                loaded[key] = value.clone().to(loaded[key].device, dtype)
+    notes = [
+        f"the optimizer's state is cast from {dtype_name(old)} to {dtype_name(new)}"
+        for old, new in casts
+    ]
+    for key in sorted(dropped):
+        notes.append(
+            f"the checkpoint's {key.replace('_', ' ')}s are dropped: precision.update has changed"
+        )
+    return notes
+
+
+def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int) -> list[str]:
+    """Advance a schedule that the checkpoint does not have to the step of the run."""
+    if scheduled.scheduler is None:
+        return [f"the learning rate is constant at {scheduled.lr:g}: the checkpoint had a schedule"]
+    if not 0 <= applied_steps <= _MAX_REPLAYED_STEPS:
+        raise ValueError(f"it counts {applied_steps} steps")
+    # Stepped and not computed: schedules of any class define their rates by step() alone. torch
+    # warns that the schedule steps before its optimizer.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(applied_steps):
+            scheduled.scheduler.step()
+    names = [type(part).__name__ for part in plain_schedules(scheduled.scheduler)]
+    name = names[0] if names else "the constant rate"
+    if isinstance(scheduled.scheduler, WarmUp):
+        name += f" after {scheduled.scheduler.steps} steps of warm-up"
+    return [f"{name} is not the checkpoint's schedule: it is taken up at its step {applied_steps}"]
+
+
+def _apply_hyperparameters(
+    optimizer: Optimizer, scheduler: Any, changed: Mapping[str, tuple[Any, Any]]
+) -> None:
+    """Set the hyperparameters that were typed for the resume."""
+    for index, group in enumerate(optimizer.param_groups):
+        own = group.get("own_options", ())
+        for key, (old, new) in changed.items():
+            if key in own:
+                continue
+            # A schedule may have changed the rate since the start, so the new rate enters as a
+            # ratio: the schedule continues as it would from a start at the new rate.
+            if key == "lr" and isinstance(old, int | float) and old:
+                for rate in _LEARNING_RATE_KEYS & group.keys():
+                    group[rate] *= new / old
+                if isinstance(scheduler, WarmUp):
+                    scheduler.scale_rate(index, new / old)
+            elif key in group:
+                group[key] = new
+    # torch's schedules keep a copy of the initial rates.
+    for part in plain_schedules(scheduler):
+        if "lr" in changed and hasattr(part, "base_lrs"):
+            part.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]

@@ -8,8 +8,8 @@ on the device until record_buffer.py copies a block of them.
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import nan
-from time import perf_counter, time
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +18,25 @@ from torch.utils._pytree import tree_leaves
 from runner.data.batch_layout import Batch
 from runner.precision.casting import cast_nest
 from runner.precision.gradients import (
-    clip_elements,
-    coalesce_gradients,
+    any_found_inf,
+    clip_gradients,
+    finish_gradients,
     grad_norms,
-    gradient_values,
-    scale_to_norm,
-    total_norm,
+    gradients_of,
 )
 from runner.precision.loss_scale import HostFlag
-from runner.training.loss_terms import (
-    NO_TERMS,
-    note_names,
-    recorded_terms,
-    split_loss,
-    weighted_terms,
-)
 from runner.training.model_call import call_model
 from runner.training.records import DeviceStepRecord
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step_metrics import measure_step
+from runner.training.state import TrainState
+from runner.training.step_metrics import (
+    FORBIDDEN_CHARACTERS,
+    STEP_METRICS,
+    TERM_PREFIX,
+    measure_step,
+)
 from runner.training.tasks.task import labels_of
+from runner.utils.errors import ConfigError
+from runner.utils.formatting import now_ms
 from runner.utils.tensors import widest_float
 
 
@@ -50,16 +49,13 @@ def examples_in(batch: Batch) -> int:
     inputs, target = batch
     if isinstance(target, list):
         return len(target)
-    counted = target if isinstance(target, Tensor) else _first_tensor(inputs)
+    counted = target
+    if not isinstance(counted, Tensor):
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        counted = tensors[0] if tensors else None
     if counted is None or counted.ndim == 0:
         return 1
     return counted.shape[0]  # len() of a tensor costs 3 µs more, in every step
-
-
-def _first_tensor(nest: Any) -> Tensor | None:
-    if isinstance(nest, Tensor):
-        return nest
-    return next((leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)), None)
 
 
 def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
@@ -95,17 +91,15 @@ def backpropagate(state: TrainState, loss: Tensor, weight: Tensor | None = None)
         loss.backward(weight)
 
 
-class StepMean(NamedTuple):
-    """The mean loss of a step over its labels, and those of the task's further values; detached."""
+def compute_gradients(
+    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Accumulate the gradients of the mean loss over all labels of a step.
 
-    loss: Tensor
-    terms: Mapping[str, Tensor]
+    With several processes each returns numbers of its own; their average is the mean.
 
-
-def compute_gradients(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> StepMean:
-    """Accumulate the gradients of the mean over all labels and return that mean, detached.
-
-    With several processes each returns a number of its own; their average is the mean.
+    Returns:
+        That mean, and those of the task's further values by name; detached.
     """
     # One micro-batch in one process needs no weights: its loss is the mean already. This common
     # case skips the kernels that count labels.
@@ -113,15 +107,11 @@ def compute_gradients(state: TrainState, micros: Sequence[Batch], sizes: Sequenc
         loss, terms = _loss_and_terms(state, *micros[0])
         note_names(state, terms)
         backpropagate(state, state.scale.multiply(loss))
-        total = StepMean(loss.detach(), terms)
+        loss = loss.detach()
     else:
-        total = _accumulate(state, micros, sizes)
-    coalesce_gradients(state.sparse_gradient_parameters)
-    # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
-    for p in state.complex_parameters:
-        if p.grad is not None:
-            p.grad = p.grad.resolve_conj()
-    return total
+        loss, terms = _accumulate(state, micros, sizes)
+    finish_gradients([*state.sparse_gradient_parameters, *state.complex_parameters])
+    return loss, terms
 
 
 def train_step(
@@ -136,87 +126,79 @@ def train_step(
     """
     state.step += 1
     sizes = sizes or [examples_in(micro) for micro in micros]
-    if state.takes_closure:
-        values = _closure_step(state, micros, sizes)
-    else:
-        values = _plain_step(state, micros, sizes)
+    take_step = _closure_step if state.takes_closure else _plain_step
+    values, terms = take_step(state, micros, sizes)
     measured = measure_step(state)  # before the gradients are dropped
-    if values.terms:
-        measured = {**measured, **recorded_terms(values.terms)}
+    for name, value in terms.items():
+        measured[f"{TERM_PREFIX}{name}"] = value
     # None and not zero: the next backward then writes the gradients instead of adding to them.
     for p in state.trainable_parameters:
         p.grad = None
     return DeviceStepRecord(
-        state.step,
-        int(time() * 1000),
-        state.epoch,
-        values.lr,
-        perf_counter(),
-        sum(sizes),
-        values.loss,
-        values.norms,
-        values.scale,
-        values.found_inf,
-        measured,
-        values.rates,
+        step=state.step,
+        time_ms=now_ms(),
+        epoch=state.epoch,
+        ended_at=perf_counter(),
+        examples=sum(sizes),
+        measured=measured,
+        **values,
     )
 
 
-class _StepValues(NamedTuple):
-    """What a step computes for its record; see DeviceStepRecord."""
+def _plain_step(
+    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
+) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """Take a step of optimizers that use gradients alone.
 
-    lr: float
-    loss: Tensor
-    norms: Tensor
-    scale: Tensor | None
-    found_inf: Tensor | None
-    rates: Mapping[str, float]
-    terms: Mapping[str, Tensor] = NO_TERMS
-
-
-def _plain_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _StepValues:
-    """Take a step of optimizers that use gradients alone."""
+    Returns:
+        Values of its record by field, and the task's further values by name.
+    """
     strategy = state.strategy
     scale = state.scale.value  # in force in this step; the update at its end may change it
-    mean = compute_gradients(state, micros, sizes)
-    grads = [strategy.local_shards(_gradients(scheduled)) for scheduled in state.optimizers]
+    loss, terms = compute_gradients(state, micros, sizes)
+    grads = [strategy.local_shards(gradients_of(part.params)) for part in state.optimizers]
     # Unscaled first, in place: the norms that are clipped and recorded are the gradients' own. A
     # flag per optimizer, and over all processes, which must skip a step together.
     found_infs = [strategy.reduce_found_inf(state.scale.unscale(part)) for part in grads]
-    every_grad = grads[0] if len(grads) == 1 else [*chain(*grads)]
-    norms = _clip(state, every_grad)
+    # The norms of this process's shards.
+    norms = clip_gradients(
+        [*chain(*grads)], state.clip_norm, state.clip_value, strategy.reduce_norms
+    )
     # The schedule of the step before waits for its found-inf flag until here, where the device has
     # long passed it. It must advance before the learning rate is recorded and used.
     for scheduled in state.optimizers:
-        if scheduled.pending_found_inf is not None:
-            scheduled.advance_schedule()
-    lr = state.optimizers[0].lr
-    rates = state.named_rates()
+        scheduled.advance_schedule()
+    values = {
+        "lr": state.optimizers[0].lr,
+        "rates": state.named_rates(),
+        "loss": loss,
+        "norms": norms,
+        "scale": scale,
+        "found_inf": any_found_inf(found_infs),
+    }
     state.run_update_hook()
-    _optimizer_step(state, found_infs)
-    found_inf = found_infs[0] if len(found_infs) == 1 else _any_found_inf(found_infs)
-    return _StepValues(lr, mean.loss, norms, scale, found_inf, rates, mean.terms)
+    state.scale.step_all([part.optimizer for part in state.optimizers], found_infs)
+    for scheduled, found_inf in zip(state.optimizers, found_infs, strict=True):
+        # Without a flag the step was applied for certain. With one the schedule waits for the flag,
+        # which is copied to the host in the background.
+        if scheduled.scheduler is not None and found_inf is None:
+            scheduled.scheduler.step()
+        elif scheduled.scheduler is not None:
+            scheduled.pending_found_inf = HostFlag(found_inf)
+    if state.average is not None:
+        state.average.update(found_infs)
+    return values, terms
 
 
-class _Weights(NamedTuple):
-    """How the micro-batches of a step are weighed.
-
-    Attributes:
-        factors: what the mean loss of each micro-batch is multiplied by.
-        no_label_counts: bool [], whether no label of the whole step counts; None where examples are
-            counted and not labels.
-    """
-
-    factors: Sequence[float | Tensor]
-    no_label_counts: Tensor | None
-
-
-def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> StepMean:
-    weighing = _weights(state, micros, sizes)
+def _accumulate(
+    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Accumulate the gradients of several micro-batches; see compute_gradients."""
+    factors, no_label_counts = _weights(state, micros, sizes)
     losses: list[Tensor] = []
     weights: list[Tensor] = []
     parts: list[Mapping[str, Tensor]] = []
-    for i, (micro, factor) in enumerate(zip(micros, weighing.factors, strict=True), 1):
+    for i, (micro, factor) in enumerate(zip(micros, factors, strict=True), 1):
         with state.strategy.accumulating(last=i == len(micros)):
             loss, terms = _loss_and_terms(state, *micro)
             note_names(state, terms)
@@ -230,18 +212,33 @@ def _accumulate(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
         weights.append(weight)
         parts.append(terms)
     stacked = torch.stack(weights)
+    total = _weighted_mean(losses, stacked, no_label_counts)
+    means = {}
+    for name in parts[0]:
+        values = [part[name].to(stacked.dtype) for part in parts]
+        means[name] = _weighted_mean(values, stacked, no_label_counts)
+    return total, means
+
+
+def _weighted_mean(
+    means: Sequence[Tensor], weights: Tensor, no_label_counts: Tensor | None
+) -> Tensor:
+    """Return the mean over a step of the means of its micro-batches, a scalar."""
     # A micro-batch without a label adds nothing: its mean is NaN, and NaN times 0 is NaN.
-    total = (torch.stack(losses) * stacked).masked_fill(stacked == 0, 0).sum()
-    means = weighted_terms(parts, stacked, weighing.no_label_counts)
-    if weighing.no_label_counts is None:
-        return StepMean(total, means)
+    total = (torch.stack([*means]) * weights).masked_fill(weights == 0, 0).sum()
     # A step without any label has no mean; a loss of 0 would look like a perfect model.
-    return StepMean(total.masked_fill(weighing.no_label_counts, nan), means)
+    return total if no_label_counts is None else total.masked_fill(no_label_counts, nan)
 
 
-def _weights(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _Weights:
-    """Return the share that each micro-batch has of the labels of the step, in all processes; of
-    its examples where the task counts no labels. Labels are counted on the device.
+def _weights(
+    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
+) -> tuple[Sequence[float | Tensor], Tensor | None]:
+    """Return how the micro-batches of a step are weighed. Labels are counted on the device.
+
+    Returns:
+        The share that each has of the labels of the step in all processes, and bool [], whether no
+        label of the whole step counts. Where the task counts no labels, the shares are those of the
+        examples, and the flag is None.
     """
     place = state.strategy.place
     examples = [place.batch_share(size) for size in sizes]
@@ -251,7 +248,7 @@ def _weights(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -
     # world_size in both cases.
     if len(labels) < len(counts):
         all_examples = sum(sizes)
-        return _Weights([count * place.world_size / all_examples for count in examples], None)
+        return [count * place.world_size / all_examples for count in examples], None
     own = torch.stack(labels).to(widest_float(state.device))
     for i, count in enumerate(examples):
         # A process without an example of a micro-batch got another process's, only to have a batch.
@@ -262,65 +259,31 @@ def _weights(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -
         total = state.strategy.sum(total)
     no_label_counts = total == 0
     factors = (own * place.world_size / total).masked_fill(no_label_counts, 0).unbind()
-    return _Weights(factors, no_label_counts)
+    return factors, no_label_counts
 
 
-def _gradients(scheduled: ScheduledOptimizer) -> list[Tensor]:
-    # Sparse gradients are worked on by their values, which share the gradients' memory.
-    return [gradient_values(p.grad) for p in scheduled.params if p.grad is not None]
+def _closure_step(
+    state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]
+) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """Take a step of an optimizer that evaluates the loss itself; record its first evaluation.
 
-
-def _clip(state: TrainState, grads: list[Tensor]) -> Tensor:
-    """Clip the gradients and return the norm of each before that: [len(grads)].
-
-    The norms are those of this process's shards. An overflow makes one infinite and never raises.
+    Returns:
+        See _plain_step.
     """
-    norms = grad_norms(grads)
-    if state.clip_value is not None:
-        clip_elements(grads, state.clip_value)
-    if state.clip_norm is None:
-        return norms
-    total = state.strategy.reduce_norms(total_norm(norms))
-    scale_to_norm(grads, total, state.clip_norm)
-    return norms
-
-
-def _optimizer_step(state: TrainState, found_infs: Sequence[Tensor | None]) -> None:
-    for scheduled, found_inf in zip(state.optimizers, found_infs, strict=True):
-        state.scale.step(scheduled.optimizer, found_inf)
-        if scheduled.scheduler is None:
-            continue
-        # Without a flag the step was applied for certain. With one the schedule waits for the flag,
-        # which is copied to the host in the background.
-        if found_inf is None:
-            scheduled.scheduler.step()
-        else:
-            scheduled.pending_found_inf = HostFlag(found_inf)
-    if state.average is not None:
-        state.average.update(found_infs)
-    # One scale for all optimizers, so it changes once, after the last of them has used it.
-    state.scale.update(found_infs)
-
-
-def _any_found_inf(found_infs: Sequence[Tensor | None]) -> Tensor | None:
-    flags = [flag for flag in found_infs if flag is not None]
-    return torch.stack(flags).amax() if flags else None
-
-
-def _closure_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[int]) -> _StepValues:
-    """Take a step of an optimizer that evaluates the loss itself; record its first evaluation."""
     scheduled = state.optimizers[0]
-    lr = scheduled.lr
-    first: list[tuple[StepMean, Tensor]] = []
+    values: dict[str, Any] = {"lr": scheduled.lr, "scale": None, "found_inf": None}
+    first_terms: list[Mapping[str, Tensor]] = []
 
     def closure() -> Tensor:
         for p in scheduled.params:
             p.grad = None
-        mean = compute_gradients(state, micros, sizes)
+        loss, terms = compute_gradients(state, micros, sizes)
         # Later evaluations are at points of the line search, not at the weights of this step.
-        if not first:
-            first.append((mean, grad_norms(_gradients(scheduled))))
-        return mean.loss
+        if not first_terms:
+            first_terms.append(terms)
+            values["loss"] = loss
+            values["norms"] = grad_norms(gradients_of(scheduled.params))
+        return loss
 
     state.run_update_hook()
     scheduled.optimizer.step(closure)  # type: ignore[arg-type]
@@ -328,5 +291,66 @@ def _closure_step(state: TrainState, micros: Sequence[Batch], sizes: Sequence[in
         scheduled.scheduler.step()
     if state.average is not None:
         state.average.update([None])
-    mean, norms = first[0]
-    return _StepValues(lr, mean.loss, norms, None, None, {}, mean.terms)
+    return values, first_terms[0]
+
+
+def split_loss(returned: Any, task: object) -> tuple[Any, Mapping[str, Tensor]]:
+    """Return the loss and the terms of what a task's `loss` returned, detached and by name.
+
+    Args:
+        returned: the loss, or the pair (loss, {name: scalar tensor}).
+        task: named in messages.
+
+    Raises:
+        ConfigError: the second of the pair is no mapping, or a name or a value does not fit.
+    """
+    if not isinstance(returned, tuple):
+        return returned, {}
+    where = f"task={type(task).__name__}: loss()"
+    if len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise ConfigError(
+            f"{where} returned a tuple of {len(returned)}. It returns the loss, or (loss, values) "
+            'with values by name, as in return loss, {"kl": kl.mean()}.'
+        )
+    loss, terms = returned
+    recorded = [entry.metric.removeprefix("train/") for entry in STEP_METRICS]
+    for name, value in terms.items():
+        if name in recorded:
+            raise ConfigError(
+                f"{where} returned a value named {name}, and train/{name} is recorded by the "
+                f"runner. Give it another name than {', '.join(recorded)}."
+            )
+        if not isinstance(name, str) or not name or FORBIDDEN_CHARACTERS.search(name):
+            raise ConfigError(
+                f"{where} returned a value named {name!r}. Allowed: text of letters, digits, "
+                "spaces and _ - . : /."
+            )
+        kind = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            kind = f"a tensor {list(value.shape)} on {value.device}"
+            # What a loss that is no tensor should have been, the check of the loss says.
+            if value.numel() == 1 and getattr(loss, "device", value.device) == value.device:
+                continue
+        raise ConfigError(
+            f"{where} returned as {name} {kind}. Allowed: a tensor of one number on the loss's "
+            "device; no .item(), which makes every step wait. Type value.mean()."
+        )
+    return loss, {name: value.detach().reshape(()) for name, value in terms.items()}
+
+
+def note_names(state: TrainState, terms: Mapping[str, Tensor]) -> None:
+    """Note the names of a step's terms in the state, where later steps are held to them.
+
+    Raises:
+        ConfigError: an earlier micro-batch had other names.
+    """
+    names = tuple(terms)
+    if state.term_names is None:
+        state.term_names = names
+    elif {*state.term_names} != {*names}:
+        before = ", ".join(state.term_names) or "none"
+        raise ConfigError(
+            f"task={type(state.task).__name__}: loss() returned the values {before} before, and "
+            f"in step {state.step} {', '.join(names) or 'none'}. Return the same names in every "
+            "step; where there is nothing to measure, loss.new_zeros(())."
+        )

@@ -19,7 +19,7 @@ the host wait for the device in every step.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,20 +84,8 @@ class StepMetric:
     measure: Callable[[TrainState], Tensor] | None = None
     combine: Callable[[Sequence[Tensor], Strategy], Tensor] = stack_values
 
-    def device_value(self, step: DeviceStepRecord) -> Tensor | None:
-        """Return the value of a step that is still on the device; None where it has none."""
-        if self.read is not None:
-            return self.read(step)
-        return step.measured.get(self.field)
 
-    def host_value(self, record: StepRecord) -> float | None:
-        """Return the value of a step that has reached the host; None where it has none."""
-        if self.field in StepRecord._fields:
-            return getattr(record, self.field)
-        return (record.measured or {}).get(self.field)
-
-
-_TERM_PREFIX = "train/"
+TERM_PREFIX = "train/"
 """Start of the fields in `measured` that are no entry of the table: a task's own values."""
 
 STEP_METRICS: tuple[StepMetric, ...] = (
@@ -120,12 +108,7 @@ STEP_METRICS: tuple[StepMetric, ...] = (
 )
 
 
-def term_field(name: str) -> str:
-    """Return the field, and the tracker's name, of a value that a task returns with its loss."""
-    return f"{_TERM_PREFIX}{name}"
-
-
-def measure_step(state: TrainState) -> Mapping[str, Tensor]:
+def measure_step(state: TrainState) -> dict[str, Tensor]:
     """Return the measured values of the step that ends now, by field; scalars on the device."""
     measures = {entry.field: entry.measure for entry in STEP_METRICS if entry.measure is not None}
     # Without such metrics, as by default, a step pays nothing for them.
@@ -143,14 +126,17 @@ def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dic
     """
     columns: dict[str, Tensor] = {}
     for entry in STEP_METRICS:
-        candidates = [entry.device_value(step) for step in steps]
-        values = [value for value in candidates if value is not None]
+        values: list[Tensor] = []
+        for step in steps:
+            value = entry.read(step) if entry.read else step.measured.get(entry.field)
+            if value is not None:
+                values.append(value)
         if len(values) == len(steps):
             columns[entry.field] = entry.combine(values, strategy)
     for field in steps[0].measured:
-        if field.startswith(_TERM_PREFIX):
-            values = [step.measured[field] for step in steps]
-            columns[field] = average_over_processes(values, strategy)
+        if field.startswith(TERM_PREFIX):
+            terms = [step.measured[field] for step in steps]
+            columns[field] = average_over_processes(terms, strategy)
     # Equal dtypes let all columns travel in one tensor.
     wide = widest_float(steps[0].loss.device)
     return {field: column.to(wide) for field, column in columns.items()}
@@ -158,11 +144,14 @@ def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dic
 
 def tracker_values(record: StepRecord) -> dict[str, float]:
     """Return what the tracker logs of a step, by metric name."""
-    values = {entry.metric: entry.host_value(record) for entry in STEP_METRICS}
-    found = {metric: value for metric, value in values.items() if value is not None}
     measured = record.measured or {}
-    found |= {name: value for name, value in measured.items() if name.startswith(_TERM_PREFIX)}
+    values = {}
+    for entry in STEP_METRICS:
+        value = getattr(record, entry.field, measured.get(entry.field))
+        if value is not None:
+            values[entry.metric] = value
+    values |= {name: value for name, value in measured.items() if name.startswith(TERM_PREFIX)}
     # Names of groups may hold patterns, and MLflow refuses their characters.
     for name, rate in (record.rates or {}).items():
-        found[f"lr/{FORBIDDEN_CHARACTERS.sub('_', name)}"] = rate
-    return found
+        values[f"lr/{FORBIDDEN_CHARACTERS.sub('_', name)}"] = rate
+    return values

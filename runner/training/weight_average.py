@@ -52,13 +52,24 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, params: Sequence[Sequence[Tensor]], decay: float) -> None:
         self.decay = decay
-        buffers = [tensor for module in model.modules() for tensor in _running_statistics(module)]
-        # The running statistics follow the first optimizer's steps.
-        parts = [[*part] for part in params]
-        parts[0].extend(buffers)
-        self._weights = parts
-        self._averages = [[_wide_copy(weight) for weight in part] for part in parts]
-        self._names = _names_by_id(model)
+        self._weights = [[*part] for part in params]
+        for module in model.modules():
+            if isinstance(module, _NormBase):
+                # The running statistics follow the first optimizer's steps.
+                buffers = (module.running_mean, module.running_var)
+                self._weights[0] += [buffer for buffer in buffers if buffer is not None]
+        self._averages: list[list[Tensor]] = []
+        for part in self._weights:
+            averages: list[Tensor] = []
+            for weight in part:
+                # Below float32 most updates of an average are rounded away.
+                dtype = torch.promote_types(weight.dtype, torch.float32)
+                averages.append(weight.detach().clone().to(dtype))
+            self._averages.append(averages)
+        # In the state dict, by the tensor's id; weights that layers share have several names.
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            self._names.setdefault(id(tensor), []).append(name)
         self._views: list[_Views] | None = None
 
     @torch.no_grad()
@@ -106,13 +117,13 @@ class WeightAverage:
         """Return a context in which the model has the averaged weights, in its own dtypes."""
         weights = _local(self._every(self._weights))
         with torch.no_grad():
-            kept = [weight.clone() for weight in weights]
+            copies = [weight.clone() for weight in weights]
             torch._foreach_copy_(weights, _local(self.tensors()))
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(weights, kept)
+                torch._foreach_copy_(weights, copies)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the average."""
@@ -179,24 +190,3 @@ def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
         shard = tensor.to_local() if is_sharded(tensor) else tensor
         local.append(shard.detach())
     return local
-
-
-def _running_statistics(module: nn.Module) -> list[Tensor]:
-    if not isinstance(module, _NormBase):
-        return []
-    buffers = [module.running_mean, module.running_var]
-    return [buffer for buffer in buffers if buffer is not None]
-
-
-def _wide_copy(weight: Tensor) -> Tensor:
-    # Below float32 most updates of an average are rounded away.
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return weight.detach().clone().to(dtype)
-
-
-def _names_by_id(model: nn.Module) -> dict[int, list[str]]:
-    """Return the names in the state dict of each tensor; weights that layers share have several."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    return names

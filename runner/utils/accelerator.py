@@ -1,7 +1,6 @@
 """Choose the device of a run, name it, and measure the memory that a run takes on it.
 
-`accelerator=` takes a kind (KINDS), which is not always torch's device type: kind `tpu` is device
-type `tpu` or `xla`, by the package that is installed (see tpu.py).
+`accelerator=` takes a kind (KINDS): one of torch's device types, or auto for the best one here.
 """
 
 import ctypes
@@ -47,7 +46,7 @@ class Accelerator:
     @property
     def kind(self) -> str:
         """Return the kind that `accelerator=` takes for this device."""
-        return tpu.accelerator_kind(self.device)
+        return self.device.type
 
     @property
     def name(self) -> str:
@@ -60,9 +59,7 @@ class Accelerator:
 
     def synchronize(self) -> None:
         """Wait for the device's queue. Call it where a run begins or ends, never in a step."""
-        if self.device.type == "xla":
-            tpu.launch_operations(self.device, wait=True)
-        elif self.device.type != "cpu":
+        if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def reset_peak_memory(self) -> None:
@@ -82,15 +79,10 @@ class Accelerator:
         """Return the peak in MiB since reset_peak_memory.
 
         On a CPU it is the resident set of the whole process, libraries included; on other devices
-        it is the allocated memory. torch_xla cannot reset its peak, which counts from the start of
-        the process. MPS records no peak: its present allocation is returned.
+        it is the allocated memory. MPS records no peak: its present allocation is returned.
         """
         if self.device.type in _TYPES_WITH_PEAK:
             return torch.accelerator.max_memory_allocated(self.device) / MIB
-        if self.device.type == "xla":
-            peak = tpu.peak_bytes(self.device)
-            if peak is not None:
-                return peak / MIB
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory() / MIB
         return resident_peak_mib()
@@ -125,29 +117,22 @@ def choose_accelerator(name: str = "auto", index: int = 0) -> Accelerator:
     available = available_kinds()
     kind = available[0] if name == "auto" else name
     if kind == "tpu":
-        tpu.import_package()
+        tpu.require_tpu()
     elif kind not in available:
         raise Unavailable(
             f"accelerator={kind} is not on this machine (torch {torch.__version__} finds: "
             f"{', '.join(available)}).",
             f"Type accelerator={available[0]}.",
         )
-    device_count = _device_count(kind)
+    device_count = torch.accelerator.device_count() if kind in ("cuda", "tpu") else 1
     if not 0 <= index < device_count:
         raise Unavailable(
             f"accelerator.index={index}: this machine has {device_count} {kind} device(s).",
             "Count from 0.",
         )
-    if kind == "tpu":
-        return Accelerator(tpu.use_device(index))
     # PyTorch has one MPS device and one CPU; an index would make `cpu:0`, which differs from `cpu`.
-    return Accelerator(torch.device(kind, index) if kind == "cuda" else torch.device(kind))
-
-
-def _device_count(kind: str) -> int:
-    if kind == "cuda":
-        return torch.cuda.device_count()
-    return tpu.device_count() if kind == "tpu" else 1
+    has_index = kind in ("cuda", "tpu")
+    return Accelerator(torch.device(kind, index) if has_index else torch.device(kind))
 
 
 def device_rng_state(device: torch.device) -> Tensor | None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from runner.utils import accelerator, tpu
+from runner.utils import accelerator
 
 
 @contextmanager
@@ -145,7 +145,6 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # NumPy takes 32 bits only
     torch.manual_seed(seed)
-    tpu.seed(seed)
 
 
 def make_deterministic() -> None:

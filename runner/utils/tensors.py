@@ -94,7 +94,7 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 def widest_float(device: torch.device) -> torch.dtype:
     """Return float64, or float32 on MPS and TPUs, which have no units for float64."""
-    return torch.float32 if device.type in ("mps", "tpu", "xla") else torch.float64
+    return torch.float32 if device.type in ("mps", "tpu") else torch.float64
 
 
 MIB = 2**20

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 from run_folders import only_run
 
 from runner.config.invocation import Invocation
@@ -15,7 +14,7 @@ from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step
 from runner.diagnostics import saved_batch
 from runner.modes import training_errors
-from runner.modes.rewind import rewind_to_step, run_of_batch
+from runner.modes.replay import run_of_batch, state_before_step
 from runner.training.state_dict import checkpoint_state_dict
 
 pytestmark = pytest.mark.slow
@@ -239,12 +238,11 @@ def test_a_replay_trains_to_the_very_bits(faulty, faults, compose, keys):
     wanted = torch.load(path, weights_only=True)
     path.unlink()
     spec = run_of_batch(replace(compose("model=mlp"), batch=str(batch)), Invocation())
-    with rewind_to_step(
-        spec, saved_batch.read_saved_batch(batch), torch.device("cpu"), Console(quiet=True)
-    ) as reached:
-        state, micros, _ = reached
-        found = checkpoint_state_dict(state, spec)
-        assert len(micros[0][0]) == 8
+    state, micros, _ = state_before_step(
+        spec, saved_batch.read_saved_batch(batch), torch.device("cpu"), lambda line: None
+    )
+    found = checkpoint_state_dict(state, spec)
+    assert len(micros[0][0]) == 8
     assert found["step"] == 5
     for name, tensor in wanted["model"].items():
         assert torch.equal(found["model"][name], tensor), name

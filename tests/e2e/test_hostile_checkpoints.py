@@ -338,7 +338,7 @@ def test_a_replay_calls_nothing_of_a_hostile_config(stranger, compose):
     from types import SimpleNamespace
 
     from runner.config.invocation import Invocation
-    from runner.modes import rewind, run_metadata
+    from runner.modes import replay, run_metadata
 
     folder = Path.cwd() / "theirs"
     spec = compose("model=mlp", "tracking=none")
@@ -351,7 +351,7 @@ def test_a_replay_calls_nothing_of_a_hostile_config(stranger, compose):
         (folder / SIGNATURE).write_text(kept)
         batch = folder / "guard" / "batch-000001.json"
         with pytest.raises(ConfigError, match=f"names {group}._target_={target}"):
-            rewind.with_run_config(
+            replay.with_run_config(
                 replace(spec, batch=str(batch)), Invocation(), SimpleNamespace(names={})
             )
         assert nothing_was_called()

@@ -14,7 +14,7 @@ import random
 import numpy as np
 import torch
 
-from runner.training.callbacks.own_callback import RunCallback
+from runner import RunCallback
 
 SEEN = []
 

@@ -1,6 +1,6 @@
 """Callbacks of one's own for runs of several processes."""
 
-from runner.training.callbacks.own_callback import RunCallback
+from runner import RunCallback
 
 
 class Stop(RunCallback):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner.models.huggingface import huggingface
-from runner.training.pretrained import starts_random
+from runner.training.model import starts_random
 
 GPT2 = {
     "model_type": "gpt2",

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from runner.checkpoint import checkpoint_file, locate
 from runner.config.invocation import Invocation
-from runner.modes import train
+from runner.modes import training_callbacks
 from runner.modes.run import run
 from runner.training.callbacks.callback import dispatch
 from runner.training.records import EvalRecord
@@ -80,14 +80,14 @@ def records(monkeypatch):
     """The records of the loop, without times."""
     seen = []
 
-    def spy(callbacks, record):
-        dispatch(callbacks, record)
+    def spy(callbacks, record, handle):
+        dispatch(callbacks, record, handle)
         if isinstance(record, EvalRecord):
             seen.append(record._replace(time_ms=0))
         else:
             seen.extend(r._replace(time_ms=0, step_ms=0.0) for r in record)
 
-    monkeypatch.setattr(train, "dispatch", spy)
+    monkeypatch.setattr(training_callbacks, "dispatch", spy)
     return seen
 
 

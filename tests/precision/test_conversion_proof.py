@@ -10,10 +10,13 @@ import transformers
 from precision_models import CPU, load_precision, relative_error, run_forward
 from torch import nn
 
-from runner.modes.trial_forward import BYPASSED_REASON, CODES_REASON, build_proven_model
+from runner.config.schema import RunSpec
+from runner.modes.execution import BYPASSED_REASON, CODES_REASON, build_proven_model
 from runner.precision.conversion import ROOT_NAME, is_converted
 from runner.training.adapters import Lora
 from runner.training.model import BuiltModel
+from runner.training.setup import TrainingSetup
+from runner.training.tasks.regression import Regression
 
 CONVERTING = ("bnb-nf4", "bnb-int8", "bnb-int8-training", "float8-tensorwise", "transformer-engine")
 
@@ -64,14 +67,15 @@ def build_proven(name, make_model, x, adapter=None):
     """Return a precision and a model that it converted, after its proof by these inputs."""
     precision = load_precision(name)
 
-    def build():
+    def build(*_):
         torch.manual_seed(0)
         model, report = precision.convert(make_model(), CPU)
         if adapter:
             adapter.add(model, precision.storage)
         return BuiltModel(model, report, 0)
 
-    return precision, build_proven_model(build, precision, CPU, 0, lambda: x)
+    setup = TrainingSetup(RunSpec(), precision, Regression(), CPU)
+    return precision, build_proven_model(setup, build, lambda: x)
 
 
 def names_of_called_layers(model, precision, x):

@@ -7,8 +7,7 @@ from test_adapters import Net, built, outputs, shake
 from torch import nn
 
 from runner.precision import registry
-from runner.training.adapter_start import CHANGES_BASE, INITS
-from runner.training.adapters import Lora
+from runner.training.adapters import CHANGES_BASE, INITS, Lora
 from runner.utils.errors import ConfigError
 
 RANK = 2

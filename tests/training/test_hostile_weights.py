@@ -15,7 +15,7 @@ from runner.config.targets import build_group
 from runner.models.huggingface import huggingface
 from runner.models.timm_any import timm_any
 from runner.models.torchvision_any import torchvision_any
-from runner.training.pretrained import safe_loading
+from runner.training.model import safe_loading
 from runner.utils.errors import ConfigError
 from runner.utils.files import tensors_only
 

@@ -11,9 +11,8 @@ from torch import nn
 from runner.checkpoint import checkpoint_file
 from runner.config.schema import InitSpec, RunSpec
 from runner.precision import registry
-from runner.training.initial_weights import read_initial_weights
+from runner.training.initial_weights import read_initial_weights, shortest_patterns
 from runner.training.model import build_model
-from runner.training.weight_names import shortest_patterns
 from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")

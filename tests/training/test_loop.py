@@ -219,14 +219,14 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
         now[0] += 0.001
         return now[0]
 
-    def slow(state, validation, should_stop):
+    def slow(split, state, validation, should_stop):
         now[0] += 100.0
         return {}
 
     monkeypatch.setattr(loop, "perf_counter", clock)
     monkeypatch.setattr(record_buffer, "perf_counter", clock)
     monkeypatch.setattr(step_module, "perf_counter", clock)
-    monkeypatch.setattr(loop, "evaluate_validation", slow)
+    monkeypatch.setattr(loop, "evaluate_sets", slow)
     assert all(s.step_ms < 100 for s in steps(run(epochs=3)[0]))
 
 

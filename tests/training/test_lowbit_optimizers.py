@@ -374,12 +374,12 @@ def test_text_and_unknown_keywords_are_refused_before_anything_is_built(compose)
     ("name", "library"), [("adamw8bit", "bitsandbytes"), ("adamw4bit", "torchao")]
 )
 def test_the_message_without_the_library_names_what_to_install(compose, monkeypatch, name, library):
-    lowbit_optimizers._make_class.cache_clear()
+    lowbit_optimizers.__getattr__.cache_clear()
     monkeypatch.setitem(sys.modules, f"{library}.optim", None)
     try:
         (problem,) = check_targets(compose(f"optimizer={name}"))
     finally:
-        lowbit_optimizers._make_class.cache_clear()
+        lowbit_optimizers.__getattr__.cache_clear()
     assert re.search(
         rf"needs {library}, which does not import here: .*Type pip install {library} "
         r".* or optimizer=adamw\.$",

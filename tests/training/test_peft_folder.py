@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from runner.precision import registry
-from runner.training.adapter_start import CHANGES_BASE
-from runner.training.adapters import Lora
-from runner.training.peft_folder import write_adapter
+from runner.training.adapters import CHANGES_BASE, Lora
+from runner.training.pretrained_folder import write_adapter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),  # peft asks transformers

@@ -9,9 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from runner.config.schema import InitSpec, RunSpec
 from runner.config.targets import instantiate
-from runner.modes.startup_report import print_trainable
+from runner.modes.startup import print_trainable
 from runner.precision import registry
-from runner.training.pretrained import starts_random
+from runner.training.model import starts_random
 
 SMALL = {
     "n_layer": 1,

@@ -1,10 +1,12 @@
-"""What holds of a TPU where there is none. torch knows the device `xla` without torch_xla; `tpu` is
-registered as torch_tpu registers it, in a process of its own, as that cannot be undone."""
+"""What holds of a TPU where there is none. torch knows the device `tpu` only once torch_tpu has
+registered it, which cannot be undone: here another object has its type, and a process of its own
+registers it."""
 
 import subprocess
 import sys
 import warnings
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from runner.utils.accelerator import Accelerator, available_kinds, choose_accele
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tensors import widest_float
 
-XLA = torch.device("xla", 0)
+TPU = SimpleNamespace(type="tpu", index=0)
 RUNS = {"32-true", "bf16-mixed", "bf16-true"}
 OUGHT = {  # what is typed in place of a precision that a TPU lacks
     "64-true": "precision=32-true",
@@ -51,15 +53,15 @@ def named_tpu(env):
     return eval(done.stdout)
 
 
-def test_both_devices_have_the_same_precisions(clean):
-    found = rows(XLA)
+def test_the_precisions_of_a_tpu(clean):
+    found = rows(TPU)
     assert {name for name, why, _ in found if not why} == RUNS
     assert named_tpu(clean) == found
 
 
 @pytest.mark.parametrize("name", sorted(set(registry.precision_names()) - RUNS))
 def test_a_precision_that_a_tpu_lacks_says_what_to_type(name):
-    (said,) = [row for row in rows(XLA) if row[0] == name]
+    (said,) = [row for row in rows(TPU) if row[0] == name]
     assert f"precision={name} " in said[1]
     assert "TPU" in said[1] or said[1].endswith("this run is on tpu.")
     assert OUGHT[name if name in OUGHT else name.split("-")[0].rstrip("-")] in said[2]
@@ -68,19 +70,19 @@ def test_a_precision_that_a_tpu_lacks_says_what_to_type(name):
 
 def test_fp8_is_not_emulated_on_a_tpu():
     with pytest.raises(Unavailable, match="not even emulated"):
-        registry.load_precision("float8-rowwise", emulate=True).require(XLA)
+        registry.load_precision("float8-rowwise", emulate=True).require(TPU)
 
 
 def test_bf16_takes_the_place_of_float16_only_where_that_is_allowed():
     refused = registry.load_precision("16-mixed")
     with pytest.raises(Unavailable, match=r"bf16-mixed.*precision\.allow_substitute=true"):
-        refused.require(XLA)
+        refused.require(TPU)
     assert (refused.name, refused.compute) == ("16-mixed", torch.float16)
     allowed = registry.load_precision("16-mixed", allow_substitute=True)
     with pytest.warns(UserWarning, match="16-mixed runs as bf16-mixed, and is recorded so"):
-        allowed.require(XLA)
+        allowed.require(TPU)
     assert (allowed.name, allowed.compute) == ("bf16-mixed", torch.bfloat16)
-    assert isinstance(allowed.scale(XLA), NoLossScale)
+    assert isinstance(allowed.scale(TPU), NoLossScale)
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("mps")])
@@ -97,28 +99,18 @@ def test_allow_substitute_is_yes_or_no():
         registry.load_precision("16-mixed", allow_substitute="maybe")
 
 
-def test_torch_xla_counts_as_a_tpu():
-    assert tpu.is_tpu(XLA)
-    assert Accelerator(XLA).kind == "tpu"
+def test_the_device_of_a_tpu():
+    assert tpu.is_tpu(TPU)
+    assert Accelerator(TPU).kind == "tpu"
     assert not tpu.is_tpu(torch.device("cpu"))
-    assert widest_float(XLA) is torch.float32
+    assert widest_float(TPU) is torch.float32
     assert widest_float(torch.device("cpu")) is torch.float64
 
 
-@pytest.mark.skipif(
-    bool(find_spec("torch_tpu") or find_spec("torch_xla")), reason="a package for TPUs is installed"
-)
-def test_without_a_package_both_are_named():
+@pytest.mark.skipif(bool(find_spec("torch_tpu")), reason="torch_tpu is installed")
+def test_without_the_package_it_is_named():
     assert "tpu" not in available_kinds()
-    with pytest.raises(Unavailable, match=r"torch_tpu .*torch_xla.* neither is") as caught:
+    with pytest.raises(Unavailable, match="needs torch_tpu, which is not installed") as caught:
         choose_accelerator("tpu")
     assert caught.value.remedy.startswith("Type pip install torch_tpu on a machine with a TPU")
     assert caught.value.exit_status == 2
-
-
-def test_other_devices_pass_the_hooks_by():
-    cpu = torch.device("cpu")
-    tpu.launch_operations(cpu, wait=True)
-    before = torch.get_rng_state()
-    tpu.seed(3)
-    assert torch.equal(torch.get_rng_state(), before)

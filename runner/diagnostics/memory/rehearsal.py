@@ -24,12 +24,11 @@ from runner.diagnostics.memory.memory_tracker import (
 from runner.precision.casting import cast_nest
 from runner.precision.contract import Precision
 from runner.training.compile import prepare_model
-from runner.training.evaluation import Stagnation
-from runner.training.evaluation_mode import evaluation_mode
-from runner.training.meta_model import build_on_meta
+from runner.training.evaluation import Stagnation, evaluation_mode
 from runner.training.model import build_model
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
+from runner.training.sharded_model import build_on_meta
 from runner.training.state import TrainState
 from runner.training.step import train_step
 

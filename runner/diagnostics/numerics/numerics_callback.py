@@ -1,18 +1,15 @@
 """Measure the tensors of a run every few steps, record the shares that the precision loses, and
 write the numerics report at the end."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from runner.config.schema import RunSpec
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import Numerics, NumericsSnapshot, read
 from runner.distributed.strategy import Strategy
-from runner.tracking.tracker import Tracker
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import CallbackOutput, RunCallback
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms, relative_path
@@ -36,26 +33,7 @@ def check_numerics(spec: RunSpec, strategy: Strategy) -> None:
         )
 
 
-@dataclass(frozen=True)
-class NumericsOutput:
-    """The files and metrics that the measurements of a run are written to.
-
-    Attributes:
-        folder: of the run; numerics.json, .png and .html are written there.
-        label: of the run, the title of the page.
-        tracker: takes the shares as metrics.
-        save_artifact: writes a file, given its path and a function that writes it, and uploads it.
-        say: prints a line.
-    """
-
-    folder: Path
-    label: str
-    tracker: Tracker
-    save_artifact: Callable[[Path, Callable[[Path], object]], bool]
-    say: Callable[[str], None]
-
-
-class NumericsCallback(Callback):
+class NumericsCallback(RunCallback):
     """Measures a run's tensors at an interval; only the first process has one.
 
     Args:
@@ -66,7 +44,7 @@ class NumericsCallback(Callback):
 
     key = "numerics"
 
-    def __init__(self, state: TrainState, every: int, output: NumericsOutput) -> None:
+    def __init__(self, state: TrainState, every: int, output: CallbackOutput) -> None:
         self.state = state
         self.every = every
         self.output = output

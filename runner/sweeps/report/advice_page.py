@@ -5,7 +5,7 @@ from statistics import fmean
 
 from rich.console import Console
 
-from runner.config.given_objects import given_keys, python_call
+from runner.config.invocation import given_keys, python_call
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.wording import format_interval, memory_name, memory_words, speed_words
 from runner.sweeps.verdict.gate import GateVerdict, gate_verdict

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from runner.config.precision_keys import omitted_key_messages
-from runner.modes.result import RunResult
-from runner.modes.result_table import (
+from runner.modes.result import (
     FIXED_COLUMNS,
     METRIC_PREFIX,
     SETTING_PREFIX,
+    RunResult,
     setting_values,
     table_rows,
 )

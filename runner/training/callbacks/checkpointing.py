@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import EvalRecord, Steps
 
 
-class Checkpointing(Callback):
+class Checkpointing(RunCallback):
     """Calls `save` at each multiple of `every_steps` and after each evaluation that is the best.
 
     Args:
@@ -40,13 +40,13 @@ class Checkpointing(Callback):
         self.sign = 1 if direction == "max" else -1
         self._best = -math.inf
 
-    def steps(self, block: Steps) -> None:
-        step = block[-1].step
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        step = records[-1].step
         # At a step with an evaluation the checkpoint waits for it, to hold its metrics.
         if self._is_due(step) and not self.is_evaluation_step(step):
             self.save(False)
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
         is_best = False
         if self.quality is not None:
             value = self.sign * record.metrics[self.quality]

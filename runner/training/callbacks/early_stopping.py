@@ -1,15 +1,15 @@
-"""Detect that the quality has stopped improving; the run's loop ends on it."""
+"""End the training when the quality has stopped improving."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import EvalRecord
 
 
-class EarlyStopping(Callback):
-    """Sets should_stop after `patience` evaluations in a row that were no better than the best.
+class EarlyStopping(RunCallback):
+    """Ends the training after `patience` evaluations in a row that were no better than the best.
 
     Args:
         quality: name of the metric to watch.
@@ -26,7 +26,7 @@ class EarlyStopping(Callback):
         self._best = -math.inf
         self._worse = 0
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
         value = self.sign * record.metrics[self.quality]
         # A NaN is never above the best, and as the second argument of max() it never becomes it.
         self._worse = 0 if value > self._best else self._worse + 1
@@ -41,6 +41,6 @@ class EarlyStopping(Callback):
             self._worse = state["worse"]
 
     @property
-    def should_stop(self) -> bool:
-        """Return whether the patience is used up."""
-        return self._worse >= self.patience
+    def stop_reason(self) -> str:  # type: ignore[override]
+        """Return the setting that ends the training; empty while there is patience."""
+        return f"train.early_stop={self.patience}" if self._worse >= self.patience else ""

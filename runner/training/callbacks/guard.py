@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from runner.config.schema import RunSpec
 from runner.precision.contract import Precision
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import EvalRecord, StepRecord, Steps
 
 MAX_STAGNANT_SHARE = 0.5
@@ -41,8 +41,8 @@ class Finding(NamedTuple):
     description: str
 
 
-class Guard(Callback):
-    """Checks each record; sets should_stop once a finding ends the run.
+class Guard(RunCallback):
+    """Checks each record; a finding may end the run.
 
     Args:
         spec: of the run; its guard section decides.
@@ -55,7 +55,7 @@ class Guard(Callback):
 
     Attributes:
         finding: the finding that stops the run; None while there is none.
-        message: the text for the user about that finding.
+        stop_reason: the text for the user about that finding.
         stopped_step: the step whose numbers stop the run; None while there is none.
     """
 
@@ -76,16 +76,11 @@ class Guard(Callback):
         self.save_samples = save_samples
         self.explain = explain
         self.finding: Finding | None = None
-        self.message = ""
+        self.stop_reason = ""
         self.stopped_step: int | None = None
         self._warned_keys: set[str] = set()
         self._overflows_in_a_row = 0
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW_STEPS)
-
-    @property
-    def should_stop(self) -> bool:
-        """Return whether a finding ends the run."""
-        return self.finding is not None
 
     @property
     def weights_are_good(self) -> bool:
@@ -93,32 +88,18 @@ class Guard(Callback):
         # A step that overflows is skipped, so that it leaves the weights as they were.
         return self.finding is None or self.finding.key in ("overflow", "scale_floor")
 
-    def steps(self, block: Steps) -> None:
-        for record in block:
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        for record in records:
             for finding in self._findings(record):
                 self._act(finding, record)
                 # What follows the first bad step is a consequence of it.
-                if self.should_stop:
+                if self.finding is not None:
                     self.stopped_step = record.step
                     return
 
     def _findings(self, record: StepRecord) -> Iterator[Finding]:
-        yield from self._scale_findings(record)
-        # A loss scale overflows by design: the step was skipped, and its values mean nothing.
-        if record.overflow:
-            return
         step = record.step
-        if not math.isfinite(record.loss):
-            yield Finding("non_finite", f"the loss is {record.loss} at step {step}")
-        # With a loss scale, a gradient that is not finite is an overflow, judged above.
-        elif record.loss_scale is None and not math.isfinite(record.grad_norm):
-            description = f"the gradient norm is {record.grad_norm} at step {step}"
-            yield Finding("non_finite", f"{description} (loss {record.loss:.4g})")
-        else:
-            yield from self._spike(record)
-
-    def _scale_findings(self, record: StepRecord) -> Iterator[Finding]:
-        step = record.step
+        loss = record.loss
         scale = record.loss_scale
         self._overflows_in_a_row = self._overflows_in_a_row + 1 if record.overflow else 0
         if self._overflows_in_a_row >= self.spec.guard.overflow_steps:
@@ -127,44 +108,52 @@ class Guard(Callback):
         if scale is not None and scale < MIN_LOSS_SCALE:
             description = f"the loss scale fell to {scale:g} at step {step}"
             yield Finding("scale_floor", f"{description}: gradients overflow at every scale")
+        # A loss scale overflows by design: the step was skipped, and its values mean nothing.
+        if record.overflow:
+            return
+        if not math.isfinite(loss):
+            yield Finding("non_finite", f"the loss is {loss} at step {step}")
+        # With a loss scale, a gradient that is not finite is an overflow, judged above.
+        elif scale is None and not math.isfinite(record.grad_norm):
+            description = f"the gradient norm is {record.grad_norm} at step {step}"
+            yield Finding("non_finite", f"{description} (loss {loss:.4g})")
+        else:
+            if self._is_spike(loss):
+                description = f"the loss leapt to {loss:.4g} at step {step}"
+                ratio = loss / median(self._losses)
+                yield Finding("spike", f"{description}, {ratio:.0f} times its running median")
+            self._losses.append(loss)
 
-    def _spike(self, record: StepRecord) -> Iterator[Finding]:
-        """Yield a finding if the loss is far above its running median and its recent maximum."""
-        loss = record.loss
-        usual = self._losses
-        factor = self.spec.guard.spike_factor
+    def _is_spike(self, loss: float) -> bool:
+        """Return whether a loss is far above its running median and its recent maximum."""
+        recent = self._losses
         # The comparison with the last loss follows from the one with the maximum. It comes first
         # because it spares most steps the search of the window. The maximum keeps a loss that has
         # always been noisy from being reported.
-        is_leap = len(usual) >= MIN_SPIKE_STEPS and loss > 2 * usual[-1] and loss > 2 * max(usual)
+        if len(recent) < MIN_SPIKE_STEPS or loss <= 2 * recent[-1] or loss <= 2 * max(recent):
+            return False
         # A median of 0 or below is no scale that a factor could be applied to.
-        if is_leap and loss > factor * median(usual) > 0:
-            description = f"the loss leapt to {loss:.4g} at step {record.step}"
-            ratio = loss / median(usual)
-            yield Finding("spike", f"{description}, {ratio:.0f} times its running median")
-        usual.append(loss)
+        return loss > self.spec.guard.spike_factor * median(recent) > 0
 
     def _act(self, finding: Finding, record: StepRecord) -> None:
         key = finding.key
         action = getattr(self.spec.guard, key)
         if action == "ignore" or (action == "warn" and key in self._warned_keys):
             return
-        advice = self._advice(key, record)
+        explanation = self.explain(record) if key == "non_finite" else None
+        remedies = guard_remedies(self.spec, self.precision, key)
+        advice = explanation or "Try " + " or ".join(remedies)
         if action == "stop":
             advice += f"; guard.{key}=warn continues regardless"
         samples = self.save_samples(record, finding.description)
         message = f"{finding.description}.\n{advice}.\n{samples}"
         if action == "stop":
             self.finding = finding
-            self.message = f"guard.{key}: {message}"
+            self.stop_reason = f"guard.{key}: {message}"
         else:
             self._warn_once(key, message)
 
-    def _advice(self, key: str, record: StepRecord) -> str:
-        explanation = self.explain(record) if key == "non_finite" else None
-        return explanation or "Try " + " or ".join(guard_remedies(self.spec, self.precision, key))
-
-    def evaluation(self, record: EvalRecord) -> None:
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
         share = record.stagnant_share
         if share is not None and share > MAX_STAGNANT_SHARE:
             self._warn_once(

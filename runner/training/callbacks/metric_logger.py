@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runner.tracking.tracker import MetricRecord, Tracker
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import (
     EvalRecord,
     StepRecord,
@@ -18,7 +18,7 @@ from runner.utils.accelerator import Accelerator
 from runner.utils.tensors import MIB, tensor_bytes
 
 
-class MetricLogger(Callback):
+class MetricLogger(RunCallback):
     """Logs every step's values at its own step number; rates and memory once per block.
 
     Args:
@@ -37,37 +37,36 @@ class MetricLogger(Callback):
         self._last: StepRecord | None = None
         self._has_logged_optimizer_memory = False
 
-    def steps(self, block: Steps) -> None:
-        self.tracker.log_metrics(self._points(block))
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        points: list[MetricRecord] = []
+        for record in records:
+            points += self._scale_changes(record)
+            points.append((record.step, record.time_ms, tracker_values(record)))
+            self._last = record
+        points.append(self._block_values(records))
+        self.tracker.log_metrics(points)
         self.tracker.check()
 
-    def _points(self, block: Steps) -> Iterator[MetricRecord]:
-        for record in block:
-            if record.loss_scale is not None:
-                yield from self._changes(record)
-            yield record.step, record.time_ms, tracker_values(record)
-            self._last = record
-        yield self._rates(block)
-
-    def _changes(self, record: StepRecord) -> Iterator[MetricRecord]:
+    def _scale_changes(self, record: StepRecord) -> Iterator[MetricRecord]:
         """Yield the loss scale where it changes, the value before and the value after."""
         # MLflow's charts draw a few hundred points per line: the scale of every step would hide a
         # short dip, and these few points show each one.
         last = self._last
         scale = record.loss_scale
-        assert scale is not None
+        if scale is None:
+            return
         if last is None:
             yield record.step, record.time_ms, {"loss_scale/changes": scale}
         elif last.loss_scale is not None and last.loss_scale != scale:
             yield last.step, last.time_ms, {"loss_scale/changes": last.loss_scale}
             yield record.step, record.time_ms, {"loss_scale/changes": scale}
 
-    def _rates(self, block: Steps) -> MetricRecord:
+    def _block_values(self, records: Steps) -> MetricRecord:
         # A single step's time says little: the host launches a step, it does not wait for it.
-        milliseconds = sum(record.step_ms for record in block)
-        examples = sum(record.examples for record in block)
+        milliseconds = sum(record.step_ms for record in records)
+        examples = sum(record.examples for record in records)
         values = {
-            "perf/step_ms": milliseconds / len(block),
+            "perf/step_ms": milliseconds / len(records),
             "perf/examples_per_second": examples / milliseconds * 1e3,
             "memory/peak_mib": self.accelerator.peak_memory_mib(),
         }
@@ -75,17 +74,18 @@ class MetricLogger(Callback):
         if not examples:
             del values["perf/examples_per_second"]
         # The optimizer makes its state in its first applied step, and the size stays from then on.
-        is_applied = any(not record.overflow for record in block)
+        is_applied = any(not record.overflow for record in records)
         if is_applied and not self._has_logged_optimizer_memory:
             self._has_logged_optimizer_memory = True
             size = tensor_bytes(*self.state.optimizer_tensors())
             values["memory/optimizer_mib"] = size / MIB
-        gauges = block[-1].gauges or {}
+        last = records[-1]
         # Gauges are named after modules.
-        values |= {FORBIDDEN_CHARACTERS.sub("_", name): value for name, value in gauges.items()}
-        return block[-1].step, block[-1].time_ms, values
+        for name, value in (last.gauges or {}).items():
+            values[FORBIDDEN_CHARACTERS.sub("_", name)] = value
+        return last.step, last.time_ms, values
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
         values = dict(record.metrics)
         if record.stagnant_share is not None:
             values["guard/stagnant_share"] = record.stagnant_share

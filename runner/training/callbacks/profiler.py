@@ -5,11 +5,11 @@ from pathlib import Path
 
 from torch.profiler import profile
 
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import Steps
 
 
-class Profiler(Callback):
+class Profiler(RunCallback):
     """Profiles from its construction until a block passes `last_step`, or until the run ends.
 
     Files: `profile.txt` (operators by CPU time) and `profile.json` (chrome://tracing).
@@ -34,8 +34,8 @@ class Profiler(Callback):
         self._profile: profile | None = profile(acc_events=True)
         self._profile.start()
 
-    def steps(self, block: Steps) -> None:
-        if block[-1].step >= self.last_step:
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        if records[-1].step >= self.last_step:
             self.close()
 
     def close(self) -> None:

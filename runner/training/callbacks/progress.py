@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import EvalRecord, StepRecord, Steps
 from runner.utils.formatting import format_number
 from runner.utils.terminal import in_notebook, sanitize
@@ -17,13 +17,27 @@ NOTEBOOK_SECONDS = 0.5
 """Seconds between two updates of the bar in a notebook."""
 
 
-class ProgressBar(Callback):
-    """A bar over `total` steps, with a line above it for each evaluation."""
+class ProgressLines(RunCallback):
+    """A line per evaluation, for files and pipes, where a bar would leave control characters."""
 
     key = "progress"
 
-    def __init__(self, console: Console, total: int, label: str) -> None:
+    def __init__(self, console: Console) -> None:
         self.console = console
+        self._last: StepRecord | None = None
+
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        self._last = records[-1]
+
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+        self.console.print(progress_line(record, self._last))
+
+
+class ProgressBar(ProgressLines):
+    """A bar over `total` steps, with a line above it for each evaluation."""
+
+    def __init__(self, console: Console, total: int, label: str) -> None:
+        super().__init__(console)
         self._bar = Progress(
             # A label may hold brackets, as in a list of overrides, which rich would read as markup.
             TextColumn("{task.description}", markup=False),
@@ -35,35 +49,15 @@ class ProgressBar(Callback):
         )
         self._task = self._bar.add_task(label, total=total, now="")
         self._bar.start()
-        self._last: StepRecord | None = None
 
-    def steps(self, block: Steps) -> None:
-        self._last = block[-1]
-        self._bar.update(
-            self._task, completed=self._last.step, now=f"loss {format_number(self._last.loss)}"
-        )
-
-    def evaluation(self, record: EvalRecord) -> None:
-        self._bar.console.print(progress_line(record, self._last))
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        super().on_steps(records, run)
+        last = records[-1]
+        now = f"loss {format_number(last.loss)}"
+        self._bar.update(self._task, completed=last.step, now=now)
 
     def close(self) -> None:
         self._bar.stop()
-
-
-class ProgressLines(Callback):
-    """A line per evaluation, for files and pipes, where a bar would leave control characters."""
-
-    key = "progress"
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._last: StepRecord | None = None
-
-    def steps(self, block: Steps) -> None:
-        self._last = block[-1]
-
-    def evaluation(self, record: EvalRecord) -> None:
-        self.console.print(progress_line(record, self._last))
 
 
 class NotebookProgress(ProgressLines):
@@ -76,17 +70,16 @@ class NotebookProgress(ProgressLines):
         self._handle: Any = None
         self._shown_at = 0.0
 
-    def steps(self, block: Steps) -> None:
-        super().steps(block)
-        is_last = block[-1].step >= self._total
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        super().on_steps(records, run)
+        record = records[-1]
         # A notebook's page would be slow with more updates than these.
-        if is_last or monotonic() - self._shown_at > NOTEBOOK_SECONDS:
-            self._shown_at = monotonic()
-            self._show(block[-1])
-
-    def _show(self, record: StepRecord) -> None:
+        is_due = monotonic() - self._shown_at > NOTEBOOK_SECONDS
+        if record.step < self._total and not is_due:
+            return
         from IPython.display import HTML, display
 
+        self._shown_at = monotonic()
         text = f"{self._label}: step {record.step} of {self._total}, loss "
         text = html.escape(sanitize(text + format_number(record.loss)))
         page = HTML(f'<progress value="{record.step}" max="{self._total}"></progress> {text}')
@@ -108,7 +101,7 @@ def progress_line(record: EvalRecord, last: StepRecord | None) -> str:
     return "  ".join(parts)
 
 
-def progress(console: Console, total: int, label: str) -> Callback:
+def progress(console: Console, total: int, label: str) -> RunCallback:
     """Return the progress callback that fits where the output goes."""
     # A quiet run prints to a file in memory. rich takes a notebook for a terminal where the
     # environment has FORCE_COLOR, as a kernel's has.

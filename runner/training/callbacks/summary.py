@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import (
     EvalRecord,
     StepRecord,
@@ -16,8 +16,22 @@ from runner.training.records import (
 MIN_TIMED_MS = 250.0
 """Shortest time that gives a rate, in milliseconds; a shorter one varies with the system load."""
 
+_STATE = {
+    "metrics": "metrics",
+    "evaluated": "last_evaluation_step",
+    "best": "best",
+    "stagnant": "stagnant_share",
+    "scales": "scales",
+    "overflows": "overflows",
+    "examples": "_examples",
+    "steps": "_steps",
+    "blocks": "_blocks",
+    "milliseconds": "_milliseconds",
+}
+"""By the key in a checkpoint, the attribute of a RunSummary that it restores."""
 
-class RunSummary(Callback):
+
+class RunSummary(RunCallback):
     """Totals over all records of a run, for its result and its final checkpoint.
 
     Args:
@@ -54,42 +68,33 @@ class RunSummary(Callback):
         self._milliseconds = 0.0
         self._is_first_block_after_resume = False
 
-    def steps(self, block: Steps) -> None:
-        self.last = block[-1]
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        self.last = records[-1]
         self._blocks += 1
         if self._blocks == 2:
             # The first block counted only in case it stays the only one: kernels warm up in it.
             self._examples = 0
             self._steps = 0
             self._milliseconds = 0.0
-        timed = self._timed_steps(block)
+        timed = records
+        # A resumed process warms up again. Its first block counts only if nothing else was timed.
+        if self._is_first_block_after_resume and self._steps:
+            timed = ()
+        # Within the first block of the run only the first step is omitted, the slowest of all.
+        elif self._blocks == 1 and len(records) > 1:
+            timed = records[1:]
         self._is_first_block_after_resume = False
         self._steps += len(timed)
         self._examples += sum(record.examples for record in timed)
         self._milliseconds += sum(record.step_ms for record in timed)
-        for record in block:
+        for record in records:
             if record.overflow:
                 self.overflows.append(record.step)
-            self._add_scale(record)
+            scale = record.loss_scale
+            if scale is not None and (not self.scales or self.scales[-1][1] != scale):
+                self.scales.append((record.step, scale))
 
-    def _timed_steps(self, block: Steps) -> Steps:
-        """Return the steps of a block that count towards the rate."""
-        # A resumed process warms up again. Its first block counts only if nothing else was timed.
-        if self._is_first_block_after_resume and self._steps:
-            return ()
-        # Within the first block of the run only the first step is omitted, the slowest of all.
-        if self._blocks == 1 and len(block) > 1:
-            return block[1:]
-        return block
-
-    def _add_scale(self, record: StepRecord) -> None:
-        scale = record.loss_scale
-        if scale is None:
-            return
-        if not self.scales or self.scales[-1][1] != scale:
-            self.scales.append((record.step, scale))
-
-    def evaluation(self, record: EvalRecord) -> None:
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
         self.metrics = dict(record.metrics)
         self.last_evaluation_step = record.step
         self.stagnant_share = record.stagnant_share
@@ -99,35 +104,16 @@ class RunSummary(Callback):
             self.best = value if self.best is None else self.better(self.best, value)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "last": record_to_state(self.last),
-            "metrics": self.metrics,
-            "evaluated": self.last_evaluation_step,
-            "best": self.best,
-            "stagnant": self.stagnant_share,
-            "scales": self.scales,
-            "overflows": self.overflows,
-            "examples": self._examples,
-            "steps": self._steps,
-            "blocks": self._blocks,
-            "milliseconds": self._milliseconds,
-        }
+        state = {key: getattr(self, attribute) for key, attribute in _STATE.items()}
+        return {"last": record_to_state(self.last), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._is_first_block_after_resume = True
         if not state:
             return
         self.last = record_from_state(state["last"])
-        self.metrics = state["metrics"]
-        self.last_evaluation_step = state["evaluated"]
-        self.best = state["best"]
-        self.stagnant_share = state["stagnant"]
-        self.scales = state["scales"]
-        self.overflows = state["overflows"]
-        self._examples = state["examples"]
-        self._steps = state["steps"]
-        self._blocks = state["blocks"]
-        self._milliseconds = state["milliseconds"]
+        for key, attribute in _STATE.items():
+            setattr(self, attribute, state[key])
 
     def result_values(self) -> dict[str, Any]:
         """Return the numbers of the run's result.

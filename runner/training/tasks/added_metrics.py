@@ -66,16 +66,21 @@ class AddedMetrics:
         Raises:
             ModelError: a metric fails, or its value is no number.
         """
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for name, metric in self.metrics.items():
             try:
-                value = _computed(metric)
+                with warnings.catch_warnings():
+                    if not metric.update_called:
+                        # No label counts in this process, of which the metric warns; others may
+                        # have some.
+                        warnings.simplefilter("ignore")
+                    value = metric.compute()
             except (torch.OutOfMemoryError, Stopped):
                 raise
             except Exception as error:  # of whatever type a metric raises
                 raise _failure(name, error, "") from error
-            found.update(_numbers(f"val/{name}", value))
-        return found
+            numbers.update(_numbers(f"val/{name}", value))
+        return numbers
 
     def direction(self, metric: str) -> str | None:
         """Return max or min, whichever is better of a recorded metric; None where it says neither.
@@ -88,16 +93,6 @@ class AddedMetrics:
             if higher is not None:
                 return "max" if higher else "min"
         return None
-
-
-def _computed(metric: Any) -> Any:
-    """Return a metric's value over all processes."""
-    if metric.update_called:
-        return metric.compute()
-    # No label counts in this process, of which the metric warns; others may have some.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return metric.compute()
 
 
 def _widened(value: Any) -> Any:

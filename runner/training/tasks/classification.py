@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from runner.training.tasks.task import (
     count_labels,
     counted_positions,
-    labels_out_of_range,
     mean,
     stack,
     wide,
@@ -64,40 +63,31 @@ class Classification(TensorTask):
         Raises:
             ValueError: shapes or dtypes are not those of classification.
         """
-        logits = self.select(output)
-        _check(logits, target)
+        logits = self._logits(output, target)
         own = partial(F.cross_entropy, label_smoothing=self.label_smoothing)
         return self.minimised(logits, target, own)
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, correct predictions, labels that count]."""
-        logits = self.select(output)
-        _check(logits, target)
+        logits = self._logits(output, target)
         losses = F.cross_entropy(logits, target, reduction="none").to(wide(logits))
         correct = (logits.argmax(1) == target).sum()
         return stack(losses.sum(), correct, count_labels(target))
 
-    def labels(self, target: Tensor) -> Tensor:
-        """Return how many labels count."""
-        return self.counted(target)
-
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [N, C] and classes [N] of the examples whose labels count."""
         return counted_positions(self.select(output), target)
-
-    def misplaced(self, target: Tensor, classes: int) -> Tensor:
-        """Return bool [B], which labels are no class."""
-        return labels_out_of_range(target, classes)
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats and val/accuracy in [0, 1]."""
         loss, correct, count = totals
         return {"val/loss": mean(loss, count), "val/accuracy": mean(correct, count)}
 
-
-def _check(output: Tensor, target: Tensor) -> None:
-    if output.dim() != 2 or target.shape != output.shape[:1] or target.is_floating_point():
-        raise ValueError(
-            "classification needs logits [B, C] and integer targets [B], got "
-            f"{list(output.shape)} and {target.dtype} {list(target.shape)}"
-        )
+    def _logits(self, output: Any, target: Tensor) -> Tensor:
+        logits = self.select(output)
+        if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
+            raise ValueError(
+                "classification needs logits [B, C] and integer targets [B], got "
+                f"{list(logits.shape)} and {target.dtype} {list(target.shape)}"
+            )
+        return logits

@@ -17,7 +17,7 @@ class Detection(Task):
 
     Each loss is recorded in every step as train/<name>, before it is weighted. An evaluation
     computes the same sum: the model is in training mode but for normalisations and dropout, see
-    training/evaluation_mode.py. Each image weighs alike.
+    training/evaluation.py. Each image weighs alike.
 
     Args:
         loss_weights: what a loss is multiplied by, by its name; 1 where it has none.
@@ -56,20 +56,15 @@ class Detection(Task):
         Raises:
             ConfigError: the output is no dict of losses, or lacks one that has a weight.
         """
-        losses = self._losses(output)
-        weighted = [
-            value * self.loss_weights[name] if name in self.loss_weights else value
-            for name, value in losses.items()
-        ]
-        return sum(weighted[1:], weighted[0]), losses
-
-    def _losses(self, output: Any) -> Mapping[str, Tensor]:
-        if not _are_losses(output):
+        values = [*output.values()] if isinstance(output, Mapping) else []
+        if not values or not all(isinstance(v, Tensor) and v.numel() == 1 for v in values):
+            kind = type(output).__name__
+            if isinstance(output, Mapping):
+                kind += f" with the keys {', '.join(map(str, output))}"
             raise ConfigError(
-                f"task=detection: the model returns a {_described(output)}, and not its losses by "
-                "name. Have it return a dict of scalars for (images, targets) in training mode, as "
-                "torchvision's detection models do: model=torchvision "
-                "model.name=fasterrcnn_resnet50_fpn."
+                f"task=detection: the model returns a {kind}, and not its losses by name. Have it "
+                "return a dict of scalars for (images, targets) in training mode, as torchvision's "
+                "detection models do: model=torchvision model.name=fasterrcnn_resnet50_fpn."
             )
         unknown = [name for name in self.loss_weights if name not in output]
         if unknown:
@@ -77,7 +72,12 @@ class Detection(Task):
                 f"task.loss_weights names {', '.join(unknown)}, and the model returns "
                 f"{', '.join(map(str, output))}."
             )
-        return {name: value.reshape(()) for name, value in output.items()}
+        losses = {name: value.reshape(()) for name, value in output.items()}
+        weighted: list[Tensor] = []
+        for name, value in losses.items():
+            weight = self.loss_weights.get(name)
+            weighted.append(value if weight is None else value * weight)
+        return sum(weighted[1:], weighted[0]), losses
 
     def totals(self, output: Any, target: Any) -> Tensor:
         """Return [the loss times the images of the batch, its images]."""
@@ -92,17 +92,3 @@ class Detection(Task):
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss, the mean over the images."""
         return {"val/loss": mean(*totals)}
-
-
-def _are_losses(output: Any) -> bool:
-    """Return whether an output is a dict of scalars, with one at least."""
-    if not isinstance(output, Mapping) or not output:
-        return False
-    return all(isinstance(value, Tensor) and value.numel() == 1 for value in output.values())
-
-
-def _described(output: Any) -> str:
-    """Return an output in words."""
-    name = type(output).__name__
-    keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
-    return f"{name}{keys}"

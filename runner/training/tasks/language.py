@@ -10,7 +10,6 @@ from runner.training.tasks.task import (
     IGNORED,
     count_labels,
     counted_positions,
-    labels_out_of_range,
     mean,
     stack,
     wide,
@@ -57,22 +56,19 @@ class Language(TensorTask):
         logits, tokens = self.aligned(output, target)
         return stack(_summed_losses(logits, tokens), count_labels(tokens))
 
-    def labels(self, target: Tensor) -> Tensor:
-        """Return how many tokens count."""
-        return self.counted(target)
-
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [N, V] and tokens [N] of the positions whose labels count."""
         return counted_positions(*self.aligned(output, target))
 
-    def misplaced(self, target: Tensor, classes: int) -> Tensor:
-        """Return bool [B], which sequences hold a token that is no class."""
-        return labels_out_of_range(target, classes)
-
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats per token and val/perplexity, its exponential."""
         loss = mean(*totals)
-        return {"val/loss": loss, "val/perplexity": _exp(loss)}
+        try:
+            perplexity = math.exp(loss)
+        # Above a loss of about 709 nats; a diverged run reports infinity and continues.
+        except OverflowError:
+            perplexity = math.inf
+        return {"val/loss": loss, "val/perplexity": perplexity}
 
 
 class CausalLM(Language):
@@ -105,7 +101,7 @@ class CausalLM(Language):
 
     def labels(self, target: Tensor) -> Tensor:
         """Return how many tokens count."""
-        return self.counted(target[..., 1:])
+        return super().labels(target[..., 1:])
 
 
 class Seq2Seq(Language):
@@ -152,11 +148,3 @@ def _summed_losses(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the sum of the cross entropies in nats, in the widest float of the device."""
     losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
     return losses.to(wide(logits)).sum()
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    # Above a loss of about 709 nats math.exp raises; a diverged run reports infinity and continues.
-    except OverflowError:
-        return math.inf

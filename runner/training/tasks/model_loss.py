@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.training.tasks.task import Task, counted_positions, mean, stack
+from runner.training.tasks.tensor_task import part_of
 from runner.utils.errors import ConfigError
 
 
@@ -45,9 +46,9 @@ class ModelLoss(Task):
         Raises:
             ConfigError: the output has no loss.
         """
-        found = self._loss_in(output)
-        if isinstance(found, Tensor) and found.numel() == 1:
-            return found.reshape(())
+        value = self._loss_in(output)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.reshape(())
         raise ConfigError(
             f"task=model_loss: the model returns no loss, but a {type(output).__name__}. Have it "
             "return its loss for the labels that it is given, type task.output=<where it is>, or "
@@ -55,22 +56,24 @@ class ModelLoss(Task):
         )
 
     def _loss_in(self, output: Any) -> Any:
-        wanted = self.output_field
-        if wanted is None and isinstance(output, Tensor):
+        field = self.output_field
+        if field is None and isinstance(output, Tensor):
             return output
-        if wanted is None and isinstance(output, Mapping) and "loss" not in output:
+        if field is None and isinstance(output, Mapping) and "loss" not in output:
             # Detection models return the terms of their loss by name.
-            terms = [value for value in output.values() if _is_scalar(value)]
-            return sum(terms) if len(terms) == len(output) else None
-        if isinstance(wanted, int):
-            return output[wanted]
-        name = wanted or "loss"
-        return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+            terms = [*output.values()]
+            are_losses = all(isinstance(term, Tensor) and term.numel() == 1 for term in terms)
+            return sum(terms) if are_losses else None
+        return part_of(output, "loss" if field is None else field)
 
     def totals(self, output: Any, target: Any) -> Tensor:
         """Return [the loss times the examples of the batch, its examples]."""
         loss = self.loss(output, target)
-        examples = _examples(target)
+        # The length of the target's first tensor, or of a list.
+        leaves = [leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.ndim]
+        examples = len(leaves[0]) if leaves else 1
+        if isinstance(target, list):
+            examples = len(target)
         return stack(loss * examples, examples)
 
     def metric_inputs(self, output: Any, target: Any) -> tuple[Any, Any]:
@@ -90,16 +93,3 @@ class ModelLoss(Task):
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss, the mean over the examples."""
         return {"val/loss": mean(*totals)}
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
-
-
-def _examples(target: Any) -> int:
-    """Return the examples of a target: the length of its first tensor, or of a list."""
-    if isinstance(target, list):
-        return len(target)
-    tensors = (leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.ndim)
-    first = next(tensors, None)
-    return 1 if first is None else len(first)

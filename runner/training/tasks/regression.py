@@ -23,14 +23,12 @@ class Regression(TensorTask):
         Raises:
             ValueError: the shapes differ (broadcasting would hide it), or either is not real.
         """
-        numbers = self.select(output)
-        _check(numbers, target)
+        numbers = self._numbers(output, target)
         return self.minimised(numbers, target, F.mse_loss)
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed squared error, elements]."""
-        numbers = self.select(output)
-        _check(numbers, target)
+        numbers = self._numbers(output, target)
         # Widened before squaring: at errors of 1e-12 the rounding of the squares would show.
         error = numbers.to(wide(numbers)) - target.to(wide(numbers))
         return stack(error.square().sum(), error.numel())
@@ -38,6 +36,9 @@ class Regression(TensorTask):
     def labels(self, target: Tensor) -> Tensor:
         """Return the number of elements."""
         return torch.full((), target.numel(), device=target.device)
+
+    def misplaced(self, target: Tensor, classes: int) -> None:
+        """Return None: targets are no classes."""
 
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of the output and the targets, in one shape [B, ...]."""
@@ -47,11 +48,12 @@ class Regression(TensorTask):
         """Return val/loss, the mean squared error."""
         return {"val/loss": mean(*totals)}
 
-
-def _check(output: Tensor, target: Tensor) -> None:
-    real = output.is_floating_point() and target.is_floating_point()
-    if output.shape != target.shape or not real:
-        raise ValueError(
-            "regression needs float output and target of one shape, got "
-            f"{output.dtype} {list(output.shape)} and {target.dtype} {list(target.shape)}"
-        )
+    def _numbers(self, output: Any, target: Tensor) -> Tensor:
+        numbers = self.select(output)
+        are_real = numbers.is_floating_point() and target.is_floating_point()
+        if numbers.shape != target.shape or not are_real:
+            raise ValueError(
+                "regression needs float output and target of one shape, got "
+                f"{numbers.dtype} {list(numbers.shape)} and {target.dtype} {list(target.shape)}"
+            )
+        return numbers

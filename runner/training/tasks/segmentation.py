@@ -11,7 +11,6 @@ from runner.training.tasks.task import (
     IGNORED,
     count_labels,
     counted_positions,
-    labels_out_of_range,
     mean,
     stack,
     wide,
@@ -108,17 +107,9 @@ class Segmentation(TensorTask):
         either = confusion.sum(0) + confusion.sum(1) - both
         return torch.cat([sums, both.to(sums.dtype), either.to(sums.dtype)])
 
-    def labels(self, target: Tensor) -> Tensor:
-        """Return how many pixels count."""
-        return self.counted(target)
-
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [N, C] and classes [N] of the pixels whose labels count."""
         return counted_positions(self._logits(output, target).movedim(1, -1), target)
-
-    def misplaced(self, target: Tensor, classes: int) -> Tensor:
-        """Return bool [B], which images hold a pixel that is no class."""
-        return labels_out_of_range(target, classes)
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats, val/accuracy, and val/iou: the mean over the classes that occur
@@ -149,5 +140,5 @@ def _confusion(logits: Tensor, target: Tensor) -> Tensor:
     cells = target.clamp(min=0) * classes + logits.argmax(1)
     counted = (target != IGNORED).long()
     # Not bincount, which waits for the device to learn its result's size.
-    found = torch.zeros(classes * classes, dtype=torch.int64, device=target.device)
-    return found.scatter_add_(0, cells.flatten(), counted.flatten()).view(classes, classes)
+    counts = torch.zeros(classes * classes, dtype=torch.int64, device=target.device)
+    return counts.scatter_add_(0, cells.flatten(), counted.flatten()).view(classes, classes)

@@ -35,7 +35,8 @@ class Task(ABC):
     layout: type[BatchLayout] = BatchLayout
     """Class that splits the batches."""
     evaluates_losses: bool = False
-    """Whether an evaluation takes what the model returns in training mode; see evaluation_mode."""
+    """Whether an evaluation takes what the model returns in training mode; see
+    training/evaluation.py."""
 
     additions: TaskAdditions = TaskAdditions()
     """What the keys of the task group that fit every task add to it."""
@@ -141,10 +142,10 @@ def labels_of(task: Task, target: Any) -> Tensor | None:
     Raises:
         ConfigError: the task returned something else than None or a scalar tensor.
     """
-    found = task.labels(target)
-    if found is None or (isinstance(found, Tensor) and not found.ndim):
-        return found
-    shape = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    count = task.labels(target)
+    if count is None or (isinstance(count, Tensor) and not count.ndim):
+        return count
+    shape = f"a tensor {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
     raise ConfigError(
         f"task={type(task).__name__}: labels() returned {shape}. It returns a scalar tensor, the "
         "number of labels that the mean loss divides by, or None. Type return mask.sum()."

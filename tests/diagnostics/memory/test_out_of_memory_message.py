@@ -94,12 +94,12 @@ def test_a_model_of_blocks_may_compute_them_twice(failing, main):
 
 
 def test_an_evaluation(failing):
-    done = failing("runner.modes.startup_checks.loss_of", "train.batch_size=1", "optimizer=sgd")
+    done = failing("runner.modes.startup.loss_of", "train.batch_size=1", "optimizer=sgd")
     assert done.stderr.startswith("error: Out of memory in the first evaluation on ")
     assert done.stderr.endswith("To need less, type precision=bf16-true.\n")
 
 
 def test_a_model_that_cannot_be_built(failing):
-    done = failing("runner.training.setup.build_model")
+    done = failing("runner.modes.execution.build_model")
     assert "Out of memory before the first step on " in done.stderr
     assert "precision=bf16-true init.low_memory=true, or optimizer=adamw8bit." in done.stderr

@@ -42,10 +42,10 @@ def overflowing(step, count, scale=8.0):
 
 def test_a_healthy_run_is_silent(messages, step, evaluation):
     guard = make_guard(messages)
-    guard.steps((step(1, 65536.0), step(2, 32768.0), step(3, 1.0)))
-    guard.evaluation(evaluation(3, stagnant=0.5))
-    guard.evaluation(evaluation(3, stagnant=None))
-    assert (messages, messages.saved, guard.should_stop, guard.weights_are_good) == (
+    guard.on_steps((step(1, 65536.0), step(2, 32768.0), step(3, 1.0)), None)
+    guard.on_evaluation(evaluation(3, stagnant=0.5), None)
+    guard.on_evaluation(evaluation(3, stagnant=None), None)
+    assert (messages, messages.saved, bool(guard.stop_reason), guard.weights_are_good) == (
         [],
         [],
         False,
@@ -56,10 +56,10 @@ def test_a_healthy_run_is_silent(messages, step, evaluation):
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_stops(messages, step, loss):
     guard = make_guard(messages, "32-true")
-    guard.steps((step(1), step(2, loss=loss), step(3, loss=math.nan)))
-    assert (guard.should_stop, guard.weights_are_good, messages) == (True, False, [])
+    guard.on_steps((step(1), step(2, loss=loss), step(3, loss=math.nan)), None)
+    assert (bool(guard.stop_reason), guard.weights_are_good, messages) == (True, False, [])
     assert messages.saved == [(2, f"the loss is {loss} at step 2")]
-    assert guard.message == (
+    assert guard.stop_reason == (
         f"guard.non_finite: the loss is {loss} at step 2.\n"
         "Try optimizer.lr=0.01 or train.clip_norm=1.0; "
         "guard.non_finite=warn continues regardless.\n"
@@ -69,63 +69,67 @@ def test_a_loss_that_is_not_finite_stops(messages, step, loss):
 
 def test_gradients_that_are_not_finite_stop_a_step_before_the_loss_does(messages, step):
     guard = make_guard(messages, "bf16-mixed")
-    guard.steps((step(1), step(2, grad_norm=math.nan), step(3, loss=math.nan)))
-    assert "the gradient norm is nan at step 2 (loss 0.5)" in guard.message
-    assert "precision=32-true or optimizer.lr=0.01" in guard.message
+    guard.on_steps((step(1), step(2, grad_norm=math.nan), step(3, loss=math.nan)), None)
+    assert "the gradient norm is nan at step 2 (loss 0.5)" in guard.stop_reason
+    assert "precision=32-true or optimizer.lr=0.01" in guard.stop_reason
 
 
 def test_a_warning_comes_once_and_the_run_continues(messages, step):
     guard = make_guard(messages, non_finite="warn")
-    guard.steps((step(1, 8.0), step(2, 8.0, loss=math.nan)))
-    guard.steps((step(3, 8.0, loss=math.nan),))
+    guard.on_steps((step(1, 8.0), step(2, 8.0, loss=math.nan)), None)
+    guard.on_steps((step(3, 8.0, loss=math.nan),), None)
     (message,) = messages
     assert message.startswith("warning: the loss is nan at step 2.\nTry precision=bf16-mixed or ")
     assert "precision.keep_fp32=[<module>]" in message
-    assert not guard.should_stop
+    assert not guard.stop_reason
     assert len(messages.saved) == 1
 
 
 def test_an_ignored_finding_is_neither_reported_nor_saved(messages, step):
     guard = make_guard(messages, non_finite="ignore", overflow="ignore", scale_floor="ignore")
-    guard.steps((step(1, loss=math.nan), *overflowing(step, 40, 2.0**-9)))
-    assert (messages, messages.saved, guard.should_stop) == ([], [], False)
+    guard.on_steps((step(1, loss=math.nan), *overflowing(step, 40, 2.0**-9)), None)
+    assert (messages, messages.saved, bool(guard.stop_reason)) == ([], [], False)
 
 
 def test_an_overflow_is_no_finding(messages, step):
     """Dynamic scaling overflows by design; the step is skipped."""
     guard = make_guard(messages)
-    guard.steps(overflowing(step, 29))
-    guard.steps((step(30, 8.0), *overflowing(step, 29)))
-    assert (messages, guard.should_stop) == ([], False)
+    guard.on_steps(overflowing(step, 29), None)
+    guard.on_steps((step(30, 8.0), *overflowing(step, 29)), None)
+    assert (messages, bool(guard.stop_reason)) == ([], False)
 
 
 def test_overflows_in_a_row_stop_across_blocks_with_good_weights(messages, step):
     guard = make_guard(messages, overflow_steps=3)
     for record in overflowing(step, 3):
-        assert not guard.should_stop
-        guard.steps((record,))
-    assert (guard.should_stop, guard.weights_are_good) == (True, True)
+        assert not guard.stop_reason
+        guard.on_steps((record,), None)
+    assert (bool(guard.stop_reason), guard.weights_are_good) == (True, True)
     assert "guard.overflow: 3 steps in a row overflowed, up to step 3 (loss scale 8)" in (
-        guard.message
+        guard.stop_reason
     )
-    assert "Try precision=bf16-mixed or precision.keep_fp32=[<module>]" in guard.message
+    assert "Try precision=bf16-mixed or precision.keep_fp32=[<module>]" in guard.stop_reason
 
 
 def test_a_fixed_scale_is_the_first_thing_to_try(messages, step):
     guard = make_guard(messages, overflow_steps=2)
     guard.spec = replace(guard.spec, precision={"loss_scale": {"fixed": 65536.0}})
-    guard.steps(overflowing(step, 2))
-    assert "Try precision.loss_scale.fixed=null or precision=bf16-mixed" in guard.message
+    guard.on_steps(overflowing(step, 2), None)
+    assert "Try precision.loss_scale.fixed=null or precision=bf16-mixed" in guard.stop_reason
 
 
 @pytest.mark.parametrize(("action", "stops"), [("warn", False), ("stop", True)])
 def test_a_collapsed_scale(messages, step, action, stops):
     guard = make_guard(messages, scale_floor=action)
-    guard.steps((step(1, 1.0), step(2, 0.5), step(3, 0.25)))
-    message = guard.message if stops else messages[0]
+    guard.on_steps((step(1, 1.0), step(2, 0.5), step(3, 0.25)), None)
+    message = guard.stop_reason if stops else messages[0]
     assert "the loss scale fell to 0.5 at step 2" in message
     assert "precision.keep_fp32=[<module>]" in message
-    assert (guard.should_stop, len(messages), len(messages.saved)) == (stops, int(not stops), 1)
+    assert (bool(guard.stop_reason), len(messages), len(messages.saved)) == (
+        stops,
+        int(not stops),
+        1,
+    )
 
 
 def losses(step, values):
@@ -134,7 +138,7 @@ def losses(step, values):
 
 def test_a_spike_is_reported_against_the_running_median(messages, step):
     guard = make_guard(messages, "32-true")
-    guard.steps(losses(step, [1.0] * MIN_SPIKE_STEPS + [12.0]))
+    guard.on_steps(losses(step, [1.0] * MIN_SPIKE_STEPS + [12.0]), None)
     (message,) = messages
     assert (
         f"the loss leapt to 12 at step {MIN_SPIKE_STEPS + 1}, 12 times its running median"
@@ -154,27 +158,27 @@ def test_a_spike_is_reported_against_the_running_median(messages, step):
     ],
 )
 def test_a_loss_that_is_usual_early_or_without_scale_is_no_spike(messages, step, values):
-    make_guard(messages).steps(losses(step, values))
+    make_guard(messages).on_steps(losses(step, values), None)
     assert messages == []
 
 
 def test_a_spike_can_stop_and_its_factor_be_chosen(messages, step):
     guard = make_guard(messages, "32-true", spike="stop", spike_factor=3.0)
-    guard.steps(losses(step, [1.0] * MIN_SPIKE_STEPS + [4.0]))
-    assert (guard.should_stop, guard.weights_are_good) == (True, False)
-    assert guard.message.startswith("guard.spike: the loss leapt to 4")
+    guard.on_steps(losses(step, [1.0] * MIN_SPIKE_STEPS + [4.0]), None)
+    assert (bool(guard.stop_reason), guard.weights_are_good) == (True, False)
+    assert guard.stop_reason.startswith("guard.spike: the loss leapt to 4")
 
 
 def test_nothing_is_advised_that_is_set_or_unknown(messages, step):
     guard = make_guard(messages, "32-true", {"muon": {"lr": 0.1}}, TrainSpec(clip_norm=1.0))
-    guard.steps((step(1, loss=math.nan),))
-    assert "Try a smaller learning rate; guard." in guard.message
+    guard.on_steps((step(1, loss=math.nan),), None)
+    assert "Try a smaller learning rate; guard." in guard.stop_reason
 
 
 def test_updates_that_are_rounded_away(messages, evaluation):
     guard = make_guard(messages)
-    guard.evaluation(evaluation(10, stagnant=0.75))
-    guard.evaluation(evaluation(20, stagnant=0.9))
+    guard.on_evaluation(evaluation(10, stagnant=0.75), None)
+    guard.on_evaluation(evaluation(20, stagnant=0.9), None)
     (message,) = messages
     assert message.startswith("warning: 75% of the parameter elements with a gradient did not move")
     assert "precision=16-mixed" in message

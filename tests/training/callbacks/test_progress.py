@@ -17,9 +17,9 @@ def printed(step, evaluation):
     def print_run(terminal):
         out = console(terminal)
         observer = progress(out, 3, "16-mixed keep_fp32=[head]")
-        observer.steps((step(1, 8.0), step(2, 4.0, skipped=1)))
-        observer.evaluation(evaluation(2, loss=1.25, accuracy=0.5))
-        observer.steps((step(3, 4.0, skipped=1),))
+        observer.on_steps((step(1, 8.0), step(2, 4.0, skipped=1)), None)
+        observer.on_evaluation(evaluation(2, loss=1.25, accuracy=0.5), None)
+        observer.on_steps((step(3, 4.0, skipped=1),), None)
         observer.close()
         return out.file.getvalue()
 

@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from runner.checkpoint import checkpoint_file, locate
+from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.modes.training_callbacks import TrainingCallbacks
-from runner.training.callbacks.callback import Callback
+from runner.training.callbacks.checkpointing import Checkpointing
 from runner.training.callbacks.early_stopping import EarlyStopping
+from runner.training.callbacks.guard import Guard
+from runner.training.callbacks.metric_logger import MetricLogger
+from runner.training.callbacks.profiler import Profiler
+from runner.training.callbacks.progress import NotebookProgress, ProgressBar, ProgressLines
 from runner.training.callbacks.summary import RunSummary
+from runner.training.callbacks.user_callbacks import UserCallbacks
 from runner.training.records import EvalRecord, StepRecord, record_from_state, record_to_state
 
 RUN = (
@@ -20,6 +26,20 @@ OVERFLOWS = (
     *("precision=16-mixed", "precision.loss_scale.init_scale=1e8"),
     *("guard.overflow=warn", "guard.overflow_steps=3"),
 )
+KEYS = {
+    RunSummary: "summary",
+    MetricLogger: "metric_logger",
+    Guard: "guard",
+    EarlyStopping: "early_stopping",
+    Checkpointing: "checkpointing",
+    ProgressBar: "progress",
+    ProgressLines: "progress",
+    NotebookProgress: "progress",
+    Profiler: "profiler",
+    NumericsCallback: "numerics",
+    UserCallbacks: "own_callbacks",
+}
+"""By each class of callbacks, the key of its state in the checkpoints that users have."""
 RECORD = StepRecord(7, 1, 1, 0.5, 0.1, 2.0, 3.0, 8, 1024.0, 0.0, 2)
 
 
@@ -84,28 +104,26 @@ def test_a_checkpoint_without_the_state_of_a_callback_of_every_run_is_refused(
     assert "init.weights" in done.stderr
 
 
-def kinds(kind):
-    for sub in kind.__subclasses__():
-        yield sub
-        yield from kinds(sub)
-
-
 def test_the_keys_of_the_callbacks_are_those_of_the_checkpoints_that_users_have():
     """A key that changes loses the state of a resumed run."""
-    runners = [k for k in kinds(Callback) if k.__module__.startswith("runner.")]
-    assert {k.key for k in runners} == {
-        "summary",
-        "metric_logger",
-        "guard",
-        "early_stopping",
-        "checkpointing",
-        "progress",
-        "profiler",
-        "numerics",
-        "stream",
-        "own_callbacks",
-    }
-    assert {k.key for k in runners if k.is_in_every_run} == {"summary", "metric_logger", "guard"}
+    assert {kind: kind.key for kind in KEYS} == KEYS
+    in_every_run = {kind.key for kind in KEYS if kind.is_in_every_run}
+    assert in_every_run == {"summary", "metric_logger", "guard"}
+
+
+def test_every_callback_of_a_run_is_listed(main, restored, interrupted):
+    """Those of a run that asks for all of them."""
+    folder, _ = interrupted("train.early_stop=9")
+    typed = (
+        "callbacks.mine._target_=process_callbacks.Stop",
+        "callbacks.mine.at=99",
+        "checkpoint.every_steps=2",
+        "debug.profile=2",
+        "numerics.every=2",
+    )
+    done = main(f"checkpoint.resume={folder}", "train.max_steps=14", *typed)
+    assert done.rc == 0, done.stderr
+    assert set(restored) == set(KEYS.values())
 
 
 def test_a_stored_record_has_names_and_no_gauges():
@@ -127,8 +145,8 @@ def test_a_stored_record_of_other_fields_is_refused(change, word):
 
 def test_the_summary_restores_its_own_state():
     first, second = RunSummary("val/accuracy", "max"), RunSummary("val/accuracy", "max")
-    first.steps((RECORD._replace(step=1), RECORD))
-    first.evaluation(EvalRecord(7, 1, 1, {"val/accuracy": 0.5}, 0.25))
+    first.on_steps((RECORD._replace(step=1), RECORD), None)
+    first.on_evaluation(EvalRecord(7, 1, 1, {"val/accuracy": 0.5}, 0.25), None)
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
     assert second.result_values() == first.result_values()

@@ -48,8 +48,8 @@ def recorder(notebook):
 
 
 def test_every_step_at_its_own_number_and_time(notebook, recorder, step):
-    recorder.steps((step(1, loss=3.0), step(2, loss=2.0, lr=0.05, grad_norm=9.0)))
-    recorder.steps((step(3, loss=1.0),))
+    recorder.on_steps((step(1, loss=3.0), step(2, loss=2.0, lr=0.05, grad_norm=9.0)), None)
+    recorder.on_steps((step(3, loss=1.0),), None)
     assert notebook.of("train/loss") == [(1, 3.0), (2, 2.0), (3, 1.0)]
     assert notebook.of("train/lr")[1] == (2, 0.05)
     assert notebook.of("train/grad_norm")[1] == (2, 9.0)
@@ -58,13 +58,13 @@ def test_every_step_at_its_own_number_and_time(notebook, recorder, step):
 
 
 def test_a_precision_without_a_loss_scale_logs_none(notebook, recorder, step):
-    recorder.steps((step(1), step(2)))
+    recorder.on_steps((step(1), step(2)), None)
     recorder.close()
     assert not [p for p in notebook.points if p[0].startswith("loss_scale/")]
 
 
 def test_the_scale_of_every_step(notebook, recorder, step):
-    recorder.steps((step(1, 8.0, overflow=1.0, skipped=1), step(2, 4.0, skipped=1)))
+    recorder.on_steps((step(1, 8.0, overflow=1.0, skipped=1), step(2, 4.0, skipped=1)), None)
     assert notebook.of("loss_scale/value") == [(1, 8.0), (2, 4.0)]
     assert notebook.of("loss_scale/overflow") == [(1, 1.0), (2, 0.0)]
     assert notebook.of("loss_scale/skipped_steps") == [(1, 1), (2, 1)]
@@ -75,8 +75,8 @@ def test_changes_show_each_dip_by_the_value_before_and_after(notebook, recorder,
     rise at once, with no slope between far points."""
     scales = [8.0, 8.0, 8.0, 4.0, 8.0, 8.0, 16.0, 16.0]
     records = [step(i, scale) for i, scale in enumerate(scales, 1)]
-    recorder.steps(tuple(records[:4]))  # the dip is at the border of two blocks
-    recorder.steps(tuple(records[4:]))
+    recorder.on_steps(tuple(records[:4]), None)  # the dip is at the border of two blocks
+    recorder.on_steps(tuple(records[4:]), None)
     recorder.close()
     assert notebook.of("loss_scale/changes") == [
         (1, 8.0),
@@ -95,7 +95,7 @@ def test_changes_show_each_dip_by_the_value_before_and_after(notebook, recorder,
 
 
 def test_a_constant_scale_is_two_points(notebook, recorder, step):
-    recorder.steps(tuple(step(i, 8.0) for i in range(1, 50)))
+    recorder.on_steps(tuple(step(i, 8.0) for i in range(1, 50)), None)
     recorder.close()
     assert notebook.of("loss_scale/changes") == [(1, 8.0), (49, 8.0)]
 
@@ -106,7 +106,7 @@ def test_a_run_of_no_steps_closes(notebook, recorder):
 
 
 def test_rates_are_of_a_block(notebook, recorder, step):
-    recorder.steps((step(1, step_ms=10.0, examples=8), step(2, step_ms=30.0, examples=4)))
+    recorder.on_steps((step(1, step_ms=10.0, examples=8), step(2, step_ms=30.0, examples=4)), None)
     assert notebook.of("perf/step_ms") == [(2, 20.0)]
     assert notebook.of("perf/examples_per_second") == [(2, 12 / 0.040)]
     ((at, peak),) = notebook.of("memory/peak_mib")
@@ -115,21 +115,21 @@ def test_rates_are_of_a_block(notebook, recorder, step):
 
 
 def test_the_optimizers_memory_is_logged_once(notebook, recorder, step):
-    recorder.steps((step(1), step(2)))
-    recorder.steps((step(3),))
+    recorder.on_steps((step(1), step(2)), None)
+    recorder.on_steps((step(3),), None)
     assert notebook.of("memory/optimizer_mib") == [(2, 2.0)]
 
 
 def test_the_optimizers_memory_waits_for_a_step_that_is_applied(notebook, recorder, step):
-    recorder.steps((step(1, 8.0, overflow=1.0), step(2, 4.0, overflow=1.0)))
+    recorder.on_steps((step(1, 8.0, overflow=1.0), step(2, 4.0, overflow=1.0)), None)
     assert notebook.of("memory/optimizer_mib") == []
-    recorder.steps((step(3, 2.0),))
+    recorder.on_steps((step(3, 2.0),), None)
     assert notebook.of("memory/optimizer_mib") == [(3, 2.0)]
 
 
 def test_an_evaluation(notebook, recorder, evaluation):
-    dispatch([recorder], evaluation(5, loss=0.5, accuracy=0.9))
-    dispatch([recorder], evaluation(9, stagnant=0.25, loss=math.inf))
+    dispatch([recorder], evaluation(5, loss=0.5, accuracy=0.9), None)
+    dispatch([recorder], evaluation(9, stagnant=0.25, loss=math.inf), None)
     assert notebook.of("val/loss") == [(5, 0.5), (9, math.inf)]
     assert notebook.of("val/accuracy") == [(5, 0.9)]
     assert notebook.of("guard/stagnant_share") == [(9, 0.25)]

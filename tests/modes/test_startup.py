@@ -7,7 +7,7 @@ import torch
 
 from runner.config.schema import GuardSpec
 from runner.data.loader import Loader, LoaderOptions
-from runner.modes.startup_checks import check_data
+from runner.modes.startup import check_data
 from runner.training.tasks.classification import Classification
 
 ROWS = [(torch.zeros(2), 0)] * 4

@@ -8,7 +8,8 @@ import pytest
 import torch
 from nets_that_pass_by import Casts, Leaves
 
-from runner.modes.trial_forward import (
+from runner.config.schema import RunSpec
+from runner.modes.execution import (
     BYPASSED_REASON,
     CODES_REASON,
     NOT_RUN_REASON,
@@ -17,6 +18,8 @@ from runner.modes.trial_forward import (
 )
 from runner.precision import registry
 from runner.training.model import BuiltModel
+from runner.training.setup import TrainingSetup
+from runner.training.tasks.regression import Regression
 
 CPU = torch.device("cpu")
 PACKED = ("bnb-nf4", "bnb-int8")
@@ -226,7 +229,8 @@ def built(precision, model):
         return BuiltModel(*precision.convert(model(), CPU), 0)
 
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
-    return build_proven_model(make, precision, CPU, 0, lambda: x)
+    setup = TrainingSetup(RunSpec(), precision, Regression(), CPU)
+    return build_proven_model(setup, lambda *_: make(), lambda: x)
 
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "transformer-engine"])

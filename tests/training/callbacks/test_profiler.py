@@ -18,13 +18,13 @@ def work():
 def test_the_first_steps_are_profiled(tmp_path, step, work):
     observer = Profiler(tmp_path, last_step=3, write_file=call)
     work()
-    observer.steps((step(1), step(2)))
+    observer.on_steps((step(1), step(2)), None)
     assert list(tmp_path.iterdir()) == []
-    observer.steps((step(3),))
+    observer.on_steps((step(3),), None)
     assert "aten::mm" in (tmp_path / "profile.txt").read_text()
     assert json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
     (tmp_path / "profile.txt").unlink()
-    observer.steps((step(4),))
+    observer.on_steps((step(4),), None)
     observer.close()
     assert not (tmp_path / "profile.txt").exists()
 

@@ -8,8 +8,8 @@ from runner.training.callbacks.early_stopping import EarlyStopping
 def stopping_evaluation(values, direction, patience, evaluation):
     observer = EarlyStopping("val/loss", direction, patience)
     for number, value in enumerate(values, 1):
-        observer.evaluation(evaluation(number, loss=value))
-        if observer.should_stop:
+        observer.on_evaluation(evaluation(number, loss=value), None)
+        if observer.stop_reason:
             return number
     return None
 

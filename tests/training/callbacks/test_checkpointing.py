@@ -15,17 +15,17 @@ def test_a_block_that_ends_on_the_interval_is_saved(step, every, ends, saves):
     made = []
     observer = Checkpointing(made.append, every, lambda _: False)
     for end in ends:
-        observer.steps((step(end),))
+        observer.on_steps((step(end),), None)
     assert made == [False] * saves
 
 
 def test_a_checkpoint_comes_after_the_evaluation_of_its_step(step):
     made = []
     observer = Checkpointing(made.append, 2, lambda number: number == 4)
-    observer.steps((step(2),))
-    observer.steps((step(4),))
+    observer.on_steps((step(2),), None)
+    observer.on_steps((step(4),), None)
     assert made == [False]
-    observer.evaluation(evaluation(4, 0.5))
+    observer.on_evaluation(evaluation(4, 0.5), None)
     assert made == [False, False]
 
 
@@ -46,7 +46,7 @@ def test_the_best_value_survives_an_interruption(direction, best):
         if watcher is second:
             second.load_state_dict(first.state_dict())
         before = len(made)
-        watcher.evaluation(record)
+        watcher.on_evaluation(record, None)
         saved += [record.step] * (len(made) - before)
     assert saved == best
     assert all(made)

@@ -1,0 +1,299 @@
+"""Build what a run computes with: its model, proven by a trial forward, and its training state.
+
+Training, evaluation, mode=diff, mode=explain and mode=replay build both here, in one order: a
+replay that assembled them otherwise than training would not be bit-exact. The trial forward proves
+a conversion before it is announced and before anything trains.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.modes.context import RunContext
+from runner.precision.contract import ConversionReport
+from runner.precision.conversion_proof import (
+    ForwardWatch,
+    adapted_layers,
+    converted_layers,
+    holds_matrix,
+)
+from runner.training.initial_weights import read_initial_weights
+from runner.training.model import BuiltModel, build_model, restore_precision_state
+from runner.training.model_call import call_model
+from runner.training.setup import TrainingSetup, build_state
+from runner.training.sharded_model import ModelBuilder, build_sharded_model
+from runner.training.state import TrainState
+from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.files import write_json
+from runner.utils.reproducibility import saved_forward_state, seed_all
+
+# Why a converted layer counts as not converted; the texts are in conversion.json.
+BYPASSED_REASON = "the model reads its weight and passes its forward by"
+CODES_REASON = "the model reads its weight itself, which packed would hold codes"
+NOT_RUN_REASON = "converted, but not proven: it did not run in the first batch"
+# Why it counts after all.
+RAN_IN_TRAINING_REASON = "ran in the first step, not in the evaluation before it"
+
+
+def build_execution(
+    setup: TrainingSetup,
+    make: ModelBuilder,
+    inputs: Callable[[], Any],
+    total_steps: int | None = None,
+) -> tuple[BuiltModel, TrainState]:
+    """Build the model and the state of an execution.
+
+    Training and evaluation report the model before they build its state, with the same two calls.
+
+    Args:
+        setup: the parts that exist before the model does.
+        make: see build_proven_model.
+        inputs: see build_proven_model.
+        total_steps: see build_state.
+
+    Raises:
+        ConfigError: as build_proven_model and build_state.
+    """
+    built = build_proven_model(setup, make, inputs)
+    with setup.precision.session(built.model, setup.device):
+        return built, build_state(setup, built.model, total_steps)
+
+
+def starting_model(setup: TrainingSetup, resumed: LoadedCheckpoint | None = None) -> ModelBuilder:
+    """Return the function that builds the model that training starts from.
+
+    Args:
+        setup: its spec's model, adapter and init sections are read.
+        resumed: a checkpoint whose weights, packing and adapter are restored exactly as they were;
+            None starts from init.weights, or from seeded weights.
+
+    Raises:
+        ConfigError: init.weights names no checkpoint.
+    """
+    # The model may be built twice, see build_proven_model; the checkpoint is read once, here.
+    start = resumed or read_initial_weights(setup.spec)
+    exact = resumed is not None
+    return partial(build_model, setup.spec, setup.precision, start=start, restore_exactly=exact)
+
+
+class TrialResult(NamedTuple):
+    """The layers that a trial forward proves or disproves.
+
+    Attributes:
+        layers_run: names of the converted layers that ran.
+        bypass_reasons: reasons why others count as not converted, by name.
+        forward_completed: whether the forward returned without an error.
+        matrix_layers: names of the converted layers that hold a matrix.
+    """
+
+    layers_run: set[str]
+    bypass_reasons: dict[str, str]
+    forward_completed: bool
+    matrix_layers: list[str]
+
+
+def build_proven_model(
+    setup: TrainingSetup,
+    make: ModelBuilder,
+    inputs: Callable[[], Any],
+    saved: LoadedCheckpoint | None = None,
+) -> BuiltModel:
+    """Build a model, sharded where the strategy shards, whose conversion one forward proves.
+
+    Layers that the model bypasses stay unconverted and get no adapter. For that the model is built
+    a second time.
+
+    Args:
+        setup: its precision converts the model, and its `bypassed` names the layers that stay
+            unconverted; the processes of its strategy agree on the result.
+        make: builds the model from a freshly seeded generator.
+        inputs: loads the model inputs of the first batch.
+        saved: a checkpoint whose precision state the model has in the forward; None for none.
+
+    Raises:
+        ConfigError: no converted layer runs, or other layers are bypassed in the second build.
+    """
+    precision = setup.precision
+    built = _build(setup, make, saved)
+    converts = any(row.done for row in built.report.modules)
+    if not converts and not adapted_layers(built.model):
+        return built
+    trial = _trial(setup, built, inputs)
+    if trial.bypass_reasons:
+        precision.leave_unconverted(trial.bypass_reasons)
+        del built  # else both models would be in memory
+        seed_all(setup.spec.seed)
+        built = _build(setup, make, saved)
+        trial = _trial(setup, built, inputs)
+    if trial.bypass_reasons:
+        reasons = _reasons_text(trial.bypass_reasons)
+        ignored = sorted({*precision.bypassed, *trial.bypass_reasons})
+        raise ConfigError(
+            f"precision={precision.name}: {reasons}. That shows only where "
+            f"{_names_text(precision.bypassed)} are left as they were. Type "
+            f"precision.ignore_modules=[{','.join(ignored)}]."
+        )
+    if not trial.forward_completed:
+        return built  # try_batch, which comes next, says why
+    if converts and not trial.layers_run & {*trial.matrix_layers}:
+        raise ConfigError(
+            f"precision={precision.name}: none of the layers that it converts runs in the model's "
+            f"forward on the first batch: {_names_text(trial.matrix_layers)}. Have the forward "
+            "call them. Type a precision without conversion, for example precision=bf16-mixed."
+        )
+    rows = []
+    for row in built.report.modules:
+        if row.done and row.module not in trial.layers_run:
+            row = replace(row, done=False, why=NOT_RUN_REASON)
+        rows.append(row)
+    return built._replace(report=replace(built.report, modules=tuple(rows)))
+
+
+def _build(setup: TrainingSetup, make: ModelBuilder, saved: LoadedCheckpoint | None) -> BuiltModel:
+    if setup.strategy.shards:
+        built = build_sharded_model(make, setup.precision, setup.strategy, setup.device)
+    else:
+        built = make(setup.device, None)
+    # Once shards have their values: on the meta device nothing could be restored.
+    if saved is not None:
+        restore_precision_state(built.model, setup.precision, saved)
+    return built
+
+
+def _names_text(names: Iterable[str], most: int = 6) -> str:
+    """Return names in alphabetical order, with a count of those above `most`."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + more
+
+
+def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
+    """Return why layers count as not converted, by name."""
+    return {
+        name: CODES_REASON if name in watch.executed else BYPASSED_REASON
+        for name in sorted(watch.bypassed)
+    }
+
+
+def _reasons_text(bypassed: Mapping[str, str], most: int = 4) -> str:
+    reasons = [f"{name}: {why}" for name, why in list(bypassed.items())[:most]]
+    more = f"; and {len(bypassed) - most} more" if len(bypassed) > most else ""
+    return "; ".join(reasons) + more
+
+
+def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -> TrialResult:
+    """Return the result of a trial forward of all processes together.
+
+    All processes must call it. They see different samples, so a layer that runs in one of them
+    has run, and one that is bypassed in one of them is bypassed.
+    """
+    own = _process_trial(setup, built, inputs, strict=False)
+    every = setup.strategy.gather_object(own)
+    together = own._replace(
+        layers_run={name for one in every for name in one.layers_run},
+        bypass_reasons=dict(sorted(pair for one in every for pair in one.bypass_reasons.items())),
+        forward_completed=all(one.forward_completed for one in every),
+    )
+    return setup.strategy.broadcast_object(together)
+
+
+def _process_trial(
+    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any], strict: bool
+) -> TrialResult:
+    """Return the result of this process's trial forward; `strict` is passed on to ForwardWatch."""
+    precision = setup.precision
+    model = built.model
+    converted = converted_layers(model, built.report)
+    watch = ForwardWatch(model, adapted_layers(model) | converted, strict)
+    # Batch norm and FP8 layers change buffers in a forward, and dropout draws random numbers.
+    restore = saved_forward_state(model, setup.device)
+    completed = False
+    try:
+        first = precision.cast(inputs())
+        # In evaluation mode, so that no statistics of the first batch get into the model.
+        model.eval()
+        with (
+            torch.no_grad(),
+            precision.session(model, setup.device),
+            precision.eval_context(model),
+            torch.compiler.set_stance("force_eager"),  # compiled code runs past the watch
+            precision.forward(setup.device),
+            watch,
+        ):
+            call_model(model, first)
+        completed = True
+    except RunnerError:
+        raise
+    except Exception:  # try_batch reports it, where the packing is not the cause
+        pass
+    finally:
+        restore()
+    # What the optimizer is built on, and what is counted, are the shards.
+    setup.strategy.drop_gathered_weights()
+    if not completed and watch.queried_dtypes and not strict:
+        # What the model asked of a packed weight may be why the forward failed.
+        return _process_trial(setup, built, inputs, strict=True)
+    matrices = [name for name, layer in converted.items() if holds_matrix(layer)]
+    return TrialResult(watch.executed, _bypass_reasons(watch), completed, matrices)
+
+
+class FirstStepProof:
+    """Watches the first training step; converted layers that run only there count from then on.
+
+    Attributes:
+        report: the conversion as proven so far.
+        probe: takes the dtypes of the first step.
+    """
+
+    def __init__(self, run: RunContext, state: TrainState, report: ConversionReport) -> None:
+        self.report = report
+        self.probe = DtypeProbe(state.model)
+        self._run = run
+        self._state = state
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Return the context around the first step.
+
+        Raises:
+            ConfigError: the model reads a packed weight in training, though not in evaluation.
+        """
+        model = self._state.plain_model
+        # Layers that did not run in the trial are converted all the same, and may run now.
+        idle = [row for row in self.report.modules if row.why == NOT_RUN_REASON]
+        may_run = (replace(row, done=row.done or row in idle) for row in self.report.modules)
+        watched = converted_layers(model, replace(self.report, modules=tuple(may_run)))
+        # A compiled model runs past the watch.
+        if self._run.spec.train.compile or not watched:
+            yield
+            return
+        with ForwardWatch(model, watched) as watch:
+            yield
+        bypassed = _bypass_reasons(watch)
+        if bypassed:
+            raise ConfigError(
+                f"precision={self._run.precision.name}: in the first step, and not in the "
+                f"evaluation before it: {_reasons_text(bypassed)}. Type "
+                f"precision.ignore_modules=[{','.join(bypassed)}]."
+            )
+        proven = {row.module for row in idle} & watch.executed
+        if not proven:
+            return
+        rows = []
+        for row in self.report.modules:
+            if row.module in proven:
+                row = replace(row, done=True, why=RAN_IN_TRAINING_REASON)
+            rows.append(row)
+        self.report = replace(self.report, modules=tuple(rows))
+        run = self._run
+        done, layers = self.report.layer_counts
+        run.say(f"converted {done} of {layers} layers: {_names_text(proven)} ran in the first step")
+        run.tracker.tags(self.report.tags())
+        listed = self.report.to_list()
+        run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, listed))

@@ -1,0 +1,487 @@
+"""Build the data of a run, check it, the strategy and the first batch, and report what starts.
+
+The checks stop a run before anything trains or is evaluated. Errors that the training loop raises
+later are explained by training_errors.py.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from runner.config.schema import TrainSpec
+from runner.data import fingerprint
+from runner.data.build import RunLoaders, build_data, build_run_loaders
+from runner.data.splits import RunData
+from runner.data.stream_loader import BatchLoader, StreamLoader, is_stream
+from runner.diagnostics.data_checks import data_problems
+from runner.diagnostics.memory.out_of_memory import is_out_of_memory
+from runner.modes import batch_rules
+from runner.modes.context import RunContext, prepare_process
+from runner.modes.error_rules import Failure
+from runner.modes.training_errors import explain_dead_workers
+from runner.training.compile import fused_rounding
+from runner.training.evaluation import evaluate, evaluation_mode
+from runner.training.evaluation_hook import EvaluationHook
+from runner.training.initial_weights import InitialWeights
+from runner.training.model import BuiltModel, starts_random
+from runner.training.model_call import describe_call
+from runner.training.optimizers import describe_state_dtypes
+from runner.training.parameter_groups import describe_frozen, describe_groups
+from runner.training.schedules import describe_schedule
+from runner.training.state import TrainState
+from runner.training.step import loss_of
+from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError
+from runner.utils.files import write_json
+from runner.utils.formatting import format_percent, now_ms
+from runner.utils.reproducibility import host_rng_state, seed_all, set_host_rng_state
+from runner.utils.secrets import redact_values
+from runner.utils.tensors import MIB, count_elements, stored_bytes
+
+_ROUNDING_LINES = {
+    "eager": "compiled; rounding between fused operations: eager, after each one as uncompiled",
+    "fused": "compiled; rounding between fused operations: fused, left out where half precision is "
+    "fused; train.compile_rounding=eager rounds as the uncompiled model does",
+}
+"""What a run that compiles prints, by train.compile_rounding."""
+
+_MAX_BYPASSED_NAMES = 4
+"""Names of bypassed layers that a line shows before it says "and others"."""
+
+
+def prepare_loaders(run: RunContext) -> RunLoaders:
+    """Build, report and check the loaders of a run's data sets, those that its mode reads.
+
+    The generators are seeded before the data and again after it, so that the weights follow from
+    the seed, whatever numbers a data set draws.
+
+    Raises:
+        ConfigError: a data set does not fit the command.
+        DataError: a data set holds what it must not, see guard.data.
+    """
+    prepare_process(run)
+    data = build_data(run.spec)
+    place = run.strategy.place
+    loaders = build_run_loaders(run.spec, data, run.device, place, run.task)
+    labelled = loaders.labelled
+    trains = run.spec.mode == "train"
+    if not trains:
+        del labelled["train"]
+    # Of several processes the others would not know that a wait was interrupted.
+    if trains and place.world_size == 1:
+        for loader in labelled.values():
+            loader.wait_context = run.signals.interruptible
+    for line in _uses_of_sets(run, data):
+        run.say(line)
+    # The digest reads samples, so it is computed only for a tracker that stores it.
+    if run.tracker.takes_runs:
+        name = run.invocation.option_name("data", run.spec.data)
+        run.tracker.inputs(fingerprint.describe_data(name, redact_values(run.spec.data), data))
+    for label, loader in labelled.items():
+        check_stream(run, label, loader)
+    if trains:
+        _log_loading(run, loaders.train)
+    check_data(run, labelled)
+    seed_all(run.spec.seed)
+    return loaders
+
+
+def check_data(run: RunContext, loaders: Mapping[str, BatchLoader]) -> None:
+    """Check the data sets before anything is computed from them, and act as guard.data says.
+
+    Args:
+        run: the run.
+        loaders: of the data sets, by their labels in messages.
+
+    Raises:
+        DataError: with every problem.
+    """
+    action = run.spec.guard.data
+    if action == "ignore":
+        return
+    problems: list[str] = []
+    classes = (run.spec.data.get("meta") or {}).get("classes")
+    for label, loader in loaders.items():
+        with explain_dead_workers(run, label):
+            problems += data_problems(loader, label, run.task, classes)
+        if label.startswith("test"):
+            loader.close()  # it is read again after the last step: no process waits until then
+    if action == "stop" and problems:
+        raise DataError("\n".join([*problems, "To train on them all the same: guard.data=warn."]))
+    for problem in problems:
+        run.say(f"warning: {problem}")
+
+
+def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
+    """Check that a stream can obey the command, and is the same in all processes.
+
+    Args:
+        run: the run.
+        split: label of the data set in messages.
+        loader: of the data set; nothing is checked of a map-style one.
+
+    Raises:
+        ConfigError: it cannot be read twice, or the processes read different examples.
+    """
+    if not isinstance(loader, StreamLoader):
+        return
+    is_shuffled = split == "train" and run.spec.data.get("shuffle") is True
+    # true is the default, too, which a stream leaves aside: log_loading says so.
+    if is_shuffled and run.invocation.overrides_key("data.shuffle"):
+        raise ConfigError(
+            "data.shuffle=true: the train set is a stream, which is read in its own order. Leave "
+            "data.shuffle out, and shuffle in the stream (docs/own-code.md)."
+        )
+    if iter(loader.dataset) is iter(loader.dataset):
+        raise ConfigError(
+            f"data: the {split} set's stream, a {type(loader.dataset).__name__}, is the same "
+            "iterator each time, and can be read once only. Have its __iter__ return a new "
+            "iterator over all examples (docs/own-code.md)."
+        )
+    if run.strategy.place.world_size == 1:
+        return
+    digest = loader.first_digest()
+    largest = run.strategy.all_reduce_max(digest)
+    smallest = -run.strategy.all_reduce_max(-digest)
+    if largest != smallest:
+        raise ConfigError(
+            f"data: the processes read different examples from the {split} set's stream. Each must "
+            "read the whole stream, and the runner divides each batch: leave "
+            "split_dataset_by_node and the like out, and let random numbers follow from the seed "
+            "(docs/own-code.md)."
+        )
+
+
+def check_strategy(state: TrainState, train: TrainSpec) -> None:
+    """Check that the strategy can run the settings, the optimizer and the model.
+
+    Raises:
+        ConfigError: it takes one process, or the strategy cannot shard what the model holds.
+    """
+    has_processes = state.strategy.place.world_size > 1
+    if has_processes and train.max_seconds is not None:
+        # Each process has a clock of its own, and all must stop after the same step.
+        raise ConfigError(
+            f"train.max_seconds={train.max_seconds} ends a run of one process. Type "
+            "train.max_steps=<steps>, or leave torchrun and strategy= out."
+        )
+    if has_processes and state.takes_closure:
+        raise ConfigError(
+            "optimizer=lbfgs searches along a line by itself, in one process only. Type another "
+            "optimizer, or leave torchrun and strategy= out."
+        )
+    if not state.strategy.shards:
+        return
+    unsupported = ""
+    for scheduled in state.optimizers:
+        if hasattr(scheduled.optimizer, "wide_embeddings"):
+            unsupported = f"the low-bit state of {type(scheduled.optimizer).__name__}"
+    if not unsupported and state.complex_parameters:
+        unsupported = "complex weights"
+    if not unsupported and state.sparse_gradient_parameters:
+        unsupported = "sparse gradients"
+    if unsupported:
+        name = state.strategy.name
+        raise ConfigError(f"strategy={name} cannot shard {unsupported}. Type strategy=ddp.")
+
+
+def check_evaluation(
+    run: RunContext,
+    state: TrainState,
+    sets: Mapping[str, BatchLoader],
+    hook: EvaluationHook | None = None,
+) -> None:
+    """Check the metrics and the quality that the config adds to the task, on one batch.
+
+    Args:
+        run: the run.
+        state: its model is evaluated, which changes nothing.
+        sets: loaders of the validation sets by name.
+        hook: is tried in a folder that is deleted, where the quality may be one of its numbers.
+
+    Raises:
+        ConfigError: a metric fails or has a name that is taken, the hook fails, or the quality is
+            not recorded.
+    """
+    task = run.task
+    quality = task.additions.quality
+    if quality is None and task.added_metrics is None:
+        return
+    drawn = host_rng_state()
+    first = next(iter(sets.values()))
+    try:
+        metrics = evaluate(state, first, batches=1) or {}
+        names = [*metrics]
+        if quality is not None and quality not in _all_names(names, sets) and hook is not None:
+            with TemporaryDirectory() as folder:
+                tried = evaluate(state, first, batches=1, hook=hook.on_trial(Path(folder)))
+            names = [*(tried or {})]
+    except (ModelError, HookError) as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        set_host_rng_state(drawn)
+    recorded = _all_names(names, sets)
+    if quality is not None and quality not in recorded:
+        raise ConfigError(
+            f"task.quality={quality} is not recorded here. Type task.quality=<name>, one of: "
+            f"{', '.join(recorded)}."
+        )
+    if quality is not None:
+        better = "more" if task.direction == "max" else "less"
+        run.say(f"runs are compared by {quality}: {better} is better")
+
+
+def _all_names(names: Sequence[str], sets: Mapping[str, BatchLoader]) -> list[str]:
+    """Return the names under which the metrics of all validation sets are recorded."""
+    found = list(names)
+    for label in sets:
+        if label:
+            found += [name.replace("val/", f"val/{label}/", 1) for name in names]
+    return found
+
+
+def try_batch(
+    run: RunContext, state: TrainState, loader: BatchLoader, says_layout: bool = True
+) -> None:
+    """Compute one forward and loss in evaluation mode, which changes nothing.
+
+    So an error here means that model, data and task do not fit, not that the training failed.
+
+    Args:
+        run: the run.
+        state: its model is called.
+        loader: its first batch is taken.
+        says_layout: say how a batch that is more than a tensor reaches the model.
+
+    Raises:
+        ConfigError: they do not fit; the message says what to change.
+    """
+    inputs, target = next(loader.epoch(0))
+    names = {
+        key: run.invocation.option_name(key, getattr(run.spec, key))
+        for key in ("model", "data", "task")
+    }
+    names["precision"] = run.precision.name
+    layout = describe_call(state.plain_model, inputs)
+    if layout and says_layout:
+        run.say(layout)
+    model = state.plain_model
+    outputs: list[Any] = []
+    handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        with (
+            torch.no_grad(),
+            evaluation_mode(state.model, state.task, state.device),
+            run.precision.eval_context(model),
+        ):
+            loss = loss_of(state, inputs, target)
+    except RunnerError:
+        raise  # its message says already what to change
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise  # MemoryWatch explains it
+        failure = Failure(error, model, run.precision, run.task, names, inputs, target, outputs)
+        raise ConfigError(
+            f"{batch_rules.explain_batch_error(failure)} {run.save_traceback()}"
+        ) from error
+    finally:
+        handle.remove()
+    problem = batch_rules.loss_problem(loss, names["task"])
+    if problem:
+        raise ConfigError(problem)
+    taken = state.task.describe_output(outputs[-1]) if outputs else ""
+    if taken and says_layout:
+        run.say(taken)
+
+
+def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:
+    """Yield what named validation sets and test sets are used for."""
+    if len(data.validation) > 1 or "" not in data.validation:
+        sizes = ", ".join(f"{name} ({_count(found)})" for name, found in data.validation.items())
+        first = next(iter(data.validation))
+        quality = run.task.quality
+        chosen = f"{quality} of {first}, the first of them"
+        if any(quality.startswith(f"val/{name}/") for name in data.validation):
+            chosen = quality
+        yield f"validation sets: {sizes}; runs are compared by {chosen}"
+    if not data.test:
+        return
+    if run.spec.debug.overfit:
+        yield "test set: not evaluated with debug.overfit"
+        return
+    sizes = ", ".join(f"{name or 'test'} ({_count(found)})" for name, found in data.test.items())
+    if run.spec.mode == "evaluate":
+        yield f"test sets: {sizes}; their metrics are called test/..."
+        return
+    yield (
+        f"test sets: {sizes}; evaluated once, at the end, with the last weights and not the best "
+        "ones; their metrics are called test/..."
+    )
+
+
+def _count(dataset: Any) -> str:
+    """Return the number of examples of a data set, or that it is a stream."""
+    return "stream" if is_stream(dataset) else str(len(dataset))
+
+
+def _log_loading(run: RunContext, loader: BatchLoader) -> None:
+    """Say what data.sampler changes, and data.collate and train.num_workers for data in memory.
+
+    Of a stream, say how it is read.
+    """
+    if isinstance(loader, StreamLoader):
+        every = run.spec.train.eval_every
+        evaluated = f"every {every} steps" if every else "after the last step (train.eval_every)"
+        run.say(
+            f"data: the train set is a stream ({type(loader.dataset).__name__}), read in its own "
+            f"order, without data.shuffle, and begun anew where it ends before train.max_steps="
+            f"{run.spec.train.max_steps}; evaluated {evaluated}"
+        )
+        return
+    options = loader.options
+    if options.sampler:
+        run.say(
+            f"data.sampler={options.sampler.name}: an epoch has {loader.epoch_examples} examples, "
+            f"drawn from {loader.examples}"
+        )
+    if options.collator and type(loader.dataset) is TensorDataset:
+        name = run.invocation.option_name("data", run.spec.data)
+        run.say(
+            f"data.collate={options.collator.name} takes single examples: those of data={name} are "
+            "loaded one by one, in place of slices of its tensors."
+        )
+    if options.workers and not loader.uses_workers:
+        name = run.invocation.option_name("data", run.spec.data)
+        run.say(
+            f"train.num_workers={options.workers} starts no process: data={name} is in memory, and "
+            "its batches are slices of it."
+        )
+
+
+def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
+    """Report the built model on the console and in the store; return its fields of RunResult."""
+    params = list(built.model.parameters())
+    every = sum(map(count_elements, params))
+    trainable = sum(count_elements(p) for p in params if p.requires_grad)
+    weights_mib = stored_bytes(built.model) / MIB
+    plain_mib = built.plain_bytes / MIB
+    size = f"{weights_mib:.1f} MiB"
+    if weights_mib < plain_mib:
+        size += f" (in float32 {plain_mib:.1f})"
+    run.say(f"{run.label} on {run.device_name}: {every:,} parameters, {size}")
+    initial = built.initial
+    if initial is not None:
+        run.say(initial.describe())
+        weights = len(initial.loaded) + len(initial.fresh)
+        run.tracker.tags({"init_weights": f"{len(initial.loaded)}/{weights}"})
+        content = initial._asdict()
+        run.save_artifact(run.out / "init_weights.json", lambda path: write_json(path, content))
+        _warn_of_frozen_fresh(run, built.model, initial)
+    for line in built.report.lines():
+        run.say(line)
+    tags = built.report.tags()
+    kernels = run.precision.kernels()
+    if kernels:
+        tags["cpu_float16"] = kernels
+    if run.precision.emulated:
+        tags["emulated"] = "true"
+    rounding = fused_rounding(run.spec.train)
+    if rounding:
+        tags["fused_rounding"] = rounding
+        run.say(_ROUNDING_LINES[rounding])
+    trains = run.spec.mode == "train"
+    if trains and run.spec.train.freeze:
+        run.say(describe_frozen(built.model))
+    # Only a training says it: in an evaluation nothing trains anyway.
+    if trains and trainable < every:
+        tags["trainable"] = f"{trainable}/{every}"
+        print_trainable(run, trainable, every)
+    run.tracker.tags(tags)
+    modules = built.report.to_list()
+    run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, modules))
+    # Step 0: before anything trains.
+    run.tracker.log_metrics([(0, now_ms(), {"memory/weights_mib": weights_mib})])
+    return {
+        "weights_mib": weights_mib,
+        "plain_weights_mib": plain_mib,
+        "converted": tags.get("converted", ""),
+        "converted_weights": tags.get("converted_weights", ""),
+        "fused_rounding": rounding,
+        "trains": trainable / every if every and trains else None,
+    }
+
+
+def _warn_of_frozen_fresh(run: RunContext, model: nn.Module, initial: InitialWeights) -> None:
+    """Warn where an adapter freezes weights that init.skip left at random values."""
+    if run.spec.mode != "train" or not run.spec.adapter.get("_target_"):
+        return
+    fresh = set(initial.fresh)
+    frozen: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        # peft puts the layers that it adds to one level lower.
+        own_name = name.replace(".base_layer.", ".")
+        if own_name in fresh and not parameter.requires_grad:
+            frozen[own_name.rpartition(".")[0] or own_name] = None
+    if frozen:
+        modules = ",".join(frozen)
+        run.say(
+            f"warning: init.skip leaves {', '.join(frozen)} at random values, and the adapter "
+            f"freezes them. Type adapter.train=[{modules}] to train them in full."
+        )
+
+
+def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
+    """Print groups of parameters, schedules and dtypes of state and strategy that settings chose.
+
+    Args:
+        run: the run.
+        state: its optimizers are described.
+        steps: optimizer steps of the whole run.
+    """
+    task = run.task
+    # The schedules of several optimizers are of one kind.
+    schedule = state.optimizers[0].scheduler
+    lines = [
+        describe_groups(state.optimizers),
+        describe_schedule(schedule, steps, task.quality, task.direction),
+        state.average.describe() if state.average is not None else "",
+        *describe_state_dtypes(run.spec.optimizer, state.optimizers),
+        state.strategy.describe(),
+    ]
+    for line in lines:
+        if line:
+            run.say(line)
+
+
+def print_trainable(run: RunContext, trainable: int, every: int) -> None:
+    """Print how many parameters train, and warn of frozen weights that are probably a mistake.
+
+    Args:
+        run: the run.
+        trainable: elements of the parameters that train.
+        every: elements of all parameters.
+    """
+    run.say(f"{trainable:,} of {every:,} parameters train ({format_percent(trainable / every)})")
+    has_adapter = bool(run.spec.adapter.get("_target_"))
+    bypassed = run.precision.bypassed
+    if has_adapter and bypassed:
+        names = ", ".join([*bypassed][:_MAX_BYPASSED_NAMES])
+        more = " and others" if len(bypassed) > _MAX_BYPASSED_NAMES else ""
+        run.say(f"the adapter leaves {names}{more} out: {next(iter(bypassed.values()))}")
+    random = starts_random(run.spec.model) and run.spec.init.weights is None
+    start = " init.weights=<checkpoint>" if random else ""
+    if not has_adapter and run.precision.freezes:
+        run.say(
+            f"warning: precision={run.precision.name} freezes the weights that it quantises. "
+            f"Type adapter=lora{start} to tune a trained model, or "
+            "precision=bnb-int8-training to train them all."
+        )
+    elif has_adapter and random:
+        run.say(
+            "warning: the frozen weights are random ones, for the model loads none. "
+            "Type init.weights=<checkpoint> to tune a trained model."
+        )
