@@ -18,7 +18,7 @@ from runner.modes import notes, run_metadata
 from runner.modes.result import RunResult
 from runner.modes.result import Status as ResultStatus
 from runner.modes.training_outputs import DTYPES_FILE, draw_loss_scale, tables_tag
-from runner.precision.contract import ConversionReport
+from runner.precision.conversion import ConversionReport
 from runner.tracking import history
 from runner.tracking.journal import latest_journal
 from runner.tracking.mlflow import MlflowTracker

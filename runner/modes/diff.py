@@ -50,7 +50,8 @@ from runner.modes.diff_run import (
 )
 from runner.modes.rewind import states_before
 from runner.modes.trial_forward import build_proven_model
-from runner.precision.contract import ConversionReport, Precision
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import build_model, restore_model, restore_precision_state

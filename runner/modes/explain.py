@@ -16,8 +16,8 @@ from runner.modes.context import RunContext, prepare_process
 from runner.modes.result import RunResult
 from runner.modes.startup_checks import try_batch
 from runner.modes.trial_forward import build_proven_model
-from runner.precision.contract import ModuleConversion, Precision
-from runner.precision.conversion import ROOT_NAME
+from runner.precision.contract import Precision
+from runner.precision.conversion import ROOT_NAME, ModuleConversion
 from runner.precision.keep_fp32 import ISLAND_REASON, Float32Island
 from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model

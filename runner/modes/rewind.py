@@ -27,7 +27,8 @@ from runner.data.task_target import build_task
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.modes.trial_forward import build_proven_model
-from runner.precision.contract import ConversionReport, Precision
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport
 from runner.training import state_dict
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_validation

@@ -44,7 +44,7 @@ from runner.modes.training_outputs import (
     set_evaluation_hook,
 )
 from runner.modes.trial_forward import FirstStepProof, prove_conversion
-from runner.precision.contract import ConversionReport
+from runner.precision.conversion import ConversionReport
 from runner.training.callbacks.callback import dispatch
 from runner.training.callbacks.own_callback import RunCallback
 from runner.training.callbacks.summary import RunSummary

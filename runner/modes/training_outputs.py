@@ -22,7 +22,7 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.modes.tables import print_result
-from runner.precision.contract import ConversionReport
+from runner.precision.conversion import ConversionReport
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding
 from runner.training.evaluation_hook import EvaluationHook, HookOutput

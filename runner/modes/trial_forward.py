@@ -11,7 +11,8 @@ from torch import nn
 from runner.data.stream_loader import BatchLoader
 from runner.distributed.strategy import Single, Strategy
 from runner.modes.context import RunContext
-from runner.precision.contract import ConversionReport, Precision
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport
 from runner.precision.conversion_proof import (
     ForwardWatch,
     adapted_layers,

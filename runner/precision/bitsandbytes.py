@@ -5,15 +5,14 @@ that train, and products of int8 copies.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from runner.precision.contract import ConversionReport
-from runner.precision.conversion import ConversionRules, convert_linear
+from runner.precision.conversion import change_class
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
@@ -21,10 +20,13 @@ from runner.precision.layers.conv1d import layer_widths
 from runner.precision.options import (
     DTYPES,
     PrecisionOptions,
+    choice_problems,
+    name_problems,
     native_half_prefix,
+    refuse,
     require_bfloat16,
 )
-from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.errors import Unavailable
 from runner.utils.tensors import unit_roundoff
 from runner.utils.tpu import accelerator_kind
 
@@ -33,6 +35,7 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @final
+@dataclass(eq=False)
 class BitsandbytesPrecision(ConvertingPrecision):
     """Quantised weights in every nn.Linear and Conv1D; the rest keeps its dtype, under autocast.
 
@@ -57,34 +60,50 @@ class BitsandbytesPrecision(ConvertingPrecision):
 
     keeps_dtypes = True
 
-    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
-        self,
-        name: str,
-        mode: str,
-        compute_dtype: str = "bfloat16",
-        ignore_modules: Sequence[str] = (),
-        keep_fp32: Sequence[str] = (),
-        threshold: float = 0.0,
-        autocast_loss: bool = False,
-        float32_matmul: str = "highest",
-        cpu_float16: KernelChoice = "auto",
-        reduced_precision_reduction: bool = False,
-    ) -> None:
-        _check_values(name, mode, compute_dtype, threshold)
+    name: str
+    mode: str
+    compute_dtype: str = "bfloat16"
+    ignore_modules: Sequence[str] = ()
+    keep_fp32: Sequence[str] = ()
+    threshold: float = 0.0
+    autocast_loss: bool = False
+    float32_matmul: str = "highest"
+    cpu_float16: KernelChoice = "auto"
+    reduced_precision_reduction: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_values()
         self.options = PrecisionOptions(
-            float32_matmul, cpu_float16, False, reduced_precision_reduction
+            self.float32_matmul, self.cpu_float16, False, self.reduced_precision_reduction
         )
-        self.name = name
-        self.mode = mode
-        self.threshold = threshold
-        self.compute = DTYPES[compute_dtype]
-        self.autocast_loss = autocast_loss
-        self.ignore_modules = ignore_modules
-        self.keep_fp32 = keep_fp32
+        self.compute = DTYPES[self.compute_dtype]
         # In every other mode the packed weights are all that is stored.
-        if mode != "int8-training":
+        if self.mode != "int8-training":
             self.freezes = True
-            self.layout = f"bnb-{mode}"
+            self.layout = f"bnb-{self.mode}"
+
+    def _check_values(self) -> None:
+        """Raise ConfigError with every value that is not allowed."""
+        problems = choice_problems("mode", self.mode, MODES)
+        problems += name_problems(
+            self.name, "mode", self.mode, {mode: f"bnb-{mode}" for mode in MODES}
+        )
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            allowed = ", ".join(COMPUTE_DTYPES)
+            problems.append(
+                f"precision.compute_dtype={self.compute_dtype}: the kernels compute in {allowed} "
+                "only. Type one of them."
+            )
+        if self.threshold < 0:
+            problems.append(
+                f"precision.threshold={self.threshold} is negative. Allowed: 0 (none) and up."
+            )
+        if self.threshold and not self._is_int8:
+            problems.append(
+                f"precision.threshold={self.threshold}: {self.mode} has none. Type "
+                "precision=bnb-int8, or leave it out."
+            )
+        refuse(problems)
 
     def require(self, device: torch.device) -> None:
         # Compute capabilities of the library's kernels: Turing for int8, Pascal for 4 bits.
@@ -124,23 +143,33 @@ class BitsandbytesPrecision(ConvertingPrecision):
             )
 
     def find_obstacle(self, module: nn.Module) -> str:
-        return bnb_obstacle(module, int8=self._is_int8, frozen=self.freezes)
+        # torch 2.11's int8 product is wrong for one input.
+        if self._is_int8 and layer_widths(module)[0] == 1:
+            return "has one input only"
+        weight: Any = module.weight
+        if weight.is_meta:
+            return ""
+        if not weight.isfinite().all():
+            return "its weight is not finite"
+        # torchvision's ViT initialises its head with zeros.
+        if self.freezes and not weight.any():
+            return "its weight is all zero, and frozen it would pass no gradient"
+        return ""
 
-    def convert_layers(
-        self, model: nn.Module, rules: ConversionRules, device: torch.device
-    ) -> ConversionReport:
-        return convert_linear(model, partial(self._convert_layer, device=device), rules)
-
-    def _convert_layer(self, module: nn.Module, device: torch.device) -> None:
+    def convert_layer(self, module: nn.Module, device: torch.device) -> None:
         # Imported here, because both modules import bitsandbytes, which may not be installed.
         from runner.precision.layers.linear_4bit import Linear4bit
         from runner.precision.layers.linear_8bit import Linear8bit, Linear8bitTrained
 
         module.to(device)
         if self.mode == "int8-training":
-            Linear8bitTrained.convert_in_place(module, self.compute, self.threshold)
+            change_class(
+                module, Linear8bitTrained, compute_dtype=self.compute, threshold=self.threshold
+            )
         elif self.mode == "int8":
-            Linear8bit.convert_in_place(module, self.compute, self.threshold)
+            Linear8bit.convert_in_place(
+                module, compute_dtype=self.compute, threshold=self.threshold
+            )
         else:
             quant_type, _, nested = self.mode.partition("-")
             Linear4bit.convert_in_place(module, quant_type, bool(nested), self.compute)
@@ -174,43 +203,3 @@ class BitsandbytesPrecision(ConvertingPrecision):
     @property
     def _is_int8(self) -> bool:
         return self.mode.startswith("int8")
-
-
-def bnb_obstacle(module: Any, int8: bool, frozen: bool) -> str:
-    """Return why a linear layer cannot be packed; empty where it can."""
-    # torch 2.11's int8 product is wrong for one input.
-    if int8 and layer_widths(module)[0] == 1:
-        return "has one input only"
-    if module.weight.is_meta:
-        return ""
-    if not module.weight.isfinite().all():
-        return "its weight is not finite"
-    # torchvision's ViT initialises its head with zeros.
-    if frozen and not module.weight.any():
-        return "its weight is all zero, and frozen it would pass no gradient"
-    return ""
-
-
-def _check_values(name: str, mode: str, compute_dtype: str, threshold: float) -> None:
-    """Raise ConfigError with every value that is not allowed."""
-    problems = []
-    if mode not in MODES:
-        problems.append(f"precision.mode={mode} is not known. Allowed: {', '.join(MODES)}.")
-    # A built-in name labels results, so it may not stand for another mode.
-    elif name in [f"bnb-{other}" for other in MODES if other != mode]:
-        problems.append(f"precision.mode={mode} is not what {name} is. Type precision=bnb-{mode}.")
-    if compute_dtype not in COMPUTE_DTYPES:
-        allowed = ", ".join(COMPUTE_DTYPES)
-        problems.append(
-            f"precision.compute_dtype={compute_dtype}: the kernels compute in {allowed} only. "
-            "Type one of them."
-        )
-    if threshold < 0:
-        problems.append(f"precision.threshold={threshold} is negative. Allowed: 0 (none) and up.")
-    if threshold and not mode.startswith("int8"):
-        problems.append(
-            f"precision.threshold={threshold}: {mode} has none. Type precision=bnb-int8, or leave "
-            "it out."
-        )
-    if problems:
-        raise ConfigError(*problems)

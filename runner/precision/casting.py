@@ -120,6 +120,14 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, islands: Collection[str] =
         model._apply(cast_once)
 
 
+def autocast_input(input: Tensor) -> Tensor:
+    """Return a layer's input in the dtype that autocast gives products."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        return input.to(torch.get_autocast_dtype(kind))
+    return input
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Set torch's default dtype and restore the previous one after, also after an exception."""

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.distributed.strategy import is_sharded
-from runner.precision.contract import ConversionReport
-from runner.precision.conversion import ROOT_NAME
+from runner.precision.conversion import ROOT_NAME, ConversionReport
 
 _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 # Questions whose answers differ between a packed weight [bytes, 1] and the weight it represents.

@@ -5,16 +5,16 @@ Every check raises before the first step, with the value that was given and what
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from runner.precision.contract import ComputeFormat
 from runner.precision.emulation.float16 import KernelChoice, choose_kernels, float32_accumulate
+from runner.precision.emulation.tf32 import tf32_products
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.reproducibility import saved_float32_switches, set_float32_switches
 from runner.utils.tpu import accelerator_kind
@@ -28,9 +28,6 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-# Operands are scaled to the format's range first. Output gradients are in e4m3 too in most recipes,
-# and e5m2, which the others take, is wider.
-FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradients"))
 
 
 @dataclass(frozen=True)
@@ -55,21 +52,13 @@ class PrecisionOptions:
     reduced_precision_reduction: bool = False
 
     def __post_init__(self) -> None:
-        problems = []
-        choices = (
-            # torch itself only warns of an unknown value.
-            ("float32_matmul", self.float32_matmul, MATMUL_PRECISIONS),
-            ("cpu_float16", self.cpu_float16, get_args(KernelChoice)),
-        )
-        for key, value, names in choices:
-            if value not in names:
-                allowed = ", ".join(names)
-                problems.append(f"precision.{key}={value} is not known. Allowed: {allowed}.")
+        # torch itself only warns of an unknown value.
+        problems = choice_problems("float32_matmul", self.float32_matmul, MATMUL_PRECISIONS)
+        problems += choice_problems("cpu_float16", self.cpu_float16, get_args(KernelChoice))
         problems += switch_problems(
             emulate=self.emulate, reduced_precision_reduction=self.reduced_precision_reduction
         )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     @contextmanager
     def session(
@@ -87,14 +76,52 @@ class PrecisionOptions:
             choice.
         """
         kernels = ""
-        if device.type == "cpu" and (compute is torch.float16 or self.emulate):
+        matmul = self.float32_matmul
+        products: AbstractContextManager[None] = nullcontext()
+        if self.emulate and compute is torch.float32:
+            # torch's own switch is off: the emulation rounds the operands, and sums are float32.
+            matmul = "highest"
+            products = tf32_products(model)
+        elif device.type == "cpu" and (compute is torch.float16 or self.emulate):
             # Tensor cores sum in float32, which native kernels of a CPU need not do.
             choice = "float32_accumulate" if self.emulate else self.cpu_float16
             kernels = choose_kernels(choice, model)
+            if kernels == "float32_accumulate":
+                products = float32_accumulate(compute)
         sums = reduced_precision_sums(self.reduced_precision_reduction)
-        replaced = float32_accumulate(compute) if kernels == "float32_accumulate" else nullcontext()
-        with float32_matmul(self.float32_matmul), sums, replaced:
+        with float32_matmul(matmul), sums, products:
             yield kernels
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise ConfigError where there are problems, with all of them."""
+    if problems:
+        raise ConfigError(*problems)
+
+
+def choice_problems(key: str, value: object, allowed: Collection[str]) -> list[str]:
+    """Return a sentence for a key under precision whose value is none of the allowed ones, in a
+    list that is empty where it is one."""
+    if value in allowed:
+        return []
+    return [f"precision.{key}={value} is not known. Allowed: {', '.join(allowed)}."]
+
+
+def name_problems(name: str, key: str, value: str, built_in: Mapping[str, str]) -> list[str]:
+    """Return a sentence for a value under the name of a built-in precision that has another one.
+
+    A built-in name labels results, so it may not stand for another value.
+
+    Args:
+        name: of the precision.
+        key: under precision.
+        value: of the key.
+        built_in: the name of the built-in precision of each value.
+    """
+    correct = built_in.get(value, name)
+    if correct == name or name not in built_in.values():
+        return []
+    return [f"precision.{key}={value} is not what {name} is. Type precision={correct}."]
 
 
 def switch_problems(**switches: object) -> list[str]:

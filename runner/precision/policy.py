@@ -21,8 +21,8 @@ from runner.config.instantiation import keywords, locate
 from runner.config.overrides import PRECISION_ALIASES
 from runner.config.targets import build_group
 from runner.precision.casting import cast_nest
-from runner.precision.contract import ConversionReport, Precision
-from runner.precision.conversion import is_converted
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport, is_converted
 from runner.precision.conversion_proof import converted_layers
 from runner.precision.policy_checks import (
     attach_rules,

@@ -7,6 +7,8 @@ scales of later steps, so evaluation, checkpoints and recomputation are treated 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -16,8 +18,8 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import te_recipes
 from runner.precision.casting import DefaultDtype
-from runner.precision.contract import ComputeFormat, ConversionReport
-from runner.precision.conversion import ROOT_NAME, ConversionRules
+from runner.precision.contract import FP8_LAYERS, ComputeFormat
+from runner.precision.conversion import ROOT_NAME, ConversionReport, ConversionRules
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
@@ -25,14 +27,15 @@ from runner.precision.layers.backward_checks import refuse_recompute
 from runner.precision.layers.te_layers import convert_layers, te_obstacle
 from runner.precision.options import (
     DTYPES,
-    FP8_LAYERS,
     check_eps,
+    choice_problems,
     float32_matmul,
     reduced_precision_sums,
+    refuse,
     switch_problems,
 )
 from runner.precision.weight_updates import UpdateRule, check_update
-from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.errors import Unavailable
 
 WEIGHT_DTYPES = ("bfloat16", "float16")
 _NO_RECOMPUTE_REASON = (
@@ -44,6 +47,7 @@ SCALING_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 @final
+@dataclass(eq=False)
 class TransformerEnginePrecision(ConvertingPrecision):
     """TransformerEngine's layers for nn.Linear and nn.LayerNorm, half precision elsewhere.
 
@@ -70,53 +74,39 @@ class TransformerEnginePrecision(ConvertingPrecision):
         ConfigError: a value that is not allowed, or a key that the recipe does not have.
     """
 
-    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
-        self,
-        name: str,
-        weights: str,
-        recipe: Mapping[str, Any],
-        emulate: bool = False,
-        fuse: bool = False,
-        keep_fp32: Sequence[str] = (),
-        ignore_modules: Sequence[str] = (),
-        autocast_loss: bool = False,
-        update_in_eval: bool = False,
-        reduced_precision_reduction: bool = False,
-        update: UpdateRule = "nearest",
-        accumulate: te_recipes.Accumulation = "float32",
-    ) -> None:
-        problems = te_recipes.name_problems(name, recipe)
-        if not problems:
-            problems = te_recipes.recipe_problems(recipe, weights)
-        problems += _weights_problems(weights)
+    name: str
+    weights: str
+    recipe: Mapping[str, Any]
+    emulate: bool = False
+    fuse: bool = False
+    keep_fp32: Sequence[str] = ()
+    ignore_modules: Sequence[str] = ()
+    autocast_loss: bool = False
+    update_in_eval: bool = False
+    reduced_precision_reduction: bool = False
+    update: UpdateRule = "nearest"
+    accumulate: te_recipes.Accumulation = "float32"
+
+    def __post_init__(self) -> None:
+        problems = te_recipes.recipe_problems(self.name, self.recipe, self.weights)
+        problems += choice_problems("weights", self.weights, WEIGHT_DTYPES)
         problems += switch_problems(
-            emulate=emulate,
-            fuse=fuse,
-            update_in_eval=update_in_eval,
-            reduced_precision_reduction=reduced_precision_reduction,
+            emulate=self.emulate,
+            fuse=self.fuse,
+            update_in_eval=self.update_in_eval,
+            reduced_precision_reduction=self.reduced_precision_reduction,
         )
-        problems += te_recipes.accumulate_problems(accumulate, recipe, emulate)
-        if problems:
-            raise ConfigError(*problems)
-        self.name = name
-        self.keep_fp32 = keep_fp32
-        self.autocast_loss = autocast_loss
-        self.storage = self.compute = DTYPES[weights]
-        check_update(name, update, self.storage)
-        self.update = update
-        self.recipe = dict(recipe)
-        self.kind = te_recipes.KINDS[recipe["kind"]]
-        self.fuse = fuse
-        self.ignore_modules = ignore_modules
-        self.update_in_eval = update_in_eval
-        self.emulated = emulate
-        self.accumulate = accumulate
-        self.reduced_precision_reduction = reduced_precision_reduction
+        problems += te_recipes.accumulate_problems(self.accumulate, self.recipe, self.emulate)
+        refuse(problems)
+        self.storage = self.compute = DTYPES[self.weights]
+        check_update(self.name, self.update, self.storage)
+        self.recipe = dict(self.recipe)
+        self.kind = te_recipes.KINDS[self.recipe["kind"]]
+        self.emulated = self.emulate
         if self._is_delayed:
             self.no_recompute_reason = _NO_RECOMPUTE_REASON
-        self._built_recipe: Any = None
         self._forward: dict[str, AbstractContextManager[Any]] = {}
-        self._default_dtype = DefaultDtype(self.storage)
+        self._plain_context = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         if not self.emulated:
@@ -158,7 +148,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
 
     @property
     def compute_format(self) -> str:
-        width = "FP4" if self._is_fp4 else "FP8"
+        width = "FP4" if self.recipe["kind"] == "nvfp4" else "FP8"
         return f"{width} in linear layers, {super().compute_format} elsewhere"
 
     @property
@@ -167,7 +157,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
 
     @property
     def operand_roundoffs(self) -> tuple[float, float]:
-        if self._is_fp4:
+        if self.recipe["kind"] == "nvfp4":
             return FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
         return super().operand_roundoffs
 
@@ -178,17 +168,17 @@ class TransformerEnginePrecision(ConvertingPrecision):
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type not in self._forward:
-            context: AbstractContextManager[Any] = self._default_dtype
+            context = self._plain_context
             # Elsewhere the library's products cannot run.
             if self.emulated or self._on_hardware(device):
-                context = _ScaledForward(self._autocast(), self._default_dtype)
+                context = _ScaledForward(self._autocast(), self._plain_context)
             self._forward[device.type] = context
         return self._forward[device.type]
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
         # Entering the library's context again would move the scales of delayed scaling; a layer
         # that is recomputed there raises (refuse_recompute).
-        return self._default_dtype if self._is_delayed else self.forward(device)
+        return self._plain_context if self._is_delayed else self.forward(device)
 
     def eval_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         # Other recipes have no state that a forward changes.
@@ -272,10 +262,6 @@ class TransformerEnginePrecision(ConvertingPrecision):
         return gauges
 
     @property
-    def _is_fp4(self) -> bool:
-        return self.recipe["kind"] == "nvfp4"
-
-    @property
     def _is_delayed(self) -> bool:
         return self.recipe["kind"] == "delayed"
 
@@ -287,13 +273,11 @@ class TransformerEnginePrecision(ConvertingPrecision):
         """Return transformer_engine.pytorch, or the emulation with the same functions."""
         return te_emulation if self.emulated else te_recipes.import_library()
 
-    @property
+    @cached_property
     def _recipe(self) -> Any:
         """Return the recipe as the library, or its emulation, takes it; built once."""
-        if self._built_recipe is None:
-            build = te_recipes.complete_recipe if self.emulated else te_recipes.build_recipe
-            self._built_recipe = build(self.recipe)
-        return self._built_recipe
+        build = te_recipes.complete_recipe if self.emulated else te_recipes.build_recipe
+        return build(self.recipe)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         # The library has no such parameter.
@@ -306,7 +290,9 @@ class _ScaledForward:
 
     __slots__ = ("autocast", "default_dtype")
 
-    def __init__(self, autocast: AbstractContextManager[Any], default_dtype: DefaultDtype) -> None:
+    def __init__(
+        self, autocast: AbstractContextManager[Any], default_dtype: AbstractContextManager[Any]
+    ) -> None:
         self.autocast = autocast
         self.default_dtype = default_dtype
 
@@ -318,14 +304,6 @@ class _ScaledForward:
         # In the reverse order of entering.
         self.default_dtype.__exit__(*error)
         self.autocast.__exit__(*error)
-
-
-def _weights_problems(weights: str) -> list[str]:
-    """Return the problem of a dtype of weights; an empty list for none."""
-    if weights in WEIGHT_DTYPES:
-        return []
-    allowed = ", ".join(WEIGHT_DTYPES)
-    return [f"precision.weights={weights} is not known. Allowed: {allowed}."]
 
 
 def _fp8_layers(model: nn.Module) -> dict[str, Any]:

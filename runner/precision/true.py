@@ -3,25 +3,23 @@
 tf32 stores float32 and differs from 32-true in its products, which have a 10-bit mantissa.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import nn
 
 from runner.precision.casting import DefaultDtype, cast_nest
 from runner.precision.contract import Precision
 from runner.precision.emulation.float16 import KernelChoice
-from runner.precision.emulation.tf32 import tf32_products
 from runner.precision.options import (
     DTYPES,
     PrecisionOptions,
     check_eps,
     check_line_search,
-    float32_matmul,
+    choice_problems,
     lacks_bfloat16,
-    reduced_precision_sums,
+    refuse,
     require_bfloat16,
     require_cpu,
     require_tf32,
@@ -36,6 +34,7 @@ EMULATE_BFLOAT16_REMEDY = (
 
 
 @final
+@dataclass(eq=False)
 class TruePrecision(Precision):
     """Parameters, gradients, optimizer state, inputs and compute in one dtype.
 
@@ -58,43 +57,37 @@ class TruePrecision(Precision):
         ConfigError: a value that is not allowed.
     """
 
-    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
-        self,
-        name: str,
-        dtype: str,
-        float32_matmul: str = "highest",
-        keep_fp32: Sequence[str] = (),
-        autocast_loss: bool = False,
-        cpu_float16: KernelChoice = "auto",
-        emulate: bool = False,
-        reduced_precision_reduction: bool = False,
-        update: UpdateRule = "nearest",
-    ) -> None:
-        if dtype not in DTYPES:
-            raise ConfigError(
-                f"precision.dtype={dtype} is not known. Allowed: {', '.join(DTYPES)}."
-            )
+    name: str
+    dtype: str
+    float32_matmul: str = "highest"
+    keep_fp32: Sequence[str] = ()
+    autocast_loss: bool = False
+    cpu_float16: KernelChoice = "auto"
+    emulate: bool = False
+    reduced_precision_reduction: bool = False
+    update: UpdateRule = "nearest"
+
+    def __post_init__(self) -> None:
+        refuse(choice_problems("dtype", self.dtype, DTYPES))
         self.options = PrecisionOptions(
-            float32_matmul, cpu_float16, emulate, reduced_precision_reduction
+            self.float32_matmul, self.cpu_float16, self.emulate, self.reduced_precision_reduction
         )
-        self.name = name
-        self.keep_fp32 = keep_fp32
-        self.autocast_loss = autocast_loss
-        self.storage = self.compute = DTYPES[dtype]
-        check_update(name, update, self.storage)
-        self.update = update
-        self.emulated = emulate
-        self._kernels = ""
-        if emulate and not self._is_tf32 and self.storage.itemsize > 2:
-            raise ConfigError(f"precision.emulate=true: precision={name} runs everywhere as it is.")
-        if reduced_precision_reduction and self.storage.itemsize > 2:
-            raise ConfigError(
-                f"precision.reduced_precision_reduction=true: precision={name} has no products in "
-                "half precision. Leave it out."
-            )
+        self.storage = self.compute = DTYPES[self.dtype]
+        check_update(self.name, self.update, self.storage)
+        self.emulated = self.emulate
+        if self.storage.itemsize > 2:
+            if self.emulate and not self._is_tf32:
+                raise ConfigError(
+                    f"precision.emulate=true: precision={self.name} runs everywhere as it is."
+                )
+            if self.reduced_precision_reduction:
+                raise ConfigError(
+                    f"precision.reduced_precision_reduction=true: precision={self.name} has no "
+                    "products in half precision. Leave it out."
+                )
         # Tensors that a forward creates get the precision's dtype, too; torch's default is float32.
-        is_float32 = self.storage is torch.float32
-        self._forward = nullcontext() if is_float32 else DefaultDtype(self.storage)
+        if self.storage is not torch.float32:
+            self._plain_context = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         if device.type == "mps" and self.storage is torch.float64:
@@ -123,37 +116,13 @@ class TruePrecision(Precision):
     @property
     def _is_tf32(self) -> bool:
         """Return whether float32 products round their operands to TF32."""
-        return self.storage is torch.float32 and self.options.float32_matmul != "highest"
-
-    @contextmanager
-    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        if self.emulated and self._is_tf32:
-            # torch's own switch is off: the emulation rounds the operands, and sums are float32.
-            with (
-                float32_matmul("highest"),
-                reduced_precision_sums(False),
-                tf32_products(model),
-            ):
-                yield
-            return
-        with self.options.session(self.compute, model, device) as self._kernels:
-            yield
-
-    def kernels(self) -> str:
-        return self._kernels
+        return self.storage is torch.float32 and self.float32_matmul != "highest"
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Optimizer state is in float16 too, whose range squares of gradients leave.
         if self.storage is torch.float16:
             check_line_search(self.name, optimizers)
             check_eps(self.name, optimizers)
-
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        return self._forward
-
-    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
-        # A model's own checkpointing recomputes forwards there.
-        return self._forward
 
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)

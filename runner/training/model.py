@@ -14,10 +14,10 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.config.trusted_targets import check_trusted
 from runner.precision.casting import cast_floats, default_dtype
-from runner.precision.contract import ConversionReport, Precision
-from runner.precision.conversion import is_converted
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport, is_converted
 from runner.precision.layers.conv1d import is_transposed
-from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
+from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.training import adapters
 from runner.training.freezing import freeze_parameters
 from runner.training.initial_weights import InitialWeights, load_selected
@@ -264,10 +264,6 @@ def _unpacked_weights(model: nn.Module, saved: LoadedCheckpoint) -> Mapping[str,
     if not saved.content.get("layout") or any(map(is_converted, model.modules())):
         return weights
     transposed = [name for name, m in model.named_modules() if is_transposed(m)]
-    if packed_label(weights):
-        return unpacked_entries(weights, transposed)
-    from runner.precision.layers.linear_4bit import unpack_state_dict
-
     return unpack_state_dict(weights, transposed)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.layers.conv1d import is_transposed
-from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
+from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.training.peft_folder import lora_layers, merged
 from runner.utils.tensors import dtype_name
 
@@ -92,12 +92,7 @@ def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
     """
     plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     transposed = [name for name, module in model.named_modules() if is_transposed(module)]
-    if packed_label(plain):
-        plain = unpacked_entries(plain, transposed)
-    elif any(value.dtype in (torch.uint8, torch.int8) for value in plain.values()):
-        from runner.precision.layers.linear_4bit import unpack_state_dict
-
-        plain = unpack_state_dict(plain, transposed)
+    plain = unpack_state_dict(plain, transposed)
     for name, layer in lora_layers(model).items():
         parts = merged(name, plain, layer)
         plain = {key: value for key, value in plain.items() if not key.startswith(f"{name}.")}

@@ -50,34 +50,26 @@ def replace_kernels(key: Hashable, make_kernels: Callable[[], Kernels]) -> Itera
         key: identifies the kernels among the open contexts.
         make_kernels: returns the kernels; called once, while PyTorch's own are in place.
     """
-    _enter(key, make_kernels)
-    try:
-        yield
-    finally:
-        _exit(key)
-
-
-def original_kernel(name: str, key: str = "CPU") -> BoxedKernel:
-    """Return the kernel that the dispatcher has now for an ATen operator and a dispatch key."""
-    return torch.library.get_kernel(f"aten::{name}", key).call_boxed
-
-
-def _enter(key: Hashable, make_kernels: Callable[[], Kernels]) -> None:
     with _lock:
         if key not in _active:
             _active[key] = 0, _install(make_kernels())
         depth, library = _active[key]
         _active[key] = depth + 1, library
+    try:
+        yield
+    finally:
+        with _lock:
+            depth, library = _active.pop(key)
+            if depth > 1:
+                _active[key] = depth - 1, library
+            else:
+                # Deleting the last reference would do too, but a stored traceback may hold one.
+                library._destroy()
 
 
-def _exit(key: Hashable) -> None:
-    with _lock:
-        depth, library = _active.pop(key)
-        if depth > 1:
-            _active[key] = depth - 1, library
-        else:
-            # Deleting the last reference would do too, but a stored traceback may hold one.
-            library._destroy()
+def original_kernel(name: str, key: str = "CPU") -> BoxedKernel:
+    """Return the kernel that the dispatcher has now for an ATen operator and a dispatch key."""
+    return torch.library.get_kernel(f"aten::{name}", key).call_boxed
 
 
 def _install(kernels: Kernels) -> torch.library.Library:

@@ -187,13 +187,6 @@ def float32_accumulate(half: torch.dtype = torch.float16) -> Iterator[None]:
         ConfigError: float32 products are set to compute in bfloat16, which would cost float16 three
             bits.
     """
-    _refuse_bfloat16_products()
-    with replace_kernels(half, lambda: _make_kernels(half)):
-        yield
-
-
-def _refuse_bfloat16_products() -> None:
-    """Raise ConfigError where oneDNN computes float32 products in bfloat16."""
     mkldnn = torch.backends.mkldnn
     for kind in ("matmul", "conv", "rnn"):
         if getattr(mkldnn, kind).fp32_precision == "bf16":
@@ -202,6 +195,8 @@ def _refuse_bfloat16_products() -> None:
                 "float16. Type precision.float32_matmul=high (or highest), or "
                 "precision.cpu_float16=native."
             )
+    with replace_kernels(half, lambda: _make_kernels(half)):
+        yield
 
 
 def _make_kernels(half: torch.dtype) -> Kernels:

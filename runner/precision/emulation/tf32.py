@@ -6,7 +6,7 @@ bits of float32.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,23 +45,15 @@ def tf32_products(model: nn.Module) -> Iterator[None]:
     Args:
         model: that is computed inside; looked through for LSTMs.
     """
-    with ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if any(isinstance(module, nn.LSTM) for module in model.modules()):
-            stack.enter_context(_without_onednn())
-        stack.enter_context(replace_kernels("tf32", _kernels))
-        yield
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Switch oneDNN off while the context is open: it has a fused kernel for LSTMs."""
     onednn = torch.backends.mkldnn
     # Not by its context manager flags(), which warns of a deprecated setting.
     previous = onednn.enabled
-    onednn.enabled = False
+    if any(isinstance(module, nn.LSTM) for module in model.modules()):
+        # It has a fused kernel for LSTMs.
+        onednn.enabled = False
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH), replace_kernels("tf32", _kernels):
+            yield
     finally:
         onednn.enabled = previous
 

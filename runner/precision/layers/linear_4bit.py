@@ -9,21 +9,20 @@ Source: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation).
 """
 
 import math
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.precision.conversion import low_precision_class
+from runner.precision.conversion import change_class
 from runner.precision.layers.bnb_library import (
     QuantState,
     bnb,
     dequantize_4bit,
     unpack_tensor_to_dict,
 )
-from runner.precision.layers.conv1d import is_transposed, layer_widths, weight_matrix
+from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.linear_8bit import unpack_int8
 
 PackedEntries = dict[str, Tensor]
@@ -49,7 +48,9 @@ def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
     if weight.is_meta:
         raise NotImplementedError("4-bit weights cannot be packed on the meta device")
     kind: Any = bnb.nn.Params4bit
-    unpacked = kind(_packable(weight), quant_type=quant_type, compress_statistics=nested)
+    plain = weight.detach().contiguous()
+    plain = plain if plain.dtype in PACKABLE_DTYPES else plain.float()
+    unpacked = kind(plain, quant_type=quant_type, compress_statistics=nested)
     # The library quantises when it moves the weight to a device, also to the same one.
     return unpacked.to(weight.device)
 
@@ -79,12 +80,6 @@ def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor
         )
         return dequantize_4bit(packed, row)[0, :count].view(shape).to(dtype)
     return dequantize_4bit(packed, state).to(dtype)
-
-
-def _packable(weight: Tensor) -> Tensor:
-    """Return a weight without its graph, contiguous, in a dtype that the kernels pack."""
-    weight = weight.detach().contiguous()
-    return weight if weight.dtype in PACKABLE_DTYPES else weight.float()
 
 
 class _Product4bit(torch.autograd.Function):
@@ -136,16 +131,19 @@ class Linear4bit(bnb.nn.Linear4bit):
             compute: the dtype of the products.
         """
         weight = pack_4bit(weight_matrix(module), quant_type, nested)
-        module.in_features, module.out_features = layer_widths(module)
-        module.__class__ = low_precision_class(cls, type(module))
-        module.packing = (quant_type, nested)  # type: ignore[assignment]
-        module.compute_dtype = compute
-        module.compute_type_is_set = True  # type: ignore[assignment]
-        module.quant_storage = torch.uint8  # type: ignore[assignment]
-        # Otherwise the library permanently repacks the weight in an evaluation on processors with
-        # AVX512-BF16: later checkpoints are wrong, and widths that are no multiple of 32 fail.
-        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-        module.quant_state = None  # type: ignore[assignment]
+        change_class(
+            module,
+            cls,
+            packing=(quant_type, nested),
+            compute_dtype=compute,
+            compute_type_is_set=True,
+            quant_storage=torch.uint8,
+            # Otherwise the library permanently repacks the weight in an evaluation on processors
+            # with AVX512-BF16: later checkpoints are wrong, and widths that are no multiple of 32
+            # fail.
+            support_avx512bf16_for_cpu=False,
+            quant_state=None,
+        )
         module.weight = weight
 
     # The library names the argument x; a model may call nn.Linear with `input=`.
@@ -196,8 +194,7 @@ class Linear4bit(bnb.nn.Linear4bit):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """Load a packed weight with its scales unchanged; pack a plain weight."""
         key = f"{prefix}weight"
-        part_keys = [k for k in state_dict if k.startswith(f"{key}.")]
-        parts = {k.removeprefix(f"{key}."): state_dict.pop(k) for k in part_keys}
+        parts = _pop_parts(state_dict, key)
         weight = state_dict.get(key)
         if weight is not None:
             try:
@@ -273,49 +270,29 @@ def packing_label(quant_type: str, nested: bool) -> str:
     return f"{quant_type}-dq" if nested else quant_type
 
 
-def unpack_state_dict(
-    state_dict: Mapping[str, Tensor], transposed: Collection[str] = ()
-) -> dict[str, Tensor]:
-    """Return a state dict with every packed weight as the float32 weight that it stands for.
-
-    Args:
-        state_dict: of a model with 4-bit or int8 layers; unchanged.
-        transposed: dotted names of the layers whose weight is [in, out] when it is not packed.
+def pop_unpacked(state_dict: dict[str, Tensor], key: str) -> Tensor:
+    """Return the float32 weight that a 4-bit or int8 entry of a state dict stands for; its scales
+    are removed from the state dict.
 
     Raises:
-        ValueError: a packed weight lacks its scales.
+        ValueError: the scales are missing.
     """
-    plain = dict(state_dict)
-    for key, value in state_dict.items():
-        if key.rpartition(".")[2] != "weight":
-            continue
-        if value.dtype is torch.int8:
-            plain[key] = _unpack_int8_entry(key, plain)
-        elif value.dtype is torch.uint8:
-            plain[key] = _unpack_4bit_entry(key, plain)
-        else:
-            continue
-        if key.removesuffix("weight").rstrip(".") in transposed:
-            plain[key] = plain[key].t().contiguous()
-    return plain
-
-
-def _unpack_int8_entry(key: str, state_dict: dict[str, Tensor]) -> Tensor:
-    """Return the float32 weight of an int8 entry; its scales are removed from the state dict."""
-    scales = f"{key.removesuffix('weight')}SCB"
-    if scales not in state_dict:
-        raise ValueError(f"{key}: it is int8, and {scales} is missing")
-    return unpack_int8(state_dict[key], state_dict.pop(scales), torch.float32)
-
-
-def _unpack_4bit_entry(key: str, state_dict: dict[str, Tensor]) -> Tensor:
-    """Return the float32 weight of a 4-bit entry; its parts are removed from the state dict."""
     packed = state_dict[key]
-    part_keys = [k for k in state_dict if k.startswith(f"{key}.")]
-    parts = {k.removeprefix(f"{key}."): state_dict.pop(k) for k in part_keys}
+    if packed.dtype is torch.int8:
+        scales = f"{key.removesuffix('weight')}SCB"
+        if scales not in state_dict:
+            raise ValueError(f"{key}: it is int8, and {scales} is missing")
+        return unpack_int8(packed, state_dict.pop(scales), torch.float32)
+    parts = _pop_parts(state_dict, key)
     try:
         packed_mode(packed, parts)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     state = QuantState.from_dict(parts, packed.device)
     return unpack_4bit(packed, state, torch.float32)
+
+
+def _pop_parts(state_dict: dict[str, Any], key: str) -> PackedEntries:
+    """Return the entries that belong to a packed weight; they are removed from the state dict."""
+    part_keys = [each for each in state_dict if each.startswith(f"{key}.")]
+    return {each.removeprefix(f"{key}."): state_dict.pop(each) for each in part_keys}

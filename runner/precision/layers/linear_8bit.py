@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.precision.conversion import low_precision_class
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.bnb_library import bnb
-from runner.precision.layers.conv1d import is_transposed, layer_widths, weight_matrix
+from runner.precision.layers.conv1d import weight_matrix
+from runner.precision.layers.quantized_linear import PackedLinear
+from runner.precision.layers.weight_formats import PackedTensors
 
 
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,33 +45,26 @@ def unpack_int8(codes: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.float() * (largest.float()[:, None] / 127)).to(dtype)
 
 
-class Linear8bit(nn.Linear):
+class Linear8bit(PackedLinear):
     """A linear layer with a frozen int8 weight: float [..., in] to the same dtype [..., out].
 
-    The largest magnitude of each row is in `SCB`, as bitsandbytes calls it. The bias keeps its
-    dtype and trains if it did before the conversion.
+    The largest magnitude of each row is in `SCB`, as bitsandbytes calls it.
+
+    Attributes:
+        compute_dtype: the dtype that inputs have before they are quantised.
+        threshold: magnitude from which an input's column is not quantised; 0 for none.
     """
 
     SCB: Tensor
     compute_dtype: torch.dtype
     threshold: float
 
-    @classmethod
-    def convert_in_place(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
-        """Turn a linear layer into a Linear8bit, in place.
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        codes, largest = pack_int8(weight)
+        return {"weight": codes, "SCB": largest}
 
-        Args:
-            module: nn.Linear or Conv1D.
-            compute: the dtype that inputs have before they are quantised.
-            threshold: magnitude from which an input's column is not quantised; 0 for none.
-        """
-        codes, largest = pack_int8(weight_matrix(module))
-        module.in_features, module.out_features = layer_widths(module)
-        module.__class__ = low_precision_class(cls, type(module))
-        module.weight = nn.Parameter(codes.contiguous(), requires_grad=False)
-        module.register_buffer("SCB", largest)
-        module.compute_dtype = compute
-        module.threshold = threshold
+    def unpack(self, packed: PackedTensors) -> Tensor:
+        return unpack_int8(packed["weight"], packed["SCB"], torch.float32)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs: float [..., in] to the same dtype [..., out]."""
@@ -80,49 +74,16 @@ class Linear8bit(nn.Linear):
         state.is_training = self.training
         return _product_int8(self, input, self.weight, state)
 
-    def unpacked_weight(self) -> Tensor:
-        """Return the weight that the codes stand for: float32 [out, in], a Conv1D's [in, out]."""
-        weight = unpack_int8(self.weight.data, self.SCB, torch.float32)
-        return weight.t() if is_transposed(self) else weight
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
-        """Load an int8 weight with its scales unchanged; pack a plain weight."""
-        key = f"{prefix}weight"
-        weight = state_dict.get(key)
-        if weight is not None and weight.is_floating_point():
-            if is_transposed(self):
-                weight = weight.t()
-                state_dict[key] = weight
-            # nn.Module below reports a weight of another shape.
-            if weight.shape == self.weight.shape:
-                codes, largest = pack_int8(weight.to(self.weight.device))
-                state_dict[key] = codes
-                state_dict[f"{prefix}SCB"] = largest
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
 
 class Linear8bitTrained(nn.Linear):
     """A linear layer whose plain weight trains: float [..., in] to the same dtype [..., out].
 
     Its int8 copy is made in every forward, so that no forward sees the weight of an earlier step.
+    Attributes are those of Linear8bit.
     """
 
     compute_dtype: torch.dtype
     threshold: float
-
-    @classmethod
-    def convert_in_place(cls, module: Any, compute: torch.dtype, threshold: float) -> None:
-        """Turn a linear layer into a Linear8bitTrained, in place; its parameters stay.
-
-        Args:
-            module: nn.Linear or Conv1D.
-            compute: the dtype that inputs have before they are quantised.
-            threshold: magnitude from which an input's column is not quantised; 0 for none.
-        """
-        module.in_features, module.out_features = layer_widths(module)
-        module.__class__ = low_precision_class(cls, type(module))
-        module.compute_dtype = compute
-        module.threshold = threshold
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs: float [..., in] to the same dtype [..., out]."""

@@ -11,19 +11,20 @@ module that calls both proves that the linear layer alone takes the norm's outpu
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from runner.precision.contract import ConversionReport
 from runner.precision.conversion import (
     ROOT_NAME,
+    ConversionReport,
     ConversionRules,
     LayerConverter,
     classify_modules,
     convert_modules,
+    layer_class,
     replace_in_place,
 )
 from runner.precision.keep_fp32 import no_op_hook
@@ -124,19 +125,6 @@ class DeferredNorm(nn.Module):
 _REMEDY = "The model does not always call one after the other. Type precision.fuse=false."
 
 
-@cache
-def layer_class(name: str, mixin: type, *kinds: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a converted layer.
-
-    Args:
-        name: of the class.
-        mixin: of this module; it comes first.
-        kinds: the library's class, then the class that the module had, so that isinstance and the
-            user's own methods still work.
-    """
-    return type(name, (mixin, *kinds), {})
-
-
 def convert_layers(
     model: nn.Module, te: Any, multiple: int, rules: ConversionRules, fuse: bool
 ) -> ConversionReport:
@@ -231,12 +219,9 @@ def _to_norm(module: nn.Module, te: Any) -> None:
 
 def _become(module: nn.Module, made: nn.Module, kind: type[nn.Module]) -> None:
     """Turn a module into a layer made on the meta device; its parameters and buffers stay."""
-    made.__class__ = kind
     # The library's empty tensor of a layer without bias would hide the parameter, None.
     vars(made).pop("bias", None)
-    for registry in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
-        vars(made)[registry] = vars(module)[registry]
-    replace_in_place(module, made)
+    replace_in_place(module, made, kind)
 
 
 def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) -> ConversionReport:

@@ -26,9 +26,9 @@ from runner.precision.layers.linear_4bit import (
     packed_mode,
     packing_label,
     unpack_4bit,
-    unpack_state_dict,
 )
 from runner.precision.layers.linear_8bit import pack_int8, unpack_int8
+from runner.precision.layers.quantized_linear import unpack_state_dict
 
 FOUR_BITS = ("nf4", "nf4-dq", "fp4", "fp4-dq")
 PACKED = (*FOUR_BITS, "int8")
