@@ -81,21 +81,18 @@ def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
     """
     islands = find_islands(model, patterns, storage)
     for name in islands:
-        _make_island(model.get_submodule(name), storage)
+        module = model.get_submodule(name)
+        if not isinstance(module, Float32Island):
+            module.__class__ = _island_class(type(module))
+            module._surroundings = storage  # type: ignore[assignment]
+            # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call
+            # their forward, unless a part has a hook.
+            module.register_forward_pre_hook(no_op_hook)
+            # In a mixed precision the default dtype is float32 already.
+            if storage is not torch.float32:
+                _RecomputationDtype().watch(module)
+        cast_floats(module, torch.float32)
     return islands
-
-
-def _make_island(module: nn.Module, storage: torch.dtype) -> None:
-    if not isinstance(module, Float32Island):
-        module.__class__ = _island_class(type(module))
-        module._surroundings = storage  # type: ignore[assignment]
-        # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call their
-        # forward, unless a part has a hook.
-        module.register_forward_pre_hook(no_op_hook)
-        # In a mixed precision the default dtype is float32 already.
-        if storage is not torch.float32:
-            _RecomputationDtype().watch(module)
-    cast_floats(module, torch.float32)
 
 
 class _RecomputationDtype:

@@ -21,13 +21,9 @@ from runner.precision.options import (
     DTYPES,
     PrecisionOptions,
     choice_problems,
-    lacks_bfloat16,
     refuse,
-    require_bfloat16,
-    require_cpu,
     switch_problems,
 )
-from runner.precision.true import EMULATE_BFLOAT16_REMEDY
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import is_tpu
 
@@ -98,11 +94,7 @@ class MixedPrecision(Precision):
             self.compute = torch.bfloat16
             self.loss_scale = None
         # After the substitution, which has changed the dtype.
-        if self.compute is torch.bfloat16 and lacks_bfloat16(device):
-            if not self.emulated:
-                require_bfloat16(self.name, device, EMULATE_BFLOAT16_REMEDY.format("16-mixed"))
-        elif self.emulated:
-            require_cpu(self.name, device)
+        self.options.require(self.name, self.compute, device, "16-mixed")
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE

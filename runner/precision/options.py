@@ -60,6 +60,31 @@ class PrecisionOptions:
         )
         refuse(problems)
 
+    def require(
+        self, name: str, compute: torch.dtype, device: torch.device, float16_name: str
+    ) -> None:
+        """Raise Unavailable where a device lacks bfloat16 units, or products cannot be emulated.
+
+        Args:
+            name: of the precision, for messages.
+            compute: dtype of the products that have half precision.
+            device: that the run computes on.
+            float16_name: the precision to type where bfloat16 is missing.
+        """
+        if compute is torch.bfloat16 and lacks_bfloat16(device):
+            remedy = (
+                f"Type precision={float16_name}, or precision.emulate=true for bfloat16's numbers "
+                "without its speed."
+            )
+            if not self.emulate:
+                require_bfloat16(name, device, remedy)
+        elif self.emulate and device.type != "cpu":
+            raise Unavailable(
+                f"precision={name} precision.emulate=true runs on a CPU; this run is on "
+                f"{accelerator_kind(device)}.",
+                "Type accelerator=cpu, or leave precision.emulate out.",
+            )
+
     @contextmanager
     def session(
         self, compute: torch.dtype, model: nn.Module, device: torch.device
@@ -221,16 +246,6 @@ def _weight_of_square(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
     if "betas" in group and not isinstance(optimizer, torch.optim.Adamax):
         return 1 - group["betas"][1]
     return 0.0
-
-
-def require_cpu(name: str, device: torch.device) -> None:
-    """Raise Unavailable for a precision that is emulated on a CPU only."""
-    if device.type != "cpu":
-        raise Unavailable(
-            f"precision={name} precision.emulate=true runs on a CPU; this run is on "
-            f"{accelerator_kind(device)}.",
-            "Type accelerator=cpu, or leave precision.emulate out.",
-        )
 
 
 def require_tf32(name: str, device: torch.device) -> None:

@@ -196,16 +196,13 @@ class Policy:
             raise PolicyError("policy.session() is open already. Write it once, around the loop.")
         context = self.precision.session(model, self.device)
         with open_policy_session(self.precision.name, context):
-            hook = register_optimizer_step_pre_hook(self._check_own_step)
+            hook = register_optimizer_step_pre_hook(self._gradients.check_own_step)
             self._place = "session"
             try:
                 yield self
             finally:
                 self._place = "outside"
                 hook.remove()
-
-    def _check_own_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._gradients.check_own_step(optimizer)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

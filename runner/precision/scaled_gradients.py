@@ -6,7 +6,7 @@ up over a change of the scale.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from runner.precision.gradients import (
     coalesce_gradients,
     grad_norms,
     gradient_values,
+    parameters_of,
     scale_to_norm,
     total_norm,
 )
@@ -44,6 +45,7 @@ class ScaledGradients:
     Attributes:
         scale: the loss scale.
         steps: steps that were attempted.
+        is_pending: whether gradients were computed that no step has used.
     """
 
     def __init__(self, scale: LossScale, device: torch.device) -> None:
@@ -53,7 +55,7 @@ class ScaledGradients:
         self._is_scaled = scale.value is not None
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._last_found_inf: Tensor | None = None
-        self._has_backward = False
+        self.is_pending = False
         self._is_stepping = False
         # Both are filled under a loss scale only. Of each parameter with a gradient: as the last
         # backward left it, and as it remained after the step of other parameters.
@@ -61,11 +63,6 @@ class ScaledGradients:
         self._unused: dict[Tensor, _GradientVersion] = {}
         # Of each optimizer whose gradients are unscaled, its found-inf.
         self._found_infs: dict[Optimizer, Tensor | None] = {}
-
-    @property
-    def is_pending(self) -> bool:
-        """Return whether gradients were computed that no step has used."""
-        return self._has_backward
 
     @property
     def skipped_steps(self) -> int:
@@ -102,13 +99,14 @@ class ScaledGradients:
 
     def record_backward(self, parameters: Iterable[Tensor]) -> None:
         """Note which gradients a backward has computed."""
-        self._has_backward = True
+        self.is_pending = True
         if self._is_scaled:
             self._record(parameters)
 
-    def check_own_step(self, optimizer: Optimizer) -> None:
-        """Raise PolicyError for an optimizer that steps by itself on scaled gradients."""
-        if not self._is_stepping and any(p in self._computed for p in _parameters(optimizer)):
+    def check_own_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raise PolicyError for an optimizer that steps by itself on scaled gradients; a hook of
+        all optimizers' steps."""
+        if not self._is_stepping and any(p in self._computed for p in parameters_of(optimizer)):
             raise PolicyError(
                 f"optimizer.step() of {type(optimizer).__name__} does not know the loss scale that "
                 "its gradients are multiplied by. Write policy.step(optimizer) in its place."
@@ -118,7 +116,7 @@ class ScaledGradients:
         """Divide an optimizer's gradients by the scale, once per step."""
         if optimizer in self._found_infs:
             return
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if self._is_scaled:
             self._check_unchanged(optimizer, parameters)
         others = [p for p in self._computed.keys() - {*parameters} if self._is_unchanged(p)]
@@ -197,31 +195,21 @@ class ScaledGradients:
         finally:
             self._is_stepping = False
         self.scale.update(found_infs)
-        self._count(found_infs)
-        for optimizer in optimizers:
-            for p in _parameters(optimizer):
-                p.grad = None
-        self._forget_computed()
-
-    def _count(self, found_infs: Sequence[Tensor | None]) -> None:
         self.steps += 1
         flags = [flag for flag in found_infs if flag is not None]
         if flags:
             self._last_found_inf = torch.stack(flags).amax()
             self._skipped += self._last_found_inf != 0
-
-    def _forget_computed(self) -> None:
-        self._has_backward = False
+        for optimizer in optimizers:
+            for p in parameters_of(optimizer):
+                p.grad = None
+        self.is_pending = False
         self._found_infs = {}
         self._unused = {p: seen for p, seen in self._computed.items() if p.grad is not None}
         self._computed = {}
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     # Sparse gradients are worked on by their values, which share the gradients' memory.
-    parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
+    parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
     return [gradient_values(p.grad) for p in parameters if p.grad is not None]

@@ -18,19 +18,12 @@ from runner.precision.options import (
     check_eps,
     check_line_search,
     choice_problems,
-    lacks_bfloat16,
     refuse,
-    require_bfloat16,
-    require_cpu,
     require_tf32,
 )
 from runner.precision.weight_updates import UpdateRule, check_update
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import is_tpu
-
-EMULATE_BFLOAT16_REMEDY = (
-    "Type precision={}, or precision.emulate=true for bfloat16's numbers without its speed."
-)
 
 
 @final
@@ -105,12 +98,8 @@ class TruePrecision(Precision):
                 "precision=16-true cannot run on a TPU, whose half precision is bfloat16.",
                 "Type precision=bf16-true.",
             )
-        if self.storage is torch.bfloat16 and lacks_bfloat16(device):
-            if not self.emulated:
-                require_bfloat16(self.name, device, EMULATE_BFLOAT16_REMEDY.format("16-true"))
-        elif self.emulated:
-            require_cpu(self.name, device)
-        elif self._is_tf32:
+        self.options.require(self.name, self.storage, device, "16-true")
+        if self._is_tf32 and not self.emulated:
             require_tf32(self.name, device)
 
     @property

@@ -10,7 +10,6 @@ Source: TransformerEngine 2.20; see te_operands for the quantizers.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -29,12 +28,21 @@ from runner.precision.te_recipes import Accumulation
 
 
 class Autocast:
-    """Context in which the layers quantize. It can be entered again, and nested."""
+    """Context in which the layers quantize, as te.autocast. It can be entered again, and nested.
+
+    Args:
+        enabled: must be true; the parameter is the library's.
+        recipe: as the config gives it: its kind and all of its keys.
+        accumulate: how products are summed; the library has no such parameter.
+    """
 
     # The open contexts, the innermost last.
     active: ClassVar[list["Autocast"]] = []
 
-    def __init__(self, recipe: Mapping[str, Any], accumulate: Accumulation) -> None:
+    def __init__(
+        self, enabled: bool, recipe: Mapping[str, Any], accumulate: Accumulation = "float32"
+    ) -> None:
+        assert enabled
         self.recipe = recipe
         self.narrow = accumulate == "hopper"
         self.operands: Operands | None = None
@@ -48,18 +56,7 @@ class Autocast:
         self.active.pop()
 
 
-def autocast(
-    enabled: bool, recipe: Mapping[str, Any], accumulate: Accumulation = "float32"
-) -> AbstractContextManager[Any]:
-    """Return a context as te.autocast does, of a recipe as the config gives it.
-
-    Args:
-        enabled: must be true; the parameter is the library's.
-        recipe: its kind and all of its keys.
-        accumulate: how products are summed; the library has no such parameter.
-    """
-    assert enabled
-    return Autocast(recipe, accumulate)
+autocast = Autocast  # the library's name
 
 
 class LayerNorm(nn.LayerNorm):
@@ -194,20 +191,14 @@ class Linear(nn.Module):
         backward = self.fp8_meta["scaling_bwd"]
         backward_format = grad_format(recipe)
 
-        def quantize_input(x: Tensor) -> Tensor:
-            return forward.quantize(x, 0, E4M3, context.narrow)
-
-        def quantize_weight(x: Tensor) -> Tensor:
-            return forward.quantize(x, 1, E4M3, context.narrow)
-
         def quantize_grad(x: Tensor) -> Tensor:
             quantized = backward.quantize(x, 0, backward_format, context.narrow)
             backward.advance(backward_format, recipe)
             return quantized
 
         return Operands(
-            Operand(quantize_input),
-            Operand(quantize_weight),
+            Operand(lambda x: forward.quantize(x, 0, E4M3, context.narrow)),
+            Operand(lambda x: forward.quantize(x, 1, E4M3, context.narrow)),
             Operand(quantize_grad),
             narrow=context.narrow,
         )

@@ -165,10 +165,13 @@ def te_obstacle(module: nn.Module, multiple: int) -> str:
 
     Args:
         module: a linear layer or nn.LayerNorm.
-        multiple: that a linear layer's widths must have.
+        multiple: that a linear layer's widths must have; te_recipes.KINDS says why.
     """
     if isinstance(module, linear_classes()):
-        return unfit_shape(*layer_widths(module), multiple)
+        into, out = layer_widths(module)
+        if into % multiple or out % multiple:
+            return f"its shape {into} -> {out} is not in multiples of {multiple}"
+        return ""
     assert isinstance(module, nn.LayerNorm)
     if len(module.normalized_shape) > 1:
         return f"normalises over {len(module.normalized_shape)} dimensions"
@@ -176,18 +179,6 @@ def te_obstacle(module: nn.Module, multiple: int) -> str:
         return "has no weight"
     if module.bias is None:
         return "has no bias"
-    return ""
-
-
-def unfit_shape(into: int, out: int, multiple: int) -> str:
-    """Return why low-precision products cannot take a layer's widths; empty where they can.
-
-    Args:
-        into, out: the input's and the output's width.
-        multiple: that both must have; te_recipes.KINDS says where it comes from.
-    """
-    if into % multiple or out % multiple:
-        return f"its shape {into} -> {out} is not in multiples of {multiple}"
     return ""
 
 
@@ -257,16 +248,13 @@ def _to_fused(norm: nn.Module, linear: nn.Module, te: Any, multiple: int) -> Non
     made._norm = (norm,)
     if is_transposed(linear):
         made.weight_names = ["transposed_weight"]
-    original = _original_class(linear)
-    fused_class = layer_class("TELayerNormLinear", FusedNormLinear, te.LayerNormLinear, original)
-    _become(linear, made, fused_class)
-    norm.__class__ = layer_class("PostponedLayerNorm", DeferredNorm, _original_class(norm))  # type: ignore[assignment]
+    # The last base of a converted layer's class is the class that it had.
+    plain_linear = type(linear).__bases__[-1]
+    plain_norm = type(norm).__bases__[-1]
+    kind = layer_class("TELayerNormLinear", FusedNormLinear, te.LayerNormLinear, plain_linear)
+    _become(linear, made, kind)
+    norm.__class__ = layer_class("PostponedLayerNorm", DeferredNorm, plain_norm)
     norm._passed_input = None  # type: ignore[assignment]
-
-
-def _original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a converted module had."""
-    return type(module).__bases__[-1]
 
 
 def find_pairs(
