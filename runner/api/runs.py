@@ -107,7 +107,7 @@ def _run_composed(composition: Composition, console: Console | None) -> RunResul
         return finished
     if spec.checkpoint.resume is None:
         check_new_folder(composition.folder)
-    torchrun.publish_start(composition.folder)
+    torchrun.publish(torchrun.START_KEY, composition.folder)
     return run_spec(spec, composition.folder, composition.origin, console)
 
 

@@ -85,7 +85,7 @@ def _run(
         out, resumed, spec, origin = resume_plan
     evaluated, spec, origin = _checked_spec(spec, origin)
     # After the resume has chosen the folder: a restarted process continues in the same one.
-    torchrun.publish_run_folder(out)
+    torchrun.publish(torchrun.RESUME_KEY, out)
     out = process_folder(out, place)
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, folder_lock(out), process_state():

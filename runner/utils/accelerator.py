@@ -132,7 +132,11 @@ def choose_accelerator(name: str = "auto", index: int = 0) -> Accelerator:
             f"{', '.join(available)}).",
             f"Type accelerator={available[0]}.",
         )
-    device_count = _device_count(kind)
+    device_count = 1
+    if kind == "cuda":
+        device_count = torch.cuda.device_count()
+    elif kind == "tpu":
+        device_count = tpu.device_count()
     if not 0 <= index < device_count:
         raise Unavailable(
             f"accelerator.index={index}: this machine has {device_count} {kind} device(s).",
@@ -142,12 +146,6 @@ def choose_accelerator(name: str = "auto", index: int = 0) -> Accelerator:
         return Accelerator(tpu.use_device(index))
     # PyTorch has one MPS device and one CPU; an index would make `cpu:0`, which differs from `cpu`.
     return Accelerator(torch.device(kind, index) if kind == "cuda" else torch.device(kind))
-
-
-def _device_count(kind: str) -> int:
-    if kind == "cuda":
-        return torch.cuda.device_count()
-    return tpu.device_count() if kind == "tpu" else 1
 
 
 def device_rng_state(device: torch.device) -> Tensor | None:

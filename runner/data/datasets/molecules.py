@@ -15,7 +15,7 @@ from torch import Tensor
 from runner.data.fields import IGNORED_LABEL, split_fields
 from runner.data.splits import Splits, held_out, require_at_least
 from runner.utils.errors import ConfigError
-from runner.utils.packages import package_file
+from runner.utils.files import package_file
 
 _TABLE = ("chemicals", "Identifiers/chemical identifiers pubchem large.tsv")
 _SMILES_COLUMN = 4
