@@ -19,10 +19,11 @@ from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_RO
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.options import (
     DTYPES,
-    PrecisionOptions,
     choice_problems,
+    dotted,
     name_problems,
     native_half_prefix,
+    option_problems,
     refuse,
     require_bfloat16,
 )
@@ -73,9 +74,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
 
     def __post_init__(self) -> None:
         self._check_values()
-        self.options = PrecisionOptions(
-            self.float32_matmul, self.cpu_float16, False, self.reduced_precision_reduction
-        )
+        refuse(option_problems(self))
         self.compute = DTYPES[self.compute_dtype]
         # In every other mode the packed weights are all that is stored.
         if self.mode != "int8-training":
@@ -108,11 +107,11 @@ class BitsandbytesPrecision(ConvertingPrecision):
     def require(self, device: torch.device) -> None:
         # Compute capabilities of the library's kernels: Turing for int8, Pascal for 4 bits.
         min_capability = (7, 5) if self._is_int8 else (6, 0)
-        wanted = ".".join(map(str, min_capability))
+        needed = dotted(min_capability)
         if device.type not in ("cpu", "cuda"):
             raise Unavailable(
                 f"precision={self.name} needs a CPU or an NVIDIA GPU of compute capability "
-                f"{wanted} or higher; this run is on {accelerator_kind(device)}.",
+                f"{needed} or higher; this run is on {accelerator_kind(device)}.",
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:
@@ -129,9 +128,9 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 "Type python -m bitsandbytes to see why, or precision=bf16-true.",
             )
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < min_capability:
-            actual = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            actual = dotted(torch.cuda.get_device_capability(device))
             raise Unavailable(
-                f"precision={self.name} needs compute capability {wanted} or higher; "
+                f"precision={self.name} needs compute capability {needed} or higher; "
                 f"{device} ({torch.cuda.get_device_name(device)}) has {actual}.",
                 f"Nearest that runs here: precision={native_half_prefix(device)}-true.",
             )

@@ -5,8 +5,7 @@ width (complex64 <-> complex128) and never lose their imaginary part.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
@@ -128,20 +127,9 @@ def autocast_input(input: Tensor) -> Tensor:
     return input
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype and restore the previous one after, also after an exception."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
-
-
 class DefaultDtype:
-    """A context that sets torch's default dtype, like default_dtype, for the training step: it can
-    be entered again and again, nested too, and costs no generator."""
+    """A context that sets torch's default dtype and restores the previous one after, also after an
+    exception. It can be entered again and again, nested too: a training step enters it."""
 
     __slots__ = ("dtype", "previous")
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import cast_floats
 from runner.precision.conversion import ConversionReport
+from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import make_islands
 from runner.precision.loss_scale import LossScale, NoLossScale
-from runner.precision.options import PrecisionOptions
+from runner.precision.options import products_session
 from runner.precision.weight_updates import UpdateRule
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
@@ -69,7 +70,13 @@ class Precision(ABC):
             backward, with what to type; empty where it can.
         bypassed: modules that a conversion skips because the model does not call their forward:
             the reason, by dotted name.
-        options: how products are computed in the formats that it has; None leaves torch's settings.
+        float32_matmul: one of options.MATMUL_PRECISIONS; anything but `highest` lets float32
+            products run in TF32 (10-bit mantissa), convolutions too. Empty leaves all of torch's
+            settings of products.
+        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
+        reduced_precision_reduction: half-precision products on CUDA may add their parts in half
+            precision.
+        emulates_products: on a CPU, products are computed as tensor cores compute them.
     """
 
     name: str
@@ -86,7 +93,10 @@ class Precision(ABC):
     unshardable_reason: str = ""
     no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
-    options: PrecisionOptions | None = None
+    float32_matmul: str = ""
+    cpu_float16: KernelChoice = "auto"
+    reduced_precision_reduction: bool = False
+    emulates_products: bool = False
     _kernels: str = ""
     # One object: forward and backward enter it once per micro-batch.
     _plain_context: AbstractContextManager[Any] = nullcontext()
@@ -107,11 +117,11 @@ class Precision(ABC):
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         """Return the context around the whole run, which sets the process-wide switches that the
         precision needs and restores them after."""
-        if self.options is None:
+        if not self.float32_matmul:
             yield
-        else:
-            with self.options.session(self.compute, model, device) as self._kernels:
-                yield
+            return
+        with products_session(self, model, device) as self._kernels:
+            yield
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE

@@ -6,7 +6,6 @@ torchao's Float8Linear replaces nn.Linear and Conv1D, and scales its operands an
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any, final
 
 import torch
@@ -21,16 +20,17 @@ from runner.precision.layers.conv1d import is_transposed, layer_widths
 from runner.precision.layers.padding import pad_rows
 from runner.precision.options import (
     DTYPES,
-    PrecisionOptions,
     choice_problems,
     name_problems,
-    native_half_prefix,
+    option_problems,
     refuse,
+    require_capability,
+    require_torchao,
     switch_problems,
 )
 from runner.utils.errors import Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
-from runner.utils.tpu import accelerator_kind, is_tpu
+from runner.utils.tpu import is_tpu
 
 NAME_BY_RECIPE = {
     "tensorwise": "float8-tensorwise",
@@ -92,12 +92,10 @@ class Float8Precision(ConvertingPrecision):
                 f"precision.min_features={self.min_features} must be a whole number from 1."
             )
         refuse(problems)
-        # Without `emulate`: torchao emulates its products itself, and the others are native.
-        self.options = PrecisionOptions(
-            self.float32_matmul, reduced_precision_reduction=self.reduced_precision_reduction
-        )
+        refuse(option_problems(self))
         self.storage = DTYPES[self.weights]
         self.compute = torch.bfloat16
+        # torchao emulates its products itself, and the others are native.
         self.emulated = self.emulate
         if not self.has_autocast:
             self._plain_context = DefaultDtype(self.storage)
@@ -116,32 +114,12 @@ class Float8Precision(ConvertingPrecision):
                 "those of NVIDIA GPUs.",
                 "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
             )
+        # A CPU has these products in some versions of torch, many times slower than float32, which
+        # nobody would want unasked. Ada has both of torch's kernels: per tensor in cuBLASLt, per
+        # row in CUTLASS (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
         if not self.emulated:
-            self._require_gpu(device)
-        if find_spec("torchao") is None:
-            raise Unavailable(
-                f"precision={self.name} needs the package torchao.", "Type pip install torchao."
-            )
-
-    def _require_gpu(self, device: torch.device) -> None:
-        """Raise Unavailable unless the device has torch's FP8 products.
-
-        A CPU has them in some versions of torch, many times slower than float32, which nobody would
-        want unasked.
-        """
-        remedy = (
-            "Type precision.emulate=true for its numbers without its speed, or "
-            f"precision={native_half_prefix(device)}-mixed, the nearest that runs here."
-        )
-        wants = f"precision={self.name} needs an NVIDIA GPU of compute capability 8.9 or higher;"
-        if device.type != "cuda":
-            raise Unavailable(f"{wants} this run is on {accelerator_kind(device)}.", remedy)
-        major, minor = torch.cuda.get_device_capability(device)
-        # Ada has both of torch's kernels: per tensor in cuBLASLt, per row in CUTLASS
-        # (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
-        if (major, minor) < (8, 9):
-            gpu = torch.cuda.get_device_name(device)
-            raise Unavailable(f"{wants} {device} ({gpu}) has {major}.{minor}.", remedy)
+            require_capability(self.name, device, (8, 9))
+        require_torchao(self.name)
 
     def find_obstacle(self, module: nn.Module) -> str:
         into, out = layer_widths(module)

@@ -10,9 +10,8 @@ Source: PyTorch AMP; Micikevicius et al., Mixed Precision Training, arXiv:1710.0
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -21,28 +20,28 @@ from torch.optim import Optimizer
 from runner.utils.errors import ConfigError
 
 
-class LossScale(ABC):
-    """A loss scale as the training step uses it. Tensors are scalars on the run's device."""
+class LossScale:
+    """A loss scale as the training step uses it; this one does nothing. Tensors are scalars on the
+    run's device."""
 
     @property
-    @abstractmethod
     def value(self) -> Tensor | None:
         """Return the current scale, a float32 scalar that later updates do not change."""
+        return None
 
-    @abstractmethod
     def multiply(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale."""
+        return loss
 
-    @abstractmethod
     def unscale(self, grads: Sequence[Tensor]) -> Tensor | None:
         """Divide one optimizer's gradients by the scale in place; return its found-inf, a float32
         scalar that is 1.0 where any gradient is not finite and 0.0 else."""
+        return None
 
-    @abstractmethod
     def step(self, optimizer: Optimizer, found_inf: Tensor | None) -> None:
         """Step the optimizer, or skip the step where its gradients overflowed."""
+        optimizer.step()
 
-    @abstractmethod
     def update(self, found_infs: Sequence[Tensor | None]) -> None:
         """Grow or back off, once per iteration, after every optimizer has stepped."""
 
@@ -64,22 +63,9 @@ class LossScale(ABC):
             )
 
 
+@final
 class NoLossScale(LossScale):
     """The loss scale of precisions that need none: every operation is the plain one."""
-
-    value: Final = None  # type: ignore[assignment]
-
-    def multiply(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def unscale(self, grads: Sequence[Tensor]) -> None:
-        return None
-
-    def step(self, optimizer: Optimizer, found_inf: Tensor | None) -> None:
-        optimizer.step()
-
-    def update(self, found_infs: Sequence[Tensor | None]) -> None:
-        return None
 
 
 class DynamicLossScale(LossScale):

@@ -19,9 +19,10 @@ from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
 from runner.precision.options import (
     DTYPES,
-    PrecisionOptions,
     choice_problems,
+    option_problems,
     refuse,
+    require_emulated_products,
     switch_problems,
 )
 from runner.utils.errors import ConfigError, Unavailable
@@ -63,9 +64,8 @@ class MixedPrecision(Precision):
 
     def __post_init__(self) -> None:
         refuse(choice_problems("dtype", self.dtype, ("float16", "bfloat16")))
-        self.options = PrecisionOptions(
-            self.float32_matmul, self.cpu_float16, self.emulate, self.reduced_precision_reduction
-        )
+        self.emulated = self.emulates_products = self.emulate
+        refuse(option_problems(self))
         refuse(switch_problems(allow_substitute=self.allow_substitute))
         if self.loss_scale is not None:
             if self.dtype == "bfloat16":
@@ -77,7 +77,6 @@ class MixedPrecision(Precision):
             # Here, because the loss scale itself is made only when the run starts.
             check_loss_scale(dict(self.loss_scale))
         self.compute = DTYPES[self.dtype]
-        self.emulated = self.emulate
 
     def require(self, device: torch.device) -> None:
         if is_tpu(device) and self.compute is torch.float16:
@@ -94,7 +93,7 @@ class MixedPrecision(Precision):
             self.compute = torch.bfloat16
             self.loss_scale = None
         # After the substitution, which has changed the dtype.
-        self.options.require(self.name, self.compute, device, "16-mixed")
+        require_emulated_products(self, device, "16-mixed")
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE

@@ -25,7 +25,6 @@ from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport, is_converted
 from runner.precision.conversion_proof import converted_layers
 from runner.precision.policy_checks import (
-    attach_rules,
     check_optimizer,
     kind_of,
     open_policy_session,
@@ -34,6 +33,7 @@ from runner.precision.policy_checks import (
 )
 from runner.precision.registry import precision_config
 from runner.precision.scaled_gradients import ScaledGradients
+from runner.precision.wide_step import attach_update, check_state_dtype
 from runner.utils.errors import ConfigError, PolicyError
 from runner.utils.tensors import dtype_name
 
@@ -182,8 +182,15 @@ class Policy:
         model = self._converted_model("check")
         for optimizer in optimizers:
             check_optimizer(optimizer, model, self.device)
-            is_new = optimizer not in self._checked
-            attach_rules(optimizer, self.precision.update, state_dtype, is_new)
+            if optimizer not in self._checked:
+                if state_dtype is not None:
+                    check_state_dtype("state_dtype", optimizer, state_dtype)
+                attach_update(optimizer, self.precision.update, state_dtype, torch.initial_seed())
+            elif state_dtype is not None:
+                raise PolicyError(
+                    "policy.check(optimizer, state_dtype=...) after the optimizer was checked or "
+                    "stepped. Call it once, before the first policy.step."
+                )
         self.precision.check_optimizers(optimizers)
         self._checked.update(optimizers)
 
@@ -210,8 +217,15 @@ class Policy:
         self._check_place("forward")
         self._place = "forward"
         self._has_forward = True
+        # Once it is proven that the converted layers are called.
+        proof: AbstractContextManager[Any] = nullcontext()
+        if not self._is_proven:
+            model = self._converted_model("forward")
+            layers = converted_layers(model, self.report)
+            if layers:
+                proof = prove_layers_called(self.precision.name, model, layers)
         try:
-            with self._first_forward(), self.precision.forward(self.device):
+            with proof, self.precision.forward(self.device):
                 yield
             self._is_proven = True
         finally:
@@ -440,13 +454,3 @@ class Policy:
             raise PolicyError(
                 "No gradients: policy.backward(loss) was not called since the last policy.step."
             )
-
-    def _first_forward(self) -> AbstractContextManager[Any]:
-        """Return the context that proves, once, that the converted layers are called."""
-        if self._is_proven:
-            return nullcontext()
-        model = self._converted_model("forward")
-        layers = converted_layers(model, self.report)
-        if not layers:
-            return nullcontext()
-        return prove_layers_called(self.precision.name, model, layers)

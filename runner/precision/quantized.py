@@ -6,7 +6,6 @@ qat-* train weights for it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar, final
 
 import torch
@@ -19,11 +18,12 @@ from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.precision.layers.weight_formats import FORMAT_NAMES, weight_format
 from runner.precision.options import (
     DTYPES,
-    PrecisionOptions,
     choice_problems,
     name_problems,
+    option_problems,
     refuse,
     require_bfloat16,
+    require_torchao,
 )
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import unit_roundoff
@@ -76,9 +76,7 @@ class WeightFormatPrecision(ConvertingPrecision):
             problems.append(f"precision.group_size={size} must be an even number from 2.")
         problems += choice_problems("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         refuse(problems)
-        self.options = PrecisionOptions(
-            self.float32_matmul, reduced_precision_reduction=self.reduced_precision_reduction
-        )
+        refuse(option_problems(self))
         self.weight_format = weight_format(self.format, self.group_size)
         self.compute = DTYPES[self.compute_dtype]
         self.emulated = self.format == "nvfp4"
@@ -90,10 +88,8 @@ class WeightFormatPrecision(ConvertingPrecision):
                 f"{accelerator_kind(device)}.",
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
-        if self.format != "nvfp4" and find_spec("torchao") is None:
-            raise Unavailable(
-                f"precision={self.name} needs the package torchao.", "Type pip install torchao."
-            )
+        if self.format != "nvfp4":
+            require_torchao(self.name)
         if self.compute is torch.bfloat16:
             require_bfloat16(
                 f"{self.name} precision.compute_dtype=bfloat16",

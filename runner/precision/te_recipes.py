@@ -5,14 +5,19 @@ and cannot be imported without its compiled part. So the schema is here, and eve
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 
-from runner.precision.options import choice_problems, name_problems, native_half_prefix
-from runner.utils import tpu
+from runner.precision.options import (
+    choice_problems,
+    dotted,
+    emulation_remedy,
+    name_problems,
+    require_capability,
+)
 from runner.utils.errors import Unavailable
 
 INSTALL_REMEDY = 'Type pip install "precision-runner[transformer-engine]".'
@@ -59,9 +64,6 @@ _SWITCH = _one_of(False, True)
 _BACKWARD_OVERRIDE = _one_of(None, "high_precision", "dequantized")
 
 
-NO_CAPABILITY_LIMIT = (99, 0)  # above every compute capability that exists
-
-
 @dataclass(frozen=True)
 class RecipeKind:
     """A kind of recipe.
@@ -72,7 +74,7 @@ class RecipeKind:
         multiple: of widths and of flattened rows, so that none of a layer's three products fails.
         check_name: name of the library's own test of the device, in transformer_engine.pytorch.
         min_capability: the lowest compute capability on which it runs.
-        capability_limit: the lowest compute capability on which it no longer runs.
+        capability_limit: the lowest compute capability on which it no longer runs; None for none.
         min_cuda: the lowest version of CUDA that PyTorch may be built with.
     """
 
@@ -81,7 +83,7 @@ class RecipeKind:
     multiple: int
     check_name: str
     min_capability: tuple[int, int]
-    capability_limit: tuple[int, int] = NO_CAPABILITY_LIMIT
+    capability_limit: tuple[int, int] | None = None
     min_cuda: tuple[int, int] = (12, 1)
 
 
@@ -289,25 +291,12 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
         kind: of its recipe.
         device: on which it should run.
     """
-    wants = f"precision={name} needs an NVIDIA GPU of compute capability "
-    wants += f"{_dotted(kind.min_capability)} or higher"
-    if kind.capability_limit != NO_CAPABILITY_LIMIT:
-        wants += f", below {_dotted(kind.capability_limit)}"
-    wants += ";"
-    nearest = (
-        "Type precision.emulate=true for its numbers without its speed, or "
-        f"precision={native_half_prefix(device)}-mixed, the nearest that runs here."
-    )
-    if device.type != "cuda":
-        raise Unavailable(f"{wants} this run is on {tpu.accelerator_kind(device)}.", nearest)
-    capability = torch.cuda.get_device_capability(device)
-    if not kind.min_capability <= capability < kind.capability_limit:
-        gpu = torch.cuda.get_device_name(device)
-        raise Unavailable(f"{wants} {device} ({gpu}) has {_dotted(capability)}.", nearest)
+    require_capability(name, device, kind.min_capability, kind.capability_limit)
+    nearest = emulation_remedy(device)
     cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     if cuda < kind.min_cuda:
         raise Unavailable(
-            f"precision={name} needs CUDA {_dotted(kind.min_cuda)} or newer; this PyTorch was "
+            f"precision={name} needs CUDA {dotted(kind.min_cuda)} or newer; this PyTorch was "
             f"built with {torch.version.cuda or 'none'}.",
             nearest,
         )
@@ -325,7 +314,3 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
         raise Unavailable(
             f"precision={name}: TransformerEngine refuses {device}: {reason}", nearest
         )
-
-
-def _dotted(version: Sequence[int]) -> str:
-    return ".".join(map(str, version))

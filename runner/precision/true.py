@@ -14,11 +14,12 @@ from runner.precision.contract import Precision
 from runner.precision.emulation.float16 import KernelChoice
 from runner.precision.options import (
     DTYPES,
-    PrecisionOptions,
     check_eps,
     check_line_search,
     choice_problems,
+    option_problems,
     refuse,
+    require_emulated_products,
     require_tf32,
 )
 from runner.precision.weight_updates import UpdateRule, check_update
@@ -62,12 +63,10 @@ class TruePrecision(Precision):
 
     def __post_init__(self) -> None:
         refuse(choice_problems("dtype", self.dtype, DTYPES))
-        self.options = PrecisionOptions(
-            self.float32_matmul, self.cpu_float16, self.emulate, self.reduced_precision_reduction
-        )
+        self.emulated = self.emulates_products = self.emulate
+        refuse(option_problems(self))
         self.storage = self.compute = DTYPES[self.dtype]
         check_update(self.name, self.update, self.storage)
-        self.emulated = self.emulate
         if self.storage.itemsize > 2:
             if self.emulate and not self._is_tf32:
                 raise ConfigError(
@@ -98,7 +97,7 @@ class TruePrecision(Precision):
                 "precision=16-true cannot run on a TPU, whose half precision is bfloat16.",
                 "Type precision=bf16-true.",
             )
-        self.options.require(self.name, self.storage, device, "16-true")
+        require_emulated_products(self, device, "16-true")
         if self._is_tf32 and not self.emulated:
             require_tf32(self.name, device)
 

@@ -87,7 +87,7 @@ def attach_update(
             f"{setting}: {name} keeps parameters in its attribute {held}, where a step cannot "
             f"replace them. Have it read self.param_groups, or type {without}."
         )
-    _WideStep(optimizer, STORES[rule](), state_dtype, seed).attach()
+    _WideStep(optimizer, STORES[rule](), state_dtype, seed)
 
 
 def drop_foreign_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[Any, set[str]]:
@@ -163,7 +163,8 @@ _StateTensors = dict[tuple[int, str], Tensor]
 
 
 class _WideStep:
-    """The step of one optimizer under an update rule; see attach_update for the arguments."""
+    """The step of one optimizer under an update rule, which replaces the optimizer's own; see
+    attach_update for the arguments."""
 
     def __init__(
         self,
@@ -178,24 +179,21 @@ class _WideStep:
         self.seed = seed
         self._loaded: dict[str, Any] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
-
-    def attach(self) -> None:
-        """Replace the optimizer's step."""
-        # Schedules of torch wrap the step again, and take it for a bound method.
-        own_step = type(self.optimizer).step
+        own_step = type(optimizer).step
 
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self._step(own_step, closure)
 
-        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
+        # Schedules of torch wrap the step again, and take it for a bound method.
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         # Neither of the two dtypes that can be typed has float16's narrow range.
-        is_wide = self.state_dtype is not None or self.store.keeps_wide_state
-        was_wide = getattr(self.optimizer, "wide_state", False)
-        self.optimizer.wide_state = was_wide or is_wide  # type: ignore[attr-defined]
-        self.optimizer.kept_key = self.store.state_key  # type: ignore[attr-defined]
-        self.optimizer.kept_dtype = self._dtype_of_state  # type: ignore[attr-defined]
-        self.optimizer.register_load_state_dict_pre_hook(self._note_loaded)
-        self.optimizer.register_load_state_dict_post_hook(self._restore_dtypes)
+        is_wide = state_dtype is not None or store.keeps_wide_state
+        was_wide = getattr(optimizer, "wide_state", False)
+        optimizer.wide_state = was_wide or is_wide  # type: ignore[attr-defined]
+        optimizer.kept_key = store.state_key  # type: ignore[attr-defined]
+        optimizer.kept_dtype = self._dtype_of_state  # type: ignore[attr-defined]
+        optimizer.register_load_state_dict_pre_hook(self._note_loaded)
+        optimizer.register_load_state_dict_post_hook(self._restore_dtypes)
 
     def _step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         loss = None
@@ -386,12 +384,17 @@ def check_state_dtype(key: str, optimizer: Optimizer, state_dtype: torch.dtype) 
     Args:
         key: that was given, as "optimizer.state_dtype".
         optimizer: its class and the dtypes of its parameters are checked.
-        state_dtype: one of STATE_DTYPES.
+        state_dtype: must be one of STATE_DTYPES.
 
     Raises:
-        ConfigError: the optimizer has a format of its own, or evaluates the loss within its step,
-            or has weights in another dtype than float32, bfloat16 and float16.
+        ConfigError: the dtype is not known; the optimizer has a format of its own, or evaluates the
+            loss within its step, or has weights in another dtype than float32, bfloat16 and
+            float16.
     """
+    if state_dtype not in STATE_DTYPES.values():
+        raise ConfigError(
+            f"{key}={state_dtype} is not known. Allowed: torch.float32, torch.bfloat16."
+        )
     given = f"{key}={dtype_name(state_dtype)}"
     name = type(optimizer).__name__
     libraries = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}

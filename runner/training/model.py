@@ -13,7 +13,7 @@ from runner.config.resolve import to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.config.trusted_targets import check_trusted
-from runner.precision.casting import cast_floats, default_dtype
+from runner.precision.casting import DefaultDtype, cast_floats
 from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport, is_converted
 from runner.precision.layers.conv1d import is_transposed
@@ -215,7 +215,7 @@ def _construct(
     # the precision's dtype.
     if low_memory:
         made_on = device
-    dtype = default_dtype(precision.storage) if low_memory else nullcontext()
+    dtype = DefaultDtype(precision.storage) if low_memory else nullcontext()
     with dtype, made_on or nullcontext(), safe_loading(spec.model):
         model = build_group("model", spec.model)
         if isinstance(model, nn.Module):

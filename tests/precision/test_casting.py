@@ -11,7 +11,6 @@ from runner.precision.casting import (
     cast_floats,
     cast_nest,
     cast_tensor,
-    default_dtype,
     target_dtype,
 )
 
@@ -153,10 +152,9 @@ def _fail_inside(context):
         raise RuntimeError("inside")
 
 
-@pytest.mark.parametrize("make", [default_dtype, DefaultDtype])
-def test_the_default_dtype_is_restored_after_an_exception(make):
+def test_the_default_dtype_is_restored_after_an_exception():
     with pytest.raises(RuntimeError, match="inside"):
-        _fail_inside(make(torch.float64))
+        _fail_inside(DefaultDtype(torch.float64))
     assert torch.get_default_dtype() is torch.float32
 
 
@@ -164,7 +162,7 @@ def test_the_reusable_context_nests():
     context = DefaultDtype(torch.bfloat16)
     for _ in range(2):
         with context:
-            with default_dtype(torch.float64):
+            with DefaultDtype(torch.float64):
                 with context:
                     assert torch.zeros(1).dtype is torch.bfloat16
                 assert torch.get_default_dtype() is torch.float64

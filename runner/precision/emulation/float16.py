@@ -126,7 +126,7 @@ def is_float32_accumulation_faster(model: nn.Module) -> bool:
     It is with a weight of LARGE_CONVOLUTION or LARGE_MATRIX elements, and with an LSTM.
     """
     # Below that 5 to 10 µs of Python per operator, twice that for a convolution, outweigh the gain.
-    return any(_has_large_weight(module) for module in model.modules())
+    return any(map(_has_large_weight, model.modules()))
 
 
 def _has_large_weight(module: nn.Module) -> bool:
