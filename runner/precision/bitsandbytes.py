@@ -80,6 +80,10 @@ class BitsandbytesPrecision(ConvertingPrecision):
         if self.mode != "int8-training":
             self.freezes = True
             self.layout = f"bnb-{self.mode}"
+            bits = EIGHT_BITS_ROUNDOFF if self._is_int8 else FOUR_BITS_ROUNDOFF
+            self.operand_roundoffs = (bits, unit_roundoff(self.compute))
+        if self._is_int8:
+            self.layers_compute_in = "int8"
 
     def _check_values(self) -> None:
         """Raise ConfigError with every value that is not allowed."""
@@ -182,22 +186,9 @@ class BitsandbytesPrecision(ConvertingPrecision):
         return f"{bits}-bit linear weights{scales}; the rest as built"
 
     @property
-    def compute_format(self) -> str:
-        if self._is_int8:
-            return f"int8 in linear layers, {super().compute_format} elsewhere"
-        return super().compute_format
-
-    @property
     def sort_key(self) -> tuple[float, ...]:
         # After the FP8 precisions, 8 bits before 4.
         return (-1, 2) if self._is_int8 else (-0.5,)
-
-    @property
-    def operand_roundoffs(self) -> tuple[float, float]:
-        if not self.freezes:
-            return super().operand_roundoffs
-        bits = EIGHT_BITS_ROUNDOFF if self._is_int8 else FOUR_BITS_ROUNDOFF
-        return bits, unit_roundoff(self.compute)
 
     @property
     def _is_int8(self) -> bool:

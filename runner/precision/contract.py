@@ -76,6 +76,8 @@ class Precision(ABC):
         cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
         reduced_precision_reduction: half-precision products on CUDA may add their parts in half
             precision.
+        operand_roundoffs: the unit roundoffs of a converted layer's operands and of its output
+            gradients, up to which mode=diff takes differences for rounding.
         emulates_products: on a CPU, products are computed as tensor cores compute them.
     """
 
@@ -97,6 +99,7 @@ class Precision(ABC):
     cpu_float16: KernelChoice = "auto"
     reduced_precision_reduction: bool = False
     emulates_products: bool = False
+    operand_roundoffs: tuple[float, float] = FP8_ROUNDOFFS
     _kernels: str = ""
     # One object: forward and backward enter it once per micro-batch.
     _plain_context: AbstractContextManager[Any] = nullcontext()
@@ -228,12 +231,6 @@ class Precision(ABC):
         if self.storage == self.compute and self.update == "nearest":
             kinds.append("updates")
         return (ComputeFormat(name, tuple(kinds)),)
-
-    @property
-    def operand_roundoffs(self) -> tuple[float, float]:
-        """Return the unit roundoffs of a converted layer's operands and of its output gradients, up
-        to which mode=diff takes differences for rounding."""
-        return FP8_ROUNDOFFS
 
     @property
     def has_limited_range(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runner.precision.casting import autocast, cast_floats, cast_nest, float64_to_float32
-from runner.precision.contract import CPU_DEVICE, Precision
+from runner.precision.contract import CPU_DEVICE, ComputeFormat, Precision
 from runner.precision.conversion import ConversionReport, ConversionRules, convert_linear
 from runner.precision.keep_fp32 import find_islands, make_islands
 
@@ -26,11 +26,16 @@ class ConvertingPrecision(Precision):
         keeps_dtypes: what is not converted keeps the dtype that it was built in; else it is cast
             to the storage dtype.
         skips_shared: layers that share a parameter are not converted.
+        layers_compute_in: the format of the products of converted layers, as a phrase; empty where
+            they are in the dtype of the others.
+        layer_formats: the number formats of converted layers, the narrowest first.
     """
 
     ignore_modules: Sequence[str] = ()
     keeps_dtypes: bool = False
     skips_shared: bool = False
+    layers_compute_in: str = ""
+    layer_formats: tuple[ComputeFormat, ...] = ()
 
     @abstractmethod
     def find_obstacle(self, module: nn.Module) -> str:
@@ -85,3 +90,13 @@ class ConvertingPrecision(Precision):
         if self.has_autocast:
             return float64_to_float32(inputs)
         return cast_nest(inputs, self.storage)
+
+    @property
+    def compute_format(self) -> str:
+        if not self.layers_compute_in:
+            return super().compute_format
+        return f"{self.layers_compute_in} in linear layers, {super().compute_format} elsewhere"
+
+    @property
+    def formats(self) -> tuple[ComputeFormat, ...]:
+        return (*self.layer_formats, *super().formats)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.casting import DefaultDtype, autocast_input
-from runner.precision.contract import FP8_LAYERS, ComputeFormat
+from runner.precision.contract import FP8_LAYERS
 from runner.precision.conversion import layer_class, replace_in_place
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.layers.backward_checks import forbid_second_derivative
@@ -70,6 +70,8 @@ class Float8Precision(ConvertingPrecision):
     Source: torchao.float8 (github.com/pytorch/ao, torchao/float8/README.md).
     """
 
+    layers_compute_in = "FP8"
+    layer_formats = (FP8_LAYERS,)
     name: str
     recipe: str
     weights: str = "float32"
@@ -152,14 +154,6 @@ class Float8Precision(ConvertingPrecision):
         made = convert_to_float8_training(plain, config=config)
         kind = layer_class(f"Float8{type(module).__name__}", mixin, type(made), type(module))
         replace_in_place(module, made, kind)
-
-    @property
-    def compute_format(self) -> str:
-        return f"FP8 in linear layers, {super().compute_format} elsewhere"
-
-    @property
-    def formats(self) -> tuple[ComputeFormat, ...]:
-        return (FP8_LAYERS, *super().formats)
 
     @property
     def sort_key(self) -> tuple[float, ...]:

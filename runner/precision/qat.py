@@ -31,6 +31,9 @@ class QatPrecision(WeightFormatPrecision):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.trains_for = self.format
+        self.operand_roundoffs = (FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF)
+        if self.format == "int8":
+            self.operand_roundoffs = (EIGHT_BITS_ROUNDOFF, unit_roundoff(self.compute))
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
         FakeQuantizedLinear.convert_in_place(module, self.weight_format)
@@ -39,9 +42,3 @@ class QatPrecision(WeightFormatPrecision):
     def compute_format(self) -> str:
         base = super().compute_format
         return f"{base}, in linear layers on {self.rounded_operands} rounded to {self.format}"
-
-    @property
-    def operand_roundoffs(self) -> tuple[float, float]:
-        if self.format == "int8":
-            return EIGHT_BITS_ROUNDOFF, unit_roundoff(self.compute)
-        return FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF

@@ -136,6 +136,10 @@ class QuantizedPrecision(WeightFormatPrecision):
         super().__post_init__()
         self.layout = self.weight_format.label
         self.trained_in = f"qat-{self.format}"
+        bits = EIGHT_BITS_ROUNDOFF if self.format == "int8" else FOUR_BITS_ROUNDOFF
+        self.operand_roundoffs = (bits, unit_roundoff(self.compute))
+        if self.format == "int8":
+            self.layers_compute_in = "int8"
 
     def find_obstacle(self, module: nn.Module) -> str:
         weight: Any = module.weight
@@ -155,10 +159,5 @@ class QuantizedPrecision(WeightFormatPrecision):
     def compute_format(self) -> str:
         base = super().compute_format
         if self.format == "int8":
-            return f"int8 in linear layers, {base} elsewhere"
+            return base
         return f"{base}, in linear layers on {self.format} {self.rounded_operands}"
-
-    @property
-    def operand_roundoffs(self) -> tuple[float, float]:
-        bits = EIGHT_BITS_ROUNDOFF if self.format == "int8" else FOUR_BITS_ROUNDOFF
-        return bits, unit_roundoff(self.compute)

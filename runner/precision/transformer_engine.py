@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import te_recipes
 from runner.precision.casting import DefaultDtype
-from runner.precision.contract import FP8_LAYERS, ComputeFormat
+from runner.precision.contract import FP8_LAYERS
 from runner.precision.conversion import ROOT_NAME, ConversionReport, ConversionRules
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation import te_emulation
@@ -74,6 +74,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
         ConfigError: a value that is not allowed, or a key that the recipe does not have.
     """
 
+    layers_compute_in = "FP8"
+    layer_formats = (FP8_LAYERS,)
     name: str
     weights: str
     recipe: Mapping[str, Any]
@@ -103,6 +105,9 @@ class TransformerEnginePrecision(ConvertingPrecision):
         self.recipe = dict(self.recipe)
         self.kind = te_recipes.KINDS[self.recipe["kind"]]
         self.emulated = self.emulate
+        if self.kind is te_recipes.KINDS["nvfp4"]:
+            self.layers_compute_in = "FP4"
+            self.operand_roundoffs = (FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF)
         if self._is_delayed:
             self.no_recompute_reason = _NO_RECOMPUTE_REASON
         self._forward: dict[str, AbstractContextManager[Any]] = {}
@@ -145,21 +150,6 @@ class TransformerEnginePrecision(ConvertingPrecision):
         # The optimizer's state has the weights' dtype.
         if self.storage is torch.float16:
             check_eps(self.name, optimizers)
-
-    @property
-    def compute_format(self) -> str:
-        width = "FP4" if self.recipe["kind"] == "nvfp4" else "FP8"
-        return f"{width} in linear layers, {super().compute_format} elsewhere"
-
-    @property
-    def formats(self) -> tuple[ComputeFormat, ...]:
-        return (FP8_LAYERS, *super().formats)
-
-    @property
-    def operand_roundoffs(self) -> tuple[float, float]:
-        if self.recipe["kind"] == "nvfp4":
-            return FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
-        return super().operand_roundoffs
 
     @property
     def sort_key(self) -> tuple[float, ...]:

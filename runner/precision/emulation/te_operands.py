@@ -105,7 +105,11 @@ def quantizers_of_recipe(
     if kind == "nvfp4":
         quantizers = _nvfp4_operands(keys)
     elif kind == "current":
-        quantizers = _tensor_operands(keys, narrow)
+        # One scale for each tensor.
+        rule = power_of_two_scale if keys["use_power_2_scales"] else amax_scale
+        forward = Operand(BlockQuantizer(E4M3, rule, keeps_scales=narrow))
+        grad = Operand(BlockQuantizer(grad_format(keys), rule, keeps_scales=narrow))
+        quantizers = Operands(forward, forward, grad)
     elif kind == "mxfp8":
         quantizers = _mxfp8_operands(keys)
     else:
@@ -117,14 +121,6 @@ def grad_format(keys: Mapping[str, Any]) -> Format:
     """Return a recipe's format of gradients: E5M2 has the range that they need, E4M3 the
     precision."""
     return E5M2 if keys.get("format") == "HYBRID" else E4M3
-
-
-def _tensor_operands(keys: Mapping[str, Any], narrow: bool) -> Operands:
-    """Return current scaling: one scale for each tensor."""
-    rule = power_of_two_scale if keys["use_power_2_scales"] else amax_scale
-    forward = Operand(BlockQuantizer(E4M3, rule, keeps_scales=narrow))
-    grad = Operand(BlockQuantizer(grad_format(keys), rule, keeps_scales=narrow))
-    return Operands(forward, forward, grad)
 
 
 def _mxfp8_operands(keys: Mapping[str, Any]) -> Operands:
