@@ -157,10 +157,7 @@ class DynamicLossScale(LossScale):
     def state_dict(self) -> dict[str, float]:
         """Return the scale and its growth counter. Reading them waits for the device, so this is
         for checkpoints, never for the step."""
-        return {
-            "scale": self._scale.item(),
-            "applied_in_a_row": self._applied_in_a_row.item(),
-        }
+        return {"scale": self._scale.item(), "applied_in_a_row": self._applied_in_a_row.item()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if not state:

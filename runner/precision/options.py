@@ -255,10 +255,7 @@ def emulation_remedy(device: torch.device) -> str:
 
 
 def require_capability(
-    name: str,
-    device: torch.device,
-    minimum: tuple[int, int],
-    limit: tuple[int, int] | None = None,
+    name: str, device: torch.device, minimum: tuple[int, int], limit: tuple[int, int] | None = None
 ) -> None:
     """Raise Unavailable unless a device is an NVIDIA GPU of a compute capability.
 

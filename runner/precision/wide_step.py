@@ -51,10 +51,7 @@ KEPT_KEYS = frozenset(store.state_key for store in STORES.values() if store.stat
 
 
 def attach_update(
-    optimizer: Optimizer,
-    rule: str,
-    state_dtype: torch.dtype | None = None,
-    seed: int = 0,
+    optimizer: Optimizer, rule: str, state_dtype: torch.dtype | None = None, seed: int = 0
 ) -> None:
     """Have an optimizer step as an update rule says, from now on.
 
@@ -167,11 +164,7 @@ class _WideStep:
     attach_update for the arguments."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        store: WeightStore,
-        state_dtype: torch.dtype | None,
-        seed: int,
+        self, optimizer: Optimizer, store: WeightStore, state_dtype: torch.dtype | None, seed: int
     ) -> None:
         self.optimizer = optimizer
         self.store = store

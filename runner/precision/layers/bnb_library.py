@@ -16,12 +16,7 @@ with suppress_import_warnings():
 # It warns of the cast to float16 before int8 in every forward.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
-__all__ = [
-    "QuantState",
-    "bnb",
-    "dequantize_4bit",
-    "unpack_tensor_to_dict",
-]
+__all__ = ["QuantState", "bnb", "dequantize_4bit", "unpack_tensor_to_dict"]
 
 
 def has_kernels() -> bool:

@@ -186,11 +186,7 @@ def _to_linear(module: nn.Module, te: Any, multiple: int) -> None:
     """Turn a linear layer into te.Linear, in place."""
     into, out = layer_widths(module)
     made = te.Linear(
-        into,
-        out,
-        bias=module.bias is not None,
-        params_dtype=module.weight.dtype,
-        device="meta",
+        into, out, bias=module.bias is not None, params_dtype=module.weight.dtype, device="meta"
     )
     made._multiple = multiple
     if is_transposed(module):
