@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.precision.contract import Precision
-from runner.precision.emulation.float16 import choose_kernels
+from runner.precision.emulation.cpu_kernels import choose_kernels
 from runner.precision.keep_fp32 import Float32Island
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import Task

@@ -14,7 +14,7 @@ from torch import nn
 
 from runner.precision.conversion import change_class
 from runner.precision.converting import ConvertingPrecision
-from runner.precision.emulation.float16 import KernelChoice
+from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.options import (
@@ -52,7 +52,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
             multiplied in compute_dtype; 0 for none. LLM.int8() uses 6.
         autocast_loss: compute the loss under autocast, too.
         float32_matmul: precision of the float32 products that remain.
-        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
+        cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
         reduced_precision_reduction: products on CUDA may add their parts in half precision.
 
     Raises:
@@ -161,8 +161,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
         # Imported here, because both modules import bitsandbytes, which may not be installed.
-        from runner.precision.layers.linear_4bit import Linear4bit
-        from runner.precision.layers.linear_8bit import Linear8bit, Linear8bitTrained
+        from runner.precision.layers.bnb_linear import Linear4bit, Linear8bit, Linear8bitTrained
 
         module.to(device)
         if self.mode == "int8-training":

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import cast_floats
 from runner.precision.conversion import ConversionReport
-from runner.precision.emulation.float16 import KernelChoice
+from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import make_islands
 from runner.precision.loss_scale import LossScale, NoLossScale
@@ -73,7 +73,7 @@ class Precision(ABC):
         float32_matmul: one of options.MATMUL_PRECISIONS; anything but `highest` lets float32
             products run in TF32 (10-bit mantissa), convolutions too. Empty leaves all of torch's
             settings of products.
-        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
+        cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
         reduced_precision_reduction: half-precision products on CUDA may add their parts in half
             precision.
         operand_roundoffs: the unit roundoffs of a converted layer's operands and of its output

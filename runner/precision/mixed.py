@@ -15,7 +15,7 @@ from torch import nn
 from runner.precision.casting import autocast, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.conversion import ConversionReport
-from runner.precision.emulation.float16 import KernelChoice
+from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
 from runner.precision.options import (
     DTYPES,
@@ -41,7 +41,7 @@ class MixedPrecision(Precision):
         keep_fp32: patterns of modules that compute in float32.
         autocast_loss: compute the loss under autocast too, else outside it on float32 outputs.
         float32_matmul: precision of the float32 products that autocast leaves.
-        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
+        cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
         emulate: on a CPU, products as tensor cores compute them, with sums in float32; bfloat16 on
             a GPU without its units, too. Its speed means nothing.
         allow_substitute: on a TPU, which has no float16, run as bf16-mixed and be recorded so.

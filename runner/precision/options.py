@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, get_args
 import torch
 from torch import nn
 
-from runner.precision.emulation.float16 import KernelChoice, choose_kernels, float32_accumulate
-from runner.precision.emulation.tf32 import tf32_products
+from runner.precision.emulation.cpu_kernels import (
+    KernelChoice,
+    choose_kernels,
+    float32_accumulate,
+    tf32_products,
+)
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.reproducibility import saved_float32_switches, set_float32_switches
 from runner.utils.tpu import accelerator_kind

@@ -61,7 +61,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             te_recipes.KINDS.
         emulate: round as the recipe does and multiply in float32, on any device. Its speed means
             nothing.
-        accumulate: how emulated products are summed; see emulation.te_operands.
+        accumulate: how emulated products are summed; see emulation.te_emulation.
         fuse: one layer for a norm and the linear layer that alone takes its output.
         keep_fp32: patterns of modules that store and compute in float32.
         ignore_modules: patterns of modules that are not converted.

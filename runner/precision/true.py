@@ -11,7 +11,7 @@ import torch
 
 from runner.precision.casting import DefaultDtype, cast_nest
 from runner.precision.contract import Precision
-from runner.precision.emulation.float16 import KernelChoice
+from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.options import (
     DTYPES,
     check_eps,
@@ -39,7 +39,7 @@ class TruePrecision(Precision):
             lets float32 products run in TF32 (10-bit mantissa), convolutions too.
         keep_fp32: patterns of modules that stay in float32.
         autocast_loss: compute the loss in the dtype as well, else in float32 (64-true: float64).
-        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
+        cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
         emulate: on a CPU, products as tensor cores compute them: operands in half precision or
             TF32, sums in float32; bfloat16 on a GPU without its units, too. Its speed means
             nothing.

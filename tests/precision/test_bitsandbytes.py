@@ -370,7 +370,7 @@ def test_gradients_accumulate_to_those_of_the_whole():
 def test_a_product_within_float16_has_the_gradients_of_the_plain_one(size):
     """On a GPU, where the library quantises gradients by way of float16; here it does not."""
     from runner.precision.layers.bnb_library import bnb
-    from runner.precision.layers.linear_8bit import int8_product, pack_int8
+    from runner.precision.layers.bnb_linear import int8_product, pack_int8
 
     def gradients(product):
         x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()

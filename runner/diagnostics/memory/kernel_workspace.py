@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.precision.emulation.float16 import KERNELS
+from runner.precision.emulation.cpu_kernels import KERNELS
 
 _UPDATE_COPIES = 5
 """Float32 tensors of the state's size that bitsandbytes' 8-bit update makes."""
@@ -35,7 +35,7 @@ def workspace_bytes(
         func: a torch.ops overload.
         args, kwargs: of the call.
         result: what the call returned.
-        accumulates: runner.precision.emulation.float16 computes float16 operators with float32
+        accumulates: runner.precision.emulation.cpu_kernels computes float16 operators with float32
             kernels.
     """
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -179,7 +179,7 @@ def unpack_state_dict(
             is_weight = key.rpartition(".")[2] == "weight"
             if is_weight and value.dtype in (torch.int8, torch.uint8):
                 # Imported here, because bitsandbytes may not be installed.
-                from runner.precision.layers.linear_4bit import pop_unpacked
+                from runner.precision.layers.bnb_linear import pop_unpacked
 
                 plain[key] = pop_unpacked(plain, key)
                 prefixes.append(key.removesuffix("weight"))

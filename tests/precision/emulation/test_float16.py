@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.utils.data import DataLoader
 
-from runner.precision.emulation import float16
-from runner.precision.emulation.float16 import (
+from runner.precision.emulation import cpu_kernels
+from runner.precision.emulation.cpu_kernels import (
     choose_kernels,
     float32_accumulate,
     is_float32_accumulation_faster,
@@ -20,7 +20,7 @@ from runner.utils.errors import ConfigError
 
 HALF = torch.float16
 no_units = pytest.mark.skipif(
-    float16.has_native_float16(), reason="the CPU has float16 arithmetic: other native kernels"
+    cpu_kernels.has_native_float16(), reason="the CPU has float16 arithmetic: other native kernels"
 )
 
 
@@ -44,7 +44,7 @@ def test_kernels_are_restored_after_an_exception() -> None:
 
 
 def test_a_failed_installation_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float16, "_lstm_kernel", lambda key: "no kernel")
+    monkeypatch.setattr(cpu_kernels, "_lstm_kernel", lambda key: "no kernel")
     with pytest.raises(TypeError) as failure, float32_accumulate():
         pass
     monkeypatch.undo()
@@ -202,12 +202,12 @@ def test_an_embedding_tied_to_a_layer_counts() -> None:
 
 def test_auto_chooses_by_speed_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
     large, small = nn.Linear(64, 64), nn.Linear(4, 4)
-    monkeypatch.setattr(float16, "native_is_fast", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "native_is_fast", lambda: False)
     assert choose_kernels("auto", large) == "float32_accumulate"
     assert choose_kernels("auto", small) == "native"
     assert choose_kernels("native", large) == "native"
     assert choose_kernels("float32_accumulate", small) == "float32_accumulate"
-    monkeypatch.setattr(float16, "native_is_fast", lambda: True)
+    monkeypatch.setattr(cpu_kernels, "native_is_fast", lambda: True)
     assert choose_kernels("auto", large) == "native"
 
 
@@ -219,22 +219,22 @@ def test_an_unknown_choice_names_the_known() -> None:
 @pytest.mark.parametrize("unit", ["avx512_fp16", "amx_fp16", "fp16_arith"])
 def test_units_are_read_from_the_cpu(monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {unit: True})
-    assert float16.has_native_float16.__wrapped__()
+    assert cpu_kernels.has_native_float16.__wrapped__()
 
 
 def test_units_alone_are_not_taken_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {torch.float32: 1e-4, torch.float16: 5e-3}
-    monkeypatch.setattr(float16, "_convolution_seconds", taken.get)
-    monkeypatch.setattr(float16, "has_native_float16", lambda: True)
-    assert not float16.native_is_fast.__wrapped__()
+    monkeypatch.setattr(cpu_kernels, "_convolution_seconds", taken.get)
+    monkeypatch.setattr(cpu_kernels, "has_native_float16", lambda: True)
+    assert not cpu_kernels.native_is_fast.__wrapped__()
     taken[torch.float16] = 1e-4
-    assert float16.native_is_fast.__wrapped__()
-    monkeypatch.setattr(float16, "has_native_float16", lambda: False)
-    assert not float16.native_is_fast.__wrapped__()
+    assert cpu_kernels.native_is_fast.__wrapped__()
+    monkeypatch.setattr(cpu_kernels, "has_native_float16", lambda: False)
+    assert not cpu_kernels.native_is_fast.__wrapped__()
 
 
 def test_a_timed_convolution_takes_some_time() -> None:
-    assert 0 < float16._convolution_seconds(torch.float32) < 1
+    assert 0 < cpu_kernels._convolution_seconds(torch.float32) < 1
 
 
 def test_products_in_bfloat16_are_refused() -> None:

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.precision.emulation.dispatcher import WRITING_VARIANTS
-from runner.precision.emulation.float16 import KERNELS, float32_accumulate
+from runner.precision.emulation.cpu_kernels import KERNELS, WRITING_VARIANTS, float32_accumulate
 
 HALF = torch.float16
 # Native convolution gradients round partial sums too: up to 1.2e-3 of the output's scale.

@@ -10,7 +10,7 @@ from torch import nn
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, E5M2
 from runner.precision.emulation.quantizers import BlockQuantizer, amax_scale
-from runner.precision.emulation.te_operands import scaled_product
+from runner.precision.emulation.te_emulation import scaled_product
 from runner.precision.te_recipes import complete_recipe
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from runner.precision import registry
 from runner.precision.emulation.formats import E4M3, E5M2
 from runner.precision.emulation.quantizers import BlockQuantizer, amax_scale, power_of_two_scale
-from runner.precision.emulation.te_operands import quantizers_of_recipe
+from runner.precision.emulation.te_emulation import quantizers_of_recipe
 
 TE = [name for name in registry.precision_names() if name.startswith("transformer-engine")]
 
