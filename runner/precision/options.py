@@ -147,15 +147,6 @@ def switch_problems(**switches: object) -> list[str]:
     ]
 
 
-def check_line_search(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for LBFGS on float16 weights."""
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise ConfigError(
-            f"optimizer=lbfgs divides by products of gradients, which leave float16's range under "
-            f"precision={name}. Type precision=32-true, or optimizer=adamw optimizer.eps=1e-4."
-        )
-
-
 # How far one step may move a weight, as an absolute number, before check_eps warns and before it
 # refuses: 0.2 hurts, and 1 destroys any initialisation.
 MAX_SAFE_STEP = 0.2
@@ -230,24 +221,6 @@ def _largest_underflow_step(optimizer: torch.optim.Optimizer) -> tuple[float, fl
             step_times_eps = float(group["lr"]) * gradient
             largest = max(largest, (gradient, step_times_eps), key=lambda pair: pair[1])
     return largest
-
-
-def require_tf32(name: str, device: torch.device) -> None:
-    """Raise Unavailable unless the device has TF32 tensor cores (Ampere or newer)."""
-    if device.type != "cuda":
-        raise Unavailable(
-            f"precision={name} needs an NVIDIA GPU of compute capability 8.0 or higher; "
-            f"this run is on {accelerator_kind(device)}.",
-            "Type precision.emulate=true for its numbers without its speed, or precision=32-true, "
-            "the nearest that runs here.",
-        )
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        raise Unavailable(
-            f"precision={name} needs compute capability 8.0 or higher; {device} "
-            f"({torch.cuda.get_device_name(device)}) has {capability[0]}.{capability[1]}.",
-            "Nearest that runs here: precision=32-true.",
-        )
 
 
 def emulation_remedy(device: torch.device) -> str:

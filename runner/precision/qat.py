@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import nn
 
+from runner.precision.conversion import change_class
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.quantized_linear import FakeQuantizedLinear
 from runner.precision.quantized import WeightFormatPrecision
@@ -36,7 +37,8 @@ class QatPrecision(WeightFormatPrecision):
             self.operand_roundoffs = (EIGHT_BITS_ROUNDOFF, unit_roundoff(self.compute))
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
-        FakeQuantizedLinear.convert_in_place(module, self.weight_format)
+        self.weight_format.load_library()
+        change_class(module, FakeQuantizedLinear, format=self.weight_format)
 
     @property
     def compute_format(self) -> str:

@@ -15,16 +15,15 @@ from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.options import (
     DTYPES,
     check_eps,
-    check_line_search,
     choice_problems,
+    dotted,
     option_problems,
     refuse,
     require_emulated_products,
-    require_tf32,
 )
 from runner.precision.weight_updates import UpdateRule, check_update
 from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.tpu import is_tpu
+from runner.utils.tpu import accelerator_kind, is_tpu
 
 
 @final
@@ -98,8 +97,22 @@ class TruePrecision(Precision):
                 "Type precision=bf16-true.",
             )
         require_emulated_products(self, device, "16-true")
-        if self._is_tf32 and not self.emulated:
-            require_tf32(self.name, device)
+        if not self._is_tf32 or self.emulated:
+            return
+        if device.type != "cuda":
+            raise Unavailable(
+                f"precision={self.name} needs an NVIDIA GPU of compute capability 8.0 or higher; "
+                f"this run is on {accelerator_kind(device)}.",
+                "Type precision.emulate=true for its numbers without its speed, or "
+                "precision=32-true, the nearest that runs here.",
+            )
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            raise Unavailable(
+                f"precision={self.name} needs compute capability 8.0 or higher; {device} "
+                f"({torch.cuda.get_device_name(device)}) has {dotted(capability)}.",
+                "Nearest that runs here: precision=32-true.",
+            )
 
     @property
     def _is_tf32(self) -> bool:
@@ -109,7 +122,12 @@ class TruePrecision(Precision):
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Optimizer state is in float16 too, whose range squares of gradients leave.
         if self.storage is torch.float16:
-            check_line_search(self.name, optimizers)
+            if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+                raise ConfigError(
+                    "optimizer=lbfgs divides by products of gradients, which leave float16's range "
+                    f"under precision={self.name}. Type precision=32-true, or optimizer=adamw "
+                    "optimizer.eps=1e-4."
+                )
             check_eps(self.name, optimizers)
 
     def cast(self, inputs: Any) -> Any:

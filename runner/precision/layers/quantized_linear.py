@@ -26,12 +26,6 @@ class FakeQuantizedLinear(nn.Linear):
 
     format: WeightFormat
 
-    @classmethod
-    def convert_in_place(cls, module: nn.Module, fmt: WeightFormat) -> None:
-        """Turn a linear layer (nn.Linear or Conv1D) into a FakeQuantizedLinear, in place."""
-        fmt.load_library()
-        change_class(module, cls, format=fmt)
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs: float [..., in] to the same dtype, or autocast's, [..., out]."""
         rows = autocast_input(input)
@@ -39,10 +33,6 @@ class FakeQuantizedLinear(nn.Linear):
             weight = self.format.round_weight(weight_matrix(self).float())
             output = F.linear(self.format.round_input(rows), weight.to(rows.dtype))
             return output if self.bias is None else output + self.bias.to(output.dtype)
-
-    def packed(self) -> dict[str, Tensor]:
-        """Return the weight as its format packs it: codes and scales."""
-        return self.format.pack(weight_matrix(self).detach().float().contiguous())
 
 
 class PackedLinear(nn.Linear):

@@ -182,17 +182,26 @@ def te_obstacle(module: nn.Module, multiple: int) -> str:
     return ""
 
 
-def _to_linear(module: nn.Module, te: Any, multiple: int) -> None:
-    """Turn a linear layer into te.Linear, in place."""
+def _to_linear(module: nn.Module, te: Any, multiple: int, norm: nn.Module | None = None) -> None:
+    """Turn a linear layer into te.Linear, in place, or with a norm into te.LayerNormLinear."""
     into, out = layer_widths(module)
-    made = te.Linear(
-        into, out, bias=module.bias is not None, params_dtype=module.weight.dtype, device="meta"
-    )
+    options: dict[str, Any] = {"params_dtype": module.weight.dtype, "device": "meta"}
+    options["bias"] = module.bias is not None
+    if norm is None:
+        made = te.Linear(into, out, **options)
+        kind = layer_class("TELinear", PaddedRows, te.Linear, type(module))
+    else:
+        made = te.LayerNormLinear(into, out, eps=norm.eps, **options)
+        made._norm = (norm,)
+        plain = _original_class(module)
+        kind = layer_class("TELayerNormLinear", FusedNormLinear, te.LayerNormLinear, plain)
     made._multiple = multiple
     if is_transposed(module):
         # The attribute where the library looks for its weight.
         made.weight_names = ["transposed_weight"]
-    _become(module, made, layer_class("TELinear", PaddedRows, te.Linear, type(module)))
+    # The library's empty tensor of a layer without bias would hide the parameter, None.
+    vars(made).pop("bias", None)
+    replace_in_place(module, made, kind)
 
 
 def _to_norm(module: nn.Module, te: Any) -> None:
@@ -201,13 +210,7 @@ def _to_norm(module: nn.Module, te: Any) -> None:
     made = te.LayerNorm(
         module.normalized_shape, eps=module.eps, dtype=module.weight.dtype, device="meta"
     )
-    _become(module, made, layer_class("TELayerNorm", Norm, te.LayerNorm, type(module)))
-
-
-def _become(module: nn.Module, made: nn.Module, kind: type[nn.Module]) -> None:
-    """Turn a module into a layer made on the meta device; its parameters and buffers stay."""
-    # The library's empty tensor of a layer without bias would hide the parameter, None.
-    vars(made).pop("bias", None)
+    kind = layer_class("TELayerNorm", Norm, te.LayerNorm, type(module))
     replace_in_place(module, made, kind)
 
 
@@ -221,36 +224,21 @@ def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) ->
     linears = {path for path, module in converted.items() if isinstance(module, te.Linear)}
     pairs, remarks = find_pairs(model, norms, linears)
     for norm, linear in pairs.items():
-        _to_fused(converted[norm], converted[linear], te, multiple)
+        norm_module = converted[norm]
+        _to_linear(converted[linear], te, multiple, norm_module)
+        # The norm passes its input from now on.
+        plain = _original_class(norm_module)
+        norm_module.__class__ = layer_class("PostponedLayerNorm", DeferredNorm, plain)
+        norm_module._passed_input = None  # type: ignore[assignment]
         remarks[norm] = f"computed in {linear}"
         remarks[linear] = f"computes {norm} too"
     rows = (replace(row, why=remarks.get(row.module, row.why)) for row in report.modules)
     return ConversionReport(tuple(rows))
 
 
-def _to_fused(norm: nn.Module, linear: nn.Module, te: Any, multiple: int) -> None:
-    """Turn a converted linear layer into te.LayerNormLinear, and let its norm pass its input."""
-    assert isinstance(norm, nn.LayerNorm)
-    into, out = layer_widths(linear)
-    made = te.LayerNormLinear(
-        into,
-        out,
-        eps=norm.eps,
-        bias=linear.bias is not None,
-        params_dtype=linear.weight.dtype,
-        device="meta",
-    )
-    made._multiple = multiple
-    made._norm = (norm,)
-    if is_transposed(linear):
-        made.weight_names = ["transposed_weight"]
-    # The last base of a converted layer's class is the class that it had.
-    plain_linear = type(linear).__bases__[-1]
-    plain_norm = type(norm).__bases__[-1]
-    kind = layer_class("TELayerNormLinear", FusedNormLinear, te.LayerNormLinear, plain_linear)
-    _become(linear, made, kind)
-    norm.__class__ = layer_class("PostponedLayerNorm", DeferredNorm, plain_norm)
-    norm._passed_input = None  # type: ignore[assignment]
+def _original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a converted module had."""
+    return type(module).__bases__[-1]
 
 
 def find_pairs(
