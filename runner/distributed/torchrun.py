@@ -156,9 +156,8 @@ def claim_message(text: str) -> bool:
     if here.world_size == 1:
         return True
     try:
-        return (
-            rendezvous_store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
-        )
+        key = f"runner/{here.restart}/{zlib.crc32(text.encode())}"
+        return rendezvous_store(here).add(key, 1) == 1
     except RuntimeError:
         # The process that serves the store has ended: a message twice is better than none.
         return True

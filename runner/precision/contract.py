@@ -1,9 +1,15 @@
 """The precision contract: what the rest of the runner may ask of a precision.
 
-An abstract base and final subclasses, no deeper inheritance. A new precision is one class and
-one yaml in conf/precision/, or in the user's own --config-dir; the contract test, `doctor`,
-mode=advise and the docs pick it up from there. No other module looks at a precision's name: what
-messages, lists and the advisor need is a member here, with a default that follows from the dtypes.
+Abstract bases and final subclasses. A new precision is one class and one yaml in conf/precision/,
+or in the user's own --config-dir; the contract test, `doctor`, mode=advise and the docs pick it up
+from there. No other module looks at a precision's name: what messages, lists and the advisor need
+is a member here, with a default that follows from the dtypes.
+
+How to add one: make a dataclass whose fields are the keys of its yaml, and whose __post_init__
+refuses values that are not allowed (`options.refuse`) and sets storage, compute and what else
+differs from the defaults here. A precision that computes by autocast is like MixedPrecision; one
+that replaces linear layers is a ConvertingPrecision (converting.py), like Float8Precision: it says
+which layers it cannot hold (find_obstacle) and replaces one (convert_layer).
 """
 
 from abc import ABC

@@ -83,14 +83,14 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     A block is an outermost module with children of its own of which a container holds several of
     one class.
     """
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     children = [child for child in model._modules.values() if child is not None]
     kinds = [type(child) for child in children] if isinstance(model, _CONTAINERS) else []
     for child in children:
         is_repeated = kinds.count(type(child)) > 1 and not isinstance(child, _CONTAINERS)
         if is_repeated and child._modules:
-            found.append(child)
+            blocks.append(child)
         else:
-            found += repeated_blocks(child)
+            blocks += repeated_blocks(child)
     # A model may hold one module in several places: it counts once.
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(blocks))
