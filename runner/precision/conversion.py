@@ -147,12 +147,10 @@ class ConversionReport:
         return [asdict(module) for module in self.modules]
 
 
-def summarize_modules(rows: Iterable[ModuleConversion], limit: int = 4) -> list[str]:
-    """Return a phrase for the modules of each class and reason.
+def summarize_modules(rows: Iterable[ModuleConversion]) -> list[str]:
+    """Return a phrase for the modules of each class and reason; the rows are in the model's order.
 
-    Args:
-        rows: in the model's order.
-        limit: how many modules are named; where there are more, their number is in the phrase too.
+    Four modules are named at most; where there are more, their number is in the phrase too.
     """
     groups: dict[tuple[str, str, str], list[ModuleConversion]] = {}
     for row in rows:
@@ -163,8 +161,8 @@ def summarize_modules(rows: Iterable[ModuleConversion], limit: int = 4) -> list[
         size = f", {elements:,} weights" if elements else ""
         if counted_with:
             size += f", counted with {counted_with}"
-        names = ", ".join(row.module for row in group[:limit])
-        if len(group) > limit:
+        names = ", ".join(row.module for row in group[:4])
+        if len(group) > 4:
             texts.append(f"{len(group)} {kind} ({names}, …{size}): {why}")
         else:
             texts.append(f"{names} ({kind}{size}): {why}")

@@ -121,13 +121,23 @@ class DynamicLossScale(LossScale):
         found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
         # GradScaler's: multiplying by the inverse is one fused kernel, and exact for powers of two.
         inverse = self._scale.reciprocal()
-        for group in _gradients_by_dtype(grads):
+        # The native call takes gradients of one dtype, complex ones as real and imaginary parts.
+        groups: dict[torch.dtype, list[Tensor]] = {}
+        for grad in grads:
+            real = torch.view_as_real(grad) if grad.is_complex() else grad
+            groups.setdefault(real.dtype, []).append(real)
+        for group in groups.values():
             torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
         return found_inf
 
     def step(self, optimizer: Optimizer, found_inf: Tensor | None) -> None:
         assert found_inf is not None
-        if self.device.type != "cpu" and _skips_on_device(optimizer):
+        # SGD does not skip before it has its momentum: torch allocates that without filling it and
+        # leaves the filling to the step that would be skipped.
+        has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+        is_unfilled = has_momentum and not optimizer.state
+        skips = getattr(optimizer, "_step_supports_amp_scaling", False) and not is_unfilled
+        if self.device.type != "cpu" and skips:
             # A fused kernel reads found-inf on the device and skips there, so that the host does
             # not wait. grad_scale is None because the gradients are unscaled already.
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -193,25 +203,6 @@ def check_loss_scale(values: dict[str, Any]) -> None:
             problems.append(f"precision.loss_scale.{key}={value} cannot work. Allowed: {allowed}.")
     if problems:
         raise ConfigError(*problems)
-
-
-def _skips_on_device(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's fused kernel reads found-inf and skips the step by itself."""
-    # SGD does not skip before it has its momentum: torch allocates that without filling it and
-    # leaves the filling to the step that would be skipped.
-    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
-    is_unfilled = has_momentum and not optimizer.state
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not is_unfilled
-
-
-def _gradients_by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the gradients in groups of one dtype, as the native call takes them; a complex
-    gradient is seen as its real and imaginary parts."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        real = torch.view_as_real(grad) if grad.is_complex() else grad
-        groups.setdefault(real.dtype, []).append(real)
-    return list(groups.values())
 
 
 class HostFlag:

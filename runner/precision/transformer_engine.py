@@ -170,11 +170,20 @@ class TransformerEnginePrecision(ConvertingPrecision):
         # that is recomputed there raises (refuse_recompute).
         return self._plain_context if self._is_delayed else self.forward(device)
 
-    def eval_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+    @contextmanager
+    def eval_context(self, model: nn.Module) -> Iterator[None]:
         # Other recipes have no state that a forward changes.
         if self.update_in_eval or not self._is_delayed:
-            return nullcontext()
-        return _restored_scales(model)
+            yield
+            return
+        # A forward writes amaxes even without gradients, and the next training step would use them.
+        layers = list(_fp8_layers(model).values())
+        previous = [layer.get_fp8_meta_tensors() for layer in layers]
+        try:
+            yield
+        finally:
+            for layer, tensors in zip(layers, previous, strict=True):
+                layer.reset_fp8_meta_tensors(tensors)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return scales and amax histories of delayed scaling, by module; empty for other recipes.
@@ -303,21 +312,6 @@ def _fp8_layers(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "fp8_meta", None), dict)
     }
-
-
-@contextmanager
-def _restored_scales(model: nn.Module) -> Iterator[None]:
-    """Restore scales and amax histories after the context.
-
-    A forward writes amaxes even without gradients, and the next training step would use them.
-    """
-    layers = list(_fp8_layers(model).values())
-    previous = [layer.get_fp8_meta_tensors() for layer in layers]
-    try:
-        yield
-    finally:
-        for layer, tensors in zip(layers, previous, strict=True):
-            layer.reset_fp8_meta_tensors(tensors)
 
 
 @contextmanager
