@@ -32,17 +32,14 @@ def autocast(device_type: str, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device_type, dtype=dtype)
 
 
-def target_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a tensor takes in a precision of the given floating dtype."""
-    if tensor.is_complex():
-        return _COMPLEX.get(dtype, torch.complex64)
-    return dtype if tensor.is_floating_point() else tensor.dtype
-
-
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in its target dtype; the same object where nothing changes."""
-    wanted = target_dtype(tensor, dtype)
-    return tensor if tensor.dtype is wanted else tensor.to(wanted)
+    """Return a tensor as a precision of this floating dtype holds it; the same object where nothing
+    changes."""
+    if tensor.is_complex():
+        dtype = _COMPLEX.get(dtype, torch.complex64)
+    elif not tensor.is_floating_point():
+        return tensor
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def cast_nest(nest: Any, dtype: torch.dtype) -> Any:

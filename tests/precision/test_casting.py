@@ -11,7 +11,6 @@ from runner.precision.casting import (
     cast_floats,
     cast_nest,
     cast_tensor,
-    target_dtype,
 )
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -32,8 +31,8 @@ class Example:
 
 @pytest.mark.parametrize("policy", FLOATS)
 def test_only_floats_follow_a_float_policy(policy):
-    assert {target_dtype(torch.zeros(1, dtype=d), policy) for d in FLOATS} == {policy}
-    assert [target_dtype(torch.zeros(1, dtype=d), policy) for d in WHOLE] == list(WHOLE)
+    assert {cast_tensor(torch.zeros(1, dtype=d), policy).dtype for d in FLOATS} == {policy}
+    assert [cast_tensor(torch.zeros(1, dtype=d), policy).dtype for d in WHOLE] == list(WHOLE)
 
 
 @pytest.mark.parametrize("policy", FLOATS)

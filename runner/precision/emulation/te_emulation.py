@@ -118,7 +118,13 @@ def quantizers_of_recipe(
         grad = Operand(BlockQuantizer(grad_format(keys), rule, keeps_scales=narrow))
         quantizers = Operands(forward, forward, grad)
     elif kind == "mxfp8":
-        quantizers = _mxfp8_operands(keys)
+        # Blocks of 32 values, or weights in blocks of 32 x 32.
+        line = BlockQuantizer(E4M3, exponent_scale, (1, 32))
+        quantizers = Operands(
+            _block_operand(line, 1),
+            _block_operand(line, 2 if keys["enable_2d_quantization"] else 1),
+            _block_operand(replace(line, fmt=grad_format(keys)), 1),
+        )
     else:
         quantizers = _block_operands(keys, narrow)
     return replace(quantizers, backward=keys["backward_override"], narrow=narrow)
@@ -128,16 +134,6 @@ def grad_format(keys: Mapping[str, Any]) -> Format:
     """Return a recipe's format of gradients: E5M2 has the range that they need, E4M3 the
     precision."""
     return E5M2 if keys.get("format") == "HYBRID" else E4M3
-
-
-def _mxfp8_operands(keys: Mapping[str, Any]) -> Operands:
-    """Return MXFP8: blocks of 32 values, or weights in blocks of 32 x 32."""
-    line = BlockQuantizer(E4M3, exponent_scale, (1, 32))
-    return Operands(
-        _block_operand(line, 1),
-        _block_operand(line, 2 if keys["enable_2d_quantization"] else 1),
-        _block_operand(replace(line, fmt=grad_format(keys)), 1),
-    )
 
 
 def _block_operands(keys: Mapping[str, Any], narrow: bool) -> Operands:
@@ -239,19 +235,15 @@ def _narrow_sums(a: Tensor, b: Tensor) -> Tensor:
         unit = torch.where(largest > 0, largest * 2.0**-FRACTION_BITS, 1.0)
         # Whole numbers of fewer than 24 bits: float32 adds them exactly, in any order.
         units = (left * right / unit[..., None]).trunc_().sum(-1) + (sums / unit).trunc_()
-        sums = _truncate(units * unit)
+        # Cut off to FRACTION_BITS bits of fraction.
+        kept_bits = -(1 << (_FLOAT32_FRACTION_BITS - FRACTION_BITS))
+        sums = ((units * unit).view(torch.int32) & kept_bits).view(torch.float32)
     return sums
 
 
 def _power_of_two(x: Tensor) -> Tensor:
     """Return the power of two at or below each magnitude, 0 for 0: float32 of x's shape."""
     return (x.view(torch.int32) & INFINITY_BITS).view(torch.float32)
-
-
-def _truncate(x: Tensor) -> Tensor:
-    """Return float32 values cut off to FRACTION_BITS bits of fraction."""
-    dropped = _FLOAT32_FRACTION_BITS - FRACTION_BITS
-    return (x.view(torch.int32) & -(1 << dropped)).view(torch.float32)
 
 
 class Autocast:
