@@ -12,21 +12,12 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from runner.precision import options
 from runner.precision.conversion import change_class
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
-from runner.precision.options import (
-    DTYPES,
-    choice_problems,
-    dotted,
-    name_problems,
-    native_half_prefix,
-    option_problems,
-    refuse,
-    require_bfloat16,
-)
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import unit_roundoff
 from runner.utils.tpu import accelerator_kind
@@ -74,8 +65,8 @@ class BitsandbytesPrecision(ConvertingPrecision):
 
     def __post_init__(self) -> None:
         self._check_values()
-        refuse(option_problems(self))
-        self.compute = DTYPES[self.compute_dtype]
+        options.refuse(options.product_problems(self))
+        self.compute = options.DTYPES[self.compute_dtype]
         # In every other mode the packed weights are all that is stored.
         if self.mode != "int8-training":
             self.freezes = True
@@ -87,8 +78,8 @@ class BitsandbytesPrecision(ConvertingPrecision):
 
     def _check_values(self) -> None:
         """Raise ConfigError with every value that is not allowed."""
-        problems = choice_problems("mode", self.mode, MODES)
-        problems += name_problems(
+        problems = options.choice_problems("mode", self.mode, MODES)
+        problems += options.name_problems(
             self.name, "mode", self.mode, {mode: f"bnb-{mode}" for mode in MODES}
         )
         if self.compute_dtype not in COMPUTE_DTYPES:
@@ -106,12 +97,12 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 f"precision.threshold={self.threshold}: {self.mode} has none. Type "
                 "precision=bnb-int8, or leave it out."
             )
-        refuse(problems)
+        options.refuse(problems)
 
     def require(self, device: torch.device) -> None:
         # Compute capabilities of the library's kernels: Turing for int8, Pascal for 4 bits.
         min_capability = (7, 5) if self._is_int8 else (6, 0)
-        needed = dotted(min_capability)
+        needed = options.dotted(min_capability)
         if device.type not in ("cpu", "cuda"):
             raise Unavailable(
                 f"precision={self.name} needs a CPU or an NVIDIA GPU of compute capability "
@@ -133,14 +124,14 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 "Type python -m bitsandbytes to see why, or precision=bf16-true.",
             )
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < min_capability:
-            actual = dotted(torch.cuda.get_device_capability(device))
+            actual = options.dotted(torch.cuda.get_device_capability(device))
             raise Unavailable(
                 f"precision={self.name} needs compute capability {needed} or higher; "
                 f"{device} ({torch.cuda.get_device_name(device)}) has {actual}.",
-                f"Nearest that runs here: precision={native_half_prefix(device)}-true.",
+                f"Nearest that runs here: precision={options.native_half_prefix(device)}-true.",
             )
         if self.compute is torch.bfloat16:
-            require_bfloat16(
+            options.require_bfloat16(
                 f"{self.name} precision.compute_dtype=bfloat16",
                 device,
                 "Type precision.compute_dtype=float16, or precision.compute_dtype=float32.",

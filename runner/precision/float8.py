@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from runner.precision import options
 from runner.precision.casting import DefaultDtype, autocast_input
 from runner.precision.contract import FP8_LAYERS
 from runner.precision.conversion import layer_class, replace_in_place
@@ -18,16 +19,6 @@ from runner.precision.converting import ConvertingPrecision
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths
 from runner.precision.layers.padding import pad_rows
-from runner.precision.options import (
-    DTYPES,
-    choice_problems,
-    name_problems,
-    option_problems,
-    refuse,
-    require_capability,
-    require_torchao,
-    switch_problems,
-)
 from runner.utils.errors import Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tpu import is_tpu
@@ -84,18 +75,18 @@ class Float8Precision(ConvertingPrecision):
     reduced_precision_reduction: bool = False
 
     def __post_init__(self) -> None:
-        problems = choice_problems("recipe", self.recipe, NAME_BY_RECIPE)
-        problems += choice_problems("weights", self.weights, WEIGHT_DTYPES)
-        problems += name_problems(self.name, "recipe", self.recipe, NAME_BY_RECIPE)
-        problems += switch_problems(emulate=self.emulate)
+        problems = options.choice_problems("recipe", self.recipe, NAME_BY_RECIPE)
+        problems += options.choice_problems("weights", self.weights, WEIGHT_DTYPES)
+        problems += options.name_problems(self.name, "recipe", self.recipe, NAME_BY_RECIPE)
+        problems += options.switch_problems(emulate=self.emulate)
         # By its type, because a bool is an int to isinstance.
         if type(self.min_features) is not int or self.min_features < 1:
             problems.append(
                 f"precision.min_features={self.min_features} must be a whole number from 1."
             )
-        refuse(problems)
-        refuse(option_problems(self))
-        self.storage = DTYPES[self.weights]
+        options.refuse(problems)
+        options.refuse(options.product_problems(self))
+        self.storage = options.DTYPES[self.weights]
         self.compute = torch.bfloat16
         # torchao emulates its products itself, and the others are native.
         self.emulated = self.emulate
@@ -120,8 +111,8 @@ class Float8Precision(ConvertingPrecision):
         # nobody would want unasked. Ada has both of torch's kernels: per tensor in cuBLASLt, per
         # row in CUTLASS (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
         if not self.emulated:
-            require_capability(self.name, device, (8, 9))
-        require_torchao(self.name)
+            options.require_capability(self.name, device, (8, 9))
+        options.require_torchao(self.name)
 
     def find_obstacle(self, module: nn.Module) -> str:
         into, out = layer_widths(module)

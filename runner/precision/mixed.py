@@ -12,19 +12,12 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from runner.precision import options
 from runner.precision.casting import autocast, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.conversion import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
-from runner.precision.options import (
-    DTYPES,
-    choice_problems,
-    option_problems,
-    refuse,
-    require_emulated_products,
-    switch_problems,
-)
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import is_tpu
 
@@ -63,10 +56,10 @@ class MixedPrecision(Precision):
     reduced_precision_reduction: bool = False
 
     def __post_init__(self) -> None:
-        refuse(choice_problems("dtype", self.dtype, ("float16", "bfloat16")))
+        options.refuse(options.choice_problems("dtype", self.dtype, ("float16", "bfloat16")))
         self.emulated = self.emulates_products = self.emulate
-        refuse(option_problems(self))
-        refuse(switch_problems(allow_substitute=self.allow_substitute))
+        options.refuse(options.product_problems(self))
+        options.refuse(options.switch_problems(allow_substitute=self.allow_substitute))
         if self.loss_scale is not None:
             if self.dtype == "bfloat16":
                 raise ConfigError(
@@ -76,7 +69,7 @@ class MixedPrecision(Precision):
                 )
             # Here, because the loss scale itself is made only when the run starts.
             check_loss_scale(dict(self.loss_scale))
-        self.compute = DTYPES[self.dtype]
+        self.compute = options.DTYPES[self.dtype]
 
     def require(self, device: torch.device) -> None:
         if is_tpu(device) and self.compute is torch.float16:
@@ -93,7 +86,7 @@ class MixedPrecision(Precision):
             self.compute = torch.bfloat16
             self.loss_scale = None
         # After the substitution, which has changed the dtype.
-        require_emulated_products(self, device, "16-mixed")
+        options.require_emulated_products(self, device, "16-mixed")
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE

@@ -37,7 +37,7 @@ DTYPES = {
 }
 
 
-def option_problems(precision: "Precision") -> list[str]:
+def product_problems(precision: "Precision") -> list[str]:
     """Return a sentence for each value that is not allowed, of the keys that say how products are
     computed; see Precision."""
     # torch itself only warns of an unknown value.
@@ -56,7 +56,7 @@ def products_session(
     """Return the context around a run in which products are computed as a precision says.
 
     Args:
-        precision: its keys are those of option_problems.
+        precision: its keys are those of product_problems.
         model: of the run.
         device: that the run computes on.
 

@@ -11,20 +11,12 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
+from runner.precision import options
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.precision.layers.weight_formats import FORMAT_NAMES, weight_format
-from runner.precision.options import (
-    DTYPES,
-    choice_problems,
-    name_problems,
-    option_problems,
-    refuse,
-    require_bfloat16,
-    require_torchao,
-)
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import unit_roundoff
 from runner.utils.tpu import accelerator_kind
@@ -68,17 +60,17 @@ class WeightFormatPrecision(ConvertingPrecision):
 
     def __post_init__(self) -> None:
         built_in = {each: f"{self.prefix}{each}" for each in FORMAT_NAMES}
-        problems = choice_problems("format", self.format, FORMAT_NAMES)
-        problems += name_problems(self.name, "format", self.format, built_in)
+        problems = options.choice_problems("format", self.format, FORMAT_NAMES)
+        problems += options.name_problems(self.name, "format", self.format, built_in)
         size = self.group_size
         # By its type, because a bool is an int to isinstance.
         if type(size) is not int or size < 2 or size % 2:
             problems.append(f"precision.group_size={size} must be an even number from 2.")
-        problems += choice_problems("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
-        refuse(problems)
-        refuse(option_problems(self))
+        problems += options.choice_problems("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
+        options.refuse(problems)
+        options.refuse(options.product_problems(self))
         self.weight_format = weight_format(self.format, self.group_size)
-        self.compute = DTYPES[self.compute_dtype]
+        self.compute = options.DTYPES[self.compute_dtype]
         self.emulated = self.format == "nvfp4"
 
     def require(self, device: torch.device) -> None:
@@ -89,9 +81,9 @@ class WeightFormatPrecision(ConvertingPrecision):
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         if self.format != "nvfp4":
-            require_torchao(self.name)
+            options.require_torchao(self.name)
         if self.compute is torch.bfloat16:
-            require_bfloat16(
+            options.require_bfloat16(
                 f"{self.name} precision.compute_dtype=bfloat16",
                 device,
                 "Type precision.compute_dtype=float32.",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.distributed.strategy import Strategy
-from runner.precision import te_recipes
+from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
 from runner.precision.contract import FP8_LAYERS
 from runner.precision.conversion import ROOT_NAME, ConversionReport, ConversionRules
@@ -25,15 +25,6 @@ from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.backward_checks import refuse_recompute
 from runner.precision.layers.te_layers import convert_layers, te_obstacle
-from runner.precision.options import (
-    DTYPES,
-    check_eps,
-    choice_problems,
-    float32_matmul,
-    reduced_precision_sums,
-    refuse,
-    switch_problems,
-)
 from runner.precision.weight_updates import UpdateRule, check_update
 from runner.utils.errors import Unavailable
 
@@ -91,16 +82,16 @@ class TransformerEnginePrecision(ConvertingPrecision):
 
     def __post_init__(self) -> None:
         problems = te_recipes.recipe_problems(self.name, self.recipe, self.weights)
-        problems += choice_problems("weights", self.weights, WEIGHT_DTYPES)
-        problems += switch_problems(
+        problems += options.choice_problems("weights", self.weights, WEIGHT_DTYPES)
+        problems += options.switch_problems(
             emulate=self.emulate,
             fuse=self.fuse,
             update_in_eval=self.update_in_eval,
             reduced_precision_reduction=self.reduced_precision_reduction,
         )
         problems += te_recipes.accumulate_problems(self.accumulate, self.recipe, self.emulate)
-        refuse(problems)
-        self.storage = self.compute = DTYPES[self.weights]
+        options.refuse(problems)
+        self.storage = self.compute = options.DTYPES[self.weights]
         check_update(self.name, self.update, self.storage)
         self.recipe = dict(self.recipe)
         self.kind = te_recipes.KINDS[self.recipe["kind"]]
@@ -130,8 +121,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         amaxes = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
-        sums = reduced_precision_sums(self.reduced_precision_reduction)
-        with float32_matmul("highest"), sums, amaxes:
+        sums = options.reduced_precision_sums(self.reduced_precision_reduction)
+        with options.float32_matmul("highest"), sums, amaxes:
             yield
 
     def find_obstacle(self, module: nn.Module) -> str:
@@ -149,7 +140,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # The optimizer's state has the weights' dtype.
         if self.storage is torch.float16:
-            check_eps(self.name, optimizers)
+            options.check_eps(self.name, optimizers)
 
     @property
     def sort_key(self) -> tuple[float, ...]:

@@ -9,18 +9,10 @@ from typing import Any, final
 
 import torch
 
+from runner.precision import options
 from runner.precision.casting import DefaultDtype, cast_nest
 from runner.precision.contract import Precision
 from runner.precision.emulation.cpu_kernels import KernelChoice
-from runner.precision.options import (
-    DTYPES,
-    check_eps,
-    choice_problems,
-    dotted,
-    option_problems,
-    refuse,
-    require_emulated_products,
-)
 from runner.precision.weight_updates import UpdateRule, check_update
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import accelerator_kind, is_tpu
@@ -61,10 +53,10 @@ class TruePrecision(Precision):
     update: UpdateRule = "nearest"
 
     def __post_init__(self) -> None:
-        refuse(choice_problems("dtype", self.dtype, DTYPES))
+        options.refuse(options.choice_problems("dtype", self.dtype, options.DTYPES))
         self.emulated = self.emulates_products = self.emulate
-        refuse(option_problems(self))
-        self.storage = self.compute = DTYPES[self.dtype]
+        options.refuse(options.product_problems(self))
+        self.storage = self.compute = options.DTYPES[self.dtype]
         check_update(self.name, self.update, self.storage)
         if self.storage.itemsize > 2:
             if self.emulate and not self._is_tf32:
@@ -96,7 +88,7 @@ class TruePrecision(Precision):
                 "precision=16-true cannot run on a TPU, whose half precision is bfloat16.",
                 "Type precision=bf16-true.",
             )
-        require_emulated_products(self, device, "16-true")
+        options.require_emulated_products(self, device, "16-true")
         if not self._is_tf32 or self.emulated:
             return
         if device.type != "cuda":
@@ -110,7 +102,7 @@ class TruePrecision(Precision):
         if capability < (8, 0):
             raise Unavailable(
                 f"precision={self.name} needs compute capability 8.0 or higher; {device} "
-                f"({torch.cuda.get_device_name(device)}) has {dotted(capability)}.",
+                f"({torch.cuda.get_device_name(device)}) has {options.dotted(capability)}.",
                 "Nearest that runs here: precision=32-true.",
             )
 
@@ -128,7 +120,7 @@ class TruePrecision(Precision):
                     f"under precision={self.name}. Type precision=32-true, or optimizer=adamw "
                     "optimizer.eps=1e-4."
                 )
-            check_eps(self.name, optimizers)
+            options.check_eps(self.name, optimizers)
 
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)
