@@ -64,24 +64,9 @@ class BitsandbytesPrecision(ConvertingPrecision):
     reduced_precision_reduction: bool = False
 
     def __post_init__(self) -> None:
-        self._check_values()
-        options.refuse(options.product_problems(self))
-        self.compute = options.DTYPES[self.compute_dtype]
-        # In every other mode the packed weights are all that is stored.
-        if self.mode != "int8-training":
-            self.freezes = True
-            self.layout = f"bnb-{self.mode}"
-            bits = EIGHT_BITS_ROUNDOFF if self._is_int8 else FOUR_BITS_ROUNDOFF
-            self.operand_roundoffs = (bits, unit_roundoff(self.compute))
-        if self._is_int8:
-            self.layers_compute_in = "int8"
-
-    def _check_values(self) -> None:
-        """Raise ConfigError with every value that is not allowed."""
         problems = options.choice_problems("mode", self.mode, MODES)
-        problems += options.name_problems(
-            self.name, "mode", self.mode, {mode: f"bnb-{mode}" for mode in MODES}
-        )
+        built_in = {mode: f"bnb-{mode}" for mode in MODES}
+        problems += options.name_problems(self.name, "mode", self.mode, built_in)
         if self.compute_dtype not in COMPUTE_DTYPES:
             allowed = ", ".join(COMPUTE_DTYPES)
             problems.append(
@@ -98,6 +83,16 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 "precision=bnb-int8, or leave it out."
             )
         options.refuse(problems)
+        options.refuse(options.product_problems(self))
+        self.compute = options.DTYPES[self.compute_dtype]
+        # In every other mode the packed weights are all that is stored.
+        if self.mode != "int8-training":
+            self.freezes = True
+            self.layout = f"bnb-{self.mode}"
+            bits = EIGHT_BITS_ROUNDOFF if self._is_int8 else FOUR_BITS_ROUNDOFF
+            self.operand_roundoffs = (bits, unit_roundoff(self.compute))
+        if self._is_int8:
+            self.layers_compute_in = "int8"
 
     def require(self, device: torch.device) -> None:
         # Compute capabilities of the library's kernels: Turing for int8, Pascal for 4 bits.

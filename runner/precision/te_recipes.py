@@ -181,7 +181,20 @@ def recipe_problems(name: str, recipe: object, weights: str) -> list[str]:
         return problems
     kind = KINDS[kind_name]
     given = {key: value for key, value in recipe.items() if key != "kind"}
-    problems = _key_problems(kind_name, kind, given)
+    unknown_keys = []
+    unknown_values = []
+    for key, value in given.items():
+        if key not in kind.keys:
+            unknown_keys.append(
+                f"precision.recipe.{key}={value}: the recipe {kind_name} has no such key. "
+                f"Allowed: {', '.join(kind.keys)}."
+            )
+        elif not kind.keys[key].is_allowed(value):
+            allowed = kind.keys[key].allowed
+            unknown_values.append(
+                f"precision.recipe.{key}={value} is not known. Allowed: {allowed}."
+            )
+    problems = [*unknown_keys, *unknown_values]
     dimension_keys = [key for key in kind.keys if key.endswith("block_scaling_dim")]
     square = [key for key in dimension_keys if given.get(key, kind.keys[key].default) == 2]
     if len(square) > 1:
@@ -222,24 +235,6 @@ def accumulate_problems(accumulate: object, recipe: object, emulate: object) -> 
             f"{', '.join(HOPPER_KINDS)}. Type precision=transformer-engine-block."
         ]
     return []
-
-
-def _key_problems(name: str, kind: RecipeKind, given: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each key that a recipe does not have, then for each unknown value."""
-    unknown_keys = []
-    unknown_values = []
-    for key, value in given.items():
-        if key not in kind.keys:
-            unknown_keys.append(
-                f"precision.recipe.{key}={value}: the recipe {name} has no such key. "
-                f"Allowed: {', '.join(kind.keys)}."
-            )
-        elif not kind.keys[key].is_allowed(value):
-            allowed = kind.keys[key].allowed
-            unknown_values.append(
-                f"precision.recipe.{key}={value} is not known. Allowed: {allowed}."
-            )
-    return [*unknown_keys, *unknown_values]
 
 
 def import_library() -> Any:
