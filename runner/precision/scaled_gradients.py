@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.precision.gradients import (
-    clip_elements,
-    coalesce_gradients,
-    grad_norms,
-    gradient_values,
-    parameters_of,
-    scale_to_norm,
-    total_norm,
-)
+from runner.precision import gradients
 from runner.precision.loss_scale import LossScale
 from runner.utils.errors import PolicyError
 
@@ -106,7 +98,9 @@ class ScaledGradients:
     def check_own_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise PolicyError for an optimizer that steps by itself on scaled gradients; a hook of
         all optimizers' steps."""
-        if not self._is_stepping and any(p in self._computed for p in parameters_of(optimizer)):
+        if not self._is_stepping and any(
+            p in self._computed for p in gradients.parameters_of(optimizer)
+        ):
             raise PolicyError(
                 f"optimizer.step() of {type(optimizer).__name__} does not know the loss scale that "
                 "its gradients are multiplied by. Write policy.step(optimizer) in its place."
@@ -116,11 +110,11 @@ class ScaledGradients:
         """Divide an optimizer's gradients by the scale, once per step."""
         if optimizer in self._found_infs:
             return
-        parameters = parameters_of(optimizer)
+        parameters = gradients.parameters_of(optimizer)
         if self._is_scaled:
             self._check_unchanged(optimizer, parameters)
         others = [p for p in self._computed.keys() - {*parameters} if self._is_unchanged(p)]
-        coalesce_gradients(parameters)
+        gradients.coalesce_gradients(parameters)
         # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
         for p in parameters:
             if p.grad is not None and p.is_complex():
@@ -142,8 +136,8 @@ class ScaledGradients:
 
     def _check_unchanged(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """Raise PolicyError for gradients that are not those of policy.backward."""
-        gradients = [p for p in parameters if p.grad is not None]
-        changed = sum(not self._is_unchanged(p) for p in gradients)
+        trained = [p for p in parameters if p.grad is not None]
+        changed = sum(not self._is_unchanged(p) for p in trained)
         if changed:
             raise PolicyError(
                 f"{changed} gradients of {type(optimizer).__name__} are not as policy.backward "
@@ -166,11 +160,11 @@ class ScaledGradients:
         grads = _gradients(optimizers)
         if not grads:
             raise PolicyError("None of the optimizers' parameters has a gradient to clip.")
-        norms = grad_norms(grads)
+        norms = gradients.grad_norms(grads)
         if value is not None:
-            clip_elements(grads, value)
+            gradients.clip_elements(grads, value)
         if norm is not None:
-            scale_to_norm(grads, total_norm(norms), norm)
+            gradients.scale_to_norm(grads, gradients.total_norm(norms), norm)
         # As torch's own clipping returns it: infinite or NaN where gradients are.
         return torch.linalg.vector_norm(norms)
 
@@ -201,7 +195,7 @@ class ScaledGradients:
             self._last_found_inf = torch.stack(flags).amax()
             self._skipped += self._last_found_inf != 0
         for optimizer in optimizers:
-            for p in parameters_of(optimizer):
+            for p in gradients.parameters_of(optimizer):
                 p.grad = None
         self.is_pending = False
         self._found_infs = {}
@@ -211,5 +205,5 @@ class ScaledGradients:
 
 def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     # Sparse gradients are worked on by their values, which share the gradients' memory.
-    parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
-    return [gradient_values(p.grad) for p in parameters if p.grad is not None]
+    parameters = [p for optimizer in optimizers for p in gradients.parameters_of(optimizer)]
+    return [gradients.gradient_values(p.grad) for p in parameters if p.grad is not None]

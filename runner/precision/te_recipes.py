@@ -11,13 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from runner.precision.options import (
-    choice_problems,
-    dotted,
-    emulation_remedy,
-    name_problems,
-    require_capability,
-)
+from runner.precision import options
 from runner.utils.errors import Unavailable
 
 INSTALL_REMEDY = 'Type pip install "precision-runner[transformer-engine]".'
@@ -175,8 +169,8 @@ def recipe_problems(name: str, recipe: object, weights: str) -> list[str]:
     built_in["delayed"] = name if is_float16 else "transformer-engine"
     kind_name = str(recipe.get("kind"))
     # The keys of another recipe than the name's are no problems of their own.
-    problems = name_problems(name, "recipe.kind", kind_name, built_in)
-    problems = problems or choice_problems("recipe.kind", kind_name, KINDS)
+    problems = options.name_problems(name, "recipe.kind", kind_name, built_in)
+    problems = problems or options.choice_problems("recipe.kind", kind_name, KINDS)
     if problems:
         return problems
     kind = KINDS[kind_name]
@@ -222,7 +216,7 @@ def accumulate_problems(accumulate: object, recipe: object, emulate: object) -> 
     if accumulate == "float32":
         return []
     if accumulate != "hopper":
-        return choice_problems("accumulate", accumulate, get_args(Accumulation))
+        return options.choice_problems("accumulate", accumulate, get_args(Accumulation))
     if emulate is not True:
         return [
             f"{key} is for emulated products: hardware sums in its own way. Allowed without "
@@ -286,13 +280,13 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
         kind: of its recipe.
         device: on which it should run.
     """
-    require_capability(name, device, kind.min_capability, kind.capability_limit)
-    nearest = emulation_remedy(device)
+    options.require_capability(name, device, kind.min_capability, kind.capability_limit)
+    nearest = options.emulation_remedy(device)
     cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     if cuda < kind.min_cuda:
         raise Unavailable(
-            f"precision={name} needs CUDA {dotted(kind.min_cuda)} or newer; this PyTorch was "
-            f"built with {torch.version.cuda or 'none'}.",
+            f"precision={name} needs CUDA {options.dotted(kind.min_cuda)} or newer; this PyTorch "
+            f"was built with {torch.version.cuda or 'none'}.",
             nearest,
         )
     try:
