@@ -1,5 +1,5 @@
-"""Replace a model's linear layers by low-precision ones, in place, with a reason for each one that
-is not replaced.
+"""Replace a model's linear layers by low-precision ones, in place, and report each one that is
+replaced, and the reason for each that is not.
 
 Every decision is made before the first module changes, so that a refusal leaves the model
 unchanged. A module's object stays and gets the class and the tensors of the new layer, so that

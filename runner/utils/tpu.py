@@ -78,15 +78,6 @@ def _xla_problem() -> str:
     return "finds no TPU"
 
 
-def is_available() -> bool:
-    """Return whether this machine has a TPU and a package that finds it."""
-    try:
-        import_package()
-    except Unavailable:
-        return False
-    return True
-
-
 def device_count() -> int:
     """Return the number of TPUs that this process can use. Raises Unavailable if there is none."""
     if import_package() == "torch_tpu":
