@@ -41,11 +41,13 @@ class WeightFormat(ABC):
         label: name of the packing, which two layers with interchangeable state dicts share.
         multiple: the input widths that it can hold are multiples of it.
         group: what the multiple is, in messages.
+        rounds_inputs: whether inputs are rounded, too.
     """
 
     label: str
     multiple: int = 1
     group: str = ""
+    rounds_inputs: bool = False
     # torchao's fake quantisers keep the scales of their last call, which are of no use after it.
     _weight_rounding: Any = None
     _input_rounding: Any = None
@@ -75,10 +77,10 @@ class WeightFormat(ABC):
         Args:
             rows: float [..., in].
         """
-        self.load_library()
         # The library fails on no rows at all.
-        if self._input_rounding is None or not rows.numel():
+        if not self.rounds_inputs or not rows.numel():
             return rows
+        self.load_library()
         return _straight_through(rows, self._input_rounding)
 
     def product(self, rows: Tensor, packed: PackedTensors) -> Tensor:
@@ -151,6 +153,7 @@ class Int8Format(WeightFormat):
     """
 
     label = "int8"
+    rounds_inputs = True
 
     def load_library(self) -> None:
         if self._weight_rounding is None:
@@ -203,6 +206,7 @@ class Nvfp4Format(WeightFormat):
     """
 
     label = "nvfp4"
+    rounds_inputs = True
     multiple = _NVFP4_BLOCK
     group = f"NVFP4's blocks of {_NVFP4_BLOCK}"
     _weight_rounding = Nvfp4Quantizer((1, _NVFP4_BLOCK))
