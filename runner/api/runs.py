@@ -101,7 +101,7 @@ def _run_composed(composition: Composition, console: Console | None) -> RunResul
                 return finished
         if spec.checkpoint.resume is None:
             check_new_folder(folder)
-        torchrun.publish_start(folder)
+        torchrun.publish(torchrun.START_KEY, folder)
         return run_spec(spec, folder, invocation, console)
     except Stopped as error:
         torchrun.publish_failure()

@@ -142,7 +142,7 @@ def _check_layers(model: nn.Module, precision: Precision) -> None:
         )
     # An LSTM is the only layer whose float16 kernel comes from this package: torch itself has
     # kernels for the others, which run where the program is loaded. See
-    # runner.precision.emulation.float16.
+    # runner.precision.emulation.cpu_kernels.
     if precision.kernels() != "float32_accumulate":
         return
     is_autocast = isinstance(precision.forward(CPU_DEVICE), torch.autocast)

@@ -247,7 +247,7 @@ def packed_layout(weights: Mapping[str, Any]) -> str:
         start = f"{name}."
         parts = {k.removeprefix(start): v for k, v in weights.items() if k.startswith(start)}
         if any(part.startswith("quant_state") for part in parts):
-            from runner.precision.layers.linear_4bit import packed_mode, packing_label
+            from runner.precision.layers.bnb_linear import packed_mode, packing_label
 
             return f"bnb-{packing_label(*packed_mode(value, parts))}"
     return ""

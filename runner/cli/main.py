@@ -331,7 +331,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     invocation = replace(
         job_origin(sweeping), composed_config={str(k): v for k, v in composed.items()}
     )
-    torchrun.publish_start(folder)
+    torchrun.publish(torchrun.START_KEY, folder)
     with rare_garbage_collection():
         # torch.optim imports it at its first use, which is outside of this context.
         import torch._dynamo  # noqa: F401

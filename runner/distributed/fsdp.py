@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from runner.distributed.process_group import ProcessGroupStrategy
 from runner.distributed.strategy import is_sharded
@@ -70,7 +71,12 @@ class FSDP(ProcessGroupStrategy):
             # Layers have the method whose packed weight holds its scales.
             if hasattr(module, "separate_scales"):
                 module.separate_scales(device)  # type: ignore[operator]
-        reduced = REDUCE_DTYPES[self.reduce_dtype] if self.reduce_dtype else _reduce_dtype(model)
+        if self.reduce_dtype:
+            reduced = REDUCE_DTYPES[self.reduce_dtype]
+        else:
+            # float32 for gradients that are narrower, else their own dtype.
+            has_narrow = any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters())
+            reduced = torch.float32 if has_narrow else None
         policy = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
         # fully_shard takes inner modules before those that hold them.
         for unit in [*self._units(model), model]:
@@ -145,20 +151,43 @@ class FSDP(ProcessGroupStrategy):
         return self.sum(norms.double().square()).sqrt()
 
 
-def _reduce_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return float32 for gradients that are narrower; None, for their own dtype, if none is."""
-    has_narrow = any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters())
-    return torch.float32 if has_narrow else None
-
-
 def _modules_of_other_dtype(model: nn.Module) -> list[nn.Module]:
     """Return the modules with weights of another dtype than most weights of the model."""
     # fully_shard wants weights of one dtype in a unit, except for frozen codes.
     dtype_counts = Counter(p.dtype for p in model.parameters() if p.is_floating_point())
     usual = dtype_counts.most_common(1)[0][0]
-    found = []
+    others = []
     for module in model.modules():
         dtypes = {p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()}
         if dtypes - {usual}:
-            found.append(module)
-    return found
+            others.append(module)
+    return others
+
+
+def named_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a model by name, buffers that are not saved included."""
+    yield from model.named_parameters()
+    # A buffer that modules share is one object on the main process only, so each name counts.
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+@torch.no_grad()
+def scatter_values(model: nn.Module, values: dict[str, Tensor], device: torch.device) -> None:
+    """Copy the main process's values into the shards and buffers of all processes. Collective.
+
+    Args:
+        model: sharded, with storage on the device; its values are overwritten.
+        values: on the main process the whole tensors by name, on any device, each removed once it
+            is sent; empty on the others.
+        device: on which the model's shards are. One whole tensor at a time lies there.
+    """
+    for name, tensor in named_values(model):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if name in values:
+            whole.copy_(values.pop(name))
+        if is_sharded(tensor):
+            shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
+            tensor.to_local().copy_(shard.to_local())
+        else:
+            dist.broadcast(whole, 0)
+            tensor.copy_(whole)

@@ -23,8 +23,8 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _QUERY_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
 
 # Keys of the rendezvous store, with the run's folder.
-_START_KEY = "runner/begun"
-_RESUME_KEY = "runner/out"
+START_KEY = "runner/begun"
+RESUME_KEY = "runner/out"
 
 # How long a process waits for the main one to compose its config and publish the folder.
 _STORE_TIMEOUT = timedelta(minutes=10)
@@ -107,13 +107,13 @@ def command_of_rank(argv: Sequence[str]) -> Sequence[str]:
         )
     shared = rendezvous_store(here)
     extra = {}
-    if here.restart and shared.check([_RESUME_KEY]):
-        folder = shared.get(_RESUME_KEY).decode()
+    if here.restart and shared.check([RESUME_KEY]):
+        folder = shared.get(RESUME_KEY).decode()
         extra = {"hydra.run.dir": quote_value(folder), "checkpoint.resume": "auto"}
     if not here.is_main:
         if not extra:
             # Waits until the main process has published it; empty if that failed.
-            folder = shared.get(_START_KEY).decode()
+            folder = shared.get(START_KEY).decode()
             if not folder:
                 raise MainRankFailed
             extra["hydra.run.dir"] = quote_value(folder)
@@ -126,9 +126,17 @@ def command_of_rank(argv: Sequence[str]) -> Sequence[str]:
     return [*published, *others]
 
 
-def publish_start(folder: Path) -> None:
-    """Publish the run's folder, so that the other processes begin. Call it in the main process."""
-    _publish(_START_KEY, folder)
+def publish(key: str, folder: Path) -> None:
+    """Publish a folder of the run to the other processes. Call it in the main process.
+
+    Args:
+        key: START_KEY for the folder of the run, with which the other processes begin, or
+            RESUME_KEY for the one that the run resumes from after a restart.
+        folder: of a run.
+    """
+    here = process_rank()
+    if is_torchrun() and here.is_main:
+        rendezvous_store(here).set(key, str(folder.absolute()))
 
 
 def publish_failure() -> None:
@@ -138,13 +146,8 @@ def publish_failure() -> None:
         return
     # The process that serves the store may have ended.
     with suppress(RuntimeError):
-        if not rendezvous_store(here).check([_START_KEY]):
-            rendezvous_store(here).set(_START_KEY, "")
-
-
-def publish_run_folder(folder: Path) -> None:
-    """Publish the folder that the run resumes from after a restart. Call it in the main process."""
-    _publish(_RESUME_KEY, folder)
+        if not rendezvous_store(here).check([START_KEY]):
+            rendezvous_store(here).set(START_KEY, "")
 
 
 def claim_message(text: str) -> bool:
@@ -153,18 +156,11 @@ def claim_message(text: str) -> bool:
     if here.world_size == 1:
         return True
     try:
-        return (
-            rendezvous_store(here).add(f"runner/{here.restart}/{zlib.crc32(text.encode())}", 1) == 1
-        )
+        key = f"runner/{here.restart}/{zlib.crc32(text.encode())}"
+        return rendezvous_store(here).add(key, 1) == 1
     except RuntimeError:
         # The process that serves the store has ended: a message twice is better than none.
         return True
-
-
-def _publish(key: str, folder: Path) -> None:
-    here = process_rank()
-    if is_torchrun() and here.is_main:
-        rendezvous_store(here).set(key, str(folder.absolute()))
 
 
 @cache

@@ -33,7 +33,7 @@ from runner.modes.context import RunOutput
 from runner.modes.result import RunResult, Status
 from runner.modes.tables import page_url, ui_command
 from runner.modes.training_outputs import DTYPES_FILE, save_loss_scale, tables_tag
-from runner.precision.contract import ConversionReport
+from runner.precision.conversion import ConversionReport
 from runner.tracking import history
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo

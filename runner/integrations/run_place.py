@@ -19,7 +19,7 @@ from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.tracker import RunInfo, Tracker
 from runner.utils.errors import ConfigError
 from runner.utils.files import os_error_reason
-from runner.utils.folder_lock import waiting_folder_lock
+from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import now_ms, relative_path
 from runner.utils.layout import MANIFEST
 from runner.utils.terminal import quote_command
@@ -118,7 +118,7 @@ def _place_in_group(settings: RecordSettings, parent: Path, command: list[str]) 
     parent.mkdir(parents=True, exist_ok=True)
     group_run = None
     # Two trainers may begin a group at once.
-    with waiting_folder_lock(parent):
+    with folder_lock(parent, wait=True):
         if not (parent / MANIFEST).exists():
             group_run = _open_group(parent, settings, command)
     folder = _make_first(parent, map(str, count()))

@@ -15,7 +15,8 @@ from runner.config.schema import RunSpec
 from runner.distributed.strategy import Strategy
 from runner.distributed.torchrun import ProcessRank
 from runner.modes.result import RunResult
-from runner.precision.contract import ConversionReport, Precision
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport
 from runner.tracking.tracker import Tracker
 from runner.training.setup import TrainingSetup
 from runner.training.tasks.task import Task

@@ -48,7 +48,8 @@ from runner.modes.diff_reference import (
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.replay import checkpoint_before_step, states_before
 from runner.modes.saved_run import changes
-from runner.precision.contract import ConversionReport, Precision
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport
 from runner.tracking.history import from_folder
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.model import build_model, restore_model, restore_precision_state

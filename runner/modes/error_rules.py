@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from runner.precision.contract import Precision
-from runner.precision.emulation.float16 import choose_kernels
+from runner.precision.emulation.cpu_kernels import choose_kernels
 from runner.precision.keep_fp32 import Float32Island
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import Task

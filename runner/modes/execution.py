@@ -16,7 +16,7 @@ import torch
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
-from runner.precision.contract import ConversionReport
+from runner.precision.conversion import ConversionReport
 from runner.precision.conversion_proof import (
     ForwardWatch,
     adapted_layers,

@@ -81,7 +81,7 @@ def _run(
         console = silent_console()  # the first process prints for all
     plan = _check_plan(_plan_resume(spec, invocation, out, console, strategy))
     # After the resume has chosen the folder: a restarted process continues in the same one.
-    torchrun.publish_run_folder(plan.folder)
+    torchrun.publish(torchrun.RESUME_KEY, plan.folder)
     out = process_folder(plan.folder, place)
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, folder_lock(out), process_state():

@@ -4,7 +4,8 @@
 own is a subclass of Precision.
 """
 
-from runner.precision.contract import ConversionReport, Precision
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport
 from runner.precision.policy import Policy, precision
 from runner.utils.errors import ConfigError, PolicyError, Unavailable
 

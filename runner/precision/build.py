@@ -25,39 +25,23 @@ def build_precision(spec: RunSpec, device: torch.device, strategy: Strategy) -> 
     precision: Precision = build_group("precision", spec.precision)
     precision.require(device)
     precision.require_strategy(strategy)
-    _check_trains(spec, precision)
-    _check_reduce_dtype(strategy, precision)
-    _check_adapter(spec, precision)
-    return precision
-
-
-def _check_trains(spec: RunSpec, precision: Precision) -> None:
-    """Raise ConfigError for a training of weights that a precision packs, without an adapter."""
-    if spec.mode != "train" or not precision.trained_in or spec.adapter.get("_target_"):
-        return
-    raise ConfigError(
-        f"mode=train with precision={precision.name}: its weights are packed and do not train. "
-        f"Type precision={precision.trained_in} to train weights for it, mode=evaluate "
-        "checkpoint=<run> to evaluate trained ones, or adapter=lora init.weights=<run> to tune an "
-        "adapter."
-    )
-
-
-def _check_reduce_dtype(strategy: Strategy, precision: Precision) -> None:
-    """Raise ConfigError for a strategy that would round a precision's gradients."""
-    if strategy.reduce_dtype is None or precision.storage is not torch.float64:
-        return
-    raise ConfigError(
-        f"strategy.reduce_dtype={strategy.reduce_dtype} would round the float64 gradients of "
-        f"precision={precision.name}. Allowed here: null. Type strategy.reduce_dtype=null."
-    )
-
-
-def _check_adapter(spec: RunSpec, precision: Precision) -> None:
-    """Raise ConfigError for an adapter that cannot be added in a precision."""
+    adapter_node = spec.adapter if spec.adapter.get("_target_") else None
+    if spec.mode == "train" and precision.trained_in and adapter_node is None:
+        raise ConfigError(
+            f"mode=train with precision={precision.name}: its weights are packed and do not train. "
+            f"Type precision={precision.trained_in} to train weights for it, mode=evaluate "
+            "checkpoint=<run> to evaluate trained ones, or adapter=lora init.weights=<run> to tune "
+            "an adapter."
+        )
+    if strategy.reduce_dtype is not None and precision.storage is torch.float64:
+        raise ConfigError(
+            f"strategy.reduce_dtype={strategy.reduce_dtype} would round the float64 gradients of "
+            f"precision={precision.name}. Allowed here: null. Type strategy.reduce_dtype=null."
+        )
     # Other modes add nothing: they load a run's adapter, or merge it where it does not fit.
-    if spec.adapter.get("_target_") and spec.mode in ("train", "plan", "explain"):
-        adapter = build_group("adapter", spec.adapter)
+    if adapter_node is not None and spec.mode in ("train", "plan", "explain"):
+        adapter = build_group("adapter", adapter_node)
         # A target of the user's own may be no Adapter of the runner's.
         if hasattr(adapter, "check_precision"):
             adapter.check_precision(precision)
+    return precision

@@ -5,8 +5,7 @@ width (complex64 <-> complex128) and never lose their imaginary part.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
@@ -33,17 +32,14 @@ def autocast(device_type: str, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device_type, dtype=dtype)
 
 
-def target_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a tensor takes in a precision of the given floating dtype."""
-    if tensor.is_complex():
-        return _COMPLEX.get(dtype, torch.complex64)
-    return dtype if tensor.is_floating_point() else tensor.dtype
-
-
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in its target dtype; the same object where nothing changes."""
-    wanted = target_dtype(tensor, dtype)
-    return tensor if tensor.dtype is wanted else tensor.to(wanted)
+    """Return a tensor as a precision of this floating dtype holds it; the same object where nothing
+    changes."""
+    if tensor.is_complex():
+        dtype = _COMPLEX.get(dtype, torch.complex64)
+    elif not tensor.is_floating_point():
+        return tensor
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
@@ -120,20 +116,17 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, islands: Collection[str] =
         model._apply(cast_once)
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype and restore the previous one after, also after an exception."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
+def autocast_input(input: Tensor) -> Tensor:
+    """Return a layer's input in the dtype that autocast gives products."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        return input.to(torch.get_autocast_dtype(kind))
+    return input
 
 
 class DefaultDtype:
-    """A context that sets torch's default dtype, like default_dtype, for the training step: it can
-    be entered again and again, nested too, and costs no generator."""
+    """A context that sets torch's default dtype and restores the previous one after, also after an
+    exception. It can be entered again and again, nested too: a training step enters it."""
 
     __slots__ = ("dtype", "previous")
 

@@ -1,15 +1,20 @@
 """The precision contract: what the rest of the runner may ask of a precision.
 
-An abstract base and final subclasses, no deeper inheritance. A new precision is one class and
-one yaml in conf/precision/, or in the user's own --config-dir; the contract test, `doctor`,
-mode=advise and the docs pick it up from there. No other module looks at a precision's name: what
-messages, lists and the advisor need is a member here, with a default that follows from the dtypes.
+Abstract bases and final subclasses. A new precision is one class and one yaml in conf/precision/,
+or in the user's own --config-dir; the contract test, `doctor`, mode=advise and the docs pick it up
+from there. No other module looks at a precision's name: what messages, lists and the advisor need
+is a member here, with a default that follows from the dtypes.
+
+How to add one: make a dataclass whose fields are the keys of its yaml, and whose __post_init__
+refuses values that are not allowed (`options.refuse`) and sets storage, compute and what else
+differs from the defaults here. A precision that computes by autocast is like MixedPrecision; one
+that replaces linear layers is a ConvertingPrecision (converting.py), like Float8Precision: it says
+which layers it cannot hold (find_obstacle) and replaces one (convert_layer).
 """
 
 from abc import ABC
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,154 +23,17 @@ from torch import Tensor, nn
 
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import cast_floats
+from runner.precision.conversion import ConversionReport
+from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import make_islands
 from runner.precision.loss_scale import LossScale, NoLossScale
+from runner.precision.options import products_session
 from runner.precision.weight_updates import UpdateRule
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
 
 CPU_DEVICE = torch.device("cpu")
-# One object for all precisions: the backward enters it once per micro-batch.
-_NO_CONTEXT = nullcontext()
-
-
-@dataclass(frozen=True)
-class ModuleConversion:
-    """One module that a conversion looked at.
-
-    Attributes:
-        module: its dotted name.
-        kind: its class before the conversion.
-        done: whether it was converted.
-        why: the reason why it was not converted; a remark, or empty, where it was.
-        elements: number of elements of its matrix weights, which are its own parameters of two
-            dimensions or more, as it was built. A shared parameter is counted in one row only.
-        converted: how many of these elements are in the converted format, if `done`.
-        counted_with: the module in whose row the elements of a shared weight are counted.
-    """
-
-    module: str
-    kind: str
-    done: bool
-    why: str
-    elements: int = 0
-    converted: int = 0
-    counted_with: str = ""
-
-    def skip(self, why: str) -> "ModuleConversion":
-        """Return the row of the same module, not converted for this reason."""
-        return replace(self, done=False, why=why, converted=0)
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """A row for every module that a conversion looked at, converted or skipped.
-
-    It has every layer, that is every module that holds matrix weights. Empty where a precision
-    converts no modules.
-    """
-
-    modules: tuple[ModuleConversion, ...] = ()
-
-    def __str__(self) -> str:
-        converted, total = self.layer_counts
-        return f"{converted}/{total}"
-
-    @property
-    def layer_counts(self) -> tuple[int, int]:
-        """Return two counts: the converted layers, and all layers."""
-        rows = [row for row in self.modules if row.elements]
-        return sum(row.done for row in rows), len(rows)
-
-    @property
-    def weight_counts(self) -> tuple[int, int]:
-        """Return two counts of matrix elements: the converted ones, and all."""
-        converted = sum(row.converted for row in self.modules if row.done)
-        return converted, sum(row.elements for row in self.modules)
-
-    def lines(self, limit: int = 8) -> Iterator[str]:
-        """Yield the console's lines: what was converted, and what was skipped for which reason.
-
-        Args:
-            limit: how many names, and how many reasons, are printed; of the others the number.
-        """
-        if not self.modules:
-            return
-        converted = [row.module for row in self.modules if row.done and row.elements]
-        names = ", ".join(converted[:limit])
-        if len(converted) > limit:
-            names += f", and {len(converted) - limit} more"
-        yield f"converted {self._counts()}" + (f": {names}" if names else "")
-        skipped = summarize_modules(row for row in self.modules if not row.done)
-        notes = summarize_modules(row for row in self.modules if row.done and row.why)
-        texts = [f"  skipped {text}" for text in skipped]
-        texts += [f"  converted {text}" for text in notes]
-        yield from texts[:limit]
-        if len(texts) > limit:
-            yield f"  and {len(texts) - limit} more, all in conversion.json"
-
-    def _counts(self) -> str:
-        """Return the numbers of converted layers, weights and norms as a phrase."""
-        done, layers = self.layer_counts
-        converted, weights = self.weight_counts
-        text = (
-            f"{done} of {layers} layers, {converted:,} of {weights:,} matrix weights "
-            f"({_percent(converted, weights)})"
-        )
-        # A converted module without matrix weights of its own or shared ones is a norm.
-        norms = sum(row.done and not row.elements and not row.counted_with for row in self.modules)
-        if norms == 1:
-            text += " and 1 norm"
-        elif norms:
-            text += f" and {norms} norms"
-        return text
-
-    def tags(self) -> dict[str, str]:
-        """Return the counts as tags of a run; empty where a precision converts no modules."""
-        if not self.modules:
-            return {}
-        converted, weights = self.weight_counts
-        return {"converted": str(self), "converted_weights": f"{converted}/{weights}"}
-
-    def to_list(self) -> list[dict[str, Any]]:
-        """Return the rows as conversion.json has them."""
-        return [asdict(module) for module in self.modules]
-
-
-def summarize_modules(rows: Iterable[ModuleConversion], limit: int = 4) -> list[str]:
-    """Return a phrase for the modules of each class and reason.
-
-    Args:
-        rows: in the model's order.
-        limit: how many modules are named; where there are more, their number is in the phrase too.
-    """
-    groups: dict[tuple[str, str, str], list[ModuleConversion]] = {}
-    for row in rows:
-        groups.setdefault((row.kind, row.why, row.counted_with), []).append(row)
-    texts = []
-    for (kind, why, counted_with), group in groups.items():
-        elements = sum(row.elements for row in group)
-        size = f", {elements:,} weights" if elements else ""
-        if counted_with:
-            size += f", counted with {counted_with}"
-        names = ", ".join(row.module for row in group[:limit])
-        if len(group) > limit:
-            texts.append(f"{len(group)} {kind} ({names}, …{size}): {why}")
-        else:
-            texts.append(f"{names} ({kind}{size}): {why}")
-    return texts
-
-
-def _percent(part: int, total: int) -> str:
-    """Return a share in whole percent; "100 %" only where nothing is missing."""
-    share = 100 * part / max(total, 1)
-    # A share that rounds to 0 or to 100 would say "nothing" or "all".
-    if 0 < share < 1:
-        return "under 1 %"
-    if part >= total:
-        return "100 %"
-    return f"{min(round(share), 99)} %"
 
 
 class ComputeFormat(NamedTuple):
@@ -179,6 +47,11 @@ class ComputeFormat(NamedTuple):
 
     name: str
     kinds: tuple[str, ...]
+
+
+# Operands are scaled to the format's range first. Output gradients are in e4m3 too in most recipes,
+# and e5m2, which the others take, is wider.
+FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradients"))
 
 
 class Precision(ABC):
@@ -203,6 +76,15 @@ class Precision(ABC):
             backward, with what to type; empty where it can.
         bypassed: modules that a conversion skips because the model does not call their forward:
             the reason, by dotted name.
+        float32_matmul: one of options.MATMUL_PRECISIONS; anything but `highest` lets float32
+            products run in TF32 (10-bit mantissa), convolutions too. Empty leaves all of torch's
+            settings of products.
+        cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
+        reduced_precision_reduction: half-precision products on CUDA may add their parts in half
+            precision.
+        operand_roundoffs: the unit roundoffs of a converted layer's operands and of its output
+            gradients, up to which mode=diff takes differences for rounding.
+        emulates_products: on a CPU, products are computed as tensor cores compute them.
     """
 
     name: str
@@ -219,6 +101,14 @@ class Precision(ABC):
     unshardable_reason: str = ""
     no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
+    float32_matmul: str = ""
+    cpu_float16: KernelChoice = "auto"
+    reduced_precision_reduction: bool = False
+    emulates_products: bool = False
+    operand_roundoffs: tuple[float, float] = FP8_ROUNDOFFS
+    _kernels: str = ""
+    # One object: forward and backward enter it once per micro-batch.
+    _plain_context: AbstractContextManager[Any] = nullcontext()
 
     def require(self, device: torch.device) -> None:
         """Raise Unavailable, with what is missing and the remedy, where the precision cannot run
@@ -232,10 +122,15 @@ class Precision(ABC):
                 "Type strategy=ddp, where every process has the whole model.",
             )
 
-    def session(self, model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+    @contextmanager
+    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         """Return the context around the whole run, which sets the process-wide switches that the
         precision needs and restores them after."""
-        return nullcontext()
+        if not self.float32_matmul:
+            yield
+            return
+        with products_session(self, model, device) as self._kernels:
+            yield
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE
@@ -262,7 +157,7 @@ class Precision(ABC):
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the context around the model's forward; reusable, entered once per micro-batch."""
-        return nullcontext()
+        return self._plain_context
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the context around the backward; reusable, entered once per micro-batch.
@@ -270,7 +165,7 @@ class Precision(ABC):
         A model's own activation checkpointing recomputes forwards there. It needs no autocast:
         torch.utils.checkpoint restores that by itself.
         """
-        return _NO_CONTEXT
+        return self._plain_context
 
     def cast(self, inputs: Any) -> Any:
         """Return a batch's model inputs, a nest of tensors, in the dtype that the model needs."""
@@ -298,7 +193,7 @@ class Precision(ABC):
 
     def kernels(self) -> str:
         """Return which kernels ran (a tag of the run); empty where there is no choice."""
-        return ""
+        return self._kernels
 
     @property
     def storage_format(self) -> str:
@@ -342,12 +237,6 @@ class Precision(ABC):
         if self.storage == self.compute and self.update == "nearest":
             kinds.append("updates")
         return (ComputeFormat(name, tuple(kinds)),)
-
-    @property
-    def operand_roundoffs(self) -> tuple[float, float]:
-        """Return the unit roundoffs of a converted layer's operands and of its output gradients, up
-        to which mode=diff takes differences for rounding."""
-        return FP8_ROUNDOFFS
 
     @property
     def has_limited_range(self) -> bool:

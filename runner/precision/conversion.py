@@ -1,5 +1,5 @@
-"""Replace a model's linear layers by low-precision ones, in place, with a reason for each one that
-is not replaced.
+"""Replace a model's linear layers by low-precision ones, in place, and report each one that is
+replaced, and the reason for each that is not.
 
 Every decision is made before the first module changes, so that a refusal leaves the model
 unchanged. A module's object stays and gets the class and the tensors of the new layer, so that
@@ -8,8 +8,8 @@ attributes survive.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -17,9 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from runner.precision.contract import ConversionReport, ModuleConversion, summarize_modules
 from runner.precision.keep_fp32 import ISLAND_REASON, no_op_hook
-from runner.precision.layers.conv1d import linear_classes
+from runner.precision.layers.conv1d import layer_widths, linear_classes
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
 
@@ -43,6 +42,142 @@ _HOOKS = (
 
 
 LayerConverter = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
+class ModuleConversion:
+    """One module that a conversion looked at.
+
+    Attributes:
+        module: its dotted name.
+        kind: its class before the conversion.
+        done: whether it was converted.
+        why: the reason why it was not converted; a remark, or empty, where it was.
+        elements: number of elements of its matrix weights, which are its own parameters of two
+            dimensions or more, as it was built. A shared parameter is counted in one row only.
+        converted: how many of these elements are in the converted format, if `done`.
+        counted_with: the module in whose row the elements of a shared weight are counted.
+    """
+
+    module: str
+    kind: str
+    done: bool
+    why: str
+    elements: int = 0
+    converted: int = 0
+    counted_with: str = ""
+
+    def skip(self, why: str) -> "ModuleConversion":
+        """Return the row of the same module, not converted for this reason."""
+        return replace(self, done=False, why=why, converted=0)
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """A row for every module that a conversion looked at, converted or skipped.
+
+    It has every layer, that is every module that holds matrix weights. Empty where a precision
+    converts no modules.
+    """
+
+    modules: tuple[ModuleConversion, ...] = ()
+
+    def __str__(self) -> str:
+        converted, total = self.layer_counts
+        return f"{converted}/{total}"
+
+    @property
+    def layer_counts(self) -> tuple[int, int]:
+        """Return two counts: the converted layers, and all layers."""
+        rows = [row for row in self.modules if row.elements]
+        return sum(row.done for row in rows), len(rows)
+
+    @property
+    def weight_counts(self) -> tuple[int, int]:
+        """Return two counts of matrix elements: the converted ones, and all."""
+        converted = sum(row.converted for row in self.modules if row.done)
+        return converted, sum(row.elements for row in self.modules)
+
+    def lines(self, limit: int = 8) -> Iterator[str]:
+        """Yield the console's lines: what was converted, and what was skipped for which reason.
+
+        Args:
+            limit: how many names, and how many reasons, are printed; of the others the number.
+        """
+        if not self.modules:
+            return
+        converted = [row.module for row in self.modules if row.done and row.elements]
+        names = ", ".join(converted[:limit])
+        if len(converted) > limit:
+            names += f", and {len(converted) - limit} more"
+        yield f"converted {self._counts()}" + (f": {names}" if names else "")
+        skipped = summarize_modules(row for row in self.modules if not row.done)
+        notes = summarize_modules(row for row in self.modules if row.done and row.why)
+        texts = [f"  skipped {text}" for text in skipped]
+        texts += [f"  converted {text}" for text in notes]
+        yield from texts[:limit]
+        if len(texts) > limit:
+            yield f"  and {len(texts) - limit} more, all in conversion.json"
+
+    def _counts(self) -> str:
+        """Return the numbers of converted layers, weights and norms as a phrase."""
+        done, layers = self.layer_counts
+        converted, weights = self.weight_counts
+        text = (
+            f"{done} of {layers} layers, {converted:,} of {weights:,} matrix weights "
+            f"({_percent(converted, weights)})"
+        )
+        # A converted module without matrix weights of its own or shared ones is a norm.
+        norms = sum(row.done and not row.elements and not row.counted_with for row in self.modules)
+        if norms == 1:
+            text += " and 1 norm"
+        elif norms:
+            text += f" and {norms} norms"
+        return text
+
+    def tags(self) -> dict[str, str]:
+        """Return the counts as tags of a run; empty where a precision converts no modules."""
+        if not self.modules:
+            return {}
+        converted, weights = self.weight_counts
+        return {"converted": str(self), "converted_weights": f"{converted}/{weights}"}
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return the rows as conversion.json has them."""
+        return [asdict(module) for module in self.modules]
+
+
+def summarize_modules(rows: Iterable[ModuleConversion]) -> list[str]:
+    """Return a phrase for the modules of each class and reason; the rows are in the model's order.
+
+    Four modules are named at most; where there are more, their number is in the phrase too.
+    """
+    groups: dict[tuple[str, str, str], list[ModuleConversion]] = {}
+    for row in rows:
+        groups.setdefault((row.kind, row.why, row.counted_with), []).append(row)
+    texts = []
+    for (kind, why, counted_with), group in groups.items():
+        elements = sum(row.elements for row in group)
+        size = f", {elements:,} weights" if elements else ""
+        if counted_with:
+            size += f", counted with {counted_with}"
+        names = ", ".join(row.module for row in group[:4])
+        if len(group) > 4:
+            texts.append(f"{len(group)} {kind} ({names}, …{size}): {why}")
+        else:
+            texts.append(f"{names} ({kind}{size}): {why}")
+    return texts
+
+
+def _percent(part: int, total: int) -> str:
+    """Return a share in whole percent; "100 %" only where nothing is missing."""
+    share = 100 * part / max(total, 1)
+    # A share that rounds to 0 or to 100 would say "nothing" or "all".
+    if 0 < share < 1:
+        return "under 1 %"
+    if part >= total:
+        return "100 %"
+    return f"{min(round(share), 99)} %"
 
 
 @dataclass(frozen=True)
@@ -92,10 +227,9 @@ def convert_modules(
         # forward, unless a part has a hook.
         module.register_forward_pre_hook(no_op_hook)
     for path, module in chosen:
-        kind = _first_kind(module, tuple(converters))
-        assert kind is not None
+        convert = next(make for kind, make in converters.items() if isinstance(module, kind))
         try:
-            converters[kind](module)
+            convert(module)
         except (AssertionError, TypeError, ValueError) as error:
             where = "*" if path == ROOT_NAME else path
             raise ConfigError(
@@ -139,7 +273,7 @@ def classify_modules(
         # It holds the weight of the module around it, which has a row.
         if isinstance(module, parametrize.ParametrizationList):
             continue
-        kind = _first_kind(module, kinds)
+        kind = next((each for each in kinds if isinstance(module, each)), None)
         is_layer = kind is not None or is_converted(module)
         if not is_layer and not weight_matrices(module):
             continue
@@ -155,14 +289,6 @@ def classify_modules(
             why = _obstacle(path, module, kind, rules, holders)
         pairs.append((ModuleConversion(path, type(module).__name__, not why, why), module))
     yield from _with_counts(pairs)
-
-
-def _first_kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
-    """Return the first of these classes that a module is an instance of; None where it is none."""
-    for kind in kinds:
-        if isinstance(module, kind):
-            return kind
-    return None
 
 
 def _obstacle(
@@ -188,9 +314,11 @@ def _obstacle(
         return reason
     # A module that shares the weight would still hold the plain one.
     if rules.new_weights or rules.skips_shared:
-        reason = _reason_of_sharing(path, module, holders)
+        others = _sharing_modules(path, module, holders)
+        if others:
+            return f"shares a parameter with {', '.join(others)}"
     # Last, because it reads the weight and the widths, which a lazy layer, for example, lacks.
-    return reason or rules.find_obstacle(module)
+    return rules.find_obstacle(module)
 
 
 def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -201,14 +329,13 @@ def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     if parametrize.is_parametrized(module):
         parametrizations = module.get_submodule("parametrizations")
         parameters |= dict(parametrizations.named_parameters(prefix="parametrizations"))
-    return {name: parameter for name, parameter in parameters.items() if _is_matrix(parameter)}
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    # A lazy parameter has no dimensions to ask for.
-    if is_lazy(parameter) or parameter.ndim < 2:
-        return False
-    return parameter.is_floating_point() or parameter.is_complex()
+    matrices = {}
+    for name, parameter in parameters.items():
+        is_number = parameter.is_floating_point() or parameter.is_complex()
+        # A lazy parameter has no dimensions to ask for.
+        if is_number and not is_lazy(parameter) and parameter.ndim > 1:
+            matrices[name] = parameter
+    return matrices
 
 
 def _with_counts(
@@ -273,7 +400,14 @@ def _check_conversion(
             f"precision={rules.name} would convert nothing of {total}: {'; '.join(reasons)}. "
             "Type a precision without conversion, for example precision=bf16-mixed."
         )
-    hooked = [path for path, module in chosen if _has_weight_hook(module)]
+    hooked = []
+    for path, module in chosen:
+        weight = module._parameters.get("weight")
+        # torch keeps hooks of after the accumulation in an attribute that a plain weight lacks.
+        if weight is not None and (
+            weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+        ):
+            hooked.append(path)
     if rules.new_weights and hooked:
         patterns = ",".join("*" if path == ROOT_NAME else path for path in hooked)
         raise ConfigError(
@@ -359,43 +493,54 @@ def _sharing_modules(path: str, module: nn.Module, holders: Mapping[int, list[st
     return sorted(names - {path})
 
 
-def _reason_of_sharing(path: str, module: nn.Module, holders: Mapping[int, list[str]]) -> str:
-    """Return that other modules share a parameter of this one; empty where none does."""
-    others = _sharing_modules(path, module, holders)
-    return f"shares a parameter with {', '.join(others)}" if others else ""
+def change_class(module: Any, low: type[nn.Module], **attributes: Any) -> None:
+    """Turn a linear layer into a low-precision one, in place; its tensors stay.
 
+    A class of the user's own stays a base of the new one, so that its methods and isinstance still
+    work.
 
-def _has_weight_hook(module: nn.Module) -> bool:
-    """Return whether a hook is registered on a layer's weight."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return False
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+    Args:
+        module: nn.Linear or Conv1D, or of a subclass.
+        low: the low-precision layer's class.
+        attributes: of the low-precision layer.
+    """
+    module.in_features, module.out_features = layer_widths(module)
+    kind = type(module)
+    # A class of torch's own has no methods of the user's to keep.
+    is_torchs = kind.__module__.startswith("torch.nn.modules.")
+    module.__class__ = low if is_torchs else layer_class(low.__name__, low, kind)
+    vars(module).update(attributes)
 
 
 @cache
-def low_precision_class(low: type[nn.Module], kind: type[nn.Module]) -> Any:
-    """Return the class of a converted module: the low-precision layer's, or a subclass of it and of
-    the module's own class where that is the user's, so that its methods and isinstance still work.
+def layer_class(name: str, *kinds: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a module that became a low-precision layer.
+
+    Args:
+        name: of the class.
+        kinds: the low-precision layer's classes, then the class that the module had, so that
+            isinstance and the user's own methods still work.
     """
-    # A class of torch's own has no methods of the user's to keep.
-    if kind.__module__.startswith("torch.nn.modules."):
-        return low
-    return type(low.__name__, (low, kind), {"__module__": low.__module__})
+    return type(name, kinds, {"__module__": kinds[0].__module__})
 
 
-def replace_in_place(module: nn.Module, made: nn.Module) -> None:
-    """Turn `module` into `made`, keeping its object, its hooks and the user's own attributes."""
-    # The new layer's tensors replace those of the same name; others that the user registered stay.
-    for key in ("_parameters", "_buffers", "_modules"):
-        vars(made)[key] = {**vars(module)[key], **vars(made)[key]}
-    made._non_persistent_buffers_set |= module._non_persistent_buffers_set
+def replace_in_place(module: nn.Module, made: nn.Module, kind: type[nn.Module]) -> None:
+    """Turn a module into a layer of a library, keeping its object, its parameters, buffers and
+    children, its hooks and the user's own attributes.
+
+    Args:
+        module: changed in place.
+        made: the library's layer; its own tensors are dropped.
+        kind: the class that the module gets; see layer_class.
+    """
+    for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+        vars(made)[key] = vars(module)[key]
     hooks = {key: vars(module)[key] for key in _HOOKS}
     for key, registered in hooks.items():
         registered.update(vars(made)[key])
     if module._is_full_backward_hook is not None:
         hooks["_is_full_backward_hook"] = module._is_full_backward_hook
-    user_attributes = {key: value for key, value in vars(module).items() if key not in vars(made)}
     training = module.training
-    module.__class__ = type(made)
-    vars(module).update(user_attributes | vars(made) | hooks | {"training": training})
+    module.__class__ = kind
+    # Attributes that the user set, which the new layer lacks, stay.
+    vars(module).update(vars(made) | hooks | {"training": training})

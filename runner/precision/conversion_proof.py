@@ -5,8 +5,9 @@ nothing is computed in the converted format. Where the weight is packed, the rea
 instead of numbers, and `x.to(layer.weight.dtype)` rounds activations to uint8.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.distributed.strategy import is_sharded
-from runner.precision.contract import ConversionReport
-from runner.precision.conversion import ROOT_NAME
+from runner.precision.conversion import ROOT_NAME, ConversionReport
+from runner.precision.layers.conv1d import is_packed
 from runner.utils.module_tape import ModuleTape
 
 _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -62,6 +63,20 @@ def holds_matrix(layer: nn.Module) -> bool:
     return weight is not None and weight.ndim > 1
 
 
+class _Forward(NamedTuple):
+    """A forward that a ForwardWatch follows.
+
+    Attributes:
+        layer: name of the converted layer that it is of; empty for other modules.
+        holds: names of the layers whose weights its module holds as its own.
+        is_model: whether it is the model's.
+    """
+
+    layer: str = ""
+    holds: AbstractSet[str] = frozenset()
+    is_model: bool = False
+
+
 class ForwardWatch(TorchFunctionMode):
     """A context that watches the converted layers in one forward and restores every module after.
 
@@ -91,12 +106,8 @@ class ForwardWatch(TorchFunctionMode):
         # By dtype, the last layer whose packed weight was asked for its dtype.
         self.queried_dtypes: dict[torch.dtype, str] = {}
         self._names = {id(layer._parameters.get("weight")): n for n, layer in layers.items()}
-        # Nesting depth of converted layers' forwards, in which reads are the layer's own.
-        self._layer_depth = 0
-        # Nesting depth of the model's forward. Outside it an optimizer reads weights, too.
-        self._model_depth = 0
-        # Names of the layers whose weights the running forwards of other modules hold as theirs.
-        self._held_weights: list[set[str]] = []
+        # The forwards that run now, the outermost first.
+        self._running: list[_Forward] = []
         self._tape = ModuleTape()
 
     @property
@@ -104,7 +115,7 @@ class ForwardWatch(TorchFunctionMode):
         """Return the names of the layers that must not be converted: a plain weight may be read by
         other code as long as the layer runs too, a packed one may not."""
         return {
-            n for n in self.read_elsewhere if n not in self.executed or _is_packed(self.layers[n])
+            n for n in self.read_elsewhere if n not in self.executed or is_packed(self.layers[n])
         }
 
     def __enter__(self) -> "ForwardWatch":
@@ -114,60 +125,34 @@ class ForwardWatch(TorchFunctionMode):
             if hasattr(module, "get_base_layer"):
                 # DoRA reads the weight of the layer that it adds to, beside that layer's forward.
                 held.append(module.get_base_layer()._parameters.get("weight"))  # type: ignore[union-attr,operator]
+            # A module may share a converted layer's weight, as an embedding may.
             weights = {self._names[id(p)] for p in held if id(p) in self._names}
             if id(module) in names:
-                name = names[id(module)]
-                self._tape.replace_forward(module, self._watched_layer_forward(module, name))
+                self._watch(module, _Forward(layer=names[id(module)]))
             elif weights:
-                self._tape.replace_forward(module, self._watched_holder_forward(module, weights))
+                self._watch(module, _Forward(holds=weights))
         # Last, around the wrapper that a model which is itself a layer has by now.
-        self._tape.replace_forward(self.model, self._watched_model_forward(self.model))
+        self._watch(self.model, _Forward(is_model=True))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._tape.close()
 
-    def _watched_model_forward(self, module: nn.Module) -> Any:
-        """Return the model's forward, wrapped so that reads count inside it only."""
+    def _watch(self, module: nn.Module, running: _Forward) -> None:
+        """Replace a module's forward by one that is among the running ones while it runs."""
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._model_depth += 1
+            if running.layer:
+                self.executed.add(running.layer)
+            self._running.append(running)
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._model_depth -= 1
+                self._running.pop()
 
-        return run
-
-    def _watched_layer_forward(self, module: nn.Module, name: str) -> Any:
-        """Return a converted layer's forward, wrapped so that no read inside it counts."""
-        forward = module.forward
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.executed.add(name)
-            self._layer_depth += 1
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._layer_depth -= 1
-
-        return run
-
-    def _watched_holder_forward(self, module: nn.Module, weights: set[str]) -> Any:
-        """Return the forward of a module that shares a converted layer's weight, as an embedding
-        may, wrapped so that its reads of that weight do not count."""
-        forward = module.forward
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._held_weights.append(weights)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._held_weights.pop()
-
-        return run
+        self._tape.replace_forward(module, run)
 
     def __torch_function__(
         self,
@@ -177,11 +162,15 @@ class ForwardWatch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         arguments = (args, kwargs or {})
+        is_in_layer = any(forward.layer for forward in self._running)
+        is_in_model = any(forward.is_model for forward in self._running)
         # A layer's own reads do not count, and outside the model an optimizer reads weights.
-        if self._layer_depth or not self._model_depth:
+        if is_in_layer or not is_in_model:
             return func(*args, **arguments[1])
-        names = set(self._read_layers(arguments))
-        packed = {n: self.layers[n] for n in names if _is_packed(self.layers[n])}
+        names = {self._layer_of(leaf) for leaf in tree_leaves(arguments)} - {""}
+        for forward in self._running:
+            names -= forward.holds
+        packed = {n: self.layers[n] for n in names if is_packed(self.layers[n])}
         if packed:
             return self._call_on_unpacked(func, arguments, names, packed)
         if self.queried_dtypes:
@@ -192,26 +181,19 @@ class ForwardWatch(TorchFunctionMode):
             self.read_elsewhere |= names
         return result
 
-    def _read_layers(self, arguments: Any) -> Iterator[str]:
-        """Yield the names of the layers whose weight is among a function's arguments, and which no
-        running module holds as its own."""
-        for leaf in tree_leaves(arguments):
-            name = self._layer_of(leaf)
-            if name is not None and not any(name in held for held in self._held_weights):
-                yield name
-
-    def _layer_of(self, leaf: Any) -> str | None:
-        """Return the name of the layer whose weight a value is; None where it is no such weight."""
+    def _layer_of(self, leaf: Any) -> str:
+        """Return the name of the layer whose weight a value is; empty where it is no such
+        weight."""
         if isinstance(leaf, nn.Parameter) and id(leaf) not in self._names:
             # While a unit of FSDP computes, gathered weights are in the places of the shards.
             self._names |= {
                 id(layer._parameters.get("weight")): n for n, layer in self.layers.items()
             }
-        name = self._names.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        name = self._names.get(id(leaf), "") if isinstance(leaf, Tensor) else ""
         # FSDP itself reads shards, and gathered weights that are not yet in their places.
-        if name is None or is_sharded(leaf):
-            return None
-        return name if self.layers[name]._parameters.get("weight") is leaf else None
+        if not name or is_sharded(leaf):
+            return ""
+        return name if self.layers[name]._parameters.get("weight") is leaf else ""
 
     def _call_on_unpacked(
         self, func: Any, arguments: Any, names: set[str], packed: Mapping[str, nn.Module]
@@ -258,11 +240,6 @@ class ForwardWatch(TorchFunctionMode):
             return unpacked_dtypes.get(value, value) if is_dtype else value
 
         return tree_map(unpacked_dtype, arguments)
-
-
-def _is_packed(layer: nn.Module) -> bool:
-    """Return whether a layer's weight is codes; each class with such a weight has the method."""
-    return hasattr(layer, "unpacked_weight")
 
 
 def _has_tensor(result: Any) -> bool:

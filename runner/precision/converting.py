@@ -1,18 +1,18 @@
 """The base of the precisions that replace a model's linear layers by low-precision ones."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from runner.precision.casting import autocast, cast_floats, cast_nest, float64_to_float32
-from runner.precision.contract import CPU_DEVICE, ConversionReport, Precision
-from runner.precision.conversion import ConversionRules
+from runner.precision.contract import CPU_DEVICE, ComputeFormat, Precision
+from runner.precision.conversion import ConversionReport, ConversionRules, convert_linear
 from runner.precision.keep_fp32 import find_islands, make_islands
-from runner.precision.options import PrecisionOptions
 
 
 class ConvertingPrecision(Precision):
@@ -22,31 +22,37 @@ class ConvertingPrecision(Precision):
     computes in another dtype than it stores.
 
     Attributes:
-        options: how the products that remain are computed.
         ignore_modules: patterns of modules that are not converted.
         keeps_dtypes: what is not converted keeps the dtype that it was built in; else it is cast
             to the storage dtype.
         skips_shared: layers that share a parameter are not converted.
+        layers_compute_in: the format of the products of converted layers, as a phrase; empty where
+            they are in the dtype of the others.
+        layer_formats: the number formats of converted layers, the narrowest first.
     """
 
-    options: PrecisionOptions
     ignore_modules: Sequence[str] = ()
     keeps_dtypes: bool = False
     skips_shared: bool = False
-    _kernels: str = ""
-    # Around forward and backward without autocast, in which a model's own checkpointing recomputes
-    # forwards; autocast restores itself there.
-    _plain_context: AbstractContextManager[Any] = nullcontext()
+    layers_compute_in: str = ""
+    layer_formats: tuple[ComputeFormat, ...] = ()
 
     @abstractmethod
     def find_obstacle(self, module: nn.Module) -> str:
         """Return why a linear layer that is not converted cannot be; empty where it can."""
 
-    @abstractmethod
+    def convert_layer(self, module: nn.Module, device: torch.device) -> None:
+        """Replace a linear layer, in place; the device is the one where it will run.
+
+        A subclass has this method, or a convert_layers of its own.
+        """
+        raise NotImplementedError
+
     def convert_layers(
         self, model: nn.Module, rules: ConversionRules, device: torch.device
     ) -> ConversionReport:
         """Replace the layers that the rules allow, in place, on the device where they will run."""
+        return convert_linear(model, partial(self.convert_layer, device=device), rules)
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE
@@ -69,14 +75,6 @@ class ConvertingPrecision(Precision):
             cast_floats(model, self.storage, islands)
         return model, report
 
-    @contextmanager
-    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        with self.options.session(self.compute, model, device) as self._kernels:
-            yield
-
-    def kernels(self) -> str:
-        return self._kernels
-
     @property
     def has_autocast(self) -> bool:
         """Return whether the model's forward runs under autocast."""
@@ -85,9 +83,6 @@ class ConvertingPrecision(Precision):
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         return autocast(device.type, self.compute) if self.has_autocast else self._plain_context
 
-    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
-        return self._plain_context
-
     def cast(self, inputs: Any) -> Any:
         """Return the inputs in the storage dtype. Under autocast they are not cast, so that islands
         and unconverted layers get the original values; only float64, which autocast does not cast,
@@ -95,3 +90,13 @@ class ConvertingPrecision(Precision):
         if self.has_autocast:
             return float64_to_float32(inputs)
         return cast_nest(inputs, self.storage)
+
+    @property
+    def compute_format(self) -> str:
+        if not self.layers_compute_in:
+            return super().compute_format
+        return f"{self.layers_compute_in} in linear layers, {super().compute_format} elsewhere"
+
+    @property
+    def formats(self) -> tuple[ComputeFormat, ...]:
+        return (*self.layer_formats, *super().formats)

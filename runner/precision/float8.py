@@ -5,41 +5,35 @@ torchao's Float8Linear replaces nn.Linear and Conv1D, and scales its operands an
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache, partial
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from runner.precision.casting import DefaultDtype
-from runner.precision.contract import ComputeFormat, ConversionReport
-from runner.precision.conversion import ConversionRules, convert_linear, replace_in_place
+from runner.precision import options
+from runner.precision.casting import DefaultDtype, autocast_input
+from runner.precision.contract import FP8_LAYERS
+from runner.precision.conversion import layer_class, replace_in_place
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths
 from runner.precision.layers.padding import pad_rows
-from runner.precision.options import (
-    DTYPES,
-    FP8_LAYERS,
-    PrecisionOptions,
-    native_half_prefix,
-    switch_problems,
-)
-from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.errors import Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tpu import is_tpu
 
-if TYPE_CHECKING:
-    from torchao.float8 import Float8LinearConfig
-
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+NAME_BY_RECIPE = {
+    "tensorwise": "float8-tensorwise",
+    "rowwise": "float8-rowwise",
+    "rowwise_with_gw_hp": "float8-rowwise-hp",
+}
 WEIGHT_DTYPES = ("float32", "bfloat16")
 SCALED_MM_MULTIPLE = 16  # of every dimension that torch._scaled_mm takes
 
 
 @final
+@dataclass(eq=False)
 class Float8Precision(ConvertingPrecision):
     """torchao's Float8Linear for nn.Linear and Conv1D, bfloat16 elsewhere.
 
@@ -67,153 +61,94 @@ class Float8Precision(ConvertingPrecision):
     Source: torchao.float8 (github.com/pytorch/ao, torchao/float8/README.md).
     """
 
-    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
-        self,
-        name: str,
-        recipe: str,
-        weights: str = "float32",
-        emulate: bool = False,
-        ignore_modules: Sequence[str] = (),
-        min_features: int = SCALED_MM_MULTIPLE,
-        keep_fp32: Sequence[str] = (),
-        autocast_loss: bool = False,
-        float32_matmul: str = "highest",
-        reduced_precision_reduction: bool = False,
-    ) -> None:
-        problems = _value_problems(name, recipe, weights, emulate, min_features)
-        if problems:
-            raise ConfigError(*problems)
-        # Without `emulate`: torchao emulates its products itself, and the others are native.
-        self.options = PrecisionOptions(
-            float32_matmul, reduced_precision_reduction=reduced_precision_reduction
-        )
-        self.name = name
-        self.keep_fp32 = keep_fp32
-        self.autocast_loss = autocast_loss
-        self.storage = DTYPES[weights]
+    layers_compute_in = "FP8"
+    layer_formats = (FP8_LAYERS,)
+    name: str
+    recipe: str
+    weights: str = "float32"
+    emulate: bool = False
+    ignore_modules: Sequence[str] = ()
+    min_features: int = SCALED_MM_MULTIPLE
+    keep_fp32: Sequence[str] = ()
+    autocast_loss: bool = False
+    float32_matmul: str = "highest"
+    reduced_precision_reduction: bool = False
+
+    def __post_init__(self) -> None:
+        problems = options.choice_problems("recipe", self.recipe, NAME_BY_RECIPE)
+        problems += options.choice_problems("weights", self.weights, WEIGHT_DTYPES)
+        problems += options.name_problems(self.name, "recipe", self.recipe, NAME_BY_RECIPE)
+        problems += options.switch_problems(emulate=self.emulate)
+        # By its type, because a bool is an int to isinstance.
+        if type(self.min_features) is not int or self.min_features < 1:
+            problems.append(
+                f"precision.min_features={self.min_features} must be a whole number from 1."
+            )
+        options.refuse(problems)
+        options.refuse(options.product_problems(self))
+        self.storage = options.DTYPES[self.weights]
         self.compute = torch.bfloat16
-        self.recipe = recipe
-        self.emulated = emulate
-        self.ignore_modules = ignore_modules
-        self.min_features = min_features
+        # torchao emulates its products itself, and the others are native.
+        self.emulated = self.emulate
         if not self.has_autocast:
             self._plain_context = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
-        _require_device(self.name, device, self.emulated)
-        if find_spec("torchao") is None:
+        # It has neither the FP8 dtypes nor the float64 in which scales are computed.
+        if device.type == "mps":
             raise Unavailable(
-                f"precision={self.name} needs the package torchao.", "Type pip install torchao."
+                f"precision={self.name} cannot run on mps, not even emulated: it has no FP8 "
+                "dtypes.",
+                "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
             )
+        if is_tpu(device):
+            raise Unavailable(
+                f"precision={self.name} cannot run on a TPU, not even emulated: its recipes are "
+                "those of NVIDIA GPUs.",
+                "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
+            )
+        # A CPU has these products in some versions of torch, many times slower than float32, which
+        # nobody would want unasked. Ada has both of torch's kernels: per tensor in cuBLASLt, per
+        # row in CUTLASS (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
+        if not self.emulated:
+            options.require_capability(self.name, device, (8, 9))
+        options.require_torchao(self.name)
 
     def find_obstacle(self, module: nn.Module) -> str:
-        return float8_obstacle(module, self.min_features)
+        into, out = layer_widths(module)
+        shape = f"its shape {into} -> {out}"
+        # torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's
+        # three products the forward contracts over `in` and yields `out`, the input's gradient the
+        # reverse, and the weight's contracts over the rows (runner.precision.layers.padding) and
+        # yields `in`. Emulation follows the same rule, to convert the layers that hardware would.
+        if out % SCALED_MM_MULTIPLE or into % SCALED_MM_MULTIPLE:
+            return f"{shape} is not in multiples of {SCALED_MM_MULTIPLE}"
+        if min(out, into) < self.min_features:
+            return f"{shape} is below precision.min_features={self.min_features}"
+        # The library refuses to convert a layer with children.
+        if next(module.children(), None) is not None:
+            return "holds modules of its own"
+        return ""
 
-    def convert_layers(
-        self, model: nn.Module, rules: ConversionRules, device: torch.device
-    ) -> ConversionReport:
-        config = _library_config(self.recipe, self.emulated)
-        return convert_linear(model, partial(_convert_layer, config=config), rules)
+    def convert_layer(self, module: nn.Module, device: torch.device) -> None:
+        with suppress_import_warnings():
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    @property
-    def compute_format(self) -> str:
-        return f"FP8 in linear layers, {super().compute_format} elsewhere"
-
-    @property
-    def formats(self) -> tuple[ComputeFormat, ...]:
-        return (FP8_LAYERS, *super().formats)
+        config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulated)
+        plain = module
+        mixin: type = Float8Layer
+        if is_transposed(module):
+            # The library converts an nn.Linear only; the Conv1D's own tensors take its place below.
+            plain = nn.Linear(*layer_widths(module), bias=False, device="meta")
+            mixin = _Float8Transposed
+        # Not Float8Linear.from_float: this also works around a miscompilation of FP8 in Inductor.
+        made = convert_to_float8_training(plain, config=config)
+        kind = layer_class(f"Float8{type(module).__name__}", mixin, type(made), type(module))
+        replace_in_place(module, made, kind)
 
     @property
     def sort_key(self) -> tuple[float, ...]:
         return (-1, 1)  # after TransformerEngine's
-
-
-# The built-in name of each recipe. A result is labelled with it, so it may not have another recipe.
-NAME_BY_RECIPE: dict[str, str] = {
-    "tensorwise": "float8-tensorwise",
-    "rowwise": "float8-rowwise",
-    "rowwise_with_gw_hp": "float8-rowwise-hp",
-}
-
-
-def _value_problems(
-    name: str, recipe: str, weights: str, emulate: object, min_features: object
-) -> list[str]:
-    """Return a sentence for each value that is not allowed."""
-    problems = []
-    choices = (("recipe", recipe, RECIPES), ("weights", weights, WEIGHT_DTYPES))
-    for key, value, allowed in choices:
-        if value not in allowed:
-            text = f"precision.{key}={value} is not known. Allowed: {', '.join(allowed)}."
-            problems.append(text)
-    recipe_name = NAME_BY_RECIPE.get(recipe, name)
-    if name in NAME_BY_RECIPE.values() and recipe_name != name:
-        problems.append(
-            f"precision.recipe={recipe} is not what {name} is. Type precision={recipe_name}."
-        )
-    problems += switch_problems(emulate=emulate)
-    # By its type, because a bool is an int to isinstance.
-    if type(min_features) is not int or min_features < 1:
-        problems.append(f"precision.min_features={min_features} must be a whole number from 1.")
-    return problems
-
-
-def _require_device(name: str, device: torch.device, emulate: bool) -> None:
-    """Raise Unavailable unless the device has torch's FP8 products, or emulates them.
-
-    A CPU has them in some versions of torch, many times slower than float32, which nobody would
-    want unasked.
-    """
-    # It has neither the FP8 dtypes nor the float64 in which scales are computed.
-    if device.type == "mps":
-        raise Unavailable(
-            f"precision={name} cannot run on mps, not even emulated: it has no FP8 dtypes.",
-            "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
-        )
-    if is_tpu(device):
-        raise Unavailable(
-            f"precision={name} cannot run on a TPU, not even emulated: its recipes are those of "
-            "NVIDIA GPUs.",
-            "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
-        )
-    if emulate:
-        return
-    remedy = (
-        "Type precision.emulate=true for its numbers without its speed, or "
-        f"precision={native_half_prefix(device)}-mixed, the nearest that runs here."
-    )
-    wants = f"precision={name} needs an NVIDIA GPU of compute capability 8.9 or higher;"
-    if device.type != "cuda":
-        raise Unavailable(f"{wants} this run is on {device.type}.", remedy)
-    major, minor = torch.cuda.get_device_capability(device)
-    # Ada has both of torch's kernels: per tensor in cuBLASLt, per row in CUTLASS
-    # (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
-    if (major, minor) < (8, 9):
-        gpu = torch.cuda.get_device_name(device)
-        raise Unavailable(f"{wants} {device} ({gpu}) has {major}.{minor}.", remedy)
-
-
-def float8_obstacle(module: nn.Module, min_features: int) -> str:
-    """Return why FP8 cannot or should not hold a linear layer; empty where it can.
-
-    Args:
-        module: an unconverted linear layer.
-        min_features: the least input or output width of a layer that is converted.
-    """
-    into, out = layer_widths(module)
-    shape = f"its shape {into} -> {out}"
-    # torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's
-    # three products the forward contracts over `in` and yields `out`, the input's gradient the
-    # reverse, and the weight's contracts over the rows (runner.precision.layers.padding) and
-    # yields `in`. Emulation follows the same rule, to convert the layers that hardware would.
-    if out % SCALED_MM_MULTIPLE or into % SCALED_MM_MULTIPLE:
-        return f"{shape} is not in multiples of {SCALED_MM_MULTIPLE}"
-    if min(out, into) < min_features:
-        return f"{shape} is below precision.min_features={min_features}"
-    # The library refuses to convert a layer with children.
-    if next(module.children(), None) is not None:
-        return "holds modules of its own"
-    return ""
 
 
 class Float8Layer:
@@ -221,13 +156,11 @@ class Float8Layer:
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs: float [..., in] to the same dtype, or autocast's, [..., out]."""
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            input = input.to(torch.get_autocast_dtype(kind))
         # The library asks CUDA's autocast only, whatever the device, through a deprecated call.
-        with torch.autocast(kind, enabled=False):
+        rows = autocast_input(input)
+        with torch.autocast(input.device.type, enabled=False):
             # The library cannot clone a transposed tensor that it has scaled by rows.
-            contiguous = input.contiguous()
+            contiguous = rows.contiguous()
             output = pad_rows(self._product, contiguous, SCALED_MM_MULTIPLE)
             return forbid_second_derivative(output)
 
@@ -245,37 +178,3 @@ class _Float8Transposed(Float8Layer):
         product = library.matmul_with_hp_or_float8_args
         output = product.apply(input, self.weight, self.linear_mm_config, self.config)
         return output if self.bias is None else output + self.bias.to(output.dtype)
-
-
-def _convert_layer(module: nn.Module, config: "Float8LinearConfig") -> None:
-    """Turn a linear layer into a Float8Linear that holds the same parameter objects."""
-    plain = module
-    mixin: type = Float8Layer
-    if is_transposed(module):
-        # The library converts an nn.Linear only; the Conv1D's own tensors take its place below.
-        plain = nn.Linear(*layer_widths(module), bias=False, device="meta")
-        mixin = _Float8Transposed
-    with suppress_import_warnings():
-        from torchao.float8 import convert_to_float8_training
-
-        # Not Float8Linear.from_float: this also works around a miscompilation of FP8 in Inductor.
-        made = convert_to_float8_training(plain, config=config)
-    made.__class__ = _layer_class(type(module), type(made), mixin)
-    # With the tensors and modules that the user registered on the layer.
-    for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
-        vars(made)[key] = vars(module)[key]
-    replace_in_place(module, made)
-
-
-@cache
-def _layer_class(kind: type[nn.Module], converted: type[nn.Module], mixin: type) -> type[nn.Module]:
-    """Return a subclass of the library's layer and of the module's own class."""
-    return type(f"Float8{kind.__name__}", (mixin, converted, kind), {})
-
-
-def _library_config(recipe: str, emulate: bool) -> "Float8LinearConfig":
-    """Return torchao's configuration of a recipe."""
-    with suppress_import_warnings():
-        from torchao.float8 import Float8LinearConfig
-
-        return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)

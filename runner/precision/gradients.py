@@ -5,8 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 _NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def finish_gradients(params: Iterable[Tensor]) -> None:

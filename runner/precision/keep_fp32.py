@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.precision.casting import cast_floats, cast_nest
+from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
 from runner.utils.errors import ConfigError
 from runner.utils.module_tape import is_in_backward
 from runner.utils.modules import outermost_names, select_modules
@@ -31,6 +31,7 @@ class Float32Island:
         leaves = (*self.parameters(recurse=False), *tree_leaves((args, kwargs)))  # type: ignore[attr-defined]
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
         device_type = "cpu" if first is None else first.device.type
+        # Not by DefaultDtype, which torch.compile does not trace.
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
@@ -81,32 +82,26 @@ def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
     """
     islands = find_islands(model, patterns, storage)
     for name in islands:
-        _make_island(model.get_submodule(name), storage)
+        module = model.get_submodule(name)
+        if not isinstance(module, Float32Island):
+            module.__class__ = _island_class(type(module))
+            module._surroundings = storage  # type: ignore[assignment]
+            # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call
+            # their forward, unless a part has a hook.
+            module.register_forward_pre_hook(no_op_hook)
+            # In a mixed precision the default dtype is float32 already.
+            if storage is not torch.float32:
+                _RecomputationDtype(torch.float32).watch(module)
+        cast_floats(module, torch.float32)
     return islands
 
 
-def _make_island(module: nn.Module, storage: torch.dtype) -> None:
-    if not isinstance(module, Float32Island):
-        module.__class__ = _island_class(type(module))
-        module._surroundings = storage  # type: ignore[assignment]
-        # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call their
-        # forward, unless a part has a hook.
-        module.register_forward_pre_hook(no_op_hook)
-        # In a mixed precision the default dtype is float32 already.
-        if storage is not torch.float32:
-            _RecomputationDtype().watch(module)
-    cast_floats(module, torch.float32)
-
-
-class _RecomputationDtype:
+class _RecomputationDtype(DefaultDtype):
     """Hooks on an island's parts that make float32 the default dtype while they are recomputed.
 
     The island's own torch.utils.checkpoint recomputes them in the backward, outside the island's
     forward. Autocast is restored by torch.
     """
-
-    def __init__(self) -> None:
-        self.previous: list[torch.dtype] = []
 
     def watch(self, island: nn.Module) -> None:
         """Register the hooks on every module inside the island."""
@@ -117,12 +112,11 @@ class _RecomputationDtype:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if is_in_backward():
-            self.previous.append(torch.get_default_dtype())
-            torch.set_default_dtype(torch.float32)
+            self.__enter__()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_in_backward():
-            torch.set_default_dtype(self.previous.pop())
+            self.__exit__()
 
 
 def no_op_hook(module: nn.Module, args: Any) -> None:

@@ -10,9 +10,8 @@ Source: PyTorch AMP; Micikevicius et al., Mixed Precision Training, arXiv:1710.0
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -22,28 +21,28 @@ from runner.precision.gradients import any_found_inf
 from runner.utils.errors import ConfigError
 
 
-class LossScale(ABC):
-    """A loss scale as the training step uses it. Tensors are scalars on the run's device."""
+class LossScale:
+    """A loss scale as the training step uses it; this one does nothing. Tensors are scalars on the
+    run's device."""
 
     @property
-    @abstractmethod
     def value(self) -> Tensor | None:
         """Return the current scale, a float32 scalar that later updates do not change."""
+        return None
 
-    @abstractmethod
     def multiply(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale."""
+        return loss
 
-    @abstractmethod
     def unscale(self, grads: Sequence[Tensor]) -> Tensor | None:
         """Divide one optimizer's gradients by the scale in place; return its found-inf, a float32
         scalar that is 1.0 where any gradient is not finite and 0.0 else."""
+        return None
 
-    @abstractmethod
     def step(self, optimizer: Optimizer, found_inf: Tensor | None) -> None:
         """Step the optimizer, or skip the step where its gradients overflowed."""
+        optimizer.step()
 
-    @abstractmethod
     def update(self, found_infs: Sequence[Tensor | None]) -> None:
         """Grow or back off, once per iteration, after every optimizer has stepped."""
 
@@ -74,22 +73,9 @@ class LossScale(ABC):
             )
 
 
+@final
 class NoLossScale(LossScale):
     """The loss scale of precisions that need none: every operation is the plain one."""
-
-    value: Final = None  # type: ignore[assignment]
-
-    def multiply(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def unscale(self, grads: Sequence[Tensor]) -> None:
-        return None
-
-    def step(self, optimizer: Optimizer, found_inf: Tensor | None) -> None:
-        optimizer.step()
-
-    def update(self, found_infs: Sequence[Tensor | None]) -> None:
-        return None
 
 
 class DynamicLossScale(LossScale):
@@ -145,13 +131,23 @@ class DynamicLossScale(LossScale):
         found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
         # GradScaler's: multiplying by the inverse is one fused kernel, and exact for powers of two.
         inverse = self._scale.reciprocal()
-        for group in _gradients_by_dtype(grads):
+        # The native call takes gradients of one dtype, complex ones as real and imaginary parts.
+        groups: dict[torch.dtype, list[Tensor]] = {}
+        for grad in grads:
+            real = torch.view_as_real(grad) if grad.is_complex() else grad
+            groups.setdefault(real.dtype, []).append(real)
+        for group in groups.values():
             torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
         return found_inf
 
     def step(self, optimizer: Optimizer, found_inf: Tensor | None) -> None:
         assert found_inf is not None
-        if self.device.type != "cpu" and _skips_on_device(optimizer):
+        # SGD does not skip before it has its momentum: torch allocates that without filling it and
+        # leaves the filling to the step that would be skipped.
+        has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+        is_unfilled = has_momentum and not optimizer.state
+        skips = getattr(optimizer, "_step_supports_amp_scaling", False) and not is_unfilled
+        if self.device.type != "cpu" and skips:
             # A fused kernel reads found-inf on the device and skips there, so that the host does
             # not wait. grad_scale is None because the gradients are unscaled already.
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -181,10 +177,7 @@ class DynamicLossScale(LossScale):
     def state_dict(self) -> dict[str, float]:
         """Return the scale and its growth counter. Reading them waits for the device, so this is
         for checkpoints, never for the step."""
-        return {
-            "scale": self._scale.item(),
-            "applied_in_a_row": self._applied_in_a_row.item(),
-        }
+        return {"scale": self._scale.item(), "applied_in_a_row": self._applied_in_a_row.item()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if not state:
@@ -220,25 +213,6 @@ def check_loss_scale(values: dict[str, Any]) -> None:
             problems.append(f"precision.loss_scale.{key}={value} cannot work. Allowed: {allowed}.")
     if problems:
         raise ConfigError(*problems)
-
-
-def _skips_on_device(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's fused kernel reads found-inf and skips the step by itself."""
-    # SGD does not skip before it has its momentum: torch allocates that without filling it and
-    # leaves the filling to the step that would be skipped.
-    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
-    is_unfilled = has_momentum and not optimizer.state
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not is_unfilled
-
-
-def _gradients_by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the gradients in groups of one dtype, as the native call takes them; a complex
-    gradient is seen as its real and imaginary parts."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        real = torch.view_as_real(grad) if grad.is_complex() else grad
-        groups.setdefault(real.dtype, []).append(real)
-    return list(groups.values())
 
 
 class HostFlag:

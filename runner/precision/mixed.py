@@ -4,31 +4,26 @@ float16 has a loss scale, because its range is smaller than float32's; bfloat16 
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from runner.precision import options
 from runner.precision.casting import autocast, float64_to_float32
-from runner.precision.contract import CPU_DEVICE, ConversionReport, Precision
-from runner.precision.emulation.float16 import KernelChoice
+from runner.precision.contract import CPU_DEVICE, Precision
+from runner.precision.conversion import ConversionReport
+from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
-from runner.precision.options import (
-    DTYPES,
-    PrecisionOptions,
-    lacks_bfloat16,
-    require_bfloat16,
-    require_cpu,
-    switch_problems,
-)
-from runner.precision.true import EMULATE_BFLOAT16_REMEDY
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import is_tpu
 
 
 @final
+@dataclass(eq=False)
 class MixedPrecision(Precision):
     """An autocast forward over float32 parameters, with a loss scale for float16.
 
@@ -39,7 +34,7 @@ class MixedPrecision(Precision):
         keep_fp32: patterns of modules that compute in float32.
         autocast_loss: compute the loss under autocast too, else outside it on float32 outputs.
         float32_matmul: precision of the float32 products that autocast leaves.
-        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
+        cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
         emulate: on a CPU, products as tensor cores compute them, with sums in float32; bfloat16 on
             a GPU without its units, too. Its speed means nothing.
         allow_substitute: on a TPU, which has no float16, run as bf16-mixed and be recorded so.
@@ -49,76 +44,49 @@ class MixedPrecision(Precision):
         ConfigError: a value that is not allowed.
     """
 
-    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
-        self,
-        name: str,
-        dtype: str,
-        loss_scale: Mapping[str, Any] | None = None,
-        keep_fp32: Sequence[str] = (),
-        autocast_loss: bool = False,
-        float32_matmul: str = "highest",
-        cpu_float16: KernelChoice = "auto",
-        emulate: bool = False,
-        allow_substitute: bool = False,
-        reduced_precision_reduction: bool = False,
-    ) -> None:
-        if dtype not in ("float16", "bfloat16"):
-            raise ConfigError(f"precision.dtype={dtype} is not known. Allowed: float16, bfloat16.")
-        self.options = PrecisionOptions(
-            float32_matmul, cpu_float16, emulate, reduced_precision_reduction
-        )
-        problems = switch_problems(allow_substitute=allow_substitute)
-        if problems:
-            raise ConfigError(*problems)
-        if loss_scale is not None and dtype == "bfloat16":
-            raise ConfigError(
-                f"precision.loss_scale={dict(loss_scale)}: precision={name} has none, because "
-                "bfloat16 has float32's range. Leave it out, or type precision=16-mixed."
-            )
-        # Here, because the loss scale itself is made only when the run starts.
-        if loss_scale is not None:
-            check_loss_scale(dict(loss_scale))
-        self.name = name
-        self.keep_fp32 = keep_fp32
-        self.autocast_loss = autocast_loss
-        self.compute = DTYPES[dtype]
-        self.loss_scale = loss_scale
-        self.emulated = emulate
-        self.allow_substitute = allow_substitute
-        self._kernels = ""
+    name: str
+    dtype: str
+    loss_scale: Mapping[str, Any] | None = None
+    keep_fp32: Sequence[str] = ()
+    autocast_loss: bool = False
+    float32_matmul: str = "highest"
+    cpu_float16: KernelChoice = "auto"
+    emulate: bool = False
+    allow_substitute: bool = False
+    reduced_precision_reduction: bool = False
+
+    def __post_init__(self) -> None:
+        options.refuse(options.choice_problems("dtype", self.dtype, ("float16", "bfloat16")))
+        self.emulated = self.emulates_products = self.emulate
+        options.refuse(options.product_problems(self))
+        options.refuse(options.switch_problems(allow_substitute=self.allow_substitute))
+        if self.loss_scale is not None:
+            if self.dtype == "bfloat16":
+                raise ConfigError(
+                    f"precision.loss_scale={dict(self.loss_scale)}: precision={self.name} has "
+                    "none, because bfloat16 has float32's range. Leave it out, or type "
+                    "precision=16-mixed."
+                )
+            # Here, because the loss scale itself is made only when the run starts.
+            check_loss_scale(dict(self.loss_scale))
+        self.compute = options.DTYPES[self.dtype]
 
     def require(self, device: torch.device) -> None:
         if is_tpu(device) and self.compute is torch.float16:
-            self._substitute()
+            if not self.allow_substitute:
+                raise Unavailable(
+                    f"precision={self.name} cannot run on a TPU, whose half precision is bfloat16.",
+                    "Type precision=bf16-mixed, or precision.allow_substitute=true to have that "
+                    "run in its place.",
+                )
+            text = "runs as bf16-mixed, and is recorded so: a TPU has no float16."
+            warnings.warn(f"precision={self.name} {text}", stacklevel=2)
+            # With the name, so that results are recorded under the precision that ran.
+            self.name = "bf16-mixed"
+            self.compute = torch.bfloat16
+            self.loss_scale = None
         # After the substitution, which has changed the dtype.
-        if self.compute is torch.bfloat16 and lacks_bfloat16(device):
-            if not self.emulated:
-                require_bfloat16(self.name, device, EMULATE_BFLOAT16_REMEDY.format("16-mixed"))
-        elif self.emulated:
-            require_cpu(self.name, device)
-
-    def _substitute(self) -> None:
-        """Become bf16-mixed with a warning, or raise Unavailable where that is not allowed."""
-        if not self.allow_substitute:
-            raise Unavailable(
-                f"precision={self.name} cannot run on a TPU, whose half precision is bfloat16.",
-                "Type precision=bf16-mixed, or precision.allow_substitute=true to have that run "
-                "in its place.",
-            )
-        text = "runs as bf16-mixed, and is recorded so: a TPU has no float16."
-        warnings.warn(f"precision={self.name} {text}", stacklevel=3)
-        # With the name, so that results are recorded under the precision that ran.
-        self.name = "bf16-mixed"
-        self.compute = torch.bfloat16
-        self.loss_scale = None
-
-    @contextmanager
-    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        with self.options.session(self.compute, model, device) as self._kernels:
-            yield
-
-    def kernels(self) -> str:
-        return self._kernels
+        options.require_emulated_products(self, device, "16-mixed")
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE

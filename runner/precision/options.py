@@ -5,18 +5,25 @@ Every check raises before the first step, with the value that was given and what
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import nn
 
-from runner.precision.contract import ComputeFormat
-from runner.precision.emulation.float16 import KernelChoice, choose_kernels, float32_accumulate
+from runner.precision.emulation.cpu_kernels import (
+    KernelChoice,
+    choose_kernels,
+    float32_accumulate,
+    tf32_products,
+)
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.reproducibility import saved_float32_switches, set_float32_switches
+
+if TYPE_CHECKING:
+    from runner.precision.contract import Precision
 
 # Attributes of torch.backends.cuda.matmul.
 _SWITCHES = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -27,73 +34,107 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-# Operands are scaled to the format's range first. Output gradients are in e4m3 too in most recipes,
-# and e5m2, which the others take, is wider.
-FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradients"))
 
 
-@dataclass(frozen=True)
-class PrecisionOptions:
-    """Keys of several precisions: how products are computed in the formats that a precision has.
+def product_problems(precision: "Precision") -> list[str]:
+    """Return a sentence for each value that is not allowed, of the keys that say how products are
+    computed; see Precision."""
+    # torch itself only warns of an unknown value.
+    problems = choice_problems("float32_matmul", precision.float32_matmul, MATMUL_PRECISIONS)
+    problems += choice_problems("cpu_float16", precision.cpu_float16, get_args(KernelChoice))
+    return problems + switch_problems(
+        emulate=precision.emulates_products,
+        reduced_precision_reduction=precision.reduced_precision_reduction,
+    )
 
-    Attributes:
-        float32_matmul: one of MATMUL_PRECISIONS; anything but `highest` lets float32 products run
-            in TF32 (10-bit mantissa), convolutions too.
-        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
-        emulate: on a CPU, products as tensor cores compute them.
-        reduced_precision_reduction: half-precision products on CUDA may add their parts in half
-            precision.
 
-    Raises:
-        ConfigError: a value that is not allowed; it has a sentence for each.
+@contextmanager
+def products_session(
+    precision: "Precision", model: nn.Module, device: torch.device
+) -> Iterator[str]:
+    """Return the context around a run in which products are computed as a precision says.
+
+    Args:
+        precision: its keys are those of product_problems.
+        model: of the run.
+        device: that the run computes on.
+
+    Yields:
+        The name of the kernels that half precision takes on a CPU; empty where there is no choice.
     """
+    kernels = ""
+    matmul = precision.float32_matmul
+    emulates = precision.emulates_products
+    products: AbstractContextManager[None] = nullcontext()
+    if emulates and precision.compute is torch.float32:
+        # torch's own switch is off: the emulation rounds the operands, and sums are float32.
+        matmul = "highest"
+        products = tf32_products(model)
+    elif device.type == "cpu" and (precision.compute is torch.float16 or emulates):
+        # Tensor cores sum in float32, which native kernels of a CPU need not do.
+        choice = "float32_accumulate" if emulates else precision.cpu_float16
+        kernels = choose_kernels(choice, model)
+        if kernels == "float32_accumulate":
+            products = float32_accumulate(precision.compute)
+    sums = reduced_precision_sums(precision.reduced_precision_reduction)
+    with float32_matmul(matmul), sums, products:
+        yield kernels
 
-    float32_matmul: str = "highest"
-    cpu_float16: KernelChoice = "auto"
-    emulate: bool = False
-    reduced_precision_reduction: bool = False
 
-    def __post_init__(self) -> None:
-        problems = []
-        choices = (
-            # torch itself only warns of an unknown value.
-            ("float32_matmul", self.float32_matmul, MATMUL_PRECISIONS),
-            ("cpu_float16", self.cpu_float16, get_args(KernelChoice)),
+def require_emulated_products(
+    precision: "Precision", device: torch.device, float16_name: str
+) -> None:
+    """Raise Unavailable where a device lacks bfloat16 units, or products cannot be emulated.
+
+    Args:
+        precision: whose products have half precision, or are emulated.
+        device: that the run computes on.
+        float16_name: the precision to type where bfloat16 is missing.
+    """
+    if precision.compute is torch.bfloat16 and lacks_bfloat16(device):
+        if not precision.emulates_products:
+            remedy = (
+                f"Type precision={float16_name}, or precision.emulate=true for bfloat16's numbers "
+                "without its speed."
+            )
+            require_bfloat16(precision.name, device, remedy)
+    elif precision.emulates_products and device.type != "cpu":
+        raise Unavailable(
+            f"precision={precision.name} precision.emulate=true runs on a CPU; this run is on "
+            f"{device.type}.",
+            "Type accelerator=cpu, or leave precision.emulate out.",
         )
-        for key, value, names in choices:
-            if value not in names:
-                allowed = ", ".join(names)
-                problems.append(f"precision.{key}={value} is not known. Allowed: {allowed}.")
-        problems += switch_problems(
-            emulate=self.emulate, reduced_precision_reduction=self.reduced_precision_reduction
-        )
-        if problems:
-            raise ConfigError(*problems)
 
-    @contextmanager
-    def session(
-        self, compute: torch.dtype, model: nn.Module, device: torch.device
-    ) -> Iterator[str]:
-        """Return the context around a run in which its products are computed as the options say.
 
-        Args:
-            compute: dtype of the products that have half precision.
-            model: of the run.
-            device: that the run computes on.
+def refuse(problems: Sequence[str]) -> None:
+    """Raise ConfigError where there are problems, with all of them."""
+    if problems:
+        raise ConfigError(*problems)
 
-        Yields:
-            The name of the kernels that half precision takes on a CPU; empty where there is no
-            choice.
-        """
-        kernels = ""
-        if device.type == "cpu" and (compute is torch.float16 or self.emulate):
-            # Tensor cores sum in float32, which native kernels of a CPU need not do.
-            choice = "float32_accumulate" if self.emulate else self.cpu_float16
-            kernels = choose_kernels(choice, model)
-        sums = reduced_precision_sums(self.reduced_precision_reduction)
-        replaced = float32_accumulate(compute) if kernels == "float32_accumulate" else nullcontext()
-        with float32_matmul(self.float32_matmul), sums, replaced:
-            yield kernels
+
+def choice_problems(key: str, value: object, allowed: Collection[str]) -> list[str]:
+    """Return a sentence for a key under precision whose value is none of the allowed ones, in a
+    list that is empty where it is one."""
+    if value in allowed:
+        return []
+    return [f"precision.{key}={value} is not known. Allowed: {', '.join(allowed)}."]
+
+
+def name_problems(name: str, key: str, value: str, built_in: Mapping[str, str]) -> list[str]:
+    """Return a sentence for a value under the name of a built-in precision that has another one.
+
+    A built-in name labels results, so it may not stand for another value.
+
+    Args:
+        name: of the precision.
+        key: under precision.
+        value: of the key.
+        built_in: the name of the built-in precision of each value.
+    """
+    correct = built_in.get(value, name)
+    if correct == name or name not in built_in.values():
+        return []
+    return [f"precision.{key}={value} is not what {name} is. Type precision={correct}."]
 
 
 def switch_problems(**switches: object) -> list[str]:
@@ -103,15 +144,6 @@ def switch_problems(**switches: object) -> list[str]:
         for key, value in switches.items()
         if not isinstance(value, bool)
     ]
-
-
-def check_line_search(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for LBFGS on float16 weights."""
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise ConfigError(
-            f"optimizer=lbfgs divides by products of gradients, which leave float16's range under "
-            f"precision={name}. Type precision=32-true, or optimizer=adamw optimizer.eps=1e-4."
-        )
 
 
 # How far one step may move a weight, as an absolute number, before check_eps warns and before it
@@ -173,7 +205,15 @@ def _largest_underflow_step(optimizer: torch.optim.Optimizer) -> tuple[float, fl
     optimizer that keeps no squares."""
     largest = (0.0, 0.0)
     for group in optimizer.param_groups:
-        weight = _weight_of_square(optimizer, group)
+        # The factor of a new squared gradient in the optimizer's state; 0 without squares.
+        weight = 0.0
+        if isinstance(optimizer, torch.optim.Adagrad):
+            weight = 1.0
+        elif isinstance(optimizer, torch.optim.RMSprop):
+            weight = 1 - group["alpha"]
+        # Adamax stores magnitudes, not squares.
+        elif "betas" in group and not isinstance(optimizer, torch.optim.Adamax):
+            weight = 1 - group["betas"][1]
         if weight > 0:
             # Half of float16's least number above 0, 2**-24, rounds to 0.
             gradient = math.sqrt(2**-25 / weight)
@@ -182,44 +222,47 @@ def _largest_underflow_step(optimizer: torch.optim.Optimizer) -> tuple[float, fl
     return largest
 
 
-def _weight_of_square(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
-    """Return the factor of a new squared gradient in the optimizer's state; 0 for an optimizer that
-    keeps no squares."""
-    if isinstance(optimizer, torch.optim.Adagrad):
-        return 1.0
-    if isinstance(optimizer, torch.optim.RMSprop):
-        return 1 - group["alpha"]
-    # Adamax stores magnitudes, not squares.
-    if "betas" in group and not isinstance(optimizer, torch.optim.Adamax):
-        return 1 - group["betas"][1]
-    return 0.0
+def emulation_remedy(device: torch.device) -> str:
+    """Return what to type for a precision that a device lacks and that can be emulated."""
+    return (
+        "Type precision.emulate=true for its numbers without its speed, or "
+        f"precision={native_half_prefix(device)}-mixed, the nearest that runs here."
+    )
 
 
-def require_cpu(name: str, device: torch.device) -> None:
-    """Raise Unavailable for a precision that is emulated on a CPU only."""
-    if device.type != "cpu":
-        raise Unavailable(
-            f"precision={name} precision.emulate=true runs on a CPU; this run is on {device.type}.",
-            "Type accelerator=cpu, or leave precision.emulate out.",
-        )
+def require_capability(
+    name: str, device: torch.device, minimum: tuple[int, int], limit: tuple[int, int] | None = None
+) -> None:
+    """Raise Unavailable unless a device is an NVIDIA GPU of a compute capability.
 
-
-def require_tf32(name: str, device: torch.device) -> None:
-    """Raise Unavailable unless the device has TF32 tensor cores (Ampere or newer)."""
+    Args:
+        name: of the precision.
+        device: that the run computes on.
+        minimum: the lowest compute capability on which the precision runs.
+        limit: the lowest one on which it no longer runs; None for none.
+    """
+    wants = f"precision={name} needs an NVIDIA GPU of compute capability {dotted(minimum)} or "
+    wants += "higher;" if limit is None else f"higher, below {dotted(limit)};"
     if device.type != "cuda":
-        raise Unavailable(
-            f"precision={name} needs an NVIDIA GPU of compute capability 8.0 or higher; "
-            f"this run is on {device.type}.",
-            "Type precision.emulate=true for its numbers without its speed, or precision=32-true, "
-            "the nearest that runs here.",
-        )
+        where = f"this run is on {device.type}."
+        raise Unavailable(f"{wants} {where}", emulation_remedy(device))
     capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
+    if capability < minimum or (limit is not None and capability >= limit):
+        where = f"{device} ({torch.cuda.get_device_name(device)}) has {dotted(capability)}."
+        raise Unavailable(f"{wants} {where}", emulation_remedy(device))
+
+
+def require_torchao(name: str) -> None:
+    """Raise Unavailable where torchao is not installed."""
+    if find_spec("torchao") is None:
         raise Unavailable(
-            f"precision={name} needs compute capability 8.0 or higher; {device} "
-            f"({torch.cuda.get_device_name(device)}) has {capability[0]}.{capability[1]}.",
-            "Nearest that runs here: precision=32-true.",
+            f"precision={name} needs the package torchao.", "Type pip install torchao."
         )
+
+
+def dotted(version: Sequence[int]) -> str:
+    """Return a version of two numbers as text, as "8.9"."""
+    return ".".join(map(str, version))
 
 
 def lacks_bfloat16(device: torch.device) -> bool:
@@ -271,7 +314,12 @@ def reduced_precision_sums(allowed: bool) -> Iterator[None]:
 
     Source: pytorch.org/docs/stable/notes/numerical_accuracy.html, reduced precision reduction.
     """
-    previous = {switch: _read_switch(switch) for switch in _SWITCHES}
+    matmul = torch.backends.cuda.matmul
+    # With each switch whether sums may be split at all: None where torch lacks that switch.
+    previous = {
+        switch: (getattr(matmul, switch), getattr(matmul, f"{switch}_split_k", None))
+        for switch in _SWITCHES
+    }
     for switch, (_, split_k) in previous.items():
         # torch refuses reduced sums where sums may not be split at all; a bool alone allows both.
         _write_switch(switch, allowed, None if allowed else split_k)
@@ -280,13 +328,6 @@ def reduced_precision_sums(allowed: bool) -> Iterator[None]:
     finally:
         for switch, (was_allowed, split_k) in previous.items():
             _write_switch(switch, was_allowed, split_k)
-
-
-def _read_switch(switch: str) -> tuple[bool, bool | None]:
-    """Return a switch, and whether sums may be split at all: None where torch does not have that
-    switch."""
-    matmul = torch.backends.cuda.matmul
-    return getattr(matmul, switch), getattr(matmul, f"{switch}_split_k", None)
 
 
 def _write_switch(switch: str, allowed: bool, split_k: bool | None) -> None:

@@ -20,11 +20,10 @@ from runner.config.instantiation import Arguments, keywords, locate
 from runner.config.overrides import PRECISION_ALIASES
 from runner.config.targets import build_group
 from runner.precision.casting import cast_nest
-from runner.precision.contract import ConversionReport, Precision
-from runner.precision.conversion import is_converted
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport, is_converted
 from runner.precision.conversion_proof import converted_layers
 from runner.precision.policy_checks import (
-    attach_rules,
     check_optimizer,
     kind_of,
     open_policy_session,
@@ -33,6 +32,7 @@ from runner.precision.policy_checks import (
 )
 from runner.precision.registry import precision_config
 from runner.precision.scaled_gradients import ScaledGradients
+from runner.precision.wide_step import attach_update, check_state_dtype
 from runner.utils.errors import ConfigError, PolicyError
 from runner.utils.tensors import dtype_name
 
@@ -181,8 +181,15 @@ class Policy:
         model = self._converted_model("check")
         for optimizer in optimizers:
             check_optimizer(optimizer, model, self.device)
-            is_new = optimizer not in self._checked
-            attach_rules(optimizer, self.precision.update, state_dtype, is_new)
+            if optimizer not in self._checked:
+                if state_dtype is not None:
+                    check_state_dtype("state_dtype", optimizer, state_dtype)
+                attach_update(optimizer, self.precision.update, state_dtype, torch.initial_seed())
+            elif state_dtype is not None:
+                raise PolicyError(
+                    "policy.check(optimizer, state_dtype=...) after the optimizer was checked or "
+                    "stepped. Call it once, before the first policy.step."
+                )
         self.precision.check_optimizers(optimizers)
         self._checked.update(optimizers)
 
@@ -195,7 +202,7 @@ class Policy:
             raise PolicyError("policy.session() is open already. Write it once, around the loop.")
         context = self.precision.session(model, self.device)
         with open_policy_session(self.precision.name, context):
-            hook = register_optimizer_step_pre_hook(self._check_own_step)
+            hook = register_optimizer_step_pre_hook(self._gradients.check_own_step)
             self._place = "session"
             try:
                 yield self
@@ -203,17 +210,21 @@ class Policy:
                 self._place = "outside"
                 hook.remove()
 
-    def _check_own_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._gradients.check_own_step(optimizer)
-
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Return the context around a forward of the model, in training and in evaluation."""
         self._check_place("forward")
         self._place = "forward"
         self._has_forward = True
+        # Once it is proven that the converted layers are called.
+        proof: AbstractContextManager[Any] = nullcontext()
+        if not self._is_proven:
+            model = self._converted_model("forward")
+            layers = converted_layers(model, self.report)
+            if layers:
+                proof = prove_layers_called(self.precision.name, model, layers)
         try:
-            with self._first_forward(), self.precision.forward(self.device):
+            with proof, self.precision.forward(self.device):
                 yield
             self._is_proven = True
         finally:
@@ -442,13 +453,3 @@ class Policy:
             raise PolicyError(
                 "No gradients: policy.backward(loss) was not called since the last policy.step."
             )
-
-    def _first_forward(self) -> AbstractContextManager[Any]:
-        """Return the context that proves, once, that the converted layers are called."""
-        if self._is_proven:
-            return nullcontext()
-        model = self._converted_model("forward")
-        layers = converted_layers(model, self.report)
-        if not layers:
-            return nullcontext()
-        return prove_layers_called(self.precision.name, model, layers)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.precision.conversion_proof import ForwardWatch
-from runner.precision.wide_step import STATE_DTYPES, attach_update, check_state_dtype
 from runner.utils.accelerator import KINDS, choose_accelerator
 from runner.utils.errors import ConfigError, PolicyError, Unavailable
 from runner.utils.tpu import is_tpu
@@ -47,31 +46,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
     except Unavailable as error:
         what, remedy = (t.replace("accelerator", "device") for t in (error.what, error.remedy))
         raise Unavailable(what, remedy) from error
-
-
-def attach_rules(
-    optimizer: Optimizer, update: str, state_dtype: torch.dtype | None, is_new: bool
-) -> None:
-    """Have a new optimizer step by an update rule and keep its state in a dtype; None for its own.
-
-    Raises:
-        ConfigError: the dtype is not one of STATE_DTYPES, or the optimizer cannot follow.
-        PolicyError: a dtype is given for an optimizer that is not new.
-    """
-    if not is_new:
-        if state_dtype is not None:
-            raise PolicyError(
-                "policy.check(optimizer, state_dtype=...) after the optimizer was checked or "
-                "stepped. Call it once, before the first policy.step."
-            )
-        return
-    if state_dtype is not None:
-        if state_dtype not in STATE_DTYPES.values():
-            raise ConfigError(
-                f"state_dtype={state_dtype} is not known. Allowed: torch.float32, torch.bfloat16."
-            )
-        check_state_dtype("state_dtype", optimizer, state_dtype)
-    attach_update(optimizer, update, state_dtype, torch.initial_seed())
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:

@@ -6,7 +6,7 @@ up over a change of the scale.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from runner.precision.gradients import (
     clip_gradients,
     finish_gradients,
     gradients_of,
+    parameters_of,
 )
 from runner.precision.loss_scale import LossScale
 from runner.utils.errors import PolicyError
@@ -42,6 +43,7 @@ class ScaledGradients:
     Attributes:
         scale: the loss scale.
         steps: steps that were attempted.
+        is_pending: whether gradients were computed that no step has used.
     """
 
     def __init__(self, scale: LossScale, device: torch.device) -> None:
@@ -51,7 +53,7 @@ class ScaledGradients:
         self._is_scaled = scale.value is not None
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._last_found_inf: Tensor | None = None
-        self._has_backward = False
+        self.is_pending = False
         self._is_stepping = False
         # Both are filled under a loss scale only. Of each parameter with a gradient: as the last
         # backward left it, and as it remained after the step of other parameters.
@@ -59,11 +61,6 @@ class ScaledGradients:
         self._unused: dict[Tensor, _GradientVersion] = {}
         # Of each optimizer whose gradients are unscaled, its found-inf.
         self._found_infs: dict[Optimizer, Tensor | None] = {}
-
-    @property
-    def is_pending(self) -> bool:
-        """Return whether gradients were computed that no step has used."""
-        return self._has_backward
 
     @property
     def skipped_steps(self) -> int:
@@ -100,13 +97,14 @@ class ScaledGradients:
 
     def record_backward(self, parameters: Iterable[Tensor]) -> None:
         """Note which gradients a backward has computed."""
-        self._has_backward = True
+        self.is_pending = True
         if self._is_scaled:
             self._record(parameters)
 
-    def check_own_step(self, optimizer: Optimizer) -> None:
-        """Raise PolicyError for an optimizer that steps by itself on scaled gradients."""
-        if not self._is_stepping and any(p in self._computed for p in _parameters(optimizer)):
+    def check_own_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raise PolicyError for an optimizer that steps by itself on scaled gradients; a hook of
+        all optimizers' steps."""
+        if not self._is_stepping and any(p in self._computed for p in parameters_of(optimizer)):
             raise PolicyError(
                 f"optimizer.step() of {type(optimizer).__name__} does not know the loss scale that "
                 "its gradients are multiplied by. Write policy.step(optimizer) in its place."
@@ -116,7 +114,7 @@ class ScaledGradients:
         """Divide an optimizer's gradients by the scale, once per step."""
         if optimizer in self._found_infs:
             return
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if self._is_scaled:
             self._check_unchanged(optimizer, parameters)
         others = [p for p in self._computed.keys() - {*parameters} if self._is_unchanged(p)]
@@ -138,8 +136,8 @@ class ScaledGradients:
 
     def _check_unchanged(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """Raise PolicyError for gradients that are not those of policy.backward."""
-        gradients = [p for p in parameters if p.grad is not None]
-        changed = sum(not self._is_unchanged(p) for p in gradients)
+        trained = [p for p in parameters if p.grad is not None]
+        changed = sum(not self._is_unchanged(p) for p in trained)
         if changed:
             raise PolicyError(
                 f"{changed} gradients of {type(optimizer).__name__} are not as policy.backward "
@@ -191,12 +189,11 @@ class ScaledGradients:
             self._skipped += found_inf != 0
         for p in _parameters(*optimizers):
             p.grad = None
-        self._has_backward = False
+        self.is_pending = False
         self._found_infs = {}
         self._unused = {p: seen for p, seen in self._computed.items() if p.grad is not None}
         self._computed = {}
 
 
 def _parameters(*optimizers: Optimizer) -> list[Tensor]:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [p for group in groups for p in group["params"]]
+    return [p for optimizer in optimizers for p in parameters_of(optimizer)]

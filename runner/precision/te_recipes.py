@@ -5,19 +5,15 @@ and cannot be imported without its compiled part. So the schema is here, and eve
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 
-from runner.precision.options import native_half_prefix
+from runner.precision import options
 from runner.utils.errors import Unavailable
 
-NEAREST_REMEDY = (
-    "Type precision.emulate=true for its numbers without its speed, or precision={}-mixed, the "
-    "nearest that runs here."
-)
 INSTALL_REMEDY = 'Type pip install "precision-runner[transformer-engine]".'
 
 Accumulation = Literal["float32", "hopper"]
@@ -62,9 +58,6 @@ _SWITCH = _one_of(False, True)
 _BACKWARD_OVERRIDE = _one_of(None, "high_precision", "dequantized")
 
 
-NO_CAPABILITY_LIMIT = (99, 0)  # above every compute capability that exists
-
-
 @dataclass(frozen=True)
 class RecipeKind:
     """A kind of recipe.
@@ -75,7 +68,7 @@ class RecipeKind:
         multiple: of widths and of flattened rows, so that none of a layer's three products fails.
         check_name: name of the library's own test of the device, in transformer_engine.pytorch.
         min_capability: the lowest compute capability on which it runs.
-        capability_limit: the lowest compute capability on which it no longer runs.
+        capability_limit: the lowest compute capability on which it no longer runs; None for none.
         min_cuda: the lowest version of CUDA that PyTorch may be built with.
     """
 
@@ -84,7 +77,7 @@ class RecipeKind:
     multiple: int
     check_name: str
     min_capability: tuple[int, int]
-    capability_limit: tuple[int, int] = NO_CAPABILITY_LIMIT
+    capability_limit: tuple[int, int] | None = None
     min_cuda: tuple[int, int] = (12, 1)
 
 
@@ -160,31 +153,42 @@ KINDS: Mapping[str, RecipeKind] = {
 }
 
 
-def name_problems(name: str, recipe: Mapping[str, Any]) -> list[str]:
-    """Return the problem of a recipe under the name of another one, whose keys it does not take; an
-    empty list where name and recipe agree."""
-    name_by_kind = {kind: f"transformer-engine-{kind}" for kind in KINDS}
-    name_by_kind["delayed"] = "transformer-engine"
-    kind_by_name = {built_in: kind for kind, built_in in name_by_kind.items()}
-    kind_by_name["transformer-engine-float16"] = "delayed"
-    kind = str(recipe.get("kind")) if isinstance(recipe, Mapping) else ""
-    # A built-in name labels results, so it may not have another recipe; a user's name may have any.
-    if kind not in name_by_kind or kind_by_name.get(name, kind) == kind:
-        return []
-    correct_name = name_by_kind[kind]
-    return [f"precision.recipe.kind={kind} is not what {name} is. Type precision={correct_name}."]
+def recipe_problems(name: str, recipe: object, weights: str) -> list[str]:
+    """Return a sentence for each problem of a recipe.
 
-
-def recipe_problems(recipe: object, weights: str) -> list[str]:
-    """Return a sentence for each problem of a recipe for weights of a dtype."""
+    Args:
+        name: of the precision.
+        recipe: value of precision.recipe.
+        weights: dtype of the weights.
+    """
     if not isinstance(recipe, Mapping):
         return [f"precision.recipe={recipe} has no keys. Type precision.recipe.kind=<kind>."]
-    name = recipe.get("kind")
-    kind = KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        return [f"precision.recipe.kind={name} is not known. Allowed: {', '.join(KINDS)}."]
+    built_in = {kind: f"transformer-engine-{kind}" for kind in KINDS}
+    # Two precisions have this recipe.
+    is_float16 = name == "transformer-engine-float16"
+    built_in["delayed"] = name if is_float16 else "transformer-engine"
+    kind_name = str(recipe.get("kind"))
+    # The keys of another recipe than the name's are no problems of their own.
+    problems = options.name_problems(name, "recipe.kind", kind_name, built_in)
+    problems = problems or options.choice_problems("recipe.kind", kind_name, KINDS)
+    if problems:
+        return problems
+    kind = KINDS[kind_name]
     given = {key: value for key, value in recipe.items() if key != "kind"}
-    problems = _key_problems(str(name), kind, given)
+    unknown_keys = []
+    unknown_values = []
+    for key, value in given.items():
+        if key not in kind.keys:
+            unknown_keys.append(
+                f"precision.recipe.{key}={value}: the recipe {kind_name} has no such key. "
+                f"Allowed: {', '.join(kind.keys)}."
+            )
+        elif not kind.keys[key].is_allowed(value):
+            allowed = kind.keys[key].allowed
+            unknown_values.append(
+                f"precision.recipe.{key}={value} is not known. Allowed: {allowed}."
+            )
+    problems = [*unknown_keys, *unknown_values]
     dimension_keys = [key for key in kind.keys if key.endswith("block_scaling_dim")]
     square = [key for key in dimension_keys if given.get(key, kind.keys[key].default) == 2]
     if len(square) > 1:
@@ -192,7 +196,7 @@ def recipe_problems(recipe: object, weights: str) -> list[str]:
             f"precision.recipe: {' and '.join(square)} are 2, and a product of two tensors in "
             f"square blocks does not exist. Type precision.recipe.{square[0]}=1."
         )
-    if name == "nvfp4" and weights == "float16":
+    if kind_name == "nvfp4" and weights == "float16":
         problems.append(
             "precision.weights=float16: NVFP4's products cannot come out in float16. "
             "Type precision.weights=bfloat16."
@@ -209,11 +213,10 @@ def accumulate_problems(accumulate: object, recipe: object, emulate: object) -> 
         emulate: precision.emulate; the hardware sums as it does, whatever is asked for.
     """
     key = f"precision.accumulate={accumulate}"
-    allowed = get_args(Accumulation)
-    if accumulate not in allowed:
-        return [f"{key} is not known. Allowed: {', '.join(allowed)}."]
     if accumulate == "float32":
         return []
+    if accumulate != "hopper":
+        return options.choice_problems("accumulate", accumulate, get_args(Accumulation))
     if emulate is not True:
         return [
             f"{key} is for emulated products: hardware sums in its own way. Allowed without "
@@ -226,24 +229,6 @@ def accumulate_problems(accumulate: object, recipe: object, emulate: object) -> 
             f"{', '.join(HOPPER_KINDS)}. Type precision=transformer-engine-block."
         ]
     return []
-
-
-def _key_problems(name: str, kind: RecipeKind, given: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each key that a recipe does not have, then for each unknown value."""
-    unknown_keys = []
-    unknown_values = []
-    for key, value in given.items():
-        if key not in kind.keys:
-            unknown_keys.append(
-                f"precision.recipe.{key}={value}: the recipe {name} has no such key. "
-                f"Allowed: {', '.join(kind.keys)}."
-            )
-        elif not kind.keys[key].is_allowed(value):
-            allowed = kind.keys[key].allowed
-            unknown_values.append(
-                f"precision.recipe.{key}={value} is not known. Allowed: {allowed}."
-            )
-    return [*unknown_keys, *unknown_values]
 
 
 def import_library() -> Any:
@@ -295,18 +280,13 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
         kind: of its recipe.
         device: on which it should run.
     """
-    wants = f"precision={name} needs an NVIDIA GPU of compute capability {_capability_range(kind)};"
-    nearest = NEAREST_REMEDY.format(native_half_prefix(device))
-    if device.type != "cuda":
-        raise Unavailable(f"{wants} this run is on {device.type}.", nearest)
-    capability = torch.cuda.get_device_capability(device)
-    if not kind.min_capability <= capability < kind.capability_limit:
-        gpu = torch.cuda.get_device_name(device)
-        raise Unavailable(f"{wants} {device} ({gpu}) has {_dotted(capability)}.", nearest)
-    if _major_minor(torch.version.cuda) < kind.min_cuda:
+    options.require_capability(name, device, kind.min_capability, kind.capability_limit)
+    nearest = options.emulation_remedy(device)
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    if cuda < kind.min_cuda:
         raise Unavailable(
-            f"precision={name} needs CUDA {_dotted(kind.min_cuda)} or newer; this PyTorch was "
-            f"built with {torch.version.cuda or 'none'}.",
+            f"precision={name} needs CUDA {options.dotted(kind.min_cuda)} or newer; this PyTorch "
+            f"was built with {torch.version.cuda or 'none'}.",
             nearest,
         )
     try:
@@ -323,19 +303,3 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
         raise Unavailable(
             f"precision={name}: TransformerEngine refuses {device}: {reason}", nearest
         )
-
-
-def _capability_range(kind: RecipeKind) -> str:
-    """Return the compute capabilities on which a recipe runs, as a phrase."""
-    text = f"{_dotted(kind.min_capability)} or higher"
-    if kind.capability_limit != NO_CAPABILITY_LIMIT:
-        text += f", below {_dotted(kind.capability_limit)}"
-    return text
-
-
-def _dotted(version: Sequence[int]) -> str:
-    return ".".join(map(str, version))
-
-
-def _major_minor(text: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in (text or "0").split(".")[:2])

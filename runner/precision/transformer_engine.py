@@ -7,6 +7,8 @@ scales of later steps, so evaluation, checkpoints and recomputation are treated 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -14,25 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.distributed.strategy import Strategy
-from runner.precision import te_recipes
+from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
-from runner.precision.contract import ComputeFormat, ConversionReport
-from runner.precision.conversion import ROOT_NAME, ConversionRules
+from runner.precision.contract import FP8_LAYERS
+from runner.precision.conversion import ROOT_NAME, ConversionReport, ConversionRules
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.backward_checks import refuse_recompute
 from runner.precision.layers.te_layers import convert_layers, te_obstacle
-from runner.precision.options import (
-    DTYPES,
-    FP8_LAYERS,
-    check_eps,
-    float32_matmul,
-    reduced_precision_sums,
-    switch_problems,
-)
 from runner.precision.weight_updates import UpdateRule, check_update
-from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.errors import Unavailable
 
 WEIGHT_DTYPES = ("bfloat16", "float16")
 _NO_RECOMPUTE_REASON = (
@@ -44,6 +38,7 @@ SCALING_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 @final
+@dataclass(eq=False)
 class TransformerEnginePrecision(ConvertingPrecision):
     """TransformerEngine's layers for nn.Linear and nn.LayerNorm, half precision elsewhere.
 
@@ -57,7 +52,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             te_recipes.KINDS.
         emulate: round as the recipe does and multiply in float32, on any device. Its speed means
             nothing.
-        accumulate: how emulated products are summed; see emulation.hopper.
+        accumulate: how emulated products are summed; see emulation.te_emulation.
         fuse: one layer for a norm and the linear layer that alone takes its output.
         keep_fp32: patterns of modules that store and compute in float32.
         ignore_modules: patterns of modules that are not converted.
@@ -70,53 +65,44 @@ class TransformerEnginePrecision(ConvertingPrecision):
         ConfigError: a value that is not allowed, or a key that the recipe does not have.
     """
 
-    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
-        self,
-        name: str,
-        weights: str,
-        recipe: Mapping[str, Any],
-        emulate: bool = False,
-        fuse: bool = False,
-        keep_fp32: Sequence[str] = (),
-        ignore_modules: Sequence[str] = (),
-        autocast_loss: bool = False,
-        update_in_eval: bool = False,
-        reduced_precision_reduction: bool = False,
-        update: UpdateRule = "nearest",
-        accumulate: te_recipes.Accumulation = "float32",
-    ) -> None:
-        problems = te_recipes.name_problems(name, recipe)
-        if not problems:
-            problems = te_recipes.recipe_problems(recipe, weights)
-        problems += _weights_problems(weights)
-        problems += switch_problems(
-            emulate=emulate,
-            fuse=fuse,
-            update_in_eval=update_in_eval,
-            reduced_precision_reduction=reduced_precision_reduction,
+    layers_compute_in = "FP8"
+    layer_formats = (FP8_LAYERS,)
+    name: str
+    weights: str
+    recipe: Mapping[str, Any]
+    emulate: bool = False
+    fuse: bool = False
+    keep_fp32: Sequence[str] = ()
+    ignore_modules: Sequence[str] = ()
+    autocast_loss: bool = False
+    update_in_eval: bool = False
+    reduced_precision_reduction: bool = False
+    update: UpdateRule = "nearest"
+    accumulate: te_recipes.Accumulation = "float32"
+
+    def __post_init__(self) -> None:
+        problems = te_recipes.recipe_problems(self.name, self.recipe, self.weights)
+        problems += options.choice_problems("weights", self.weights, WEIGHT_DTYPES)
+        problems += options.switch_problems(
+            emulate=self.emulate,
+            fuse=self.fuse,
+            update_in_eval=self.update_in_eval,
+            reduced_precision_reduction=self.reduced_precision_reduction,
         )
-        problems += te_recipes.accumulate_problems(accumulate, recipe, emulate)
-        if problems:
-            raise ConfigError(*problems)
-        self.name = name
-        self.keep_fp32 = keep_fp32
-        self.autocast_loss = autocast_loss
-        self.storage = self.compute = DTYPES[weights]
-        check_update(name, update, self.storage)
-        self.update = update
-        self.recipe = dict(recipe)
-        self.kind = te_recipes.KINDS[recipe["kind"]]
-        self.fuse = fuse
-        self.ignore_modules = ignore_modules
-        self.update_in_eval = update_in_eval
-        self.emulated = emulate
-        self.accumulate = accumulate
-        self.reduced_precision_reduction = reduced_precision_reduction
+        problems += te_recipes.accumulate_problems(self.accumulate, self.recipe, self.emulate)
+        options.refuse(problems)
+        self.storage = self.compute = options.DTYPES[self.weights]
+        check_update(self.name, self.update, self.storage)
+        self.recipe = dict(self.recipe)
+        self.kind = te_recipes.KINDS[self.recipe["kind"]]
+        self.emulated = self.emulate
+        if self.kind is te_recipes.KINDS["nvfp4"]:
+            self.layers_compute_in = "FP4"
+            self.operand_roundoffs = (FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF)
         if self._is_delayed:
             self.no_recompute_reason = _NO_RECOMPUTE_REASON
-        self._built_recipe: Any = None
         self._forward: dict[str, AbstractContextManager[Any]] = {}
-        self._default_dtype = DefaultDtype(self.storage)
+        self._plain_context = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         if not self.emulated:
@@ -135,8 +121,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         amaxes = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
-        sums = reduced_precision_sums(self.reduced_precision_reduction)
-        with float32_matmul("highest"), sums, amaxes:
+        sums = options.reduced_precision_sums(self.reduced_precision_reduction)
+        with options.float32_matmul("highest"), sums, amaxes:
             yield
 
     def find_obstacle(self, module: nn.Module) -> str:
@@ -154,22 +140,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # The optimizer's state has the weights' dtype.
         if self.storage is torch.float16:
-            check_eps(self.name, optimizers)
-
-    @property
-    def compute_format(self) -> str:
-        width = "FP4" if self._is_fp4 else "FP8"
-        return f"{width} in linear layers, {super().compute_format} elsewhere"
-
-    @property
-    def formats(self) -> tuple[ComputeFormat, ...]:
-        return (FP8_LAYERS, *super().formats)
-
-    @property
-    def operand_roundoffs(self) -> tuple[float, float]:
-        if self._is_fp4:
-            return FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
-        return super().operand_roundoffs
+            options.check_eps(self.name, optimizers)
 
     @property
     def sort_key(self) -> tuple[float, ...]:
@@ -178,23 +149,32 @@ class TransformerEnginePrecision(ConvertingPrecision):
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         if device.type not in self._forward:
-            context: AbstractContextManager[Any] = self._default_dtype
+            context = self._plain_context
             # Elsewhere the library's products cannot run.
             if self.emulated or self._on_hardware(device):
-                context = _ScaledForward(self._autocast(), self._default_dtype)
+                context = _ScaledForward(self._autocast(), self._plain_context)
             self._forward[device.type] = context
         return self._forward[device.type]
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
         # Entering the library's context again would move the scales of delayed scaling; a layer
         # that is recomputed there raises (refuse_recompute).
-        return self._default_dtype if self._is_delayed else self.forward(device)
+        return self._plain_context if self._is_delayed else self.forward(device)
 
-    def eval_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+    @contextmanager
+    def eval_context(self, model: nn.Module) -> Iterator[None]:
         # Other recipes have no state that a forward changes.
         if self.update_in_eval or not self._is_delayed:
-            return nullcontext()
-        return _restored_scales(model)
+            yield
+            return
+        # A forward writes amaxes even without gradients, and the next training step would use them.
+        layers = list(_fp8_layers(model).values())
+        previous = [layer.get_fp8_meta_tensors() for layer in layers]
+        try:
+            yield
+        finally:
+            for layer, tensors in zip(layers, previous, strict=True):
+                layer.reset_fp8_meta_tensors(tensors)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return scales and amax histories of delayed scaling, by module; empty for other recipes.
@@ -272,10 +252,6 @@ class TransformerEnginePrecision(ConvertingPrecision):
         return gauges
 
     @property
-    def _is_fp4(self) -> bool:
-        return self.recipe["kind"] == "nvfp4"
-
-    @property
     def _is_delayed(self) -> bool:
         return self.recipe["kind"] == "delayed"
 
@@ -287,13 +263,11 @@ class TransformerEnginePrecision(ConvertingPrecision):
         """Return transformer_engine.pytorch, or the emulation with the same functions."""
         return te_emulation if self.emulated else te_recipes.import_library()
 
-    @property
+    @cached_property
     def _recipe(self) -> Any:
         """Return the recipe as the library, or its emulation, takes it; built once."""
-        if self._built_recipe is None:
-            build = te_recipes.complete_recipe if self.emulated else te_recipes.build_recipe
-            self._built_recipe = build(self.recipe)
-        return self._built_recipe
+        build = te_recipes.complete_recipe if self.emulated else te_recipes.build_recipe
+        return build(self.recipe)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         # The library has no such parameter.
@@ -306,7 +280,9 @@ class _ScaledForward:
 
     __slots__ = ("autocast", "default_dtype")
 
-    def __init__(self, autocast: AbstractContextManager[Any], default_dtype: DefaultDtype) -> None:
+    def __init__(
+        self, autocast: AbstractContextManager[Any], default_dtype: AbstractContextManager[Any]
+    ) -> None:
         self.autocast = autocast
         self.default_dtype = default_dtype
 
@@ -320,14 +296,6 @@ class _ScaledForward:
         self.autocast.__exit__(*error)
 
 
-def _weights_problems(weights: str) -> list[str]:
-    """Return the problem of a dtype of weights; an empty list for none."""
-    if weights in WEIGHT_DTYPES:
-        return []
-    allowed = ", ".join(WEIGHT_DTYPES)
-    return [f"precision.weights={weights} is not known. Allowed: {allowed}."]
-
-
 def _fp8_layers(model: nn.Module) -> dict[str, Any]:
     """Return the library's layers with FP8 state, by dotted name."""
     return {
@@ -335,21 +303,6 @@ def _fp8_layers(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "fp8_meta", None), dict)
     }
-
-
-@contextmanager
-def _restored_scales(model: nn.Module) -> Iterator[None]:
-    """Restore scales and amax histories after the context.
-
-    A forward writes amaxes even without gradients, and the next training step would use them.
-    """
-    layers = list(_fp8_layers(model).values())
-    previous = [layer.get_fp8_meta_tensors() for layer in layers]
-    try:
-        yield
-    finally:
-        for layer, tensors in zip(layers, previous, strict=True):
-            layer.reset_fp8_meta_tensors(tensors)
 
 
 @contextmanager

@@ -3,39 +3,23 @@
 tf32 stores float32 and differs from 32-true in its products, which have a 10-bit mantissa.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import nn
 
+from runner.precision import options
 from runner.precision.casting import DefaultDtype, cast_nest
 from runner.precision.contract import Precision
-from runner.precision.emulation.float16 import KernelChoice
-from runner.precision.emulation.tf32 import tf32_products
-from runner.precision.options import (
-    DTYPES,
-    PrecisionOptions,
-    check_eps,
-    check_line_search,
-    float32_matmul,
-    lacks_bfloat16,
-    reduced_precision_sums,
-    require_bfloat16,
-    require_cpu,
-    require_tf32,
-)
+from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.weight_updates import UpdateRule, check_update
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.tpu import is_tpu
 
-EMULATE_BFLOAT16_REMEDY = (
-    "Type precision={}, or precision.emulate=true for bfloat16's numbers without its speed."
-)
-
 
 @final
+@dataclass(eq=False)
 class TruePrecision(Precision):
     """Parameters, gradients, optimizer state, inputs and compute in one dtype.
 
@@ -46,7 +30,7 @@ class TruePrecision(Precision):
             lets float32 products run in TF32 (10-bit mantissa), convolutions too.
         keep_fp32: patterns of modules that stay in float32.
         autocast_loss: compute the loss in the dtype as well, else in float32 (64-true: float64).
-        cpu_float16: which kernels float16 takes on a CPU; see runner.precision.emulation.float16.
+        cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
         emulate: on a CPU, products as tensor cores compute them: operands in half precision or
             TF32, sums in float32; bfloat16 on a GPU without its units, too. Its speed means
             nothing.
@@ -58,43 +42,35 @@ class TruePrecision(Precision):
         ConfigError: a value that is not allowed.
     """
 
-    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
-        self,
-        name: str,
-        dtype: str,
-        float32_matmul: str = "highest",
-        keep_fp32: Sequence[str] = (),
-        autocast_loss: bool = False,
-        cpu_float16: KernelChoice = "auto",
-        emulate: bool = False,
-        reduced_precision_reduction: bool = False,
-        update: UpdateRule = "nearest",
-    ) -> None:
-        if dtype not in DTYPES:
-            raise ConfigError(
-                f"precision.dtype={dtype} is not known. Allowed: {', '.join(DTYPES)}."
-            )
-        self.options = PrecisionOptions(
-            float32_matmul, cpu_float16, emulate, reduced_precision_reduction
-        )
-        self.name = name
-        self.keep_fp32 = keep_fp32
-        self.autocast_loss = autocast_loss
-        self.storage = self.compute = DTYPES[dtype]
-        check_update(name, update, self.storage)
-        self.update = update
-        self.emulated = emulate
-        self._kernels = ""
-        if emulate and not self._is_tf32 and self.storage.itemsize > 2:
-            raise ConfigError(f"precision.emulate=true: precision={name} runs everywhere as it is.")
-        if reduced_precision_reduction and self.storage.itemsize > 2:
-            raise ConfigError(
-                f"precision.reduced_precision_reduction=true: precision={name} has no products in "
-                "half precision. Leave it out."
-            )
+    name: str
+    dtype: str
+    float32_matmul: str = "highest"
+    keep_fp32: Sequence[str] = ()
+    autocast_loss: bool = False
+    cpu_float16: KernelChoice = "auto"
+    emulate: bool = False
+    reduced_precision_reduction: bool = False
+    update: UpdateRule = "nearest"
+
+    def __post_init__(self) -> None:
+        options.refuse(options.choice_problems("dtype", self.dtype, options.DTYPES))
+        self.emulated = self.emulates_products = self.emulate
+        options.refuse(options.product_problems(self))
+        self.storage = self.compute = options.DTYPES[self.dtype]
+        check_update(self.name, self.update, self.storage)
+        if self.storage.itemsize > 2:
+            if self.emulate and not self._is_tf32:
+                raise ConfigError(
+                    f"precision.emulate=true: precision={self.name} runs everywhere as it is."
+                )
+            if self.reduced_precision_reduction:
+                raise ConfigError(
+                    f"precision.reduced_precision_reduction=true: precision={self.name} has no "
+                    "products in half precision. Leave it out."
+                )
         # Tensors that a forward creates get the precision's dtype, too; torch's default is float32.
-        is_float32 = self.storage is torch.float32
-        self._forward = nullcontext() if is_float32 else DefaultDtype(self.storage)
+        if self.storage is not torch.float32:
+            self._plain_context = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         if device.type == "mps" and self.storage is torch.float64:
@@ -112,48 +88,39 @@ class TruePrecision(Precision):
                 "precision=16-true cannot run on a TPU, whose half precision is bfloat16.",
                 "Type precision=bf16-true.",
             )
-        if self.storage is torch.bfloat16 and lacks_bfloat16(device):
-            if not self.emulated:
-                require_bfloat16(self.name, device, EMULATE_BFLOAT16_REMEDY.format("16-true"))
-        elif self.emulated:
-            require_cpu(self.name, device)
-        elif self._is_tf32:
-            require_tf32(self.name, device)
+        options.require_emulated_products(self, device, "16-true")
+        if not self._is_tf32 or self.emulated:
+            return
+        if device.type != "cuda":
+            raise Unavailable(
+                f"precision={self.name} needs an NVIDIA GPU of compute capability 8.0 or higher; "
+                f"this run is on {device.type}.",
+                "Type precision.emulate=true for its numbers without its speed, or "
+                "precision=32-true, the nearest that runs here.",
+            )
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            raise Unavailable(
+                f"precision={self.name} needs compute capability 8.0 or higher; {device} "
+                f"({torch.cuda.get_device_name(device)}) has {options.dotted(capability)}.",
+                "Nearest that runs here: precision=32-true.",
+            )
 
     @property
     def _is_tf32(self) -> bool:
         """Return whether float32 products round their operands to TF32."""
-        return self.storage is torch.float32 and self.options.float32_matmul != "highest"
-
-    @contextmanager
-    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        if self.emulated and self._is_tf32:
-            # torch's own switch is off: the emulation rounds the operands, and sums are float32.
-            with (
-                float32_matmul("highest"),
-                reduced_precision_sums(False),
-                tf32_products(model),
-            ):
-                yield
-            return
-        with self.options.session(self.compute, model, device) as self._kernels:
-            yield
-
-    def kernels(self) -> str:
-        return self._kernels
+        return self.storage is torch.float32 and self.float32_matmul != "highest"
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Optimizer state is in float16 too, whose range squares of gradients leave.
         if self.storage is torch.float16:
-            check_line_search(self.name, optimizers)
-            check_eps(self.name, optimizers)
-
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        return self._forward
-
-    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
-        # A model's own checkpointing recomputes forwards there.
-        return self._forward
+            if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+                raise ConfigError(
+                    "optimizer=lbfgs divides by products of gradients, which leave float16's range "
+                    f"under precision={self.name}. Type precision=32-true, or optimizer=adamw "
+                    "optimizer.eps=1e-4."
+                )
+            options.check_eps(self.name, optimizers)
 
     def cast(self, inputs: Any) -> Any:
         return cast_nest(inputs, self.storage)

@@ -16,7 +16,7 @@ al., Revisiting BFloat16 Training, arXiv:2010.06192 (Kahan summation, stochastic
 remainders are those of NVIDIA's fused Adam in TransformerEngine.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from typing import ClassVar, Literal, NamedTuple, final, get_args
 
 import torch
@@ -68,14 +68,16 @@ class WeightStore(ABC):
         """Return what is kept beside a weight before its first step; None for nothing."""
         return None
 
-    @abstractmethod
     def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
         """Return the weights in float32, as tensors that the step may change."""
+        wide = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+        torch._foreach_copy_(wide, weights)
+        return wide
 
-    @abstractmethod
     def store(self, stepped: SteppedWeights) -> None:
         """Write stepped weights into the stored ones, and what is left into what is kept; both in
-        place."""
+        place. By default they are rounded to nearest, and nothing is kept."""
+        torch._foreach_copy_(stepped.weights, stepped.wide)
 
 
 @final
@@ -83,12 +85,6 @@ class Nearest(WeightStore):
     """What is left is lost, as where the optimizer steps 16-bit weights by itself."""
 
     name = "nearest"
-
-    def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-        return _to_float32(weights)
-
-    def store(self, stepped: SteppedWeights) -> None:
-        torch._foreach_copy_(stepped.weights, stepped.wide)
 
 
 @final
@@ -104,9 +100,6 @@ class MasterWeights(WeightStore):
 
     def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
         return [*kept]
-
-    def store(self, stepped: SteppedWeights) -> None:
-        torch._foreach_copy_(stepped.weights, stepped.wide)
 
 
 @final
@@ -154,12 +147,12 @@ class Kahan(WeightStore):
         return torch.zeros_like(weight)
 
     def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-        wide = _to_float32(weights)
+        wide = super().widen(weights, kept)
         torch._foreach_add_(wide, kept)
         return wide
 
     def store(self, stepped: SteppedWeights) -> None:
-        torch._foreach_copy_(stepped.weights, stepped.wide)
+        super().store(stepped)
         left = torch._foreach_sub(stepped.wide, stepped.weights)
         torch._foreach_copy_(stepped.kept, left)
 
@@ -169,9 +162,6 @@ class StochasticRounding(WeightStore):
     """A weight is rounded up with a probability that is the share of the gap that it has passed."""
 
     name = "stochastic_rounding"
-
-    def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-        return _to_float32(weights)
 
     def store(self, stepped: SteppedWeights) -> None:
         for weight, value in zip(stepped.weights, stepped.wide, strict=True):
@@ -236,9 +226,3 @@ def check_update(name: str, rule: str, storage: torch.dtype) -> None:
             f"{key}: precision={name} stores weights in {dtype_name(storage)}, which is not the "
             "upper half of float32. Type precision.update=master_weights."
         )
-
-
-def _to_float32(weights: list[Tensor]) -> list[Tensor]:
-    wide = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
-    torch._foreach_copy_(wide, weights)
-    return wide

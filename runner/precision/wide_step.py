@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.distributed.strategy import is_sharded
+from runner.precision.gradients import parameters_of
 from runner.precision.weight_updates import (
     STORES,
     Nearest,
@@ -50,10 +51,7 @@ KEPT_KEYS = frozenset(store.state_key for store in STORES.values() if store.stat
 
 
 def attach_update(
-    optimizer: Optimizer,
-    rule: str,
-    state_dtype: torch.dtype | None = None,
-    seed: int = 0,
+    optimizer: Optimizer, rule: str, state_dtype: torch.dtype | None = None, seed: int = 0
 ) -> None:
     """Have an optimizer step as an update rule says, from now on.
 
@@ -78,7 +76,7 @@ def attach_update(
             "are not stored. Type optimizer=adamw, or precision.update=nearest."
         )
     held = _attribute_with_parameters(optimizer)
-    if held and any(map(_is_narrow, _parameters(optimizer))):
+    if held and any(map(_is_narrow, parameters_of(optimizer))):
         setting, without = f"precision.update={rule}", "precision.update=nearest"
         if rule == Nearest.name:
             setting, without = "optimizer.state_dtype", "optimizer.state_dtype=null"
@@ -86,7 +84,7 @@ def attach_update(
             f"{setting}: {name} keeps parameters in its attribute {held}, where a step cannot "
             f"replace them. Have it read self.param_groups, or type {without}."
         )
-    _WideStep(optimizer, STORES[rule](), state_dtype, seed).attach()
+    _WideStep(optimizer, STORES[rule](), state_dtype, seed)
 
 
 def drop_foreign_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[Any, set[str]]:
@@ -127,14 +125,10 @@ def kept_dtype(
     return p.dtype if own is None else own(p)
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _attribute_with_parameters(optimizer: Optimizer) -> str:
     """Return the name of an attribute that holds parameters besides those of torch's own; empty
     for none."""
-    ids = {*map(id, _parameters(optimizer))}
+    ids = {*map(id, parameters_of(optimizer))}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state", "defaults"):
             continue
@@ -150,13 +144,14 @@ class _Widened(NamedTuple):
     Attributes:
         params: the optimizer's own.
         kept: what the rule keeps beside each; sharded as the parameter is.
-        shards: this process's part of `params`, `kept` and of the float32 weights.
+        shards: this process's part of `params`, `kept` and of the float32 weights; None for no
+            parameters.
         stand_ins: float32, with gradients in float32.
     """
 
     params: list[Tensor]
     kept: list[Tensor]
-    shards: tuple[list[Tensor], list[Tensor], list[Tensor]]
+    shards: SteppedWeights | None
     stand_ins: list[Tensor]
 
 
@@ -165,14 +160,11 @@ _StateTensors = dict[tuple[int, str], Tensor]
 
 
 class _WideStep:
-    """The step of one optimizer under an update rule; see attach_update for the arguments."""
+    """The step of one optimizer under an update rule, which replaces the optimizer's own; see
+    attach_update for the arguments."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        store: WeightStore,
-        state_dtype: torch.dtype | None,
-        seed: int,
+        self, optimizer: Optimizer, store: WeightStore, state_dtype: torch.dtype | None, seed: int
     ) -> None:
         self.optimizer = optimizer
         self.store = store
@@ -180,28 +172,21 @@ class _WideStep:
         self.seed = seed
         self._loaded: dict[str, Any] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
-
-    def attach(self) -> None:
-        """Replace the optimizer's step."""
-        # Schedules of torch wrap the step again, and take it for a bound method.
-        own_step = type(self.optimizer).step
+        own_step = type(optimizer).step
 
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self._step(own_step, closure)
 
-        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
-        self.optimizer.wide_state = self._has_wide_state  # type: ignore[attr-defined]
-        self.optimizer.kept_key = self.store.state_key  # type: ignore[attr-defined]
-        self.optimizer.kept_dtype = self._dtype_of_state  # type: ignore[attr-defined]
-        self.optimizer.register_load_state_dict_pre_hook(self._note_loaded)
-        self.optimizer.register_load_state_dict_post_hook(self._restore_dtypes)
-
-    @property
-    def _has_wide_state(self) -> bool:
-        if getattr(self.optimizer, "wide_state", False):
-            return True
-        # Neither of the two that can be typed has float16's narrow range.
-        return self.state_dtype is not None or self.store.keeps_wide_state
+        # Schedules of torch wrap the step again, and take it for a bound method.
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        # Neither of the two dtypes that can be typed has float16's narrow range.
+        is_wide = state_dtype is not None or store.keeps_wide_state
+        was_wide = getattr(optimizer, "wide_state", False)
+        optimizer.wide_state = was_wide or is_wide  # type: ignore[attr-defined]
+        optimizer.kept_key = store.state_key  # type: ignore[attr-defined]
+        optimizer.kept_dtype = self._dtype_of_state  # type: ignore[attr-defined]
+        optimizer.register_load_state_dict_pre_hook(self._note_loaded)
+        optimizer.register_load_state_dict_post_hook(self._restore_dtypes)
 
     def _step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         loss = None
@@ -229,11 +214,10 @@ class _WideStep:
             return
         group = self.optimizer.param_groups[0]
         group[ROUNDED_STEPS] = count = group.get(ROUNDED_STEPS, 0) + 1
-        for parameters in self.optimizer.param_groups:
-            for p in parameters["params"]:
-                # Tensors without values, as in a plan of memory, draw nothing.
-                if p.device.type != "meta" and p.device not in self._generators:
-                    self._generators[p.device] = torch.Generator(p.device)
+        for device in {p.device for p in parameters_of(self.optimizer)}:
+            # Tensors without values, as in a plan of memory, draw nothing.
+            if device.type != "meta" and device not in self._generators:
+                self._generators[device] = torch.Generator(device)
         for generator in self._generators.values():
             generator.manual_seed((self.seed * 1_000_003 + count) % 2**63)
 
@@ -270,10 +254,8 @@ class _WideStep:
         try:
             yield pairs
             with torch.no_grad():
-                weights, kept, wide = widened.shards
-                if weights:
-                    generator = self._generators.get(weights[0].device)
-                    self.store.store(SteppedWeights(weights, kept, wide, generator))
+                if widened.shards is not None:
+                    self.store.store(widened.shards)
         finally:
             for p, stand_in in pairs.items():
                 if stand_in in state:
@@ -284,6 +266,8 @@ class _WideStep:
                 self._narrow_state(params, narrow_state)
 
     def _widen(self, params: list[Tensor]) -> _Widened:
+        if not params:
+            return _Widened([], [], None, [])
         key = self.store.state_key
         kept: list[Tensor] = []
         if key:
@@ -296,14 +280,16 @@ class _WideStep:
                 kept.append(value)
         weights = [_local(p) for p in params]
         kept_shards = [_local(value) for value in kept]
-        wide = self.store.widen(weights, kept_shards) if params else []
+        wide = self.store.widen(weights, kept_shards)
         stand_ins = []
         for p, value in zip(params, wide, strict=True):
             stand_in = _shard_like(value, p)
             assert p.grad is not None
             stand_in.grad = p.grad.float()
             stand_ins.append(stand_in)
-        return _Widened(params, kept, (weights, kept_shards, wide), stand_ins)
+        generator = self._generators.get(weights[0].device)
+        shards = SteppedWeights(weights, kept_shards, wide, generator)
+        return _Widened(params, kept, shards, stand_ins)
 
     def _widen_state(self, params: Sequence[Tensor]) -> _StateTensors:
         """Replace narrow state by float32; return the narrow tensors, to be written again."""
@@ -341,7 +327,7 @@ class _WideStep:
     def _restore_dtypes(self, optimizer: Optimizer) -> None:
         """Undo torch's cast of all loaded state to the dtype of its parameter."""
         saved, self._loaded = self._loaded["state"], {}
-        params = _parameters(optimizer)
+        params = parameters_of(optimizer)
         for index, values in saved.items():
             p = params[index]
             for key, value in values.items():
@@ -391,12 +377,17 @@ def check_state_dtype(key: str, optimizer: Optimizer, state_dtype: torch.dtype) 
     Args:
         key: that was given, as "optimizer.state_dtype".
         optimizer: its class and the dtypes of its parameters are checked.
-        state_dtype: one of STATE_DTYPES.
+        state_dtype: must be one of STATE_DTYPES.
 
     Raises:
-        ConfigError: the optimizer has a format of its own, or evaluates the loss within its step,
-            or has weights in another dtype than float32, bfloat16 and float16.
+        ConfigError: the dtype is not known; the optimizer has a format of its own, or evaluates the
+            loss within its step, or has weights in another dtype than float32, bfloat16 and
+            float16.
     """
+    if state_dtype not in STATE_DTYPES.values():
+        raise ConfigError(
+            f"{key}={state_dtype} is not known. Allowed: torch.float32, torch.bfloat16."
+        )
     given = f"{key}={dtype_name(state_dtype)}"
     name = type(optimizer).__name__
     libraries = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
@@ -410,17 +401,13 @@ def check_state_dtype(key: str, optimizer: Optimizer, state_dtype: torch.dtype) 
             f"{given}: {name} keeps past gradients and evaluates the loss within its step. "
             f"Allowed: any other optimizer. Leave {key} out, or type optimizer=adamw."
         )
-    others = _dtypes(optimizer).difference(_WEIGHT_DTYPES)
+    others = {p.dtype for p in parameters_of(optimizer)}.difference(_WEIGHT_DTYPES)
     if others:
         names = ", ".join(sorted(map(dtype_name, others)))
         raise ConfigError(
             f"{given}: {name} has weights in {names}, whose state keeps their dtype. Allowed: "
             f"weights in float32, bfloat16 or float16. Leave {key} out, or type precision=32-true."
         )
-
-
-def _dtypes(optimizer: Optimizer) -> set[torch.dtype]:
-    return {p.dtype for group in optimizer.param_groups for p in group["params"]}
 
 
 def stuck_averages(state_dtype: torch.dtype | None, optimizer: Optimizer) -> list[str]:
@@ -431,17 +418,11 @@ def stuck_averages(state_dtype: torch.dtype | None, optimizer: Optimizer) -> lis
     """
     if state_dtype is not torch.bfloat16:
         return []
-    found: dict[str, None] = {}
+    settings: dict[str, None] = {}
     for group in optimizer.param_groups:
-        for label, value in _coefficients(group):
+        coefficients = {f"betas[{i}]": beta for i, beta in enumerate(group.get("betas") or ())}
+        coefficients |= {name: group.get(name) for name in ("alpha", "rho", "momentum")}
+        for label, value in coefficients.items():
             if isinstance(value, float) and 0 < 1 - value < SHRINKING_LIMIT:
-                found[f"{label}={value:g}"] = None
-    return list(found)
-
-
-def _coefficients(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the coefficients of a group's running averages by their names."""
-    for i, beta in enumerate(group.get("betas") or ()):
-        yield f"betas[{i}]", beta
-    for name in ("alpha", "rho", "momentum"):
-        yield name, group.get(name)
+                settings[f"{label}={value:g}"] = None
+    return list(settings)

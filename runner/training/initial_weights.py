@@ -16,7 +16,7 @@ from runner.checkpoint import checkpoint_file, locate, weight_files
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.precision.layers.conv1d import is_transposed
-from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
+from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.training.parameter_groups import matching_names
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import dtype_name
@@ -144,10 +144,6 @@ def unpack_weights(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, An
         ValueError: a packed weight lacks its scales.
     """
     transposed = [name for name, module in model.named_modules() if is_transposed(module)]
-    if packed_label(weights):
-        return unpacked_entries(weights, transposed)
-    from runner.precision.layers.linear_4bit import unpack_state_dict
-
     return unpack_state_dict(weights, transposed)
 
 

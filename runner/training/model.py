@@ -24,9 +24,9 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group, locate, target_arguments
 from runner.config.trusted_targets import check_trusted
 from runner.data.build import build_data, build_run_loaders
-from runner.precision.casting import cast_floats, cast_nest, default_dtype
-from runner.precision.contract import ConversionReport, Precision
-from runner.precision.conversion import is_converted
+from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport, is_converted
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.initial_weights import InitialWeights, load_selected, unpack_weights
@@ -236,7 +236,7 @@ def _construct(
     # the precision's dtype.
     if low_memory:
         made_on = device
-    dtype = default_dtype(precision.storage) if low_memory else nullcontext()
+    dtype = DefaultDtype(precision.storage) if low_memory else nullcontext()
     with dtype, made_on or nullcontext(), safe_loading(spec.model):
         model = build_group("model", spec.model)
         if isinstance(model, nn.Module):

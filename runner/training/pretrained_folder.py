@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.layers.conv1d import is_transposed
-from runner.precision.layers.quantized_linear import packed_label
 from runner.training.initial_weights import unpack_weights
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tensors import dtype_name
@@ -109,8 +108,7 @@ def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
         weights: its state dict.
     """
     plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    if packed_label(plain) or any(v.dtype in (torch.uint8, torch.int8) for v in plain.values()):
-        plain = unpack_weights(model, plain)
+    plain = unpack_weights(model, plain)
     for name, layer in lora_layers(model).items():
         parts = merged(name, plain, layer)
         plain = {key: value for key, value in plain.items() if not key.startswith(f"{name}.")}

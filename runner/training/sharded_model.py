@@ -69,7 +69,7 @@ def build_sharded_model(
     Raises:
         ConfigError: the model cannot be built, or does not fit the weights that it starts from.
     """
-    from runner.distributed.scatter import named_values, scatter_values
+    from runner.distributed.fsdp import named_values, scatter_values
 
     # What packs weights looks at their values.
     makes_once = strategy.cpu_ram_efficient_loading and not precision.freezes

@@ -8,6 +8,7 @@ import gc
 import os
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -32,7 +33,8 @@ def available_kinds() -> list[str]:
         kinds.append("cuda")
     if torch.backends.mps.is_available():
         kinds.append("mps")
-    if tpu.is_available():
+    with suppress(Unavailable):
+        tpu.import_package()
         kinds.append("tpu")
     return [*kinds, "cpu"]
 

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -46,6 +47,21 @@ def read_text(path: Path, max_bytes: int = 2**24) -> str:
     if len(data) > max_bytes:
         raise ValueError(f"{path} is larger than {max_bytes} bytes")
     return data.decode()
+
+
+def package_file(package: str, inside: str) -> Path | None:
+    """Return the path of a file or folder of an installed package; None where there is none.
+
+    Args:
+        package: top-level name, for example rxnmapper.
+        inside: relative path in its folder.
+    """
+    spec = find_spec(package)
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        path = Path(folder) / inside
+        if path.exists():
+            return path
+    return None
 
 
 @contextmanager

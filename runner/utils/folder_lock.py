@@ -6,7 +6,7 @@ The lock is the kernel's (flock), so it ends with the process that holds it, how
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from runner.utils.errors import ConfigError
@@ -25,34 +25,24 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path, wait: bool = False) -> Iterator[None]:
     """Hold the lock of a folder within a context.
 
+    Args:
+        folder: to lock.
+        wait: wait for whoever holds the lock.
+
     Raises:
-        ConfigError: another command holds it.
+        ConfigError: another command holds it, and `wait` is false.
     """
     file = os.open(folder, os.O_RDONLY)
     _open_descriptors.add(file)
     try:
-        if not _lock(file):
+        if not _lock(file, wait):
             raise ConfigError(
                 f"{folder}: another command is running in this folder. Wait for it, stop it, or "
                 "leave out the folder, so that a new one is made."
             )
-        yield
-    finally:
-        _open_descriptors.discard(file)
-        os.close(file)
-
-
-@contextmanager
-def waiting_folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder within a context, after waiting for whoever holds it."""
-    file = os.open(folder, os.O_RDONLY)
-    _open_descriptors.add(file)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
         _open_descriptors.discard(file)
@@ -68,12 +58,12 @@ def is_locked(folder: Path) -> bool:
         os.close(file)
 
 
-def _lock(file: int) -> bool:
+def _lock(file: int, wait: bool = False) -> bool:
+    """Return whether the lock of an open folder was taken."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        # A file system without locks: work without one.
-        return True
+        pass  # a file system without locks: work without one
     return True

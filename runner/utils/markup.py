@@ -136,32 +136,23 @@ def markdown(block: Block) -> str:
             )
         case Commands(lines):
             return "\n".join(f"- {markdown_code(line)}" for line in lines)
-        case Table(head, rows, words, marked):
-            return _markdown_table(head, rows, words, marked)
+        case Table():
+            return _markdown_table(block)
         case _:
             return ""
 
 
-def _markdown_table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[Cell]],
-    words: frozenset[int],
-    marked: int | None,
-) -> str:
-    alignments = [" --- " if i in words else " ---: " for i in range(len(head))]
-    rule = "|".join(alignments)
+def _markdown_table(table: Table) -> str:
+    alignments = [" --- " if i in table.words else " ---: " for i in range(len(table.head))]
     body = []
-    for row in rows:
-        body.append([markdown_text(_cell_text(cell)) for cell in row])
-    if marked is not None:
-        body[marked][0] = f"**{body[marked][0]}**"
-    titles = [markdown_text(title) for title in head]
+    for row in table.rows:
+        texts = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row]
+        body.append([markdown_text(text) for text in texts])
+    if table.marked is not None:
+        body[table.marked][0] = f"**{body[table.marked][0]}**"
+    titles = [markdown_text(title) for title in table.head]
     first, *rest = (f"| {' | '.join(line)} |" for line in [titles, *body])
-    return "\n".join([first, f"|{rule}|", *rest])
-
-
-def _cell_text(cell: Cell) -> str:
-    return f"{cell.text} ({cell.note})" if cell.note else cell.text
+    return "\n".join([first, f"|{'|'.join(alignments)}|", *rest])
 
 
 def terminal_table(table: Table, title: str, wraps: bool = True) -> "TerminalTable":

@@ -44,7 +44,7 @@ def select_modules(key: str, patterns: Sequence[str], names: Iterable[str]) -> s
     names = list(names)
     # A module's name may be a number, as in [0,1], which YAML reads as such.
     patterns = [str(pattern) for pattern in patterns]
-    found: set[str] = set()
+    selected: set[str] = set()
     problems = []
     for pattern in patterns:
         matches = {name for name in names if matches_pattern(pattern, name)}
@@ -56,10 +56,10 @@ def select_modules(key: str, patterns: Sequence[str], names: Iterable[str]) -> s
                 f"{key}: {pattern} matches no module of the model. "
                 f"Nearest names: {', '.join(near) or '*'}. `*` stands for any part of one segment."
             )
-        found |= matches
+        selected |= matches
     if problems:
         raise ConfigError(*problems)
-    return found
+    return selected
 
 
 def outermost_names(names: Collection[str]) -> set[str]:
@@ -68,11 +68,10 @@ def outermost_names(names: Collection[str]) -> set[str]:
     Args:
         names: dotted module names; the empty one, of the model itself, holds every other.
     """
-    return {name for name in names if not any(_holds(other, name) for other in names)}
-
-
-def _holds(outer: str, inner: str) -> bool:
-    return outer != inner and (not outer or inner.startswith(f"{outer}."))
+    if "" in names:
+        return {""}
+    prefixes = tuple(f"{name}." for name in names)
+    return {name for name in names if not name.startswith(prefixes)}
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -84,14 +83,14 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     A block is an outermost module with children of its own of which a container holds several of
     one class.
     """
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     children = [child for child in model._modules.values() if child is not None]
     kinds = [type(child) for child in children] if isinstance(model, _CONTAINERS) else []
     for child in children:
         is_repeated = kinds.count(type(child)) > 1 and not isinstance(child, _CONTAINERS)
         if is_repeated and child._modules:
-            found.append(child)
+            blocks.append(child)
         else:
-            found += repeated_blocks(child)
+            blocks += repeated_blocks(child)
     # A model may hold one module in several places: it counts once.
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(blocks))

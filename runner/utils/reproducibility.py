@@ -7,7 +7,7 @@ run leaves behind would change the next one.
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,30 +21,29 @@ from runner.utils import accelerator
 def process_state() -> Iterator[None]:
     """Save and restore default dtype, matmul precision, determinism, threads and RNG streams."""
     cudnn = torch.backends.cudnn
-    dtype = torch.get_default_dtype()
-    threads = torch.get_num_threads()
-    restore_switches = saved_float32_switches()
-    cudnn_benchmark = cudnn.benchmark
-    cudnn_deterministic = cudnn.deterministic
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    anomaly = torch.is_anomaly_enabled()
-    grad = torch.is_grad_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    generators = host_rng_state()
-    try:
+
+    def restore_workspace() -> None:
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        if workspace is not None:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
+
+    with ExitStack() as stack:
+        stack.callback(set_host_rng_state, host_rng_state())
+        stack.callback(restore_workspace)
+        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled())
+        stack.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
+        stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+        stack.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        stack.callback(saved_float32_switches())
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(threads)
-        restore_switches()
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        cudnn.benchmark = cudnn_benchmark
-        cudnn.deterministic = cudnn_deterministic
-        torch.set_anomaly_enabled(anomaly)
-        torch.set_grad_enabled(grad)
-        _restore_env("CUBLAS_WORKSPACE_CONFIG", workspace)
-        set_host_rng_state(generators)
 
 
 def saved_float32_switches() -> Callable[[], None]:
@@ -133,17 +132,9 @@ def seed_generator(generator: Any, seed: int) -> None:
         generator.seed(seed)
 
 
-def _restore_env(key: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(key, None)
-    else:
-        os.environ[key] = value
-
-
 def seed_all(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, those of all devices included."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # NumPy takes 32 bits only
+    seed_host(seed)
     torch.manual_seed(seed)
 
 

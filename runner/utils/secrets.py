@@ -58,7 +58,7 @@ def redact(text: str) -> str:
     password, of a secret in a query, of the value of `<key>=` if the key is named like a secret,
     and of the values of environment variables that are named like secrets.
     """
-    for value in _environment_secrets(os.environ):
+    for value in _environment_secrets():
         text = text.replace(value, "***")
     text = _TYPED.sub(r"\1***", text)
     if "://" not in text:
@@ -93,18 +93,22 @@ def redact_values(value: Any, key: str = "") -> Any:
     return "***" if _NAMED.fullmatch(key) else redact_override(value)
 
 
-def _environment_secrets(environ: Mapping[str, str]) -> list[str]:
+def _environment_secrets() -> list[str]:
     """Return the secrets of the environment, the longest first, also in their URI-encoded form.
 
     Short words, numbers and paths do not count: they would be masked where they mean other things.
     """
     # By name first: environ decodes each value that is read.
-    named = {name: environ[name] for name in environ if _names_secret(name)}
-    values = {
-        value
-        for name, value in named.items()
-        if len(value) >= _MIN_SECRET_CHARS and not _is_harmless(name, value)
-    }
+    named = {name: os.environ[name] for name in os.environ if _names_secret(name)}
+    values = set()
+    for name, value in named.items():
+        is_word = value.isalpha() and name.endswith("_KEY")
+        is_short = len(value) < _MIN_SECRET_CHARS
+        if is_word or is_short or value.isdecimal():
+            continue
+        is_path = value[0] in "/~." and Path(value).exists()
+        if not is_path:
+            values.add(value)
     # In a URI a secret is percent-encoded. Longest first: one secret may be a part of another.
     encoded = {quote(value, safe="") for value in values}
     return sorted(values | encoded, key=len, reverse=True)
@@ -114,9 +118,3 @@ def _environment_secrets(environ: Mapping[str, str]) -> list[str]:
 def _names_secret(variable: str) -> bool:
     """Return whether an environment variable's name is that of a secret; asked for each text."""
     return _VARIABLE.fullmatch(variable) is not None
-
-
-def _is_harmless(name: str, value: str) -> bool:
-    is_word = value.isalpha() and name.endswith("_KEY")
-    is_path = value[0] in "/~." and Path(value).exists()
-    return is_word or value.isdecimal() or is_path

@@ -97,7 +97,7 @@ def test_a_name_that_leads_nowhere_is_seen():
     assert names_in("pkg://runner.conf") == ["runner.conf"]
     assert names_in("The tag mlflow.runner.journal is of the runner. It stays.") == []
     assert resolves("runner.cli.main.main")
-    assert resolves("runner.precision.layers.linear_")
+    assert resolves("runner.precision.layers.bnb_")
     assert not resolves("runner.nowhere")
     assert not resolves("runner.cli.main.nowhere")
     assert not resolves("runner.precision.nowhere_")

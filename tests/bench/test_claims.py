@@ -11,10 +11,10 @@ from bench.claims import __main__ as command
 from bench.claims import measurements
 from bench.claims.catalogue import CLAIMS
 from bench.claims.claim import Bound, check_claim
-from runner.precision.emulation import hopper
+from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E2M1
 from runner.precision.emulation.quantizers import BlockQuantizer, power_of_two_scale
-from runner.precision.layers.linear_4bit import dequantize_4bit
+from runner.precision.layers.bnb_linear import dequantize_4bit
 from runner.precision.registry import load_precision
 from runner.precision.weight_updates import Kahan, Nearest
 
@@ -83,7 +83,7 @@ BROKEN = {
         "Nvfp4Quantizer",
         lambda shape: BlockQuantizer(E2M1, power_of_two_scale, shape),
     ),
-    "hopper-sums": (hopper, "FRACTION_BITS", 22),
+    "hopper-sums": (te_emulation, "FRACTION_BITS", 22),
     "log-probabilities": (measurements, "load_precision", bf16_only),
     "loss-scale": (measurements, "LOSS_SCALE", 1.0),
 }

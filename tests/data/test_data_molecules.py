@@ -7,7 +7,7 @@ import torch
 
 from runner.data.datasets.molecules import molecules
 from runner.utils.errors import ConfigError
-from runner.utils.packages import package_file
+from runner.utils.files import package_file
 
 VOCABULARY = "models/transformers/albert_heads_8_uspto_all_1310k/vocab.txt"
 needs_vocabulary = pytest.mark.skipif(

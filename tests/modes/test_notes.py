@@ -6,7 +6,7 @@ import pytest
 
 from runner.modes import notes
 from runner.modes.result import RunResult
-from runner.precision.contract import ConversionReport, ModuleConversion
+from runner.precision.conversion import ConversionReport, ModuleConversion
 from runner.utils.terminal import quote_command
 
 WORDS = ["python", "-m", "runner", "precision=16-mixed", "precision.keep_fp32=[a b]"]

@@ -11,8 +11,6 @@ from runner.precision.casting import (
     cast_floats,
     cast_nest,
     cast_tensor,
-    default_dtype,
-    target_dtype,
 )
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -33,8 +31,8 @@ class Example:
 
 @pytest.mark.parametrize("policy", FLOATS)
 def test_only_floats_follow_a_float_policy(policy):
-    assert {target_dtype(torch.zeros(1, dtype=d), policy) for d in FLOATS} == {policy}
-    assert [target_dtype(torch.zeros(1, dtype=d), policy) for d in WHOLE] == list(WHOLE)
+    assert {cast_tensor(torch.zeros(1, dtype=d), policy).dtype for d in FLOATS} == {policy}
+    assert [cast_tensor(torch.zeros(1, dtype=d), policy).dtype for d in WHOLE] == list(WHOLE)
 
 
 @pytest.mark.parametrize("policy", FLOATS)
@@ -153,10 +151,9 @@ def _fail_inside(context):
         raise RuntimeError("inside")
 
 
-@pytest.mark.parametrize("make", [default_dtype, DefaultDtype])
-def test_the_default_dtype_is_restored_after_an_exception(make):
+def test_the_default_dtype_is_restored_after_an_exception():
     with pytest.raises(RuntimeError, match="inside"):
-        _fail_inside(make(torch.float64))
+        _fail_inside(DefaultDtype(torch.float64))
     assert torch.get_default_dtype() is torch.float32
 
 
@@ -164,7 +161,7 @@ def test_the_reusable_context_nests():
     context = DefaultDtype(torch.bfloat16)
     for _ in range(2):
         with context:
-            with default_dtype(torch.float64):
+            with DefaultDtype(torch.float64):
                 with context:
                     assert torch.zeros(1).dtype is torch.bfloat16
                 assert torch.get_default_dtype() is torch.float64

@@ -11,10 +11,12 @@ from torch.nn import functional as F
 
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
-from runner.precision.contract import ConversionReport, Precision
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.loss_scale import LossScale
 from runner.precision.mixed import MixedPrecision
+from runner.precision.quantized import WeightFormatPrecision
 from runner.precision.true import TruePrecision
 from runner.training.step import loss_of, train_step
 from runner.training.tasks.classification import Classification
@@ -109,7 +111,7 @@ def test_the_table_is_complete():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_precision_is_a_final_subclass_of_the_base(name):
     kind = type(registry.load_precision(name))
-    assert kind.__bases__ in ((Precision,), (ConvertingPrecision,))
+    assert kind.__bases__ in ((Precision,), (ConvertingPrecision,), (WeightFormatPrecision,))
     assert getattr(kind, "__final__", False)
     assert inspect.getdoc(kind)
     for method in ("require", "session", "convert", "forward", "cast", "scale"):

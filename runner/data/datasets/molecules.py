@@ -13,7 +13,7 @@ import torch
 
 from runner.data.splits import IGNORED_LABEL, Splits, held_out, require_at_least, split_fields
 from runner.utils.errors import ConfigError
-from runner.utils.packages import package_file
+from runner.utils.files import package_file
 
 _TABLE = ("chemicals", "Identifiers/chemical identifiers pubchem large.tsv")
 _SMILES_COLUMN = 4

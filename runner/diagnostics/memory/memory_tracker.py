@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.precision.emulation.float16 import KERNELS
+from runner.precision.emulation.cpu_kernels import KERNELS
 from runner.utils.module_tape import ModuleTape, is_in_backward
 from runner.utils.tensors import inner_tensors
 
@@ -138,7 +138,7 @@ def workspace_bytes(
         func: a torch.ops overload.
         args, kwargs: of the call.
         result: what the call returned.
-        accumulates: runner.precision.emulation.float16 computes float16 operators with float32
+        accumulates: runner.precision.emulation.cpu_kernels computes float16 operators with float32
             kernels.
     """
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_INFINITY_BITS = 0x7F800000  # of float32; also the mask of its exponent
+INFINITY_BITS = 0x7F800000  # of float32; also the mask of its exponent
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def round_to_format(x: Tensor, fmt: Format) -> Tensor:
     overflowed = fmt.largest if fmt.saturates else torch.inf
     nearest = torch.where(magnitude >= fmt.overflow, overflowed, nearest)
     # Above infinity's bits are those of NaN, which keeps its own.
-    return torch.where(bits > _INFINITY_BITS, x, nearest.copysign(x))
+    return torch.where(bits > INFINITY_BITS, x, nearest.copysign(x))
 
 
 def round_within_range(x: Tensor, fmt: Format) -> Tensor:
@@ -123,7 +123,7 @@ def power_of_two(x: Tensor, fmt: Format) -> Tensor:
     Returns:
         float32 of x's shape.
     """
-    return (x.view(torch.int32) & _INFINITY_BITS).view(torch.float32).clamp_(min=fmt.normal)
+    return (x.view(torch.int32) & INFINITY_BITS).view(torch.float32).clamp_(min=fmt.normal)
 
 
 def round_to_tf32(x: Tensor) -> Tensor:

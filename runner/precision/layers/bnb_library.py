@@ -16,14 +16,4 @@ with suppress_import_warnings():
 # It warns of the cast to float16 before int8 in every forward.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
-__all__ = [
-    "QuantState",
-    "bnb",
-    "dequantize_4bit",
-    "unpack_tensor_to_dict",
-]
-
-
-def has_kernels() -> bool:
-    """Return whether the library found its compiled part; without it every call raises."""
-    return "Mock" not in type(lib).__name__
+__all__ = ["QuantState", "bnb", "dequantize_4bit", "lib", "unpack_tensor_to_dict"]

@@ -3,6 +3,7 @@
 Each layer is a torch.nn.Linear or a Conv1D whose class was changed in place.
 """
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.precision.conversion import low_precision_class
-from runner.precision.layers.conv1d import is_transposed, layer_widths, weight_matrix
+from runner.precision.casting import autocast_input
+from runner.precision.conversion import change_class
+from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.weight_formats import PackedTensors, WeightFormat, format_of_packed
 
 
@@ -24,55 +26,45 @@ class FakeQuantizedLinear(nn.Linear):
 
     format: WeightFormat
 
-    @classmethod
-    def convert_in_place(cls, module: Any, fmt: WeightFormat) -> None:
-        """Turn a linear layer (nn.Linear or Conv1D) into a FakeQuantizedLinear, in place."""
-        fmt.load_library()
-        module.in_features, module.out_features = layer_widths(module)
-        module.__class__ = low_precision_class(cls, type(module))
-        module.format = fmt
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs: float [..., in] to the same dtype, or autocast's, [..., out]."""
-        rows = _autocast_input(input)
+        rows = autocast_input(input)
         with torch.autocast(input.device.type, enabled=False):
             weight = self.format.round_weight(weight_matrix(self).float())
             output = F.linear(self.format.round_input(rows), weight.to(rows.dtype))
-            return _add_bias(output, self.bias)
-
-    def packed(self) -> dict[str, Tensor]:
-        """Return the weight as its format packs it: codes and scales."""
-        return self.format.pack(weight_matrix(self).detach().float().contiguous())
+            return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class QuantizedLinear(nn.Linear):
-    """A linear layer with a frozen, packed weight: float [..., in] to the same dtype [..., out].
+class PackedLinear(nn.Linear):
+    """Base of linear layers with a frozen weight of codes, and scales in buffers.
 
-    Codes are in `weight`, scales in buffers whose names begin with `weight_`. The bias keeps its
-    dtype and trains if it did before the conversion.
+    The bias keeps its dtype and trains if it did before the conversion.
     """
 
-    format: WeightFormat
     scale_names: tuple[str, ...]
 
+    @abstractmethod
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return a weight, float32 [out, in], as codes under `weight` and scales by their names."""
+
+    @abstractmethod
+    def unpack(self, packed: PackedTensors) -> Tensor:
+        """Return the weight that codes and scales stand for: float32 [out, in]."""
+
     @classmethod
-    def convert_in_place(cls, module: Any, fmt: WeightFormat) -> None:
-        """Turn a linear layer (nn.Linear or Conv1D) into a QuantizedLinear, in place."""
-        packed = fmt.pack(weight_matrix(module).detach().float().contiguous())
-        module.in_features, module.out_features = layer_widths(module)
-        module.__class__ = low_precision_class(cls, type(module))
+    def convert_in_place(cls, module: Any, **attributes: Any) -> None:
+        """Turn a linear layer into one of this class, in place, and pack its weight.
+
+        Args:
+            module: nn.Linear or Conv1D.
+            attributes: those that the class annotates.
+        """
+        change_class(module, cls, **attributes)
+        packed = module.pack(weight_matrix(module).detach().float().contiguous())
         module.weight = nn.Parameter(packed.pop("weight"), requires_grad=False)
         for name, scale in packed.items():
             module.register_buffer(name, scale)
         module.scale_names = tuple(packed)
-        module.format = fmt
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the outputs: float [..., in] to the same dtype, or autocast's, [..., out]."""
-        rows = _autocast_input(input)
-        with torch.autocast(input.device.type, enabled=False):
-            output = _PackedProduct.apply(rows, self.format, self.packed())
-            return _add_bias(output, self.bias)  # type: ignore[arg-type]
 
     def packed(self) -> dict[str, Tensor]:
         """Return the codes and the scales."""
@@ -81,21 +73,39 @@ class QuantizedLinear(nn.Linear):
 
     def unpacked_weight(self) -> Tensor:
         """Return the weight that the codes stand for: float32 [out, in], a Conv1D's [in, out]."""
-        weight = self.format.unpack(self.packed())
+        weight = self.unpack(self.packed())
         return weight.t() if is_transposed(self) else weight
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """Load a packed weight with its scales unchanged; pack a plain weight."""
-        key = f"{prefix}weight"
-        weight = state_dict.get(key)
+        weight = state_dict.get(f"{prefix}weight")
         if weight is not None and weight.is_floating_point():
             matrix = weight.t() if is_transposed(self) else weight
+            state_dict[f"{prefix}weight"] = matrix
             # nn.Module below reports a weight of another shape.
             if matrix.shape == (self.out_features, self.in_features):
-                matrix = matrix.to(self.weight.device).float().contiguous()
-                packed = self.format.pack(matrix)
+                packed = self.pack(matrix.to(self.weight.device).float().contiguous())
                 state_dict.update({f"{prefix}{name}": part for name, part in packed.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class QuantizedLinear(PackedLinear):
+    """A linear layer with a weight in a number format: float [..., in] to the same [..., out]."""
+
+    format: WeightFormat
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        return self.format.pack(weight)
+
+    def unpack(self, packed: PackedTensors) -> Tensor:
+        return self.format.unpack(packed)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs: float [..., in] to the same dtype, or autocast's, [..., out]."""
+        rows = autocast_input(input)
+        with torch.autocast(input.device.type, enabled=False):
+            output: Any = _PackedProduct.apply(rows, self.format, self.packed())
+            return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -117,18 +127,6 @@ class _PackedProduct(torch.autograd.Function):
         return grad @ ctx.format.unpack(ctx.packed).to(grad.dtype), None, None
 
 
-def _autocast_input(input: Tensor) -> Tensor:
-    """Return a layer's input in the dtype that autocast gives products."""
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):
-        return input.to(torch.get_autocast_dtype(kind))
-    return input
-
-
-def _add_bias(output: Tensor, bias: Tensor | None) -> Tensor:
-    return output if bias is None else output + bias.to(output.dtype)
-
-
 def packed_entries(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield the packed weights of a state dict with QuantizedLinear layers.
 
@@ -146,22 +144,38 @@ def packed_entries(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, dict[st
             yield prefix, {name: value for name, value in entries.items() if value is not None}
 
 
-def unpacked_entries(
+def unpack_state_dict(
     state_dict: Mapping[str, Any], transposed: Collection[str] = ()
 ) -> dict[str, Any]:
     """Return a state dict with every packed weight as the float32 weight that it stands for.
 
     Args:
-        state_dict: of a model with QuantizedLinear layers; unchanged.
+        state_dict: of a model with QuantizedLinear layers, or with those of bitsandbytes;
+            unchanged.
         transposed: dotted names of the layers whose weight is [in, out] when it is not packed.
+
+    Raises:
+        ValueError: a packed weight lacks its scales.
     """
     plain = dict(state_dict)
+    prefixes = []
     for prefix, packed in packed_entries(state_dict):
-        weight = format_of_packed(packed).unpack(packed)
+        prefixes.append(prefix)
         for name in packed:
             del plain[f"{prefix}{name}"]
-        is_conv1d = prefix.rstrip(".") in transposed
-        plain[f"{prefix}weight"] = weight.t().contiguous() if is_conv1d else weight
+        plain[f"{prefix}weight"] = format_of_packed(packed).unpack(packed)
+    if not prefixes:
+        for key, value in state_dict.items():
+            is_weight = key.rpartition(".")[2] == "weight"
+            if is_weight and value.dtype in (torch.int8, torch.uint8):
+                # Imported here, because bitsandbytes may not be installed.
+                from runner.precision.layers.bnb_linear import pop_unpacked
+
+                plain[key] = pop_unpacked(plain, key)
+                prefixes.append(key.removesuffix("weight"))
+    for prefix in prefixes:
+        if prefix.rstrip(".") in transposed:
+            plain[f"{prefix}weight"] = plain[f"{prefix}weight"].t().contiguous()
     return plain
 
 

@@ -11,19 +11,20 @@ module that calls both proves that the linear layer alone takes the norm's outpu
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from runner.precision.contract import ConversionReport
 from runner.precision.conversion import (
     ROOT_NAME,
+    ConversionReport,
     ConversionRules,
     LayerConverter,
     classify_modules,
     convert_modules,
+    layer_class,
     replace_in_place,
 )
 from runner.precision.keep_fp32 import no_op_hook
@@ -124,19 +125,6 @@ class DeferredNorm(nn.Module):
 _REMEDY = "The model does not always call one after the other. Type precision.fuse=false."
 
 
-@cache
-def layer_class(name: str, mixin: type, *kinds: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a converted layer.
-
-    Args:
-        name: of the class.
-        mixin: of this module; it comes first.
-        kinds: the library's class, then the class that the module had, so that isinstance and the
-            user's own methods still work.
-    """
-    return type(name, (mixin, *kinds), {})
-
-
 def convert_layers(
     model: nn.Module, te: Any, multiple: int, rules: ConversionRules, fuse: bool
 ) -> ConversionReport:
@@ -177,10 +165,13 @@ def te_obstacle(module: nn.Module, multiple: int) -> str:
 
     Args:
         module: a linear layer or nn.LayerNorm.
-        multiple: that a linear layer's widths must have.
+        multiple: that a linear layer's widths must have; te_recipes.KINDS says why.
     """
     if isinstance(module, linear_classes()):
-        return unfit_shape(*layer_widths(module), multiple)
+        into, out = layer_widths(module)
+        if into % multiple or out % multiple:
+            return f"its shape {into} -> {out} is not in multiples of {multiple}"
+        return ""
     assert isinstance(module, nn.LayerNorm)
     if len(module.normalized_shape) > 1:
         return f"normalises over {len(module.normalized_shape)} dimensions"
@@ -191,33 +182,26 @@ def te_obstacle(module: nn.Module, multiple: int) -> str:
     return ""
 
 
-def unfit_shape(into: int, out: int, multiple: int) -> str:
-    """Return why low-precision products cannot take a layer's widths; empty where they can.
-
-    Args:
-        into, out: the input's and the output's width.
-        multiple: that both must have; te_recipes.KINDS says where it comes from.
-    """
-    if into % multiple or out % multiple:
-        return f"its shape {into} -> {out} is not in multiples of {multiple}"
-    return ""
-
-
-def _to_linear(module: nn.Module, te: Any, multiple: int) -> None:
-    """Turn a linear layer into te.Linear, in place."""
+def _to_linear(module: nn.Module, te: Any, multiple: int, norm: nn.Module | None = None) -> None:
+    """Turn a linear layer into te.Linear, in place, or with a norm into te.LayerNormLinear."""
     into, out = layer_widths(module)
-    made = te.Linear(
-        into,
-        out,
-        bias=module.bias is not None,
-        params_dtype=module.weight.dtype,
-        device="meta",
-    )
+    options: dict[str, Any] = {"params_dtype": module.weight.dtype, "device": "meta"}
+    options["bias"] = module.bias is not None
+    if norm is None:
+        made = te.Linear(into, out, **options)
+        kind = layer_class("TELinear", PaddedRows, te.Linear, type(module))
+    else:
+        made = te.LayerNormLinear(into, out, eps=norm.eps, **options)
+        made._norm = (norm,)
+        plain = _original_class(module)
+        kind = layer_class("TELayerNormLinear", FusedNormLinear, te.LayerNormLinear, plain)
     made._multiple = multiple
     if is_transposed(module):
         # The attribute where the library looks for its weight.
         made.weight_names = ["transposed_weight"]
-    _become(module, made, layer_class("TELinear", PaddedRows, te.Linear, type(module)))
+    # The library's empty tensor of a layer without bias would hide the parameter, None.
+    vars(made).pop("bias", None)
+    replace_in_place(module, made, kind)
 
 
 def _to_norm(module: nn.Module, te: Any) -> None:
@@ -226,17 +210,8 @@ def _to_norm(module: nn.Module, te: Any) -> None:
     made = te.LayerNorm(
         module.normalized_shape, eps=module.eps, dtype=module.weight.dtype, device="meta"
     )
-    _become(module, made, layer_class("TELayerNorm", Norm, te.LayerNorm, type(module)))
-
-
-def _become(module: nn.Module, made: nn.Module, kind: type[nn.Module]) -> None:
-    """Turn a module into a layer made on the meta device; its parameters and buffers stay."""
-    made.__class__ = kind
-    # The library's empty tensor of a layer without bias would hide the parameter, None.
-    vars(made).pop("bias", None)
-    for registry in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
-        vars(made)[registry] = vars(module)[registry]
-    replace_in_place(module, made)
+    kind = layer_class("TELayerNorm", Norm, te.LayerNorm, type(module))
+    replace_in_place(module, made, kind)
 
 
 def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) -> ConversionReport:
@@ -249,34 +224,16 @@ def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) ->
     linears = {path for path, module in converted.items() if isinstance(module, te.Linear)}
     pairs, remarks = find_pairs(model, norms, linears)
     for norm, linear in pairs.items():
-        _to_fused(converted[norm], converted[linear], te, multiple)
+        norm_module = converted[norm]
+        _to_linear(converted[linear], te, multiple, norm_module)
+        # The norm passes its input from now on.
+        plain = _original_class(norm_module)
+        norm_module.__class__ = layer_class("PostponedLayerNorm", DeferredNorm, plain)
+        norm_module._passed_input = None  # type: ignore[assignment]
         remarks[norm] = f"computed in {linear}"
         remarks[linear] = f"computes {norm} too"
     rows = (replace(row, why=remarks.get(row.module, row.why)) for row in report.modules)
     return ConversionReport(tuple(rows))
-
-
-def _to_fused(norm: nn.Module, linear: nn.Module, te: Any, multiple: int) -> None:
-    """Turn a converted linear layer into te.LayerNormLinear, and let its norm pass its input."""
-    assert isinstance(norm, nn.LayerNorm)
-    into, out = layer_widths(linear)
-    made = te.LayerNormLinear(
-        into,
-        out,
-        eps=norm.eps,
-        bias=linear.bias is not None,
-        params_dtype=linear.weight.dtype,
-        device="meta",
-    )
-    made._multiple = multiple
-    made._norm = (norm,)
-    if is_transposed(linear):
-        made.weight_names = ["transposed_weight"]
-    original = _original_class(linear)
-    fused_class = layer_class("TELayerNormLinear", FusedNormLinear, te.LayerNormLinear, original)
-    _become(linear, made, fused_class)
-    norm.__class__ = layer_class("PostponedLayerNorm", DeferredNorm, _original_class(norm))  # type: ignore[assignment]
-    norm._passed_input = None  # type: ignore[assignment]
 
 
 def _original_class(module: nn.Module) -> type[nn.Module]:

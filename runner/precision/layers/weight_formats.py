@@ -41,11 +41,16 @@ class WeightFormat(ABC):
         label: name of the packing, which two layers with interchangeable state dicts share.
         multiple: the input widths that it can hold are multiples of it.
         group: what the multiple is, in messages.
+        rounds_inputs: whether inputs are rounded, too.
     """
 
     label: str
     multiple: int = 1
     group: str = ""
+    rounds_inputs: bool = False
+    # torchao's fake quantisers keep the scales of their last call, which are of no use after it.
+    _weight_rounding: Any = None
+    _input_rounding: Any = None
 
     def load_library(self) -> None:
         """Import the library that rounds; called when a layer is converted, before any forward."""
@@ -58,12 +63,13 @@ class WeightFormat(ABC):
     def unpack(self, packed: PackedTensors) -> Tensor:
         """Return the weight that codes and scales stand for: float32 [out, in]."""
 
-    @abstractmethod
     def round_weight(self, weight: Tensor) -> Tensor:
         """Return unpack(pack(weight)) bit by bit, with a gradient: float32 [out, in] to the same.
 
         The gradient passes straight through, also where a value is clipped.
         """
+        self.load_library()
+        return _straight_through(weight, self._weight_rounding)
 
     def round_input(self, rows: Tensor) -> Tensor:
         """Return the inputs as the product sees them, with a gradient that passes straight through.
@@ -71,7 +77,11 @@ class WeightFormat(ABC):
         Args:
             rows: float [..., in].
         """
-        return rows
+        # The library fails on no rows at all.
+        if not self.rounds_inputs or not rows.numel():
+            return rows
+        self.load_library()
+        return _straight_through(rows, self._input_rounding)
 
     def product(self, rows: Tensor, packed: PackedTensors) -> Tensor:
         """Return rows [..., in] times the packed weight, in the rows' dtype: [..., out]."""
@@ -108,11 +118,15 @@ class Int4Format(WeightFormat):
         self.label = f"int4-{group_size}"
         self.multiple = group_size
         self.group = f"precision.group_size={group_size}"
-        self._rounding: Any = None
 
     def load_library(self) -> None:
-        if self._rounding is None:
-            self._rounding = _weight_rounding(_INT4, self.multiple)
+        if self._weight_rounding is None:
+            with suppress_import_warnings():
+                from torchao.quantization import PerGroup
+                from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
+
+            config = IntxFakeQuantizeConfig(_INT4, PerGroup(self.multiple))
+            self._weight_rounding = IntxFakeQuantizer(config)
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         with suppress_import_warnings():
@@ -128,10 +142,6 @@ class Int4Format(WeightFormat):
         groups = codes.float().unflatten(1, (-1, self.multiple))
         return (groups * packed["weight_scale"][..., None]).flatten(1)
 
-    def round_weight(self, weight: Tensor) -> Tensor:
-        self.load_library()
-        return _straight_through(weight, self._rounding)
-
 
 @final
 class Int8Format(WeightFormat):
@@ -143,15 +153,21 @@ class Int8Format(WeightFormat):
     """
 
     label = "int8"
-
-    def __init__(self) -> None:
-        self._weight_rounding: Any = None
-        self._input_rounding: Any = None
+    rounds_inputs = True
 
     def load_library(self) -> None:
         if self._weight_rounding is None:
-            self._weight_rounding = _weight_rounding(torch.int8, None)
-            self._input_rounding = _input_rounding()
+            with suppress_import_warnings():
+                from torchao.quantization import PerAxis
+                from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
+
+            # Weights with a scale per output, inputs with one per row, asymmetric.
+            weights = IntxFakeQuantizeConfig(torch.int8, PerAxis(0), eps=_LEAST_SCALE)
+            inputs = IntxFakeQuantizeConfig(
+                torch.int8, "per_token", is_symmetric=False, eps=_LEAST_SCALE
+            )
+            self._weight_rounding = IntxFakeQuantizer(weights)
+            self._input_rounding = IntxFakeQuantizer(inputs)
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         with suppress_import_warnings():
@@ -166,17 +182,6 @@ class Int8Format(WeightFormat):
 
     def unpack(self, packed: PackedTensors) -> Tensor:
         return packed["weight"].float() * packed["weight_scale"]
-
-    def round_weight(self, weight: Tensor) -> Tensor:
-        self.load_library()
-        return _straight_through(weight, self._weight_rounding)
-
-    def round_input(self, rows: Tensor) -> Tensor:
-        # The library fails on no rows at all.
-        if not rows.numel():
-            return rows
-        self.load_library()
-        return _straight_through(rows, self._input_rounding)
 
     def product(self, rows: Tensor, packed: PackedTensors) -> Tensor:
         codes = packed["weight"]
@@ -201,12 +206,13 @@ class Nvfp4Format(WeightFormat):
     """
 
     label = "nvfp4"
+    rounds_inputs = True
     multiple = _NVFP4_BLOCK
     group = f"NVFP4's blocks of {_NVFP4_BLOCK}"
-    _quantizer = Nvfp4Quantizer((1, _NVFP4_BLOCK))
+    _weight_rounding = Nvfp4Quantizer((1, _NVFP4_BLOCK))
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        values, block_scale, tensor_scale = self._quantizer.parts(weight)
+        values, block_scale, tensor_scale = self._weight_rounding.parts(weight)
         table = torch.tensor(_E2M1_VALUES, device=weight.device)
         codes = torch.searchsorted(table, values.abs()) + 8 * values.signbit()
         return {
@@ -224,17 +230,9 @@ class Nvfp4Format(WeightFormat):
         scale = stored * packed["weight_tensor_scale"]
         return (values.unflatten(1, (-1, _NVFP4_BLOCK)) * scale[..., None]).flatten(1)
 
-    def round_weight(self, weight: Tensor) -> Tensor:
-        return _straight_through(weight, self._quantizer)
-
-    def round_input(self, rows: Tensor) -> Tensor:
-        return _straight_through(rows, self._rounded_rows)
-
-    def _rounded_rows(self, rows: Tensor) -> Tensor:
-        if not rows.numel():
-            return rows
+    def _input_rounding(self, rows: Tensor) -> Tensor:
         flat = rows.float().reshape(-1, rows.shape[-1])
-        return self._quantizer(flat).view(rows.shape).to(rows.dtype)
+        return self._weight_rounding(flat).view(rows.shape).to(rows.dtype)
 
 
 assert E2M1.largest == _E2M1_VALUES[-1]
@@ -267,31 +265,6 @@ def _quantize(weight: Tensor, config: "AOBaseConfig") -> Any:
     layer.weight = nn.Parameter(weight.detach().contiguous())
     quantize_(nn.Sequential(layer), config)
     return layer.weight
-
-
-def _weight_rounding(dtype: torch.dtype, group_size: int | None) -> Any:
-    """Return torchao's fake quantiser of weights, with a scale per group, or per output for None.
-
-    It keeps the scales of its last call, which are of no use after it.
-    """
-    with suppress_import_warnings():
-        from torchao.quantization import PerAxis, PerGroup
-        from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
-
-    if group_size is None:
-        config = IntxFakeQuantizeConfig(dtype, PerAxis(0), eps=_LEAST_SCALE)
-    else:
-        config = IntxFakeQuantizeConfig(dtype, PerGroup(group_size))
-    return IntxFakeQuantizer(config)
-
-
-def _input_rounding() -> Any:
-    """Return torchao's fake quantiser of inputs to int8, scaled per row, asymmetric."""
-    with suppress_import_warnings():
-        from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
-
-    config = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, eps=_LEAST_SCALE)
-    return IntxFakeQuantizer(config)
 
 
 def _straight_through(values: Tensor, rounding: Rounding) -> Tensor:

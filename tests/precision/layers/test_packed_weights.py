@@ -21,14 +21,15 @@ from torch.nn.utils.parametrizations import weight_norm
 
 pytest.importorskip("runner.precision.layers.bnb_library")
 
-from runner.precision.layers.linear_4bit import (
+from runner.precision.layers.bnb_linear import (
     pack_4bit,
+    pack_int8,
     packed_mode,
     packing_label,
     unpack_4bit,
-    unpack_state_dict,
+    unpack_int8,
 )
-from runner.precision.layers.linear_8bit import pack_int8, unpack_int8
+from runner.precision.layers.quantized_linear import unpack_state_dict
 
 FOUR_BITS = ("nf4", "nf4-dq", "fp4", "fp4-dq")
 PACKED = (*FOUR_BITS, "int8")

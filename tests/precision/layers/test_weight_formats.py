@@ -5,7 +5,7 @@ import torch
 from precision_models import values_of_many_magnitudes
 from torch.nn import functional as F
 
-from runner.precision.layers.quantized_linear import packed_label, unpacked_entries
+from runner.precision.layers.quantized_linear import packed_label, unpack_state_dict
 from runner.precision.layers.weight_formats import (
     FORMAT_NAMES,
     format_of_packed,
@@ -124,14 +124,14 @@ def test_a_state_dict_is_unpacked_and_names_its_packing(name):
     packed = {f"body.{key}": part for key, part in fmt.pack(weight).items()}
     state = {**packed, "body.bias": torch.ones(24), "norm.weight": torch.ones(3), "step": 3}
     assert packed_label(state) == {"int4": "int4-16"}.get(name, name)
-    plain = unpacked_entries(state)
+    plain = unpack_state_dict(state)
     assert set(plain) == {"body.weight", "body.bias", "norm.weight", "step"}
     assert torch.equal(plain["body.weight"], fmt.round_weight(weight))
-    transposed = unpacked_entries(state, transposed=["body"])
+    transposed = unpack_state_dict(state, transposed=["body"])
     assert torch.equal(transposed["body.weight"], plain["body.weight"].t())
 
 
 def test_a_plain_state_dict_has_no_packing():
     state = {"body.weight": torch.ones(2, 2), "body.weight_scale": torch.ones(2)}
     assert packed_label(state) == ""
-    assert unpacked_entries(state) == state
+    assert unpack_state_dict(state) == state

@@ -1,30 +1,190 @@
-"""Compute linear layers with 4-bit weights on bitsandbytes' kernels.
+"""Compute linear layers with 4-bit and with int8 weights on bitsandbytes' kernels.
 
-A Linear4bit is a torch.nn.Linear or a Conv1D whose class was changed in place. It differs from the
-library's own module where that misleads: a trainable bias keeps its dtype, a checkpoint loads
-exactly or not at all, and on a CPU weights of any width are unpacked correctly (the library's
-kernel takes the wrong scales where the width is a multiple of 16 and not of the block of 64).
+Each layer is a torch.nn.Linear or a Conv1D whose class was changed in place. They differ from the
+library's own modules where those mislead. A trainable bias keeps its dtype.
 
-Source: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation).
+Of 4-bit layers, a checkpoint loads exactly or not at all, and on a CPU weights of any width are
+unpacked correctly (the library's kernel takes the wrong scales where the width is a multiple of 16
+and not of the block of 64).
+
+Of int8 layers, weights and inputs are scaled into float16's range, through which the library
+quantises; the quantised copy of a weight that trains is made in every forward, so that none sees
+the weight of an earlier step, and its gradient is not quantised; and scales are a buffer, which
+moves, copies and loads like any other.
+
+Source: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation); LLM.int8(),
+arXiv:2208.07339 (row-wise int8, outlier columns).
 """
 
 import math
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.precision.conversion import low_precision_class
+from runner.precision.conversion import change_class
+from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.bnb_library import (
     QuantState,
     bnb,
     dequantize_4bit,
     unpack_tensor_to_dict,
 )
-from runner.precision.layers.conv1d import is_transposed, layer_widths, weight_matrix
-from runner.precision.layers.linear_8bit import unpack_int8
+from runner.precision.layers.conv1d import is_transposed, weight_matrix
+from runner.precision.layers.quantized_linear import PackedLinear
+from runner.precision.layers.weight_formats import PackedTensors
+
+
+def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight as int8 codes and the largest magnitude of each row.
+
+    It is the library's formula, round(weight * 127 / largest), without its conversion to float16.
+
+    Args:
+        weight: float [out, in]; unchanged.
+
+    Returns:
+        int8 [out, in] and float32 [out].
+    """
+    wide = weight.detach().float()
+    largest = wide.abs().amax(1)
+    # A row of zeros would divide by zero.
+    divisor = largest.where(largest > 0, 1.0)
+    return (wide * (127 / divisor)[:, None]).round().to(torch.int8), largest
+
+
+def unpack_int8(codes: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight that codes (int8 [out, in]) and rows' largest magnitudes ([out]) stand for,
+    in a float dtype."""
+    return (codes.float() * (largest.float()[:, None] / 127)).to(dtype)
+
+
+class Linear8bit(PackedLinear):
+    """A linear layer with a frozen int8 weight: float [..., in] to the same dtype [..., out].
+
+    The largest magnitude of each row is in `SCB`, as bitsandbytes calls it.
+
+    Attributes:
+        compute_dtype: the dtype that inputs have before they are quantised.
+        threshold: magnitude from which an input's column is not quantised; 0 for none.
+    """
+
+    SCB: Tensor
+    compute_dtype: torch.dtype
+    threshold: float
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        codes, largest = pack_int8(weight)
+        return {"weight": codes, "SCB": largest}
+
+    def unpack(self, packed: PackedTensors) -> Tensor:
+        return unpack_int8(packed["weight"], packed["SCB"], torch.float32)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs: float [..., in] to the same dtype [..., out]."""
+        state = bnb.MatmulLtState()
+        state.CB = self.weight.data  # type: ignore[assignment]
+        state.SCB = self.SCB  # type: ignore[assignment]
+        state.is_training = self.training
+        return _product_int8(self, input, state)
+
+
+class Linear8bitTrained(nn.Linear):
+    """A linear layer whose plain weight trains: float [..., in] to the same dtype [..., out].
+
+    Its int8 copy is made in every forward, so that no forward sees the weight of an earlier step.
+    Attributes are those of Linear8bit.
+    """
+
+    compute_dtype: torch.dtype
+    threshold: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs: float [..., in] to the same dtype [..., out]."""
+        state = bnb.MatmulLtState()
+        weight = weight_matrix(self)
+        state.CB, state.SCB = pack_int8(weight)  # type: ignore[assignment]
+        # A reentrant checkpoint's first forward has no gradients; it must multiply as its second.
+        state.is_training = self.training or torch.is_grad_enabled()
+        return forbid_second_derivative(_product_int8(self, input, state, weight))
+
+
+def _product_int8(
+    module: Linear8bit | Linear8bitTrained,
+    x: Tensor,
+    state: bnb.MatmulLtState,
+    trained: Tensor | None = None,
+) -> Tensor:
+    """Return a layer's output: the library's product, plus bias, in x's dtype.
+
+    Args:
+        module: the layer.
+        x: float [..., in].
+        state: of the library, with the int8 weight and its scales.
+        trained: the plain weight [out, in] that gets a gradient.
+    """
+    state.threshold = module.threshold
+    state.has_fp16_weights = False
+    # On CPUs without AVX-512 the library multiplies codes as float32 matrices, whose exact sums
+    # autocast would round.
+    with torch.autocast(x.device.type, enabled=False):
+        # Flattened: the library's gradient fails on more dimensions.
+        rows = x.reshape(-1, x.shape[-1]).to(module.compute_dtype)
+        if x.device.type == "cpu" and state.is_training:
+            # There the library multiplies unpacked weights and quantises nothing.
+            output = bnb.matmul(rows, state.CB, state=state)  # type: ignore[arg-type]
+        else:
+            output = _product_of_scaled_rows(rows, state)
+        if trained is not None:
+            output = _TrainWeight.apply(output, rows.detach(), trained)
+        if module.bias is not None:
+            output = output + module.bias.to(module.compute_dtype)
+        return output.view(*x.shape[:-1], module.out_features).to(x.dtype)
+
+
+def _product_of_scaled_rows(rows: Tensor, state: bnb.MatmulLtState) -> Tensor:
+    """Return the library's product without bias: rows [rows, in] to [rows, out].
+
+    The library quantises by way of float16, whose range is narrow. So rows are multiplied by a
+    power of two before and the product is divided by it, which changes nothing else, because each
+    row has a scale of its own. With a threshold the rows stay as they are, since it is in their
+    units.
+    """
+    factor = _normalizing_factor(rows) if state.threshold == 0 else 1.0
+    return bnb.matmul(rows * factor, state.CB, state=state) / factor  # type: ignore[arg-type, operator]
+
+
+class _TrainWeight(torch.autograd.Function):
+    """The identity of a product, which gives the weight that was quantised for it a gradient.
+
+    It is the product of the gradient and the rows as they are. The library's own, of codes, is
+    wrong by its own size on a GPU (0.50): it scales the codes of rows by the columns' scales, and
+    its kernel reads a transposed matrix as if it were contiguous. Source of a weight gradient in
+    16 bit beside int8 products: Wortsman et al., SwitchBack, arXiv:2304.13013.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.rows = rows
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        weight_grad = (ctx.rows.t() @ grad).t() if ctx.needs_input_grad[2] else None
+        return grad, None, weight_grad
+
+
+def _normalizing_factor(tensor: Tensor) -> Tensor:
+    """Return the power of two, a float32 scalar on the device, that brings magnitudes below 1."""
+    # Not by torch.ldexp of the tensor itself, whose gradient is zero in torch 2.11.
+    one = torch.ones((), device=tensor.device)
+    if tensor.numel() == 0:
+        return one
+    largest = tensor.detach().abs().amax().float()
+    return torch.ldexp(one, -torch.frexp(largest).exponent)
+
 
 PackedEntries = dict[str, Tensor]
 """The entries of a state dict that belong to a packed weight, by their key after `weight.`."""
@@ -49,7 +209,9 @@ def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
     if weight.is_meta:
         raise NotImplementedError("4-bit weights cannot be packed on the meta device")
     kind: Any = bnb.nn.Params4bit
-    unpacked = kind(_packable(weight), quant_type=quant_type, compress_statistics=nested)
+    plain = weight.detach().contiguous()
+    plain = plain if plain.dtype in PACKABLE_DTYPES else plain.float()
+    unpacked = kind(plain, quant_type=quant_type, compress_statistics=nested)
     # The library quantises when it moves the weight to a device, also to the same one.
     return unpacked.to(weight.device)
 
@@ -79,12 +241,6 @@ def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor
         )
         return dequantize_4bit(packed, row)[0, :count].view(shape).to(dtype)
     return dequantize_4bit(packed, state).to(dtype)
-
-
-def _packable(weight: Tensor) -> Tensor:
-    """Return a weight without its graph, contiguous, in a dtype that the kernels pack."""
-    weight = weight.detach().contiguous()
-    return weight if weight.dtype in PACKABLE_DTYPES else weight.float()
 
 
 class _Product4bit(torch.autograd.Function):
@@ -136,16 +292,19 @@ class Linear4bit(bnb.nn.Linear4bit):
             compute: the dtype of the products.
         """
         weight = pack_4bit(weight_matrix(module), quant_type, nested)
-        module.in_features, module.out_features = layer_widths(module)
-        module.__class__ = low_precision_class(cls, type(module))
-        module.packing = (quant_type, nested)  # type: ignore[assignment]
-        module.compute_dtype = compute
-        module.compute_type_is_set = True  # type: ignore[assignment]
-        module.quant_storage = torch.uint8  # type: ignore[assignment]
-        # Otherwise the library permanently repacks the weight in an evaluation on processors with
-        # AVX512-BF16: later checkpoints are wrong, and widths that are no multiple of 32 fail.
-        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-        module.quant_state = None  # type: ignore[assignment]
+        change_class(
+            module,
+            cls,
+            packing=(quant_type, nested),
+            compute_dtype=compute,
+            compute_type_is_set=True,
+            quant_storage=torch.uint8,
+            # Otherwise the library permanently repacks the weight in an evaluation on processors
+            # with AVX512-BF16: later checkpoints are wrong, and widths that are no multiple of 32
+            # fail.
+            support_avx512bf16_for_cpu=False,
+            quant_state=None,
+        )
         module.weight = weight
 
     # The library names the argument x; a model may call nn.Linear with `input=`.
@@ -196,8 +355,7 @@ class Linear4bit(bnb.nn.Linear4bit):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """Load a packed weight with its scales unchanged; pack a plain weight."""
         key = f"{prefix}weight"
-        part_keys = [k for k in state_dict if k.startswith(f"{key}.")]
-        parts = {k.removeprefix(f"{key}."): state_dict.pop(k) for k in part_keys}
+        parts = _pop_parts(state_dict, key)
         weight = state_dict.get(key)
         if weight is not None:
             try:
@@ -273,49 +431,29 @@ def packing_label(quant_type: str, nested: bool) -> str:
     return f"{quant_type}-dq" if nested else quant_type
 
 
-def unpack_state_dict(
-    state_dict: Mapping[str, Tensor], transposed: Collection[str] = ()
-) -> dict[str, Tensor]:
-    """Return a state dict with every packed weight as the float32 weight that it stands for.
-
-    Args:
-        state_dict: of a model with 4-bit or int8 layers; unchanged.
-        transposed: dotted names of the layers whose weight is [in, out] when it is not packed.
+def pop_unpacked(state_dict: dict[str, Tensor], key: str) -> Tensor:
+    """Return the float32 weight that a 4-bit or int8 entry of a state dict stands for; its scales
+    are removed from the state dict.
 
     Raises:
-        ValueError: a packed weight lacks its scales.
+        ValueError: the scales are missing.
     """
-    plain = dict(state_dict)
-    for key, value in state_dict.items():
-        if key.rpartition(".")[2] != "weight":
-            continue
-        if value.dtype is torch.int8:
-            plain[key] = _unpack_int8_entry(key, plain)
-        elif value.dtype is torch.uint8:
-            plain[key] = _unpack_4bit_entry(key, plain)
-        else:
-            continue
-        if key.removesuffix("weight").rstrip(".") in transposed:
-            plain[key] = plain[key].t().contiguous()
-    return plain
-
-
-def _unpack_int8_entry(key: str, state_dict: dict[str, Tensor]) -> Tensor:
-    """Return the float32 weight of an int8 entry; its scales are removed from the state dict."""
-    scales = f"{key.removesuffix('weight')}SCB"
-    if scales not in state_dict:
-        raise ValueError(f"{key}: it is int8, and {scales} is missing")
-    return unpack_int8(state_dict[key], state_dict.pop(scales), torch.float32)
-
-
-def _unpack_4bit_entry(key: str, state_dict: dict[str, Tensor]) -> Tensor:
-    """Return the float32 weight of a 4-bit entry; its parts are removed from the state dict."""
     packed = state_dict[key]
-    part_keys = [k for k in state_dict if k.startswith(f"{key}.")]
-    parts = {k.removeprefix(f"{key}."): state_dict.pop(k) for k in part_keys}
+    if packed.dtype is torch.int8:
+        scales = f"{key.removesuffix('weight')}SCB"
+        if scales not in state_dict:
+            raise ValueError(f"{key}: it is int8, and {scales} is missing")
+        return unpack_int8(packed, state_dict.pop(scales), torch.float32)
+    parts = _pop_parts(state_dict, key)
     try:
         packed_mode(packed, parts)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     state = QuantState.from_dict(parts, packed.device)
     return unpack_4bit(packed, state, torch.float32)
+
+
+def _pop_parts(state_dict: dict[str, Any], key: str) -> PackedEntries:
+    """Return the entries that belong to a packed weight; they are removed from the state dict."""
+    part_keys = [each for each in state_dict if each.startswith(f"{key}.")]
+    return {each.removeprefix(f"{key}."): state_dict.pop(each) for each in part_keys}

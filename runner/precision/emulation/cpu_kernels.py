@@ -1,36 +1,115 @@
-"""Compute float16 fast on CPUs without fast float16 kernels, by accumulating in float32.
+"""Replace kernels of PyTorch's CPU operators: float16 that accumulates in float32, and TF32.
 
-PyTorch's float16 kernels on such CPUs are scalar or blocked loops that already accumulate in
-float32 and round the result to float16; they are 3 to 60 times slower than the vectorised
-float32 kernels. Inside `float32_accumulate()` the operators in KERNELS take float16 tensors,
-compute with the float32 kernel and round its result to float16, as tensor cores do. Weights,
-activations and gradients stay float16, so range and rounding are float16's: a result above 65504
-is inf, one under 6e-8 is 0. bench/results/cpu_float16.md has the speed.
+The replacements are registered with PyTorch's dispatcher (torch.library), below autograd, so they
+hold for the forward and the backward of any model, in every thread.
+
+**float16.** PyTorch's float16 kernels on CPUs without fast ones are scalar or blocked loops that
+already accumulate in float32 and round the result to float16; they are 3 to 60 times slower than
+the vectorised float32 kernels. Inside `float32_accumulate()` the operators in KERNELS take float16
+tensors, compute with the float32 kernel and round its result to float16, as tensor cores do.
+Weights, activations and gradients stay float16, so range and rounding are float16's: a result above
+65504 is inf, one under 6e-8 is 0. bench/results/cpu_float16.md has the speed.
 
 One difference to the native kernels: their convolution backward also rounds partial sums to
 float16 (the unfolded columns, the sum over the batch), so they are less exact, and can overflow
 where the gradient itself does not.
 
 bfloat16, whose kernels are fast, is computed in the same way where it is emulated.
+
+**TF32.** The operands of float32 products are rounded to ten bits of mantissa. Products and sums
+stay in float32, as on NVIDIA's tensor cores since Ampere (A100 Tensor Core GPU Architecture, 2020).
+The order of summation is the CPU's, so results differ from a GPU's in the last bits of float32.
 """
 
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runner.precision.emulation.dispatcher import (
-    WRITING_VARIANTS,
-    BoxedKernel,
-    Kernels,
-    original_kernel,
-    replace_kernels,
-)
+from runner.precision.emulation.formats import round_to_tf32
 from runner.utils.errors import ConfigError
+
+BoxedKernel = Callable[..., Any]
+"""A kernel, called as f(dispatch keys, *args, **kwargs)."""
+Kernels = Mapping[tuple[str, str], BoxedKernel]
+"""Kernels by (operator, dispatch key)."""
+
+WRITING_VARIANTS = {
+    "mm.out": "mm",
+    "bmm.out": "bmm",
+    "addmm.out": "addmm",
+    "baddbmm.out": "baddbmm",
+    "addbmm.out": "addbmm",
+    "addmm_": "addmm",
+    "baddbmm_": "baddbmm",
+    "addbmm_": "addbmm",
+}
+"""Operators that write into a given tensor, and the operator whose result they write. Compiled
+graphs call them."""
+
+_lock = threading.Lock()
+# Of each set of kernels in place: how many contexts are open, and what holds the kernels.
+_active: dict[Hashable, tuple[int, torch.library.Library]] = {}
+
+
+@contextmanager
+def replace_kernels(key: Hashable, make_kernels: Callable[[], Kernels]) -> Iterator[None]:
+    """Register other kernels while the context is open.
+
+    They are process-wide: every thread and every forked worker has them, which the autograd engine
+    needs. Contexts with the same key nest; the last exit, also after an exception, restores the
+    dispatcher. Compile a model inside the context and use it inside only.
+
+    Open the first and close the last while no other thread computes: PyTorch's dispatcher removes
+    a kernel without waiting for a thread that runs it, which ends in an error or a crash.
+
+    Args:
+        key: identifies the kernels among the open contexts.
+        make_kernels: returns the kernels; called once, while PyTorch's own are in place.
+    """
+    with _lock:
+        if key not in _active:
+            _active[key] = 0, _install(make_kernels())
+        depth, library = _active[key]
+        _active[key] = depth + 1, library
+    try:
+        yield
+    finally:
+        with _lock:
+            depth, library = _active.pop(key)
+            if depth > 1:
+                _active[key] = depth - 1, library
+            else:
+                # Deleting the last reference would do too, but a stored traceback may hold one.
+                library._destroy()
+
+
+def original_kernel(name: str, key: str = "CPU") -> BoxedKernel:
+    """Return the kernel that the dispatcher has now for an ATen operator and a dispatch key."""
+    return torch.library.get_kernel(f"aten::{name}", key).call_boxed
+
+
+def _install(kernels: Kernels) -> torch.library.Library:
+    """Register kernels and return the library that holds them: active until it is destroyed."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            # torch before 2.12 warns of each override.
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for (name, key), kernel in kernels.items():
+                library.impl(name, kernel, key, with_keyset=True)
+    except BaseException:
+        library._destroy()
+        raise
+    return library
+
 
 KernelChoice = Literal["auto", "native", "float32_accumulate"]
 ResolvedKernels = Literal["native", "float32_accumulate"]
@@ -126,7 +205,7 @@ def is_float32_accumulation_faster(model: nn.Module) -> bool:
     It is with a weight of LARGE_CONVOLUTION or LARGE_MATRIX elements, and with an LSTM.
     """
     # Below that 5 to 10 µs of Python per operator, twice that for a convolution, outweigh the gain.
-    return any(_has_large_weight(module) for module in model.modules())
+    return any(map(_has_large_weight, model.modules()))
 
 
 def _has_large_weight(module: nn.Module) -> bool:
@@ -187,13 +266,6 @@ def float32_accumulate(half: torch.dtype = torch.float16) -> Iterator[None]:
         ConfigError: float32 products are set to compute in bfloat16, which would cost float16 three
             bits.
     """
-    _refuse_bfloat16_products()
-    with replace_kernels(half, lambda: _make_kernels(half)):
-        yield
-
-
-def _refuse_bfloat16_products() -> None:
-    """Raise ConfigError where oneDNN computes float32 products in bfloat16."""
     mkldnn = torch.backends.mkldnn
     for kind in ("matmul", "conv", "rnn"):
         if getattr(mkldnn, kind).fp32_precision == "bf16":
@@ -202,6 +274,8 @@ def _refuse_bfloat16_products() -> None:
                 "float16. Type precision.float32_matmul=high (or highest), or "
                 "precision.cpu_float16=native."
             )
+    with replace_kernels(half, lambda: _make_kernels(half)):
+        yield
 
 
 def _make_kernels(half: torch.dtype) -> Kernels:
@@ -281,3 +355,72 @@ def _widen(value: Any, half: torch.dtype) -> Any:
     """Return a half tensor as float32; any other value unchanged."""
     is_half = isinstance(value, torch.Tensor) and value.dtype is half
     return value.float() if is_half else value
+
+
+PRODUCT_OPERANDS = {
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+    "addbmm": (1, 2),
+    "_addmm_activation": (1, 2),
+    "convolution": (0, 1),
+    "convolution_backward": (0, 1, 2),
+}
+"""Operators that tensor cores compute, and the positions of the operands among their arguments."""
+
+
+@contextmanager
+def tf32_products(model: nn.Module) -> Iterator[None]:
+    """Round the operands of the operators in PRODUCT_OPERANDS while the context is open.
+
+    It is process-wide: see dispatcher.replace_kernels. Attention and LSTMs are computed from those
+    operators, not by kernels of their own, which could not be rounded inside.
+
+    Args:
+        model: that is computed inside; looked through for LSTMs.
+    """
+    onednn = torch.backends.mkldnn
+    # Not by its context manager flags(), which warns of a deprecated setting.
+    previous = onednn.enabled
+    if any(isinstance(module, nn.LSTM) for module in model.modules()):
+        # It has a fused kernel for LSTMs.
+        onednn.enabled = False
+    try:
+        with sdpa_kernel(SDPBackend.MATH), replace_kernels("tf32", _tf32_kernels):
+            yield
+    finally:
+        onednn.enabled = previous
+
+
+def _tf32_kernels() -> Kernels:
+    operands = dict(PRODUCT_OPERANDS)
+    for variant, name in WRITING_VARIANTS.items():
+        operands[variant] = PRODUCT_OPERANDS[name]
+    return {
+        (name, "CPU"): _with_rounded_operands(original_kernel(name), positions)
+        for name, positions in operands.items()
+    }
+
+
+def _with_rounded_operands(native: BoxedKernel, positions: tuple[int, ...]) -> BoxedKernel:
+    """Return a kernel that rounds the arguments at these positions before the native kernel."""
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        rounded = list(args)
+        for position in positions:
+            rounded[position] = _round_operand(args[position])
+        return native(keys, *rounded, **kwargs)
+
+    return run
+
+
+def _round_operand(x: Tensor) -> Tensor:
+    """Return a tensor rounded to TF32: float32, the parts of complex64; other dtypes unchanged."""
+    if x.dtype is torch.float32:
+        return round_to_tf32(x)
+    if x.dtype is torch.complex64:
+        return torch.view_as_complex(
+            round_to_tf32(torch.view_as_real(x.resolve_conj().resolve_neg()))
+        )
+    return x
