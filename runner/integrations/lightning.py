@@ -143,7 +143,7 @@ class PrecisionCallback(Callback):
             # A second optimizer that steps after the same backward belongs to the same step.
             reader.read_gradients(torch_optimizer(optimizer), is_added=reader.is_step_read)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Record the step that has ended, if the batch was the last one of a step."""
         if self.recorder is not None:
             self.recorder.end_trace()
@@ -159,7 +159,7 @@ class PrecisionCallback(Callback):
             return
         self.recorder.end_step(self._step, trainer.current_epoch + 1)
 
-    def on_validation_start(self, *_: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the block of steps before an evaluation."""
         if self.recorder is not None:
             self.recorder.begin_evaluation()
@@ -172,7 +172,7 @@ class PrecisionCallback(Callback):
         self.recorder.add_evaluation(self._step, trainer.current_epoch + 1, metrics)
 
     # The recorder stays after the end: Trainer.validate() is often called after fit().
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the run."""
         if self.recorder is not None:
             self.recorder.finish()

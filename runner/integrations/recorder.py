@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -360,7 +361,7 @@ class OpenRun:
             seconds: wall-clock time of the training.
         """
         self.records.close()
-        values = self.summary.result_values() | {"metrics": self.metrics}
+        values: dict[str, Any] = self.summary.result_values() | {"metrics": self.metrics}
         if self.summary.last is not None:
             save_loss_scale(self.output, self.summary, values["steps"])
         if not values["examples_per_second"]:  # the loop did not say how many examples a step has

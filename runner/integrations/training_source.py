@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from runner.integrations.precision_label import PrecisionRequest
 from runner.integrations.steps import scale_value
-from runner.precision.loss_scale import NoLossScale
+from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.registry import load_precision, precision_names
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.model_loss import ModelLoss
@@ -85,14 +85,14 @@ class TrainingSource:
 
 
 @final
-class TrainerLossScale(NoLossScale):
+class TrainerLossScale(LossScale):
     """The scale of a trainer's enabled GradScaler: its value is read, the trainer applies it."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
 
     @property
-    def value(self) -> Tensor:  # type: ignore[override]
+    def value(self) -> Tensor:
         return scale_value(self.scaler)
 
 

@@ -211,10 +211,9 @@ def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            try:
+            record: Any = None
+            with suppress(ValueError):
                 record = json.loads(line)
-            except ValueError:
-                record = None
             yield record if _is_record(record) else {"kind": "damaged"}, offset
 
 

@@ -104,10 +104,10 @@ def restore(
         average = content.get(AVERAGE_KEY)
         if state.average is None and average is not None:
             notes.append("the checkpoint's averaged weights are dropped")
-        elif state.average is not None and average is None:
-            notes.append("the average of the weights begins here: the checkpoint holds none")
-        elif state.average is not None:
+        elif state.average is not None and average is not None:
             state.average.load_state_dict(average)
+        elif state.average is not None:
+            notes.append("the average of the weights begins here: the checkpoint holds none")
         notes += _restore_scale(state, content, spec, typed_keys)
     except MISFIT_ERRORS as error:
         raise ConfigError(

@@ -181,10 +181,10 @@ def _plain_step(
     for scheduled, found_inf in zip(state.optimizers, found_infs, strict=True):
         # Without a flag the step was applied for certain. With one the schedule waits for the flag,
         # which is copied to the host in the background.
-        if scheduled.scheduler is not None and found_inf is None:
-            scheduled.scheduler.step()
-        elif scheduled.scheduler is not None:
+        if scheduled.scheduler is not None and found_inf is not None:
             scheduled.pending_found_inf = HostFlag(found_inf)
+        elif scheduled.scheduler is not None:
+            scheduled.scheduler.step()
     if state.average is not None:
         state.average.update(found_infs)
     return values, terms

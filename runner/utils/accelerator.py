@@ -8,7 +8,6 @@ import gc
 import os
 import platform
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -33,8 +32,7 @@ def available_kinds() -> list[str]:
         kinds.append("cuda")
     if torch.backends.mps.is_available():
         kinds.append("mps")
-    with suppress(Unavailable):
-        tpu.import_package()
+    if tpu.is_available():
         kinds.append("tpu")
     return [*kinds, "cpu"]
 

@@ -174,7 +174,12 @@ def compare_batch(
         visitor = Substitution(reference, reference_execution, copies, perturber)
         with perturber.perturbed_parameters(reference_execution.state.plain_model):
             drawn, _ = _run(visitor, first)
-        explained = PassErrors(*map(larger_errors, explained, drawn))
+        explained = PassErrors(
+            larger_errors(explained.forward, drawn.forward),
+            larger_errors(explained.backward, drawn.backward),
+            larger_errors(explained.gradients, drawn.gradients),
+            larger_errors(explained.buffers, drawn.buffers),
+        )
         rows = module_errors(network, free, added, explained)
         divergence = first_divergence(rows)
         if divergence is None or divergence.added.found.peak < _KINK_PEAK:

@@ -124,7 +124,10 @@ class GivenTensors:
     def source(self, tensor: Tensor) -> Boundary | None:
         """Return the boundary where a tensor was given; None where it was not, or was written
         into since."""
-        boundary, version = self._given.get(tensor, (None, 0))
+        noted = self._given.get(tensor)
+        if noted is None:
+            return None
+        boundary, version = noted
         return boundary if version == tensor._version else None
 
 

@@ -158,9 +158,9 @@ def _add_execution(
             roundoffs.code[name] = max(roundoffs.code[name], forward)
             roundoffs.gradients[name] = max(roundoffs.gradients[name], backward)
         if isinstance(module, Float32Island):
-            islands.update(module.modules())
+            islands.update(module.modules())  # type: ignore[attr-defined]
         # Where functions are not seen, the own code of any module that has modules may round.
-        if narrow_code is None and module not in islands and next(module.children(), None):
+        elif narrow_code is None and module not in islands and next(module.children(), None):
             rounding.add(name)
     roundoff = unit_roundoff(narrow_dtype(precision))
     for name in rounding:
