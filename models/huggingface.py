@@ -25,10 +25,7 @@ _CLASSIFIES = ("sequence_classification", "token_classification", "image_classif
 
 
 def huggingface(
-    kind: str,
-    path: str | None = None,
-    config: Any = None,
-    classes: int | None = None,
+    kind: str, path: str | None = None, config: Any = None, classes: int | None = None
 ) -> nn.Module:
     """Build a transformers model: pretrained from a folder, or with random weights.
 

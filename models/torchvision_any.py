@@ -222,10 +222,7 @@ def _adapt(model: nn.Module, channels: int) -> None:
 
 
 def load_except_head(
-    model: nn.Module,
-    file: str,
-    other_head: Callable[[], nn.Module],
-    left_out: Sequence[str] = (),
+    model: nn.Module, file: str, other_head: Callable[[], nn.Module], left_out: Sequence[str] = ()
 ) -> None:
     """Copy the weights of a local file into a model; nothing is downloaded.
 

@@ -172,10 +172,6 @@ CLAIMS = (
         "share of the activations' gradients that float32 has and precision=16-mixed turns into "
         "zero, without a loss scale and with 65,536, in a network trained on digits",
         loss_scale,
-        {
-            "scale 1": Bound(least=0.05),
-            "scale 2^16": Bound(greatest=0.02),
-            "overflows": exactly(0),
-        },
+        {"scale 1": Bound(least=0.05), "scale 2^16": Bound(greatest=0.02), "overflows": exactly(0)},
     ),
 )

@@ -63,9 +63,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None)
 
 
 def compose_run(
-    overrides: Sequence[str],
-    config_dir: str | Path | None = None,
-    out: str | Path | None = None,
+    overrides: Sequence[str], config_dir: str | Path | None = None, out: str | Path | None = None
 ) -> Composition:
     """Compose the overrides of one run.
 
@@ -93,10 +91,7 @@ def compose_run(
         search_path.append(f"hydra.searchpath=[{quote_value(f'file://{folder.absolute()}')}]")
     register_schema()
     try:
-        with (
-            separate_hydra(),
-            hydra.initialize_config_module("runner.conf", version_base="1.3"),
-        ):
+        with separate_hydra(), hydra.initialize_config_module("runner.conf", version_base="1.3"):
             composed = hydra.compose("config", [*words, *search_path], return_hydra_config=True)
             HydraConfig.instance().set_config(composed)
             check_run_keys(composed)

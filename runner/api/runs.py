@@ -130,10 +130,7 @@ def check_new_folder(folder: Path) -> None:
 
 
 def _run_given_spec(
-    spec: RunSpec,
-    out: str | Path | None,
-    objects: Mapping[str, Any],
-    console: Console | None,
+    spec: RunSpec, out: str | Path | None, objects: Mapping[str, Any], console: Console | None
 ) -> RunResult:
     """Run a spec, with objects in place of its nodes."""
     if torchrun.process_rank().world_size > 1:

@@ -223,10 +223,7 @@ def _run_command(argv: Sequence[str]) -> SweepResult:
 
 
 def _sweep_command(
-    words: Sequence[str],
-    own: Sequence[str],
-    folder: Path | None,
-    out: str | Path | None,
+    words: Sequence[str], own: Sequence[str], folder: Path | None, out: str | Path | None
 ) -> Sequence[str]:
     """Return the words of a sweep's command, as Hydra takes them.
 

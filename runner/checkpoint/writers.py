@@ -148,10 +148,7 @@ class AsyncCheckpointWriter:
             self._error = error
 
     def _copy_content(
-        self,
-        content: Mapping[str, Any],
-        deferrable: Collection[int],
-        deferred: list[CopyPair],
+        self, content: Mapping[str, Any], deferrable: Collection[int], deferred: list[CopyPair]
     ) -> tuple[Any, Any]:
         """Copy the content to reused host memory.
 

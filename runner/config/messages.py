@@ -31,14 +31,7 @@ _EXTRAS = {
     "hydra/launcher=joblib": "joblib",
 }
 
-COMPOSE_ERRORS = (
-    HydraException,
-    OmegaConfBaseException,
-    YAMLError,
-    ValueError,
-    OSError,
-    TypeError,
-)
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, TypeError)
 """What Hydra and OmegaConf raise while they compose a config."""
 
 

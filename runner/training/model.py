@@ -221,10 +221,7 @@ def _load(spec: RunSpec, model: nn.Module, saved: LoadedCheckpoint) -> InitialWe
 
 
 def _construct(
-    spec: RunSpec,
-    precision: Precision,
-    device: torch.device,
-    made_on: torch.device | None = None,
+    spec: RunSpec, precision: Precision, device: torch.device, made_on: torch.device | None = None
 ) -> nn.Module:
     """Call the model's target, and give its lazy layers their shapes.
 

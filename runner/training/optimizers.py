@@ -12,13 +12,7 @@ from torch.nn.functional import embedding
 from torch.optim import Optimizer
 
 from runner.config.schema import RunSpec
-from runner.config.targets import (
-    build_group,
-    instantiate,
-    locate,
-    runner_keys,
-    without_runner_keys,
-)
+from runner.config.targets import build_group, instantiate, locate, runner_keys, without_runner_keys
 from runner.distributed.strategy import is_sharded
 from runner.precision.contract import Precision
 from runner.precision.gradients import finish_gradients
@@ -171,11 +165,7 @@ def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
 
 
 def build_scheduled_optimizers(
-    spec: RunSpec,
-    model: nn.Module,
-    precision: Precision,
-    steps: int,
-    direction: str | None = None,
+    spec: RunSpec, model: nn.Module, precision: Precision, steps: int, direction: str | None = None
 ) -> list[ScheduledOptimizer]:
     """Build the optimizers over the trainable parameters, each with its schedule.
 

@@ -85,8 +85,7 @@ def test_no_import_goes_upward(path):
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["cli/main.py", "sweeps/hydra_callback.py", "__main__.py", "__init__.py"],
+    "path", ["cli/main.py", "sweeps/hydra_callback.py", "__main__.py", "__init__.py"]
 )
 def test_the_command_line_imports_little_at_its_top(path):
     """Else --help and tab completion would wait for torch."""

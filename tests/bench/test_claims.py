@@ -57,21 +57,13 @@ def bf16_only(name):
 BROKEN = {
     "lost-updates": (torch, "ones", lambda size, dtype: torch.full(size, 1.0)),
     "stalled-weights": (Kahan, "store", Nearest.store),
-    "stopped-sums": (
-        measurements,
-        "FLOAT_1_6_9",
-        replace(measurements.FLOAT_1_6_9, mantissa=10),
-    ),
+    "stopped-sums": (measurements, "FLOAT_1_6_9", replace(measurements.FLOAT_1_6_9, mantissa=10)),
     "fp8-range": (
         measurements,
         "round_to_format",
         lambda x, fmt: x.clamp(-fmt.largest, fmt.largest),
     ),
-    "double-quantization": (
-        measurements,
-        "load_precision",
-        lambda name: load_precision("bnb-nf4"),
-    ),
+    "double-quantization": (measurements, "load_precision", lambda name: load_precision("bnb-nf4")),
     "nf4-error": (
         measurements,
         "unpack_4bit",

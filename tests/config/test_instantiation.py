@@ -129,10 +129,7 @@ def test_a_nested_target_that_refuses_is_named_by_its_key(node, message):
 
 
 def test_a_model_of_layers_from_yaml():
-    layers = [
-        {"_target_": "torch.nn.Linear", "_args_": [4, 3]},
-        {"_target_": "torch.nn.ReLU"},
-    ]
+    layers = [{"_target_": "torch.nn.Linear", "_args_": [4, 3]}, {"_target_": "torch.nn.ReLU"}]
     model = build_group("model", {"_target_": "torch.nn.Sequential", "_args_": layers})
     assert isinstance(model, nn.Sequential)
     assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU]

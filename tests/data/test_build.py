@@ -113,11 +113,7 @@ def test_real_targets_have_no_classes():
 @pytest.mark.parametrize(
     ("function", "keywords", "message"),
     [
-        (
-            "lonely",
-            {},
-            r"must return \(train, val\), two map-style .*; it returned a list",
-        ),
+        ("lonely", {}, r"must return \(train, val\), two map-style .*; it returned a list"),
         ("unsized", {}, r"the train set is a list_iterator; it needs __len__ and __getitem__"),
         ("images", {"kind": "Unpaired"}, "yields a Tensor;"),
         ("images", {"kind": "Alone"}, "a tuple of 1"),

@@ -110,12 +110,7 @@ class Masking:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        torch.Generator().manual_seed,
-        np.random.default_rng,
-        np.random.RandomState,
-        random.Random,
-    ],
+    [torch.Generator().manual_seed, np.random.default_rng, np.random.RandomState, random.Random],
 )
 def test_a_generator_of_the_collators_own_is_seeded_for_each_batch(make):
     first = loader(Items(), Masking(make))
@@ -169,14 +164,8 @@ def test_a_collator_may_change_its_examples():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (
-            changing,
-            r"lab\.own makes another batch when it is called a second time .* `generator`",
-        ),
-        (
-            failing,
-            r"lab\.own fails on 4 examples: TypeError: .* \(test_collate\.py, line \d+",
-        ),
+        (changing, r"lab\.own makes another batch when it is called a second time .* `generator`"),
+        (failing, r"lab\.own fails on 4 examples: TypeError: .* \(test_collate\.py, line \d+"),
         (forgetful, r"data\.collate=lab\.own fails on 4 examples: it returns None"),
     ],
 )

@@ -38,16 +38,7 @@ def test_a_row_for_each_module_that_ran():
     with DtypeProbe(model) as probe:
         step(model)
     table = rows(probe)
-    assert list(table) == [
-        "(model)",
-        "words",
-        "lstm",
-        "norm",
-        "body",
-        "body.0",
-        "body.1",
-        "frozen",
-    ]
+    assert list(table) == ["(model)", "words", "lstm", "norm", "body", "body.0", "body.1", "frozen"]
     full = {
         "stores": "float32",
         "computes": "float32",

@@ -71,10 +71,7 @@ def test_it_looks_for_the_lowest_loss_of_a_regression(search):
 
 def test_it_looks_for_the_quality_that_the_task_names(search):
     done, jobs, found = search(
-        "optimizer.lr=interval(0.0001,0.1)",
-        "hydra.sweeper.n_trials=3",
-        "task.quality=loss",
-        SEED,
+        "optimizer.lr=interval(0.0001,0.1)", "hydra.sweeper.n_trials=3", "task.quality=loss", SEED
     )
     assert done.rc == 0
     assert found["best_value"] == min(job["metrics"]["val/loss"] for job in jobs)

@@ -287,10 +287,7 @@ def test_a_state_that_is_refused_is_reported(called, main):
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (
-            "callbacks.a._target_=lab.callbacks.Misspelt",
-            "has on_step, which is no hook. Hooks: ",
-        ),
+        ("callbacks.a._target_=lab.callbacks.Misspelt", "has on_step, which is no hook. Hooks: "),
         ("callbacks.a._target_=lab.callbacks.Misspelt", "Write on_evaluation(self, record, run)"),
         ("callbacks.a._target_=lab.callbacks.Stranger", "is no callback. Derive it from runner."),
         ("callbacks.a._target_=lab.callbacks.Idle", "has no hook of its own. Define one of: on_"),

@@ -97,10 +97,7 @@ def run(quick, tmp_path):
         ("no_length", ["the train set is a NoLength; it needs", "A stream is a torch.utils.data."]),
         ("four", ["returned 4 values; it must return (train, val)", "go into a dict"]),
         ("dict", ["returned a dict with the keys train, val; it must return (train, val)"]),
-        (
-            "trains",
-            ["the train set is a dict with the keys seen, unseen", "ConcatDataset"],
-        ),
+        ("trains", ["the train set is a dict with the keys seen, unseen", "ConcatDataset"]),
         ("no_vals", ["the dict of val sets is empty"]),
         ("odd_names", ["a val set is called 'a/b'", "is called 'loss'", "is called 3, which"]),
         ("a_val", ["the val/unseen set is a NoLength; it needs"]),

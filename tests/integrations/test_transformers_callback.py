@@ -246,10 +246,7 @@ def test_a_resumed_training_counts_the_skipped_steps_of_its_earlier_part(lab):
 def test_a_resumed_training_without_a_folder_is_a_new_run_from_its_step_on(lab):
     trained(lab, save_strategy="steps", save_steps=2)
     trainer = Trainer(
-        tiny_net(),
-        arguments(lab.folder),
-        train_dataset=examples(),
-        callbacks=[PrecisionCallback()],
+        tiny_net(), arguments(lab.folder), train_dataset=examples(), callbacks=[PrecisionCallback()]
     )
     trainer.train(resume_from_checkpoint=str(lab.folder / "trainer" / "checkpoint-2"))
     assert list(lab.points(lab.result(), "train/loss")) == [3, 4]

@@ -96,11 +96,7 @@ def test_layers_that_are_never_called_stay_unconverted(net, tmp_path, loss_in_fl
 @pytest.mark.parametrize(
     ("name", "precisions", "message"),
     [
-        (
-            "ReadsAll",
-            ALL,
-            f"1,536 matrix weights: a, b (Linear, 1,536 weights): {BYPASSED_REASON}",
-        ),
+        ("ReadsAll", ALL, f"1,536 matrix weights: a, b (Linear, 1,536 weights): {BYPASSED_REASON}"),
         (
             "NeverCalled",
             ("bnb-nf4", "float8-tensorwise"),

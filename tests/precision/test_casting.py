@@ -6,12 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from runner.precision.casting import (
-    DefaultDtype,
-    cast_floats,
-    cast_nest,
-    cast_tensor,
-)
+from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)

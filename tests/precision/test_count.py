@@ -25,12 +25,7 @@ def skipped(report):
 def bert():
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     return BertModel(
-        BertConfig(
-            **sizes,
-            intermediate_size=64,
-            vocab_size=48,
-            max_position_embeddings=16,
-        )
+        BertConfig(**sizes, intermediate_size=64, vocab_size=48, max_position_embeddings=16)
     )
 
 
@@ -89,13 +84,7 @@ LAYER = 4 * 32 * 32 + 2 * 32 * 64
             },
         ),
         (recurrent, (1, 3), 512, 512 + 4 * 32 * (16 + 32) + 3 * 16 * (32 + 16), {LINEAR_ONLY}),
-        (
-            Experts,
-            (1, 2),
-            512,
-            512 + 2 * 4 * 32 * 64,
-            {f"holds its own up, down; {LINEAR_ONLY}"},
-        ),
+        (Experts, (1, 2), 512, 512 + 2 * 4 * 32 * 64, {f"holds its own up, down; {LINEAR_ONLY}"}),
     ],
 )
 def test_the_count_is_that_by_hand(build, layers, converted, weights, reasons):

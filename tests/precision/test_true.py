@@ -11,13 +11,7 @@ from runner.precision import registry
 from runner.precision.options import float32_matmul
 from runner.utils.errors import ConfigError
 
-ADAMS = {
-    "Adam": {},
-    "AdamW": {},
-    "NAdam": {},
-    "RMSprop": {"eps": 1e-8},
-    "Adagrad": {"eps": 1e-10},
-}
+ADAMS = {"Adam": {}, "AdamW": {}, "NAdam": {}, "RMSprop": {"eps": 1e-8}, "Adagrad": {"eps": 1e-10}}
 
 
 def switches():

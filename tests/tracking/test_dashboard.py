@@ -141,10 +141,7 @@ def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
     [
         (("precision", "seed"), None),
         (("precision", "optimizer.lr"), None),
-        (
-            ("precision", "optimizer.lr", "seed"),
-            [("param", "optimizer.lr"), ("tag", "precision")],
-        ),
+        (("precision", "optimizer.lr", "seed"), [("param", "optimizer.lr"), ("tag", "precision")]),
         (
             ("model", "optimizer", "seed"),
             [("tag", "model"), ("param", "optimizer._target_"), ("tag", "precision")],

@@ -25,8 +25,7 @@ from runner.utils.stop_signals import Stopped
 def data(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(
-        torch.randn(count, 4, generator=generator),
-        torch.randint(3, (count,), generator=generator),
+        torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
     )
 
 

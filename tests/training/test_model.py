@@ -228,12 +228,7 @@ def test_packed_weights_come_back_as_the_numbers_they_stand_for(tmp_path, name, 
     _, _, saved = train_and_save(tmp_path, name, spec)
     restored, _ = restore(to, spec, saved)
     assert restored.report.modules == ()
-    assert [type(m) for m in restored.model.modules()] == [
-        Net,
-        nn.Linear,
-        nn.LayerNorm,
-        nn.Linear,
-    ]
+    assert [type(m) for m in restored.model.modules()] == [Net, nn.Linear, nn.LayerNorm, nn.Linear]
     weights = saved.content["model"]
     for layer in ("body", "head"):
         base = f"{layer}.base_layer" if node else layer

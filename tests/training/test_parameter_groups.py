@@ -71,10 +71,7 @@ def test_norms_biases_and_vectors_are_exempt_from_weight_decay():
         "blocks.1.linear.weight",
         "head.weight",
     ]
-    assert rest == [
-        {"own_options": []},
-        {"weight_decay": 0.0, "own_options": ["weight_decay"]},
-    ]
+    assert rest == [{"own_options": []}, {"weight_decay": 0.0, "own_options": ["weight_decay"]}]
     some, _ = divide(no_decay_on=["blocks.0", "*.norm"])
     assert set(some[1]) == {
         *(f"blocks.0.{part}" for part in ("linear.weight", "linear.bias")),

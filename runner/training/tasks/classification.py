@@ -7,13 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import (
-    count_labels,
-    counted_positions,
-    mean,
-    stack,
-    wide,
-)
+from runner.training.tasks.task import count_labels, counted_positions, mean, stack, wide
 from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import ConfigError
 

@@ -6,14 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import (
-    IGNORED,
-    count_labels,
-    counted_positions,
-    mean,
-    stack,
-    wide,
-)
+from runner.training.tasks.task import IGNORED, count_labels, counted_positions, mean, stack, wide
 from runner.training.tasks.tensor_task import TensorTask
 
 

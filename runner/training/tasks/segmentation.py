@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import (
-    IGNORED,
-    count_labels,
-    counted_positions,
-    mean,
-    stack,
-    wide,
-)
+from runner.training.tasks.task import IGNORED, count_labels, counted_positions, mean, stack, wide
 from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import ConfigError
 
@@ -98,9 +91,7 @@ class Segmentation(TensorTask):
         logits = self._logits(output, target)
         losses = F.cross_entropy(logits, target, reduction="none")
         sums = stack(
-            losses.to(wide(logits)).sum(),
-            (logits.argmax(1) == target).sum(),
-            count_labels(target),
+            losses.to(wide(logits)).sum(), (logits.argmax(1) == target).sum(), count_labels(target)
         )
         confusion = _confusion(logits, target)
         both = confusion.diagonal()

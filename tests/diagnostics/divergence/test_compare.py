@@ -5,15 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compared_models import (
-    BUGS,
-    LAYERS,
-    compare,
-    compare_model,
-    execution,
-    half_inside,
-    parts,
-)
+from compared_models import BUGS, LAYERS, compare, compare_model, execution, half_inside, parts
 from torch import nn
 
 from runner.diagnostics.divergence.compare import compare_batch, record_reference

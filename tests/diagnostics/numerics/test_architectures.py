@@ -108,15 +108,7 @@ BERTS = {
     "albert-pretrained": pretrained_albert,
 }
 """Attention with a padded row; the others are in tests/helpers/architectures.py."""
-OTHERS = (
-    "gpt2",
-    "llama",
-    "vit",
-    "timm-resnet",
-    "timm-vit",
-    "timm-convnext",
-    "timm-mixer",
-)
+OTHERS = ("gpt2", "llama", "vit", "timm-resnet", "timm-vit", "timm-convnext", "timm-mixer")
 NEEDS_SCALE = {"bert-narrow", "albert-padded", "timm-convnext"}
 """Freshly initialised, float16 loses 5 % or more of some module's gradients without a loss scale.
 ConvNeXt multiplies its branches by 1e-6."""

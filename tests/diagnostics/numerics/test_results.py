@@ -10,12 +10,7 @@ from runner.utils.layout import NUMERICS
 
 
 def lost(
-    underflow=0.0,
-    subnormal=0.0,
-    overflow=0.0,
-    sqnr_db: float | None = 70.0,
-    swallowed=None,
-    **more,
+    underflow=0.0, subnormal=0.0, overflow=0.0, sqnr_db: float | None = 70.0, swallowed=None, **more
 ):
     return QuantizationLoss(underflow, subnormal, overflow, sqnr_db, swallowed, **more)
 

@@ -11,10 +11,7 @@ VAL = 1024  # examples
 
 def split_in_two(inputs: Tensor, targets: Tensor) -> tuple[TensorDataset, TensorDataset]:
     """Return training and validation sets; the first VAL examples validate."""
-    return (
-        TensorDataset(inputs[VAL:], targets[VAL:]),
-        TensorDataset(inputs[:VAL], targets[:VAL]),
-    )
+    return (TensorDataset(inputs[VAL:], targets[VAL:]), TensorDataset(inputs[:VAL], targets[:VAL]))
 
 
 def kinks(features: int, count: int, noise: float):

@@ -235,11 +235,7 @@ def test_a_layer_promotes_the_backwards_sums_and_those_of_blocks(kind):
     *_, wide, wide_input_grad, wide_weight_grad = layer_results({"kind": kind}, "float32")
     errors = [
         ((a - b).norm() / b.norm()).item()
-        for a, b in (
-            (output, wide),
-            (input_grad, wide_input_grad),
-            (weight_grad, wide_weight_grad),
-        )
+        for a, b in ((output, wide), (input_grad, wide_input_grad), (weight_grad, wide_weight_grad))
     ]
     assert all(1e-5 < error < 1e-3 for error in errors[1:])
     if kind == "block":

@@ -24,14 +24,7 @@ from layer_kinds import (
     train_step,
     unpacked_kinds,
 )
-from precision_models import (
-    CPU,
-    count_calls,
-    relative_error,
-    reloaded,
-    run_forward,
-    skip_reasons,
-)
+from precision_models import CPU, count_calls, relative_error, reloaded, run_forward, skip_reasons
 from torch import nn
 from torch.nn import functional as F
 

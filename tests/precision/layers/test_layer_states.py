@@ -14,11 +14,7 @@ from layer_kinds import (
     train_step,
     unpacked_kinds,
 )
-from precision_models import (
-    CPU,
-    assert_same_tensors,
-    reloaded,
-)
+from precision_models import CPU, assert_same_tensors, reloaded
 
 pytest.importorskip("runner.precision.layers.bnb_library")
 pytestmark = pytest.mark.usefixtures("imitated_library")

@@ -62,11 +62,7 @@ def test_int4_is_what_torchao_quantises_a_linear_layer_to():
 
 
 def test_int8_products_are_those_of_torchaos_quantised_layer():
-    from torchao.quantization import (
-        Int8DynamicActivationInt8WeightConfig,
-        MappingType,
-        quantize_,
-    )
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, MappingType, quantize_
 
     layer = torch.nn.Linear(64, 24, bias=False)
     fmt = weight_format("int8", 0)

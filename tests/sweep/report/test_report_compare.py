@@ -122,13 +122,7 @@ def test_the_speed_ratio_of_unpaired_seeds_is_of_the_medians_with_the_widest_ran
 
 
 @pytest.mark.parametrize(
-    ("speed", "pace"),
-    [
-        (109.0, "even"),
-        (111.0, "faster"),
-        (91.0, "even"),
-        (89.0, "slower"),
-    ],
+    ("speed", "pace"), [(109.0, "even"), (111.0, "faster"), (91.0, "even"), (89.0, "slower")]
 )
 def test_one_seed_is_faster_from_a_gain_of_ten_percent(speed, pace):
     assert of([result("32-true"), result("b", speed=speed)], "b").speed_verdict == pace

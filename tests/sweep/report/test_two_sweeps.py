@@ -8,12 +8,7 @@ import pytest
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.charts import group_styles
-from runner.sweeps.report.load import (
-    Job,
-    JobSettings,
-    SweepData,
-    load_from_folder,
-)
+from runner.sweeps.report.load import Job, JobSettings, SweepData, load_from_folder
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.rebuild import LoadedSweep, join_sweeps
 from runner.sweeps.verdict.compare import compare_with_baselines

@@ -136,11 +136,7 @@ def test_a_task_of_ones_own_takes_the_keys():
         ({"quality": "bleu", "direction": "maximize"}, "val/bleu", "max"),
         ({"quality": "acc/0", "metrics": {"acc": ACCURACY}}, "val/acc/0", "max"),
         ({"quality": "seen/acc", "metrics": {"acc": ACCURACY}}, "val/seen/acc", "max"),
-        (
-            {"quality": "r", "metrics": {"r": "torchmetrics.MeanAbsoluteError"}},
-            "val/r",
-            "min",
-        ),
+        ({"quality": "r", "metrics": {"r": "torchmetrics.MeanAbsoluteError"}}, "val/r", "min"),
     ],
 )
 def test_the_direction_follows_from_the_metric(keys, quality, direction):
@@ -231,10 +227,7 @@ def test_metrics_change_no_step(main, tmp_path):
             [f"task.metrics={{accuracy: {F1}}}"],
             "accuracy has the name of a metric that the task records itself, val/accuracy",
         ),
-        (
-            [f"task.metrics=[{F1.replace('10', '3')}]"],
-            "task.metrics: multiclass_f1_score fails",
-        ),
+        ([f"task.metrics=[{F1.replace('10', '3')}]"], "task.metrics: multiclass_f1_score fails"),
         (
             ["task.metrics={_target_: torchmetrics.ROC, task: multiclass, num_classes: 10}"],
             "roc returns a tuple",
