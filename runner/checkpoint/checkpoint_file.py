@@ -72,7 +72,7 @@ def save(folder: Path, content: Mapping[str, Any], keep: int, best: bool = False
     draft = path.with_suffix(".partial")
     try:
         with write_with_torch(draft) as file:
-            # A tensor of torch_xla would ignore the map_location that load() gives.
+            # So that the checkpoint loads where torch_tpu is not installed.
             on_host = tree_map_only(
                 Tensor, lambda t: t.cpu() if is_tpu(t.device) else t, dict(content)
             )
