@@ -126,7 +126,7 @@ class Alone(Single):
     """A process that shares nothing with the others, which compute at the same time."""
 
     def __init__(self) -> None:
-        self.place = ProcessRank()
+        self.rank = ProcessRank()
 
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {"alone": Alone, "ddp": DDP, "fsdp": FSDP}
@@ -148,10 +148,10 @@ class Training:
         wrapped = strategy.wrap(model, CPU)
         self.state = training_state(wrapped, self.precision, Language(), lr=1e-4)
         self.state.strategy = strategy
-        place = strategy.place
-        data = TensorDataset(*random_tokens(64 * place.world_size, CONTEXT))
-        options = LoaderOptions(place=place)
-        batch = EXAMPLES * place.world_size
+        rank = strategy.rank
+        data = TensorDataset(*random_tokens(64 * rank.world_size, CONTEXT))
+        options = LoaderOptions(rank=rank)
+        batch = EXAMPLES * rank.world_size
         loader = Loader(data, batch, shuffle=True, seed=0, device=CPU, options=options)
         train = TrainSpec(max_steps=10**9, eval_every=10**9, log_every=STEPS)
         self.records: Any = fit(self.state, loader, loader, train)
@@ -248,7 +248,7 @@ def work(file: Path, rounds: int, widths: Sequence[int]) -> None:
             for name, strategy in cases:  # load the libraries
                 resident_growth(name, WARM_UP_WIDTH, strategy)
             rows = [resident_growth(name, widths[0], strategy) for name, strategy in cases]
-    if control.place.is_main:
+    if control.rank.is_main:
         file.write_text(json.dumps(rows))
 
 

@@ -37,12 +37,12 @@ class Composition:
     Attributes:
         spec: the run spec.
         folder: where the run goes.
-        origin: what was typed, and the options of the groups.
+        invocation: what was typed, and the options of the groups.
     """
 
     spec: RunSpec
     folder: Path
-    origin: Invocation
+    invocation: Invocation
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> RunSpec:
@@ -116,13 +116,13 @@ def compose_run(
     assert isinstance(content, dict)
     choices = {str(k): str(v) for k, v in composed.hydra.runtime.choices.items() if v}
     typed = tuple(redact_override(as_typed(word)) for word in words)
-    origin = Invocation(
+    invocation = Invocation(
         choices,
         tuple(word for word in typed if not word.startswith("hydra.run.dir=")),
         config_dir=None if folder is None else str(folder),
         composed_config={str(key): value for key, value in content.items()},
     )
-    return Composition(spec, Path(run_folder), origin)
+    return Composition(spec, Path(run_folder), invocation)
 
 
 def check_texts(overrides: Sequence[str]) -> list[str]:

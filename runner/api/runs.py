@@ -93,7 +93,7 @@ def _run_composed(composition: Composition, console: Console | None) -> RunResul
     """Run a composed command; a run with checkpoint.resume=auto that is finished has its result."""
     spec = composition.spec
     folder = composition.folder
-    invocation = replace(composition.origin, given=given_keys())
+    invocation = replace(composition.invocation, given=given_keys())
     try:
         if spec.checkpoint.resume == AUTO:
             finished = final_result(folder, invocation.overrides)
@@ -144,5 +144,5 @@ def _run_given_spec(
     if spec.checkpoint.resume is None:
         check_new_folder(folder)
     choices = {role: object_name(value) for role, value in objects.items()}
-    origin = Invocation(choices, given=given_keys())
-    return run_spec(replace(spec, **with_objects(spec, objects)), folder, origin, console)
+    invocation = Invocation(choices, given=given_keys())
+    return run_spec(replace(spec, **with_objects(spec, objects)), folder, invocation, console)

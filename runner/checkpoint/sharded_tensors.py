@@ -82,7 +82,7 @@ def write_shards(folder: Path, sharded: "Mapping[str, DTensor]") -> Checksums:
     except dcp.api.CheckpointException as error:
         raise OSError(_failure_reason(error)) from error
     # DCP numbers the files of the processes from 1.
-    own_files = folder.glob(f"shard-{process_rank().rank + 1:05d}-*")
+    own_files = folder.glob(f"shard-{process_rank().index + 1:05d}-*")
     return {path.name: _sync_and_checksum(path) for path in own_files}
 
 
@@ -92,11 +92,11 @@ def check_shards(folder: Path, checksums: Checksums) -> None:
     Raises:
         ConfigError: one has changed or is missing.
     """
-    place = process_rank()
+    rank = process_rank()
     for i, (name, expected) in enumerate(sorted(checksums.items())):
         # The file may be a stranger's: a name in it must not lead out of the folder.
         path = folder / Path(name).name
-        is_read_here = i % place.world_size == place.rank
+        is_read_here = i % rank.world_size == rank.index
         try:
             actual = [path.stat().st_size, expected[1]]
             if is_read_here:

@@ -223,7 +223,7 @@ class ShardedCheckpointWriter:
         self.keep = keep
         self.say = say
         self.strategy = strategy
-        if not strategy.place.is_main:
+        if not strategy.rank.is_main:
             return
         # Files of processes that were killed while they wrote.
         for draft in self.folder.glob("*.partial"):
@@ -291,7 +291,7 @@ class ShardedCheckpointWriter:
             # Not raised here: the other processes wait in the calls below.
             reason = os_error_reason(error)
         outcomes = self.strategy.gather_object((reason, checksums))
-        if self.strategy.place.is_main:
+        if self.strategy.rank.is_main:
             reason = next((failure for failure, _ in outcomes if failure), None)
             if reason is None:
                 all_checksums: sharded_tensors.Checksums = {}

@@ -38,7 +38,7 @@ from runner.config.schema import AUTO
 from runner.distributed import torchrun
 from runner.sweeps.job_result import (
     is_sweep_job,
-    job_origin,
+    job_invocation,
     job_overrides,
     keys_left_out_of_job,
     record_result,
@@ -307,7 +307,7 @@ def _print_job_error(error: RunnerError, folder: Path, sweeping: bool) -> None:
         return
     # Without advise.json the first trial failed: mode=advise ends, and prints this error itself.
     if (folder.parent / ADVICE).is_file():
-        name = " ".join(job_origin(True).swept_overrides).removeprefix("precision=")
+        name = " ".join(job_invocation(True).swept_overrides).removeprefix("precision=")
         print(sanitize(f"{name}: {str(error).splitlines()[0]}"), flush=True)
 
 
@@ -329,7 +329,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     composed = OmegaConf.to_container(config)
     assert isinstance(composed, dict)
     invocation = replace(
-        job_origin(sweeping), composed_config={str(k): v for k, v in composed.items()}
+        job_invocation(sweeping), composed_config={str(k): v for k, v in composed.items()}
     )
     torchrun.publish(torchrun.START_KEY, folder)
     with rare_garbage_collection():

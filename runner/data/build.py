@@ -258,7 +258,7 @@ def build_run_loaders(
     spec: RunSpec,
     data: RunData,
     device: torch.device,
-    place: ProcessRank = SINGLE_PROCESS,
+    rank: ProcessRank = SINGLE_PROCESS,
     task: Any = None,
 ) -> RunLoaders:
     """Return the loaders of all data sets of a run.
@@ -270,7 +270,7 @@ def build_run_loaders(
         spec: of the run.
         data: from build_data.
         device: where the batches go.
-        place: this process.
+        rank: of this process.
         task: of the run, which says how a batch is split; None builds it.
 
     Raises:
@@ -289,7 +289,7 @@ def build_run_loaders(
         task = build_task(spec.task) if task is None else task
         layout = task.layout(task.input_fields, task.target_field, task.passes_target)
     options = LoaderOptions(
-        spec.train.num_workers, place, spec.train.data_on_device, layout, _collator(spec)
+        spec.train.num_workers, rank, spec.train.data_on_device, layout, _collator(spec)
     )
     train_options = replace(options, sampler=_sampler(spec, data.train))
     shared = {"batch_size": spec.train.batch_size, "seed": spec.seed, "device": device}

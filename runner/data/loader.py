@@ -36,7 +36,7 @@ class LoaderOptions:
 
     Attributes:
         workers: loading processes, which stay until Loader.close(); see Loader.uses_workers.
-        place: this process, which loads its part of each batch. A process without a part, where a
+        rank: of this process, which loads its part of each batch. A process without a part, where a
             batch has fewer examples than there are processes, gets the batch's first example.
         on_device: true, false or auto: hold data that are in memory on the device; see
             hold_on_device.
@@ -46,7 +46,7 @@ class LoaderOptions:
     """
 
     workers: int = 0
-    place: ProcessRank = SINGLE_PROCESS
+    rank: ProcessRank = SINGLE_PROCESS
     on_device: bool | str = False
     layout: BatchLayout = PAIRS
     collator: Collator | None = None
@@ -159,13 +159,13 @@ class Loader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return this process's part of each batch of an epoch, from batch `start` (from 0) on."""
         batches = self.order(epoch).split(self.batch_size)[start:]
-        if self.options.place.world_size > 1:
+        if self.options.rank.world_size > 1:
             batches = [self._process_part(indices) for indices in batches]
         return self.batches(batches, epoch, start)
 
     def _process_part(self, indices: Tensor) -> Tensor:
         """Return the indices that this process loads of a batch's."""
-        part = indices[self.options.place.batch_slice(len(indices))]
+        part = indices[self.options.rank.batch_slice(len(indices))]
         # At least one, for collectives need every process to run a step.
         return part if len(part) else indices[:1]
 
@@ -228,7 +228,7 @@ class Loader:
     def _seeded(self, chosen: Sequence[Tensor], epoch: int, start: int) -> list[list[int]]:
         """Return of each batch its seed, then its indices; see batches for the arguments."""
         return [
-            [batch_seed(self.seed, epoch, number, self.options.place.rank), *indices.tolist()]
+            [batch_seed(self.seed, epoch, number, self.options.rank.index), *indices.tolist()]
             for number, indices in enumerate(chosen, start)
         ]
 

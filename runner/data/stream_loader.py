@@ -81,7 +81,7 @@ class StreamPass(IterableDataset[StreamBatch]):
         seed: of the run.
         number: of the pass.
         start: number of the first batch that is collated; those before it are read and dropped.
-        place: this process.
+        rank: of this process.
     """
 
     stream: Any
@@ -90,7 +90,7 @@ class StreamPass(IterableDataset[StreamBatch]):
     seed: int
     number: int
     start: int = 0
-    place: ProcessRank = SINGLE_PROCESS
+    rank: ProcessRank = SINGLE_PROCESS
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Yield the batches of the pass."""
@@ -105,8 +105,8 @@ class StreamPass(IterableDataset[StreamBatch]):
                 examples = list(islice(stream, self.batch_size))
                 if examples and number >= self.start:
                     # At least one example, for collectives need every process to run a step.
-                    part = examples[self.place.batch_slice(len(examples))] or examples[:1]
-                    seed_host(batch_seed(self.seed, self.number, number, self.place.rank + 1))
+                    part = examples[self.rank.batch_slice(len(examples))] or examples[:1]
+                    seed_host(batch_seed(self.seed, self.number, number, self.rank.index + 1))
                     batch = StreamBatch(number, len(examples), self.collate(part))
             if batch is not None:
                 yield batch
@@ -256,14 +256,14 @@ class StreamLoader:
     def close(self) -> None:
         """Do nothing: a loading process ends with its pass."""
 
-    def _pass(self, epoch: int, start: int = 0, place: ProcessRank = SINGLE_PROCESS) -> StreamPass:
+    def _pass(self, epoch: int, start: int = 0, rank: ProcessRank = SINGLE_PROCESS) -> StreamPass:
         make = self.options.collator or collate
-        return StreamPass(self.dataset, self.batch_size, make, self.seed, epoch, start, place)
+        return StreamPass(self.dataset, self.batch_size, make, self.seed, epoch, start, rank)
 
     def _read(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield this process's part of the batches of a pass, as they are collated."""
         read = None
-        for read in self._received(self._pass(epoch, start, self.options.place)):
+        for read in self._received(self._pass(epoch, start, self.options.rank)):
             self._last_batch = (read.number, read.size)
             yield checked_batch(read.content)
         if read is not None:

@@ -57,7 +57,7 @@ class BatchSaver:
 
     Attributes:
         spec: of the run.
-        origin: of the run; its command is what a replay repeats.
+        invocation: of the run; its command is what a replay repeats.
         folder: of the run.
         precision: name of the run's precision.
         loader: yields the training batches.
@@ -66,7 +66,7 @@ class BatchSaver:
     """
 
     spec: RunSpec
-    origin: Invocation
+    invocation: Invocation
     folder: Path
     precision: str
     loader: BatchLoader
@@ -103,9 +103,9 @@ class BatchSaver:
         # The run's own command with debug=replay in place of training: a replay resumes nothing,
         # sweeps nothing and has its own mode.
         dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
-        words = [w for w in self.origin.overrides if not w.lstrip("+~").startswith(dropped)]
+        words = [w for w in self.invocation.overrides if not w.lstrip("+~").startswith(dropped)]
         replay = ["debug=replay", f"batch={relative_path(path)}"]
-        command = self.origin.command_text([*words, *replay])
+        command = self.invocation.command_text([*words, *replay])
         content = {
             "why": why,
             "steps": [step, step + count - 1],
@@ -115,8 +115,8 @@ class BatchSaver:
             "loss_scale": scale,
             "begun": begun,
             "precision": self.precision,
-            "model": self.origin.option_name("model", self.spec.model),
-            "data": self.origin.option_name("data", self.spec.data),
+            "model": self.invocation.option_name("model", self.spec.model),
+            "data": self.invocation.option_name("data", self.spec.data),
             "seed": self.spec.seed,
             "config": str(self.folder / "config.yaml"),
             "replay": command,

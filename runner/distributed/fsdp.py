@@ -66,7 +66,7 @@ class FSDP(ProcessGroupStrategy):
         self._model: FSDPModule | None = None
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        mesh = init_device_mesh(device.type, (self.place.world_size,))
+        mesh = init_device_mesh(device.type, (self.rank.world_size,))
         for module in model.modules():
             # Layers have the method whose packed weight holds its scales.
             if hasattr(module, "separate_scales"):
@@ -142,7 +142,7 @@ class FSDP(ProcessGroupStrategy):
         for name, value in tensors.items():
             # Collective: every process gathers every tensor, and only the main one stores it.
             full = value.full_tensor() if is_sharded(value) else value
-            if self.place.is_main:
+            if self.rank.is_main:
                 full_tensors[name] = full.detach().cpu().contiguous()
         return full_tensors
 

@@ -64,14 +64,14 @@ class ProcessGroupStrategy(Strategy):
         has_cuda = torch.cuda.is_available()
         if has_cuda:
             # NCCL takes the current device; accelerator=cpu may run more processes than GPUs.
-            torch.cuda.set_device(self.place.local_rank % torch.cuda.device_count())
-        rank = self.place
+            torch.cuda.set_device(self.rank.local_rank % torch.cuda.device_count())
+        rank = self.rank
         # The store keeps the keys of earlier sessions and restarts: each session has a prefix.
         prefix = f"runner/{rank.restart}/{next(_sessions)}"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
             timeout=self.timeout,
-            rank=rank.rank,
+            rank=rank.index,
             world_size=rank.world_size,
             store=dist.PrefixStore(prefix, torchrun.rendezvous_store(rank)),
         )
@@ -87,7 +87,7 @@ class ProcessGroupStrategy(Strategy):
             dist.barrier(self._control)
         except RuntimeError as error:
             if _LOST_CONNECTION.search(str(error)) or isinstance(error, dist.DistError):
-                raise PeerLost(self.place.rank, str(error).partition("\n")[0]) from error
+                raise PeerLost(self.rank.index, str(error).partition("\n")[0]) from error
             raise
         finally:
             self._pending_max = None
@@ -103,12 +103,12 @@ class ProcessGroupStrategy(Strategy):
         if device.type == "cpu":
             return device
         count = torch.cuda.device_count()
-        if self.place.local_rank >= count:
+        if self.rank.local_rank >= count:
             raise ConfigError(
                 f"torchrun started more processes on this machine than it has GPUs ({count}). Type "
                 f"--nproc-per-node {count}, or accelerator=cpu."
             )
-        return torch.device("cuda", self.place.local_rank)
+        return torch.device("cuda", self.rank.local_rank)
 
     def sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)
@@ -134,13 +134,13 @@ class ProcessGroupStrategy(Strategy):
     def gather_object(self, value: Any) -> list[Any]:
         # torch takes a list on the receiving process, and None on the others.
         values: list[Any] | None = None
-        if self.place.is_main:
-            values = [None] * self.place.world_size
+        if self.rank.is_main:
+            values = [None] * self.rank.world_size
         dist.gather_object(value, values, group=self._control)
         return values or []
 
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
-        parts: list[Any] = [None] * self.place.world_size
+        parts: list[Any] = [None] * self.rank.world_size
         dist.all_gather_object(parts, tensor.cpu(), group=self._control)
         like = next((part for part in parts if part.numel()), parts[0])
         empty = like.new_empty((0, *like.shape[1:]))

@@ -32,7 +32,7 @@ class Strategy(ABC):
 
     Attributes:
         name: the name of its yaml.
-        place: the rank of this process.
+        rank: of this process.
         shards: whether each process holds a shard of the weights only.
         reduce_dtype: name of the dtype in which gradients are added; None: float32, or their own
             dtype where it is wider.
@@ -47,7 +47,7 @@ class Strategy(ABC):
     cpu_ram_efficient_loading: bool = True
 
     def __init__(self) -> None:
-        self.place: ProcessRank = process_rank()
+        self.rank: ProcessRank = process_rank()
 
     @abstractmethod
     def session(self) -> AbstractContextManager[object]:
@@ -146,9 +146,9 @@ class Single(Strategy):
     name = "single"
 
     def session(self) -> AbstractContextManager[object]:
-        if self.place.world_size > 1:
+        if self.rank.world_size > 1:
             raise ConfigError(
-                f"torchrun started {self.place.world_size} processes, and "
+                f"torchrun started {self.rank.world_size} processes, and "
                 "strategy=single is for one. Type strategy=ddp (every process has the whole model) "
                 "or strategy=fsdp (a part)."
             )

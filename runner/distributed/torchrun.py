@@ -8,10 +8,11 @@ import os
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from runner.config.overrides import override_key, quote_value
 from runner.utils.errors import ConfigError
@@ -30,17 +31,18 @@ RESUME_KEY = "runner/out"
 _STORE_TIMEOUT = timedelta(minutes=10)
 
 
-class ProcessRank(NamedTuple):
+@dataclass(frozen=True)
+class ProcessRank:
     """The rank of this process, as torchrun sets it.
 
     Attributes:
-        rank: from 0, over all machines.
+        index: the rank, from 0 over all machines.
         world_size: number of processes.
         local_rank: from 0, on this machine.
         restart: how often torchrun has restarted all processes.
     """
 
-    rank: int = 0
+    index: int = 0
     world_size: int = 1
     local_rank: int = 0
     restart: int = 0
@@ -48,7 +50,7 @@ class ProcessRank(NamedTuple):
     @property
     def is_main(self) -> bool:
         """Return whether this is the main process, which writes the files of the run."""
-        return self.rank == 0
+        return self.index == 0
 
     def batch_slice(self, size: int) -> slice:
         """Return this process's slice of a batch.
@@ -56,8 +58,8 @@ class ProcessRank(NamedTuple):
         The first processes take one example more where the batch does not divide evenly.
         """
         share, remainder = divmod(size, self.world_size)
-        start = self.rank * share + min(self.rank, remainder)
-        return slice(start, start + share + (self.rank < remainder))
+        start = self.index * share + min(self.index, remainder)
+        return slice(start, start + share + (self.index < remainder))
 
     def batch_share(self, size: int) -> int:
         """Return how many of a batch's examples this process takes."""

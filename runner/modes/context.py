@@ -113,14 +113,14 @@ class RunContext(RunOutput):
     @property
     def device_name(self) -> str:
         """Name of the device, with the number of processes that each have one."""
-        world_size = self.strategy.place.world_size
+        world_size = self.strategy.rank.world_size
         name = self.accelerator.name
         return f"{world_size} x {name}" if world_size > 1 else name
 
     @property
     def checkpoint_folder(self) -> Path:
         """Folder of the run's checkpoints, which all processes share."""
-        return run_folder(self.out, self.strategy.place) / "checkpoints"
+        return run_folder(self.out, self.strategy.rank) / "checkpoints"
 
     @property
     def label(self) -> str:
@@ -133,7 +133,7 @@ class RunContext(RunOutput):
         With several processes, all return the same answer, which is that of the call before: the
         exchange is not waited for.
         """
-        if self.strategy.place.world_size == 1:
+        if self.strategy.rank.world_size == 1:
             return self.signals.is_stop_requested()
         # The highest number: a process that received no signal itself takes it over.
         number = self.strategy.all_reduce_max_async(self.signals.number or 0)
@@ -161,15 +161,15 @@ class RunOutcome(NamedTuple):
     report: ConversionReport
 
 
-def process_folder(out: Path, place: ProcessRank) -> Path:
+def process_folder(out: Path, rank: ProcessRank) -> Path:
     """Return the folder of a process: the run's own for the first one, else one below it."""
-    return out if place.is_main else out / "ranks" / str(place.rank)
+    return out if rank.is_main else out / "ranks" / str(rank.index)
 
 
-def run_folder(folder: Path, place: ProcessRank) -> Path:
+def run_folder(folder: Path, rank: ProcessRank) -> Path:
     """Return the run's folder, given the folder of one of its processes."""
     # The folder of another process is ranks/<rank> below the run's.
-    return folder if place.is_main else folder.parents[1]
+    return folder if rank.is_main else folder.parents[1]
 
 
 def prepare_process(run: RunContext) -> None:

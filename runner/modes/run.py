@@ -76,22 +76,22 @@ def run(
 def _run(
     spec: RunSpec, out: Path, invocation: Invocation, console: Console, strategy: Strategy
 ) -> RunResult:
-    place = strategy.place
-    if not place.is_main:
+    rank = strategy.rank
+    if not rank.is_main:
         console = silent_console()  # the first process prints for all
     plan = _check_plan(_plan_resume(spec, invocation, out, console, strategy))
     # After the resume has chosen the folder: a restarted process continues in the same one.
     torchrun.publish(torchrun.RESUME_KEY, plan.folder)
-    out = process_folder(plan.folder, place)
+    out = process_folder(plan.folder, rank)
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, folder_lock(out), process_state():
         # Nothing is computed yet, so a signal ends the set-up at once.
         with signals.interruptible():
             context = _build_context(plan, out, console, strategy, signals)
             mode = context.spec.mode
-            if place.world_size > 1 and mode not in ("train", "evaluate"):
+            if rank.world_size > 1 and mode not in ("train", "evaluate"):
                 raise ConfigError(
-                    f"mode={mode} works in one process, and torchrun started {place.world_size}. "
+                    f"mode={mode} works in one process, and torchrun started {rank.world_size}. "
                     "Leave torchrun and strategy= out."
                 )
             if mode in _UNTRACKED_MODES:
@@ -112,14 +112,14 @@ def _plan_resume(
 
     The others take the checkpoint that it found: a file may appear between two looks.
     """
-    place = strategy.place
+    rank = strategy.rank
     plan = PlannedRun(out, None, spec, invocation)
-    if place.is_main:
+    if rank.is_main:
         plan = resume.plan_resume(spec, invocation, out, console)
-    if place.world_size == 1:
+    if rank.world_size == 1:
         return plan
     path = strategy.broadcast_object(str(plan.saved.path) if plan.saved else None)
-    if place.is_main or path is None:
+    if rank.is_main or path is None:
         return plan
     spec = replace(spec, checkpoint=replace(spec.checkpoint, resume=path))
     return resume.plan_resume(spec, invocation, out, console)
@@ -177,7 +177,7 @@ def _build_context(
     check_arguments(spec)
     tracker: Tracker = build_group("tracking", spec.tracking)
     # One run in the store for all processes: the first one records it.
-    if not strategy.place.is_main:
+    if not strategy.rank.is_main:
         tracker = ProcessJournal()
     return RunContext(
         out, console, tracker, spec, invocation, accelerator, precision, task, signals, strategy
@@ -201,7 +201,7 @@ def _run_tracked(context: RunContext, saved: LoadedCheckpoint | None) -> RunResu
         context.save_traceback,
     )
     user_callbacks = {}
-    if mode != "evaluate" and context.strategy.place.is_main:
+    if mode != "evaluate" and context.strategy.rank.is_main:
         user_callbacks = build_user_callbacks(context.spec.callbacks)
     info = _run_info(context, resumed)
     resumed_note = notes.resumed_note(info.step, info.changes) if resumed else ""
@@ -258,7 +258,7 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
             f"{relative_path(context.out)} takes no files: {os_error_reason(error)}. Make room, or "
             "type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
         ) from error
-    if context.spec.mode == "train" and info.step == 0 and context.strategy.place.is_main:
+    if context.spec.mode == "train" and info.step == 0 and context.strategy.rank.is_main:
         # Those of an earlier run in this folder: the newest by step would be taken for this run's.
         rename_superseded(context.checkpoint_folder, -1)
     tracker.open(info)
@@ -293,8 +293,8 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
         "quality": context.task.quality,
         "direction": context.task.direction,
     }
-    if strategy.place.world_size > 1:
-        tags |= {"strategy": strategy.name, "processes": str(strategy.place.world_size)}
+    if strategy.rank.world_size > 1:
+        tags |= {"strategy": strategy.name, "processes": str(strategy.rank.world_size)}
     tags |= run_metadata.git_tags(Path.cwd())
     info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=invocation.sweep)
     earlier = journal.latest_journal(context.out)

@@ -65,14 +65,14 @@ def prepare_loaders(run: RunContext) -> RunLoaders:
     """
     prepare_process(run)
     data = build_data(run.spec)
-    place = run.strategy.place
-    loaders = build_run_loaders(run.spec, data, run.device, place, run.task)
+    rank = run.strategy.rank
+    loaders = build_run_loaders(run.spec, data, run.device, rank, run.task)
     labelled = loaders.labelled
     trains = run.spec.mode == "train"
     if not trains:
         del labelled["train"]
     # Of several processes the others would not know that a wait was interrupted.
-    if trains and place.world_size == 1:
+    if trains and rank.world_size == 1:
         for loader in labelled.values():
             loader.wait_context = run.signals.interruptible
     for line in _uses_of_sets(run, data):
@@ -142,7 +142,7 @@ def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
             "iterator each time, and can be read once only. Have its __iter__ return a new "
             "iterator over all examples (docs/own-code.md)."
         )
-    if run.strategy.place.world_size == 1:
+    if run.strategy.rank.world_size == 1:
         return
     digest = loader.first_digest()
     largest = run.strategy.all_reduce_max(digest)
@@ -162,7 +162,7 @@ def check_strategy(state: TrainState, train: TrainSpec) -> None:
     Raises:
         ConfigError: it takes one process, or the strategy cannot shard what the model holds.
     """
-    has_processes = state.strategy.place.world_size > 1
+    has_processes = state.strategy.rank.world_size > 1
     if has_processes and train.max_seconds is not None:
         # Each process has a clock of its own, and all must stop after the same step.
         raise ConfigError(

@@ -88,10 +88,10 @@ def train(
             state = build_state(run.setup, built.model, steps)
             check_strategy(state, spec.train)
             describe_optimizers(run, state, steps)
-            if not run.strategy.place.is_main:
+            if not run.strategy.rank.is_main:
                 # The weights are equal in all processes, dropout must not be. 2**40 apart: no seed
                 # that somebody types for another run is a process's seed of this one.
-                seed_all(spec.seed + run.strategy.place.rank * 2**40)
+                seed_all(spec.seed + run.strategy.rank.index * 2**40)
             memory.begin_steps(state, loaders.train)
             try_batch(run, state, loaders.val)
             hook = set_evaluation_hook(run, state)

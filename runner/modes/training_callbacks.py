@@ -67,7 +67,7 @@ class TrainingCallbacks:
         strategy = run.strategy
         keep = run.spec.checkpoint.keep
         self.writer: AsyncCheckpointWriter | ShardedCheckpointWriter
-        if strategy.shards or not strategy.place.is_main:
+        if strategy.shards or not strategy.rank.is_main:
             self.writer = ShardedCheckpointWriter(run.checkpoint_folder, keep, run.say, strategy)
         else:
             self.writer = AsyncCheckpointWriter(run.checkpoint_folder, keep, run.say)
@@ -88,7 +88,7 @@ class TrainingCallbacks:
             self.guard,
         ]
         self.numerics = None
-        if spec.numerics.every and run.strategy.place.is_main:
+        if spec.numerics.every and run.strategy.rank.is_main:
             self.numerics = NumericsCallback(state, spec.numerics.every, output)
             self.callbacks.append(self.numerics)
         if spec.train.early_stop:
@@ -98,7 +98,7 @@ class TrainingCallbacks:
             self.callbacks.append(Profiler(run.out, spec.debug.profile, run.write_file))
         self.user = None
         if spec.callbacks:
-            if run.strategy.place.world_size > 1:
+            if run.strategy.rank.world_size > 1:
                 names = ", ".join(spec.callbacks)
                 run.say(f"callbacks: {names} (called in the main process only)")
             self.user = UserCallbacks(user_callbacks, state, output)
@@ -187,7 +187,7 @@ class TrainingCallbacks:
             if name not in nodes:
                 messages.append(f"callbacks.{name} is not called any more: its state is dropped")
         # Checkpoints of later steps would be taken for this run's newest ones.
-        if run.strategy.place.is_main:
+        if run.strategy.rank.is_main:
             checkpoint_file.rename_superseded(run.checkpoint_folder, self.state.step)
         return messages
 

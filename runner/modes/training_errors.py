@@ -218,16 +218,16 @@ class TrainingErrors:
         reason = text.splitlines()[0].rstrip(".")
         accumulate = run.spec.train.accumulate
         samples = [samples_of_step(self.train, accumulate, step) for step in steps]
-        place = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
+        where = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
         sample = _first_bad_sample(run, targets_of_steps(self.train, samples))
-        message = f"At {place}: {reason}.{sample}"
+        message = f"At {where}: {reason}.{sample}"
         saved = batch_saver(run, self.train).save(steps[0], message, count=len(steps))
         return f"{message}\n{saved}"
 
 
 def _larger_batch(run: RunContext, loader: BatchLoader) -> str:
     """Return the batch size that leaves a batch norm two examples in every batch."""
-    least = 2 * run.strategy.place.world_size
+    least = 2 * run.strategy.rank.world_size
     if isinstance(loader, StreamLoader):
         return (
             "In training a batch norm needs two examples in each process. Type train.batch_size="

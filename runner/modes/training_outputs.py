@@ -94,16 +94,16 @@ def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:
     All processes must call it: their rows are gathered.
     """
     peak = run.accelerator.peak_memory_mib()
-    place = run.strategy.place
+    rank = run.strategy.rank
     own_row = {
-        "process": str(place.rank),
+        "process": str(rank.index),
         "host": node(),
         "device": run.accelerator.name,
         "ms per step": format_number(summary["step_ms"]),
         "peak MiB": format_number(peak),
     }
     gathered = run.strategy.gather_object((peak, own_row))
-    if place.world_size > 1 and place.is_main:
+    if rank.world_size > 1 and rank.is_main:
         rows = [row for _, row in gathered]
         if run.save_artifact(run.out / _PROCESSES_FILE, lambda path: write_table(path, rows)):
             # MLflow keeps the last value of a tag, so this one names both tables.
@@ -189,7 +189,7 @@ def _save_weights(
     model = state.plain_model
     strategy = state.strategy
     gathered = strategy.full_state_dict(model) if strategy.shards else {}
-    if not strategy.place.is_main:
+    if not strategy.rank.is_main:
         return ""
     try:
         if gathered:
@@ -275,7 +275,7 @@ def save_model_folders(run: RunContext, state: TrainState) -> list[str]:
         else:
             # With the scales of packed weights, which are neither parameters nor buffers.
             weights = dict(model.state_dict())
-        if not run.strategy.place.is_main:
+        if not run.strategy.rank.is_main:
             return []
         if _wants_adapter(run, state):
             init = str(spec.adapter.get("init", "default"))

@@ -109,7 +109,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             te_recipes.require_recipe(self.name, self.kind, device)
 
     def require_strategy(self, strategy: Strategy) -> None:
-        if self.emulated and self._is_delayed and strategy.place.world_size > 1:
+        if self.emulated and self._is_delayed and strategy.rank.world_size > 1:
             raise Unavailable(
                 f"precision={self.name} precision.emulate=true runs in one process: what several "
                 "share of their scales is not emulated.",

@@ -64,7 +64,7 @@ def keys_left_out_of_job() -> list[str]:
     return manifest.keys_left_out(str(settings.runtime.choices.get("precision")))
 
 
-def job_origin(sweeping: bool) -> Invocation:
+def job_invocation(sweeping: bool) -> Invocation:
     """Return where the config of HydraConfig's job comes from.
 
     Args:
@@ -106,7 +106,7 @@ def record_result(config: DictConfig, folder: Path, status: "Status", message: s
     """
     from runner.modes.result import RunResult
 
-    swept = job_origin(True).swept_overrides
+    swept = job_invocation(True).swept_overrides
     precision = str(HydraConfig.get().runtime.choices.get("precision"))
     others = [text for text in swept if not text.startswith("precision=")]
     unseeded = [text for text in others if not text.startswith("seed=")]

@@ -86,7 +86,7 @@ class EvaluationHook:
         name = self.state.task.additions.hook_name
         title = f"task.after_evaluation={name}, called after the evaluation at step {self.step},"
         values: dict[str, float] = {}
-        if strategy.place.is_main or strategy.shards:
+        if strategy.rank.is_main or strategy.shards:
             values = self._code.call(title, self._values, title, label, metrics, batch) or {}
         problem = self._code.problem
         # All processes raise, so that none waits for another one.
@@ -110,8 +110,8 @@ class EvaluationHook:
         inputs, target = batch
         # The files of an only set are in the folder of the step.
         name = label.removeprefix("val").lstrip("/")
-        place = PurePosixPath(SAMPLES, f"step-{self.step:08d}", name)
-        folder = self.output.folder / place
+        path = PurePosixPath(SAMPLES, f"step-{self.step:08d}", name)
+        folder = self.output.folder / path
         folder.mkdir(parents=True, exist_ok=True)
         named = {key.replace("val", label, 1): value for key, value in metrics.items()}
         info = EvaluationInfo(self.step, label, named, (precision.cast(inputs), target), folder)
@@ -124,8 +124,8 @@ class EvaluationHook:
             with suppress(OSError):  # raised for a folder that holds files
                 folder.rmdir()
         # The files of other processes than the main one stay.
-        if folder.exists() and state.strategy.place.is_main:
-            self.output.tracker.artifact(folder, str(place))
+        if folder.exists() and state.strategy.rank.is_main:
+            self.output.tracker.artifact(folder, str(path))
         return _checked_numbers(title, returned, metrics)
 
 

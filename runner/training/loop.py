@@ -146,7 +146,7 @@ def fit(  # noqa: PLR0913
     except (Exception, KeyboardInterrupt):
         # With several processes a flush reduces values over all of them, and the others may not
         # have failed: it would wait for them for ever.
-        if state.strategy.place.world_size == 1:
+        if state.strategy.rank.world_size == 1:
             with suppress(Exception):  # what ended the loop must not be hidden by its last records
                 yield from blocks.flush()
         raise

@@ -73,15 +73,15 @@ def build_sharded_model(
 
     # What packs weights looks at their values.
     makes_once = strategy.cpu_ram_efficient_loading and not precision.freezes
-    if strategy.place.is_main or not makes_once:
+    if strategy.rank.is_main or not makes_once:
         built = build(_CPU, None)
     else:
         built = build_on_meta(build)
         if _holds_other_meta_tensors(built.model):
             built = build(_CPU, None)
-    sends = makes_once and strategy.place.world_size > 1
+    sends = makes_once and strategy.rank.world_size > 1
     values: dict[str, Tensor] = {}
-    if sends and strategy.place.is_main:
+    if sends and strategy.rank.is_main:
         values = {name: tensor.detach() for name, tensor in named_values(built.model)}
     model = strategy.wrap(built.model, device)
     if any(tensor.is_meta for _, tensor in named_values(model)):

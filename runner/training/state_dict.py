@@ -96,7 +96,7 @@ def restore(
         state.stagnant_share = content["stagnant"]
         _restore_callbacks(callbacks, content["callbacks"])
         generators = content["rng"]
-        rank = state.strategy.place.rank
+        rank = state.strategy.rank.index
         # A run may resume with more processes than before. The further ones have no saved state and
         # continue with the seeds that they started with.
         if rank < len(generators):

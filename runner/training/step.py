@@ -103,7 +103,7 @@ def compute_gradients(
     """
     # One micro-batch in one process needs no weights: its loss is the mean already. This common
     # case skips the kernels that count labels.
-    if len(micros) == state.strategy.place.world_size == 1:
+    if len(micros) == state.strategy.rank.world_size == 1:
         loss, terms = _loss_and_terms(state, *micros[0])
         note_names(state, terms)
         backpropagate(state, state.scale.multiply(loss))
@@ -240,25 +240,25 @@ def _weights(
         label of the whole step counts. Where the task counts no labels, the shares are those of the
         examples, and the flag is None.
     """
-    place = state.strategy.place
-    examples = [place.batch_share(size) for size in sizes]
+    rank = state.strategy.rank
+    examples = [rank.batch_share(size) for size in sizes]
     counts = [labels_of(state.task, target) for _, target in micros]
     labels = [count for count in counts if count is not None]
     # Strategies average the gradients over the processes, where a sum is wanted: hence the factor
     # world_size in both cases.
     if len(labels) < len(counts):
         all_examples = sum(sizes)
-        return [count * place.world_size / all_examples for count in examples], None
+        return [count * rank.world_size / all_examples for count in examples], None
     own = torch.stack(labels).to(widest_float(state.device))
     for i, count in enumerate(examples):
         # A process without an example of a micro-batch got another process's, only to have a batch.
         if count == 0:
             own[i] = 0
     total = own.sum()
-    if place.world_size > 1:
+    if rank.world_size > 1:
         total = state.strategy.sum(total)
     no_label_counts = total == 0
-    factors = (own * place.world_size / total).masked_fill(no_label_counts, 0).unbind()
+    factors = (own * rank.world_size / total).masked_fill(no_label_counts, 0).unbind()
     return factors, no_label_counts
 
 

@@ -42,7 +42,7 @@ def stack_values(values: Sequence[Tensor], strategy: Strategy) -> Tensor:
 def average_over_processes(values: Sequence[Tensor], strategy: Strategy) -> Tensor:
     """Return the scalars of a block's steps, each averaged over the processes: [steps]."""
     stacked = torch.stack([*values])
-    processes = strategy.place.world_size
+    processes = strategy.rank.world_size
     if processes == 1:
         return stacked
     # One reduction per block: the steps do not wait for the other processes' losses.

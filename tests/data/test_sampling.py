@@ -103,7 +103,7 @@ def test_an_epoch_is_as_long_as_its_sampler():
 
 
 def test_processes_share_the_batches_of_a_sampler():
-    parts = [loader(RandomSampler(DATA), place=ProcessRank(rank, 2)) for rank in range(2)]
+    parts = [loader(RandomSampler(DATA), rank=ProcessRank(rank, 2)) for rank in range(2)]
     first, second = (targets(part, 1) for part in parts)
     joined = [a + b for a, b in zip(first, second, strict=True)]
     assert joined == targets(loader(RandomSampler(DATA)), 1)

@@ -105,7 +105,7 @@ def test_a_process_that_reads_ahead_yields_the_same_batches():
 def test_processes_divide_each_batch(world):
     whole = inputs(loader(Numbers(9, noise=True)).epoch(1))
     parts = [
-        inputs(loader(Numbers(9, noise=True), place=ProcessRank(rank, world)).epoch(1))
+        inputs(loader(Numbers(9, noise=True), rank=ProcessRank(rank, world)).epoch(1))
         for rank in range(world)
     ]
     # The last batch has one example, which the other processes compute without counting it.

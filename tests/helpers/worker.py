@@ -86,7 +86,7 @@ def compose_spec(overrides):
 def run_job(folder, spec, overrides):
     """Run a spec in a folder; a refusal or an exception is written there."""
     folder.mkdir(parents=True, exist_ok=True)
-    rank = torchrun.process_rank().rank
+    rank = torchrun.process_rank().index
     try:
         with count_collectives(folder, rank):
             run(spec, folder, Invocation(overrides=tuple(overrides)))

@@ -185,10 +185,10 @@ def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> Pea
         ForecastUnavailable: weights are sharded, or the step runs neither on fake tensors nor on
             few examples.
     """
-    place = state.strategy.place
+    rank = state.strategy.rank
 
     def micro_batches(size: int) -> list[Batch]:
-        share = max(1, place.batch_share(size))
+        share = max(1, rank.batch_share(size))
 
         def resized(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.ndim == 0:
@@ -200,7 +200,7 @@ def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> Pea
         return [tree_map(resized, sample) for _ in range(count)]
 
     def real() -> Rehearsal:
-        if place.world_size > 1:
+        if rank.world_size > 1:
             raise ForecastUnavailable("a step of one process would wait for the others.")
         make_optimizer_state(state)
         return Rehearsal(state, micro_batches)

@@ -210,7 +210,7 @@ class JobRunner:
     ) -> None:
         """Print why a job died, write it to the job's result, and end the job's MLflow run."""
         from runner.modes import notes
-        from runner.sweeps.job_result import job_origin, record_result
+        from runner.sweeps.job_result import job_invocation, record_result
 
         config = job.config
         reason = job.process.death_reason(stop_signals)
@@ -221,7 +221,7 @@ class JobRunner:
             print_error(f"job {number}: {reason}")
         with job_hydra_config(config):
             record_result(config, job_folder(config), "stopped" if stopped else "failed", reason)
-            command = job_origin(sweeping=True).command_text()
+            command = job_invocation(sweeping=True).command_text()
         status = "KILLED" if stopped else "FAILED"
         note = notes.failed_note(command, status, reason)
         journal = job.journal.end(status, reason, note)
