@@ -189,6 +189,7 @@ def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
 
 def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     """Load a sweep from MLflow, on however many machines its jobs ran."""
+    contents = [*_stored_lists(reader, parent)]
     runs = {run.run_id: run for run in reader.jobs(parent)}
     run_ids = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
     is_stopped = parent.status == "KILLED"
@@ -196,7 +197,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     commands: list[str] = []
     job_count = 0
     settings = None
-    for content in _stored_lists(reader, parent):
+    for content in contents:
         for values in content.get("results", ()):
             # Entries that cannot be read are skipped.
             with suppress(ValueError):
