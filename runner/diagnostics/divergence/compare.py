@@ -45,7 +45,7 @@ from runner.diagnostics.divergence.roundoffs import (
     find_roundoffs,
     narrow_dtype,
 )
-from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors, measure_error
+from runner.diagnostics.divergence.tensor_error import TensorError, measure_error
 from runner.precision.contract import Precision
 from runner.training.state import saved_state
 from runner.training.step import backpropagate, loss_of
@@ -174,12 +174,7 @@ def compare_batch(
         visitor = Substitution(reference, reference_execution, copies, perturber)
         with perturber.perturbed_parameters(reference_execution.state.plain_model):
             drawn, _ = _run(visitor, first)
-        explained = PassErrors(
-            larger_errors(explained.forward, drawn.forward),
-            larger_errors(explained.backward, drawn.backward),
-            larger_errors(explained.gradients, drawn.gradients),
-            larger_errors(explained.buffers, drawn.buffers),
-        )
+        explained = explained.larger(drawn)
         rows = module_errors(network, free, added, explained)
         divergence = first_divergence(rows)
         if divergence is None or divergence.added.found.peak < _KINK_PEAK:

@@ -25,7 +25,7 @@ from runner.diagnostics.divergence.reference import (
     set_generator_states,
 )
 from runner.diagnostics.divergence.roundoffs import Execution, Perturber
-from runner.diagnostics.divergence.tensor_error import TensorError, measure_error
+from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors, measure_error
 
 Errors = dict[Boundary, TensorError]
 
@@ -316,6 +316,15 @@ class PassErrors(NamedTuple):
     backward: Mapping[Boundary, TensorError]
     gradients: Mapping[str, TensorError]
     buffers: Mapping[str, TensorError]
+
+    def larger(self, other: "PassErrors") -> "PassErrors":
+        """Return the larger error of each tensor of two passes."""
+        return PassErrors(
+            larger_errors(self.forward, other.forward),
+            larger_errors(self.backward, other.backward),
+            larger_errors(self.gradients, other.gradients),
+            larger_errors(self.buffers, other.buffers),
+        )
 
 
 def pass_errors(visitor: Arrival | Substitution) -> PassErrors:
