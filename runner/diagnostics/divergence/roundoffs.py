@@ -145,8 +145,7 @@ def _add_execution(
     """Raise the roundoffs to those of an execution's own code, converted layers, products in TF32
     and autocast."""
     precision, device = execution.precision, execution.device
-    options = getattr(precision, "options", None)
-    uses_tf32 = options is not None and options.float32_matmul != "highest"
+    uses_tf32 = precision.float32_matmul not in ("", "highest")
     rounding = set() if narrow_code is None else narrow_code.modules(takers)
     islands: set[nn.Module] = set()
     for dotted_name, module in execution.state.plain_model.named_modules():
