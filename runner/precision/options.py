@@ -120,7 +120,7 @@ def choice_problems(key: str, value: object, allowed: Collection[str]) -> list[s
     return [f"precision.{key}={value} is not known. Allowed: {', '.join(allowed)}."]
 
 
-def name_problems(name: str, key: str, value: str, built_in: Mapping[str, str]) -> list[str]:
+def name_problems(name: str, key: str, value: object, built_in: Mapping[str, str]) -> list[str]:
     """Return a sentence for a value under the name of a built-in precision that has another one.
 
     A built-in name labels results, so it may not stand for another value.
@@ -131,7 +131,7 @@ def name_problems(name: str, key: str, value: str, built_in: Mapping[str, str]) 
         value: of the key.
         built_in: the name of the built-in precision of each value.
     """
-    correct = built_in.get(value, name)
+    correct = built_in.get(value, name) if isinstance(value, str) else name
     if correct == name or name not in built_in.values():
         return []
     return [f"precision.{key}={value} is not what {name} is. Type precision={correct}."]

@@ -214,8 +214,6 @@ class Policy:
     def forward(self) -> Iterator[None]:
         """Return the context around a forward of the model, in training and in evaluation."""
         self._check_place("forward")
-        self._place = "forward"
-        self._has_forward = True
         # Once it is proven that the converted layers are called.
         proof: AbstractContextManager[Any] = nullcontext()
         if not self._is_proven:
@@ -223,6 +221,8 @@ class Policy:
             layers = converted_layers(model, self.report)
             if layers:
                 proof = prove_layers_called(self.precision.name, model, layers)
+        self._place = "forward"
+        self._has_forward = True
         try:
             with proof, self.precision.forward(self.device):
                 yield

@@ -163,7 +163,8 @@ def evaluate_sets(
             return None
         if split == "val" and not metrics:
             metrics.update(values)
-        metrics |= {f"{label}/{_short(key)}": value for key, value in values.items()}
+        if split == "test" or name:
+            metrics |= {f"{label}/{_short(key)}": value for key, value in values.items()}
     return metrics
 
 

@@ -164,7 +164,7 @@ class TrainState:
         rates: dict[str, float] = {}
         for scheduled in self.optimizers:
             groups = scheduled.optimizer.param_groups
-            for name, group in zip(scheduled.group_names, groups, strict=True):
+            for name, group in zip(scheduled.group_names, groups, strict=False):
                 if name:
                     rates[name] = group["lr"]
         return rates

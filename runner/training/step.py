@@ -327,10 +327,10 @@ def split_loss(returned: Any, task: object) -> tuple[Any, Mapping[str, Tensor]]:
             )
         kind = f"a {type(value).__name__}"
         if isinstance(value, Tensor):
-            kind = f"a tensor {list(value.shape)} on {value.device}"
             # What a loss that is no tensor should have been, the check of the loss says.
             if value.numel() == 1 and getattr(loss, "device", value.device) == value.device:
                 continue
+            kind = f"a tensor {list(value.shape)} on {value.device}"
         raise ConfigError(
             f"{where} returned as {name} {kind}. Allowed: a tensor of one number on the loss's "
             "device; no .item(), which makes every step wait. Type value.mean()."

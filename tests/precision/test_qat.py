@@ -197,6 +197,7 @@ REFUSED = [
     ({"group_size": 7}, "precision.group_size=7 must be an even number from 2."),
     ({"group_size": True}, "precision.group_size=True must be an even number from 2."),
     ({"format": "int5"}, "precision.format=int5 is not known. Allowed: int4, int8, nvfp4."),
+    ({"format": ["int4"]}, "precision.format=['int4'] is not known."),
     ({"compute_dtype": "float16"}, "Allowed: float32, bfloat16."),
 ]
 

@@ -36,10 +36,11 @@ class NarrowCode:
 
     def __call__(self, module: str, name: str, arguments: Any, result: Any) -> None:
         """Note a function's call."""
+        if name in _CASTS:
+            return
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         # A view only has the dtype of what it is of.
-        is_computed = any(t.dtype is self.dtype and not t._is_view() for t in results)
-        if name in _CASTS or not is_computed:
+        if not any(t.dtype is self.dtype and not t._is_view() for t in results):
             return
         self.computing.add(module)
         leaves = tree_leaves(arguments)

@@ -166,14 +166,18 @@ class _TrainWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.rows = rows
+        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        weight_grad = (ctx.rows.t() @ grad).t() if ctx.needs_input_grad[2] else None
-        return grad, None, weight_grad
+        (rows,) = ctx.saved_tensors
+        if rows is None:
+            return grad, None, None
+        # Under no loss scale float16 holds neither small gradients nor large sums of them.
+        wide = torch.float32 if grad.dtype is torch.float16 else grad.dtype
+        return grad, None, (rows.to(wide).t() @ grad.to(wide)).t()
 
 
 def _normalizing_factor(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The loss that the model itself returns."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -64,6 +65,11 @@ class ModelLoss(Task):
             terms = [*output.values()]
             are_losses = all(isinstance(term, Tensor) and term.numel() == 1 for term in terms)
             return sum(terms) if are_losses else None
+        if isinstance(field, int):
+            # Hugging Face's outputs are mappings whose values have places, too.
+            with suppress(LookupError):
+                return output[field]
+            return None
         return part_of(output, "loss" if field is None else field)
 
     def totals(self, output: Any, target: Any) -> Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutput
 
 from runner.training.tasks.huggingface import TASKS, task_for
 from runner.training.tasks.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
@@ -60,6 +61,8 @@ def test_pixels_are_counted_by_class():
         ({"loss": torch.tensor(2.0), "logits": LOGITS}, {}),
         ({"boxes": torch.tensor(0.5), "classes": torch.tensor(1.5)}, {}),
         ((LOGITS, torch.tensor(2.0)), {"output": 1}),
+        (torch.tensor([1.0, 2.0]), {"output": 1}),
+        (CausalLMOutput(loss=torch.tensor(2.0), logits=LOGITS), {"output": 0}),
     ],
 )
 def test_the_loss_of_a_model_is_taken(output, options):
