@@ -47,6 +47,10 @@ class RunSets(NamedTuple, Generic[_Set]):
         """Return the validation set that runs are compared by, the first."""
         return next(iter(self.validation.values()))
 
+    def without_further_sets(self) -> "RunSets[_Set]":
+        """Return the training set and the first validation set alone."""
+        return RunSets(self.train, {"": self.val}, {})
+
     @property
     def labelled(self) -> dict[str, _Set]:
         """Return every set, by the labels of set_labels."""

@@ -116,6 +116,8 @@ class Recorder:
             ConfigError: the reader has no loss or no gradients.
         """
         record = self.reader.end_step(step, epoch)
+        if self._result is not None:
+            return
         if self._run is None:
             begin = time.perf_counter()
             self._run = self._open()
@@ -251,8 +253,9 @@ class OpenRun:
         self.metrics: dict[str, float] = {}
         self.output = output
         self.summary = RunSummary(settings.quality, settings.direction)
-        self._open()
+        # First, because it reads files and may fail: nothing is open yet.
         self.records = self._step_records()
+        self._open()
 
     def _open(self) -> None:
         """Write the run's config and environment, and open the run in the store."""
@@ -270,13 +273,13 @@ class OpenRun:
         }
         # The trainers' settings hold enums, paths and objects, which are written as their text.
         config = redact_values(json.loads(json.dumps(content, default=str)))
-        environment = run_metadata.environment_facts(Invocation())
-        environment["command"] = process_command()
         library, _, version = source.version_text.partition(" ")
-        environment["packages"][library] = version
-        environment["switches"] = numeric_switches()
         paths: list[Path] = []
         try:
+            environment = run_metadata.environment_facts(Invocation())
+            environment["command"] = process_command()
+            environment["packages"][library] = version
+            environment["switches"] = numeric_switches()
             paths.append(write_text(folder / CONFIG, yaml.safe_dump(config, sort_keys=False)))
             paths.append(write_json(folder / ENVIRONMENT, environment))
         except OSError as error:

@@ -47,7 +47,8 @@ def explain(run: RunContext) -> RunResult:
     device = run.device
     assert spec.explain is not None
     prepare_process(run)
-    train_loader = build_run_loaders(spec, build_data(spec), device).train
+    data = build_data(spec).without_further_sets()
+    train_loader = build_run_loaders(spec, data, device).train
     with closing(train_loader):
         batch = next(train_loader.epoch(0))
         # After the data, as in training: the weights follow from the seed alone.

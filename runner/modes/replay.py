@@ -147,7 +147,10 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
         result = None
         if run_spec.model == spec.model and run_spec.precision == spec.precision:
             # The trained model is the one to replay; another one is built from its weights.
+            # The checkpoint refers to the model's buffers, which a training forward may change.
+            restore = saved_state(state)
             result = _traced(state, batches, scale)
+            restore()
     return _Start(batches, checkpoint, rng, weights, result)
 
 
@@ -164,7 +167,8 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
             f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "
             f"seed={spec.seed}: its indices may mean other samples."
         )
-    loader = build_run_loaders(spec, build_data(spec), run.device).train
+    data_sets = build_data(spec).without_further_sets()
+    loader = build_run_loaders(spec, data_sets, run.device).train
     if isinstance(loader, StreamLoader) or not saved.micro_batches:
         raise ConfigError(
             f"batch={spec.batch} is of a stream, or of another data= than it was saved with "

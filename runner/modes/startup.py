@@ -130,7 +130,7 @@ def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
     if not isinstance(loader, StreamLoader):
         return
     is_shuffled = split == "train" and run.spec.data.get("shuffle") is True
-    # true is the default, too, which a stream leaves aside: log_loading says so.
+    # true is the default, too, which a stream leaves aside: _log_loading says so.
     if is_shuffled and run.invocation.overrides_key("data.shuffle"):
         raise ConfigError(
             "data.shuffle=true: the train set is a stream, which is read in its own order. Leave "

@@ -1,4 +1,4 @@
-"""Explain the errors that the training loop raises, and end a run that a guard stopped.
+"""Explain the errors that the training loop raises.
 
 Checks before the first step are in startup.py. The guard that judges the records is in
 training/callbacks/guard.py.

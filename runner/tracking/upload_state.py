@@ -47,7 +47,8 @@ class UnreachableError(Exception):
 
 
 # The fields are the keys of the file.
-@dataclass(eq=False)
+# No repr: the store's address may hold a password.
+@dataclass(eq=False, repr=False)
 class UploadState:
     """The file `<journal>.state`: the run's ids and the offset up to which the journal is stored.
 

@@ -31,23 +31,26 @@ from lab.data import Rows
 
 
 class Times(nn.Module):
-    """Multiplies from one training step on."""
+    """Multiplies from one training step on, or in that step only."""
 
-    def __init__(self, factor: float, at: int) -> None:
+    def __init__(self, factor: float, at: int, once: bool) -> None:
         super().__init__()
-        self.factor, self.at = factor, at
+        self.factor, self.at, self.once = factor, at, once
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
         self.calls += self.training
-        return x * self.factor if self.training and self.calls >= self.at else x
+        is_due = self.calls == self.at if self.once else self.calls >= self.at
+        return x * self.factor if self.training and is_due else x
 
 
 class Net(nn.Module):
-    def __init__(self, classes: int, factor: float = 1.0, at: int = 1, crash: str = "") -> None:
+    def __init__(
+        self, classes: int, factor: float = 1.0, at: int = 1, crash: str = "", once: bool = False
+    ) -> None:
         super().__init__()
         self.crash = crash
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Times(factor, at))
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Times(factor, at, once))
         self.head = nn.Linear(16, classes)
 
     def forward(self, x):
@@ -187,6 +190,15 @@ def test_a_replay_finds_the_planted_module(faulty, faults):
     )
     assert re.search(r"body\.2 +│ Times +│ output +│ bfloat16 +│ 0 +│ 100\.0%", done.stdout)
     assert not list((faults / "again").glob("checkpoints/*"))
+
+
+def test_a_replay_compares_from_the_buffers_before_the_step(faulty, faults):
+    """In 32-true as in bf16-mixed the counter of the steps is that of the step that failed."""
+    once = (*NAN, "+model.once=true", "precision=bf16-mixed")
+    faulty(*once)
+    (batch,) = (only_run(faults) / "guard").iterdir()
+    done = faulty(*once, "debug=replay", f"batch={batch}", "hydra.run.dir=again")
+    assert "at the output of body.2 (bfloat16), in 32-true as well" in done.stdout, done.stdout
 
 
 def test_a_replay_has_the_weights_of_the_step(faults, cli):

@@ -169,8 +169,8 @@ def test_a_number_of_a_job_alone_is_no_sweep(quick, tmp_path):
 def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):
     names = []
 
-    def note(spec, folder, origin):
-        names.append(origin.label(spec))
+    def note(spec, folder, invocation):
+        names.append(invocation.label(spec))
         result = RunResult(spec.precision["name"], "", str(folder))
         result.write(folder)
         return result

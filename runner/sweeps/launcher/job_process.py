@@ -42,7 +42,7 @@ class ForkServerClient:
 
     def __init__(self) -> None:
         self._requests, server_end = socket.socketpair()
-        root = str(Path(__file__).resolve().parents[2])
+        root = str(Path(__file__).resolve().parents[3])
         with server_end, signals_blocked():
             # Its own session keeps a terminal's Ctrl-C away from it; -P keeps files in the
             # working directory from shadowing what it imports.

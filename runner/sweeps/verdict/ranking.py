@@ -175,9 +175,8 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
     for group in groups:
         if _is_search_trial(group):
             losses = _final_losses(group, settings)
-            first = next((seed for seed in losses if seed in base_losses), None)
-            gap = math.nan if first is None else losses[first] - base_losses[first]
-            attempts.append((group, gap))
+            paired = (loss - base_losses[s] for s, loss in losses.items() if s in base_losses)
+            attempts.append((group, next(paired, math.nan)))
     with_attempts = [_add_attempts(verdict, verdicts, attempts) for verdict in verdicts]
     return Advice(settings, _rank_verdicts(with_attempts, settings.objective), base_losses)
 
