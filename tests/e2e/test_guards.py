@@ -194,7 +194,7 @@ def test_a_replay_finds_the_planted_module(faulty, faults):
 
 def test_a_replay_compares_from_the_buffers_before_the_step(faulty, faults):
     """In 32-true as in bf16-mixed the counter of the steps is that of the step that failed."""
-    once = (*NAN, "+model.once=true", "precision=bf16-mixed")
+    once = ("model.factor=inf", "model.at=6", "+model.once=true", "precision=bf16-mixed")
     faulty(*once)
     (batch,) = (only_run(faults) / "guard").iterdir()
     done = faulty(*once, "debug=replay", f"batch={batch}", "hydra.run.dir=again")
