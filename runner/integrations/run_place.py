@@ -129,8 +129,9 @@ def _open_group(parent: Path, settings: RecordSettings, command: list[str]) -> T
     """Write a group's manifest, and open the parent run of its runs; return its tracker."""
     # Finished, because nothing of it can be run again by `sweep.resume`.
     manifest = Manifest(uuid4().hex[:12], command, began_ms=now_ms(), finished=True)
-    manifest.write(parent)
+    # First, because it may refuse the store: a manifest would stay without its parent run.
     tracker = new_tracker(settings)
+    manifest.write(parent)
     tags = {"sweep_id": manifest.id, "output_dir": str(parent.absolute())}
     tracker.open(RunInfo(parent, {}, tags, settings.group, sweep=manifest.id, role="sweep"))
     words = ["python", "-m", "runner", "report", relative_path(parent)]
