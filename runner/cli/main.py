@@ -332,11 +332,18 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         job_invocation(sweeping), composed_config={str(k): v for k, v in composed.items()}
     )
     torchrun.publish(torchrun.START_KEY, folder)
+    is_first = "runner.modes.run" not in sys.modules
     with rare_garbage_collection():
         # torch.optim imports it at its first use, which is outside of this context.
         import torch._dynamo  # noqa: F401
 
         from runner.modes.run import run
+
+        # The run imports the module of its mode at its use, which is outside of this context, too.
+        import_module(f"runner.modes.{spec.mode}")
+    if is_first:
+        # What was imported stays: no later collection has to look through it.
+        gc.freeze()
     if is_trial:
         from runner.sweeps.advisor.trials import print_one_line_result
 
