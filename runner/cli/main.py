@@ -338,9 +338,6 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         import torch._dynamo  # noqa: F401
 
         from runner.modes.run import run
-
-        # The run imports the module of its mode at its use, which is outside of this context, too.
-        import_module(f"runner.modes.{spec.mode}")
     if is_first:
         # What was imported stays: no later collection has to look through it.
         gc.freeze()
