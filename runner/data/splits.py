@@ -47,7 +47,7 @@ class RunSets(NamedTuple, Generic[_Set]):
         """Return the validation set that runs are compared by, the first."""
         return next(iter(self.validation.values()))
 
-    def without_further_sets(self) -> "RunSets[_Set]":
+    def train_and_val(self) -> "RunSets[_Set]":
         """Return the training set and the first validation set alone."""
         return RunSets(self.train, {"": self.val}, {})
 

@@ -47,7 +47,7 @@ def explain(run: RunContext) -> RunResult:
     device = run.device
     assert spec.explain is not None
     prepare_process(run)
-    data = build_data(spec).without_further_sets()
+    data = build_data(spec).train_and_val()
     train_loader = build_run_loaders(spec, data, device).train
     with closing(train_loader):
         batch = next(train_loader.epoch(0))

@@ -167,7 +167,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
             f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "
             f"seed={spec.seed}: its indices may mean other samples."
         )
-    data_sets = build_data(spec).without_further_sets()
+    data_sets = build_data(spec).train_and_val()
     loader = build_run_loaders(spec, data_sets, run.device).train
     if isinstance(loader, StreamLoader) or not saved.micro_batches:
         raise ConfigError(

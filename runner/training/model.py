@@ -378,7 +378,7 @@ def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
                 ) from error
         # No workers for two examples, and no data set moved to the device.
         few = replace(spec.train, batch_size=_EXAMPLES, num_workers=0, data_on_device=False)
-        data = build_data(spec).without_further_sets()
+        data = build_data(spec).train_and_val()
         loader = build_run_loaders(replace(spec, train=few), data, _CPU).train
         inputs, _ = next(loader.epoch(0))
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
