@@ -1,5 +1,8 @@
 # make run    create .venv, install, run the main job   (make run ARGS="model=vit precision=bf16-mixed")
-# make test   the test suite      make check   lint and types      make docs   regenerate docs/ tables
+# make test   every promise once, at most 12 minutes on two cores         make check   lint and types
+# make test-all   further examples, too: products, second platforms, generated cases; 45 minutes
+# make test-budget   whether a file took more than its share of the last `make test`
+# make docs   regenerate docs/ tables
 # make bench  the runner beside raw PyTorch, Lightning and Accelerate, into bench/results/peers.md
 PYTHON ?= python3
 ARGS ?= precision=16-mixed model=resnet
@@ -8,13 +11,25 @@ BIN := .venv/bin
 # Without compiled files each command and test process compiles the runner's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check docs bench clean
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+.PHONY: run test test-all test-extended test-budget check docs bench clean
 
 run: .venv/installed
 	$(BIN)/python -m runner $(ARGS)
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-all: .venv/installed
+	$(PYTEST) -m "not soak"
+
+# What test-all adds to test; TEST_ARGS="--stop-after 600" skips what has not begun after 600 s.
+test-extended: .venv/installed
+	$(PYTEST) -m "extended and not soak" $(TEST_ARGS)
+
+test-budget:
+	$(BIN)/python tests/helpers/times_record.py .pytest_cache/v/runner/times
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -25,6 +25,7 @@ from composition_cache import composition_cache  # noqa: F401
 from forked_process import ForkedProcess, Server, run_forked
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
+from times_record import TimesRecord
 
 from runner.cli import main as command_line
 from runner.config.overrides import rewrite_arguments
@@ -58,6 +59,17 @@ def use_default_signals():
 # xdist's controller runs no test, and keeps the signals that it was given.
 if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv:
     use_default_signals()
+
+
+def pytest_addoption(parser):
+    """Add the limit of the second tier in CI."""
+    text = "skip the tests that have not begun after this many seconds"
+    parser.addoption("--stop-after", type=float, metavar="SECONDS", help=text)
+
+
+def pytest_configure(config):
+    """Record the seconds of each test."""
+    config.pluginmanager.register(TimesRecord(config))
 
 
 def pytest_collection_modifyitems(items):
