@@ -5,6 +5,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from imitated_cuda import imitated_cuda
+
+
+@pytest.fixture(autouse=True)
+def _device(request):
+    """The machine's GPU; where it has none, an imitated one for the tests that are marked so."""
+    if torch.cuda.is_available():
+        yield
+    elif request.node.get_closest_marker("imitated"):
+        with imitated_cuda():
+            yield
+    else:
+        pytest.skip("no CUDA device on this machine")
 
 
 @pytest.fixture

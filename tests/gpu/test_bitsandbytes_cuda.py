@@ -10,7 +10,6 @@ from runner.utils.errors import Unavailable
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
     # bitsandbytes says that it takes a slower kernel, torch's compiler imports a deprecated module.
     pytest.mark.filterwarnings("ignore:inner dimension:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
@@ -26,6 +25,7 @@ BOUND = {
 }
 
 
+@pytest.mark.imitated
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("shape", [(64, 10), (30, 10), (784, 10), (48, 100), (128, 256)])
 @pytest.mark.parametrize("mode", BOUND)

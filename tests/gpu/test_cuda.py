@@ -15,10 +15,7 @@ from runner.training.step import train_step
 from runner.training.tasks.regression import Regression
 from runner.utils.accelerator import Accelerator
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 NATIVE = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
@@ -62,6 +59,7 @@ def test_records_of_a_block_do_not_wait_for_what_comes_after_it():
     assert not torch.cuda.current_stream().query()
 
 
+@pytest.mark.imitated
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_an_overflow_is_skipped_on_the_device(optimizer):
     state = train_state("16-mixed", optimizer)

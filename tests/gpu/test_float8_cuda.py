@@ -19,26 +19,23 @@ WEIGHTS = ("float32", "bfloat16")
 E4M3 = 2**-4  # the largest relative rounding; tests/precision/test_float8.py
 
 
-def _why() -> str:
-    if not torch.cuda.is_available():
-        return "no CUDA device on this machine"
-    try:
-        for name in NAMES:
-            registry.load_precision(name).require(CUDA)
-    except Unavailable as error:
-        return error.what
-    return ""
-
-
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(bool(_why()), reason=_why()),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
 ]
 
 
-def layer(name, **changes):
+def load(name, **changes):
     precision = registry.load_precision(name, **changes)
+    try:
+        precision.require(CUDA)
+    except Unavailable as error:
+        pytest.skip(error.what)
+    return precision
+
+
+def layer(name, **changes):
+    precision = load(name, **changes)
     torch.manual_seed(0)
     made, _ = precision.convert(nn.Linear(256, 128), CUDA)
     return precision, made.to(CUDA)
@@ -55,10 +52,11 @@ def passes(precision, made, x, g):
 
 
 def numbers(rows):
-    generator = torch.Generator(CUDA).manual_seed(1)
-    return (torch.randn(rows, n, device=CUDA, generator=generator) for n in (256, 128))
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randn(rows, n, generator=generator).to(CUDA) for n in (256, 128))
 
 
+@pytest.mark.imitated
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("rows", [1, 13, 64, 257])
 @pytest.mark.parametrize("name", NAMES)
@@ -73,6 +71,7 @@ def test_the_kernels_agree_with_the_emulation(name, rows, weights):
         assert (a - b).norm() <= 2**-6 * b.norm()
 
 
+@pytest.mark.imitated
 @pytest.mark.parametrize("name", NAMES)
 def test_the_kernels_are_as_far_from_bfloat16_as_the_format_says(name):
     x, g = numbers(128)
@@ -89,7 +88,7 @@ def test_the_kernels_are_as_far_from_bfloat16_as_the_format_says(name):
 
 
 def gpt(name, **changes):
-    precision = registry.load_precision(name, **changes)
+    precision = load(name, **changes)
     torch.manual_seed(0)
     model, _ = precision.convert(GPT(256, 64, layers=2, heads=4, width=128), CUDA)
     model.to(CUDA)

@@ -11,12 +11,10 @@ from runner.diagnostics.numerics.measure import (
 )
 from runner.precision.emulation.formats import FORMATS, round_to_format
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.imitated]
 
 
+@pytest.mark.imitated
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_rounding_is_that_of_a_cpu_bit_by_bit(fmt):
     generator = torch.Generator().manual_seed(0)

@@ -14,10 +14,7 @@ from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import loss_of, train_step
 from runner.training.tasks.language import Language
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.imitated]
 # The largest relative rounding error of one number: see tests/precision/test_numerics.py.
 UNIT = {
     "64-true": 2**-21,
@@ -65,7 +62,7 @@ def batch(count):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def reference():
     state = state_of("32-true")
     return loss_of(state, *batch(8)).item()

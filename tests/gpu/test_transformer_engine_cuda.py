@@ -24,8 +24,6 @@ pytestmark = pytest.mark.gpu
 
 
 def load(name, **changes):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device on this machine")
     precision = registry.load_precision(name, **changes)
     try:
         precision.require(DEVICE)

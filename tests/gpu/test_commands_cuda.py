@@ -1,0 +1,40 @@
+"""Whole commands on a GPU in every precision: train, checkpoint, resume, evaluate."""
+
+import json
+
+import pytest
+
+from runner.precision import registry
+
+pytestmark = [pytest.mark.gpu, pytest.mark.imitated]
+SMALL = (
+    "accelerator=cuda model=gpt model.layers=1 model.width=32 model.heads=2 data=synthetic_tokens "
+    "data.count=64 data.context=16 train.batch_size=8 train.log_every=1 tracking=none "
+    "optimizer.eps=1e-4"
+).split()
+RECIPES = [name for name in registry.precision_names() if name.startswith("transformer-engine-")]
+NAMES = [
+    pytest.param(name, marks=pytest.mark.extended if name in RECIPES else ())
+    for name in registry.precision_names()
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_trains_resumes_and_is_evaluated(name, main, tmp_path):
+    typed = [*SMALL, f"precision={name}", "checkpoint.every_steps=2", "checkpoint.keep=2"]
+    if name.startswith("transformer-engine"):
+        typed.append("precision.emulate=true")
+    is_frozen = registry.load_precision(name).freezes
+    trained = ["train.max_steps=4", *(["adapter=lora"] if is_frozen else [])]
+    half = "checkpoint.resume=whole/checkpoints/step-00000002.pt"
+    losses = []
+    for more, folder in (
+        ([*trained, "hydra.run.dir=whole"], "whole"),
+        ([*trained, half], "whole"),  # a resumed run continues in its folder
+        (["mode=evaluate", "checkpoint.path=whole", "hydra.run.dir=evaluated"], "evaluated"),
+    ):
+        done = main(*typed, *more)
+        assert done.rc == 0, done.stderr
+        result = json.loads((tmp_path / folder / "result.json").read_text())
+        losses.append(result["metrics"]["val/loss"])
+    assert len(set(losses)) == 1
