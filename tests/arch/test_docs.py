@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import shlex
 
 import pytest
 
@@ -53,27 +52,3 @@ def test_links_and_pictures_exist(root):
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} -> {target}"
-
-
-@pytest.mark.parametrize("mode", ["single", "sweep"])
-def test_commands_of_the_readme_compose(root, compose, mode):
-    """Each `python -m runner` line of the README, less what only the user has."""
-    text = (root / "README.md").read_text()
-    lines = re.findall(r"python -m runner (?!sweep\.resume)([^#\n`]*)", text)
-    checked = 0
-    for line in lines:
-        words = shlex.split(line)
-        if not words or "=" not in line or "--config-dir" in words or "<" in line:
-            continue
-        if ("-m" in words) == (mode == "sweep"):
-            firsts = [re.sub(r"=(?!\[)([^,]*),.*", r"=\1", w) for w in words if w != "-m"]
-            # The two are sweeps by themselves, the other left out for the precisions that lack it.
-            left_out = (
-                "mode=advise",
-                "mode=gate",
-                *(["precision.emulate=true"] if mode == "sweep" else []),
-            )
-            firsts = [w for w in firsts if w not in left_out]
-            compose(*firsts)
-            checked += 1
-    assert checked

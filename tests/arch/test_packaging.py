@@ -1,5 +1,6 @@
 """The wheel: one name in site-packages, complete, and usable next to a user's own packages."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -106,3 +107,20 @@ def test_it_runs_beside_a_users_own_packages(installed, lab):
     typed = ("model=net", "data=mine", "tracking=none", "precision=bf16-mixed", "train.max_steps=2")
     text = python("-m", "runner", "--config-dir", "lab/conf", *typed, cwd=lab, **env)
     assert "bf16-mixed net mine" in text
+
+
+def test_make_run_runs_what_is_typed(tmp_path, root, clean):
+    """In this environment: making one anew is the first thing that CI does."""
+    words = "model=mlp train.max_steps=2 tracking=none precision=bf16-mixed"
+    folder = Path(sys.executable).parent
+    command = ["make", "--old-file=.venv/installed", "run", f"BIN={folder}"]
+    done = subprocess.run(
+        [*command, f"ARGS={words} hydra.run.dir={tmp_path / 'run'}"],
+        cwd=root,
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "bf16-mixed mlp digits" in done.stdout
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
