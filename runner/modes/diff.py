@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.schema import RunSpec, TrainSpec
+from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
@@ -72,6 +72,9 @@ def diff(run: RunContext) -> RunOutcome:
         ConfigError: `against` names nothing, or the executions cannot be compared.
     """
     start = perf_counter()
+    if run.spec.train.activation_checkpointing:
+        run.say("mode=diff keeps all activations: train.activation_checkpointing changes no number")
+    run = replace(run, spec=_comparable(run.spec))
     with run.signals.interruptible():
         prepare_process(run)
         reference = _reference(run)
@@ -129,19 +132,16 @@ def _reference(run: RunContext) -> DiffReference:
     Raises:
         ConfigError: `against` names nothing that can be compared with.
     """
-    if run.spec.train.activation_checkpointing:
-        run.say("mode=diff keeps all activations: train.activation_checkpointing changes no number")
-    spec = replace(run.spec, train=_comparable_train(run.spec))
+    spec = run.spec
     if spec.against is None:
         return DiffReference(run.precision.name, spec)
     reference = run_reference(spec, run.invocation) or resolve_reference(spec)
-    compared = replace(reference.spec, train=_comparable_train(reference.spec))
-    return replace(reference, spec=compared)
+    return replace(reference, spec=_comparable(reference.spec))
 
 
-def _comparable_train(spec: RunSpec) -> TrainSpec:
+def _comparable(spec: RunSpec) -> RunSpec:
     # A block whose forward is computed again in the backward would be seen twice.
-    return replace(spec.train, activation_checkpointing=False)
+    return replace(spec, train=replace(spec.train, activation_checkpointing=False))
 
 
 class _Comparison:
@@ -214,7 +214,7 @@ class _Comparison:
         """Return the run's own execution, with the reference's weights of this moment; before its
         first step with those of its own seed or init.weights."""
         run = self._run
-        spec = replace(run.spec, train=_comparable_train(run.spec))
+        spec = run.spec
         # Built anew: a precision notes what it left unconverted in its model.
         precision: Precision = build_group("precision", spec.precision)
         setup = TrainingSetup(spec, precision, run.task, run.device)

@@ -246,7 +246,14 @@ def with_diffed_run(spec: RunSpec, invocation: Invocation) -> tuple[RunSpec, Inv
             )
     # Its code was judged with the whole of the run's config.
     config = SavedConfig(to_dict(run_spec), folder, "against", is_signed=True)
-    merged = replace(merge(config, spec, invocation, RUN_KEYS), against=str(folder))
+    names: Any = {}
+    with suppress(OSError, ValueError):  # a run that was killed has no result
+        names = read_json(folder / RESULT)
+    if not isinstance(names, dict):
+        names = {}
+    choices = {key: names.get(key, "") for key in RUN_KEYS if key not in typed}
+    merged, invocation = merge(config, spec, invocation, RUN_KEYS, choices)
+    merged = replace(merged, against=str(folder))
     for key, (value, _) in changes(run_spec, merged).items():
         if is_of_training(key) and not key.startswith(COMPARED_KEYS):
             # The word that was typed and set the key, as `data` sets `data.context`.
@@ -257,13 +264,7 @@ def with_diffed_run(spec: RunSpec, invocation: Invocation) -> tuple[RunSpec, Inv
                 f"take its batches and training. Leave {parent} out. Allowed to "
                 f"differ: precision, and keys that begin with {', '.join(COMPARED_KEYS)}."
             )
-    names: Any = {}
-    with suppress(OSError, ValueError):  # a run that was killed has no result
-        names = read_json(folder / RESULT)
-    if not isinstance(names, dict):
-        names = {}
-    choices = {key: names.get(key, "") for key in RUN_KEYS if key not in typed}
-    return merged, replace(invocation, choices={**invocation.choices, **choices})
+    return merged, invocation
 
 
 def diffed_run_spec(spec: RunSpec, invocation: Invocation, folder: Path) -> RunSpec:

@@ -64,13 +64,9 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
     untyped = [key for key in groups if not invocation.overrides_key(key)]
     config = saved.config("checkpoint")
     nodes = {key: config.values.get(key, {}) for key in untyped}
-    spec = merge(config._replace(values=nodes), spec, invocation, untyped)
-    spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
-    is_trusted = config.is_signed and invocation.is_trusted
-    invocation = replace(
-        invocation, choices={**invocation.choices, **choices}, is_trusted=is_trusted
-    )
+    spec, invocation = merge(config._replace(values=nodes), spec, invocation, untyped, choices)
+    spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
     return PlannedRun(plan.folder, saved, spec, invocation)
 
 
@@ -153,17 +149,15 @@ def _timed_evaluation(
     The time of the hook does not count.
     """
     start = perf_counter()
-    metrics = evaluate_sets("val", state, loaders.validation, run.stop_requested)
-    run.signals.check()
-    assert metrics is not None
-    test_metrics = evaluate_sets("test", state, loaders.test, run.stop_requested)
-    run.signals.check()
-    assert test_metrics is not None
+    metrics: dict[str, float] = {}
+    for prefix, sets in (("val", loaders.validation), ("test", loaders.test)):
+        metrics |= evaluate_sets(prefix, state, sets, run.stop_requested) or {}
+        run.signals.check()  # without metrics the run was asked to stop
     seconds = perf_counter() - start - (hook.seconds if hook else 0.0)
     evaluated = [*loaders.validation.values(), *loaders.test.values()]
     examples = sum(loader.examples for loader in evaluated)
     rate = examples / seconds if seconds >= MIN_TIMED_SECONDS else None
-    return metrics | test_metrics, rate
+    return metrics, rate
 
 
 def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:

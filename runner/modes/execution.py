@@ -30,7 +30,7 @@ from runner.training.setup import TrainingSetup, build_state
 from runner.training.sharded_model import ModelBuilder, build_sharded_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.files import write_json
+from runner.utils.formatting import first_names
 from runner.utils.reproducibility import saved_forward_state, seed_all
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.
@@ -166,11 +166,8 @@ def _build(setup: TrainingSetup, make: ModelBuilder, saved: LoadedCheckpoint | N
     return built
 
 
-def _names_text(names: Iterable[str], most: int = 6) -> str:
-    """Return names in alphabetical order, with a count of those above `most`."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return ", ".join(ordered[:most]) + more
+def _names_text(names: Iterable[str]) -> str:
+    return first_names(sorted(names), 6)
 
 
 def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
@@ -181,10 +178,8 @@ def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
     }
 
 
-def _reasons_text(bypassed: Mapping[str, str], most: int = 4) -> str:
-    reasons = [f"{name}: {why}" for name, why in list(bypassed.items())[:most]]
-    more = f"; and {len(bypassed) - most} more" if len(bypassed) > most else ""
-    return "; ".join(reasons) + more
+def _reasons_text(bypassed: Mapping[str, str]) -> str:
+    return first_names([f"{name}: {why}" for name, why in bypassed.items()], 4, "; ")
 
 
 def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -> TrialResult:
@@ -295,5 +290,4 @@ class FirstStepProof:
         done, layers = self.report.layer_counts
         run.say(f"converted {done} of {layers} layers: {_names_text(proven)} ran in the first step")
         run.tracker.tags(self.report.tags())
-        listed = self.report.to_list()
-        run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, listed))
+        run.save_json("conversion.json", self.report.to_list())

@@ -8,6 +8,7 @@ names the mode.
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -113,16 +114,17 @@ def _plan_resume(
     The others take the checkpoint that it found: a file may appear between two looks.
     """
     rank = strategy.rank
+    say = partial(console.print, markup=False, soft_wrap=True)
     plan = PlannedRun(out, None, spec, invocation)
     if rank.is_main:
-        plan = resume.plan_resume(spec, invocation, out, console)
+        plan = resume.plan_resume(spec, invocation, out, say)
     if rank.world_size == 1:
         return plan
     path = strategy.broadcast_object(str(plan.saved.path) if plan.saved else None)
     if rank.is_main or path is None:
         return plan
     spec = replace(spec, checkpoint=replace(spec.checkpoint, resume=path))
-    return resume.plan_resume(spec, invocation, out, console)
+    return resume.plan_resume(spec, invocation, out, say)
 
 
 def _check_plan(plan: PlannedRun) -> PlannedRun:
