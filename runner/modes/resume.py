@@ -52,98 +52,94 @@ class PlannedRun(NamedTuple):
     invocation: Invocation
 
 
-def plan_resume(
-    spec: RunSpec, invocation: Invocation, out: Path, say: Callable[[str], None]
-) -> PlannedRun:
+def plan_resume(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
     """Return the run that checkpoint.resume names, with the keys that were typed now over its own.
 
     The result is this command's own run if there is nothing to resume: no run is named, or it is
     `auto` and this run's folder holds no checkpoint.
 
     Args:
-        spec: as composed.
-        invocation: what was typed.
-        out: this run's own folder; `auto` looks into it, `last` at the folders next to it.
+        plan: this command's own run; `auto` looks into its folder, `last` at those next to it.
         say: prints what was skipped.
 
     Raises:
         ConfigError: there is none, it is finished, or no checkpoint of it is whole.
     """
-    where = spec.checkpoint.resume
-    if where is None or spec.mode != "train":
-        return PlannedRun(out, None, spec, invocation)
+    where = plan.spec.checkpoint.resume
+    if where is None or plan.spec.mode != "train":
+        return plan
     if where == AUTO:
-        return _plan_own_folder(spec, invocation, out, say)
+        return _plan_own_folder(plan, say)
     notes: list[str] = []
-    path = str(_newest_run(out, notes)) if where == "last" else where
-    plan = _plan_from(spec, invocation, path, notes)
+    path = str(_newest_run(plan.folder, notes)) if where == "last" else where
+    plan = _plan_from(plan, path, notes)
     for line in notes:
         say(line)
     return plan
 
 
-def _plan_own_folder(
-    spec: RunSpec, invocation: Invocation, out: Path, say: Callable[[str], None]
-) -> PlannedRun:
+def _plan_own_folder(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
     """Return the run in its own folder, resumed if that holds an undamaged checkpoint.
 
     A job of a sweep is resumed only as the same job: a search may ask for another one in its
     folder.
     """
+    out = plan.folder
+    invocation = plan.invocation
     files = locate.checkpoints_of_run(out)
     notes: list[str] = []
-    plan = None
+    resumed = None
     reason = "" if invocation.sweep else f"{out} holds no checkpoint: the run begins."
     if files:
         try:
-            plan = _plan_from(spec, invocation, str(out), notes)
+            resumed = _plan_from(plan, str(out), notes)
         except ConfigError as error:
             # Each damaged file has left a note. With fewer notes than files one file is whole, and
             # the error is about what was typed: starting over would hide it.
             if len(notes) < len(files):
                 raise
             reason = f"starts over: {error}"
-    if plan and plan.saved and invocation.sweep:
-        changed = changed_settings(plan.spec, plan.saved)
+    if resumed and resumed.saved and invocation.sweep:
+        changed = changed_settings(resumed.spec, resumed.saved)
         if changed:
-            plan = None
+            resumed = None
             reason = f"starts over: it was another job: {changed}"
-    if files and plan is None:
+    if files and resumed is None:
         checkpoint_file.rename_superseded(out / "checkpoints", -1)
     for line in notes:
         say(line)
-    if plan:
-        return plan
+    if resumed:
+        return resumed
     if reason:
         say(reason)
     if invocation.composed_config is not None:
         # An interpolation that only a checkpoint's values would have resolved is an error.
         resolve_spec(OmegaConf.create(dict(invocation.composed_config)))
-    return PlannedRun(out, None, spec, invocation)
+    return plan
 
 
-def _plan_from(spec: RunSpec, invocation: Invocation, where: str, notes: list[str]) -> PlannedRun:
+def _plan_from(plan: PlannedRun, where: str, notes: list[str]) -> PlannedRun:
     """Return the run of a checkpoint file, a run's folder or an MLflow id.
 
     Args:
-        spec: as composed.
-        invocation: what was typed.
+        plan: this command's own run.
         where: the file, folder or id.
         notes: gets a line for each damaged file, and then those on the run's store.
 
     Raises:
         ConfigError: it cannot be resumed; the message says what to type.
     """
-    saved = locate.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", notes)
+    tracking_uri = plan.spec.tracking.get("uri")
+    saved = locate.load_newest(where, tracking_uri, "checkpoint.resume", notes)
     folder = saved.path.parent.parent
-    _check_resumable(saved, folder, invocation, where)
-    merged, invocation = _merge_spec(spec, saved, invocation)
+    _check_resumable(saved, folder, plan.invocation, where)
+    merged, invocation = _merge_spec(plan.spec, saved, plan.invocation)
     problem = _state_problem(merged, saved)
     if problem:
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
     # A list of its own: while an error can still come, `notes` counts damaged files only.
     store_notes: list[str] = []
-    waits = spec.checkpoint.resume == AUTO
+    waits = plan.spec.checkpoint.resume == AUTO
     merged = with_run_store(merged, folder, invocation, waits, store_notes.append)
     notes += store_notes
     return PlannedRun(folder, saved, merged, invocation)

@@ -79,7 +79,7 @@ def refused(group, target, typed=None):
 
 
 @pytest.mark.parametrize(("group", "target"), [(g, t) for g in KNOWN for t in KNOWN[g]])
-def test_what_is_known_is_called(group, target):
+def test_what_is_known_is_trusted(group, target):
     assert not refused(group, target)
 
 
@@ -135,7 +135,7 @@ def test_a_nested_target_of_a_stranger_is_refused(place, target):
         ("data", "torchvision.transforms.v2.ToImage"),
     ],
 )
-def test_a_nested_target_that_fits_its_place_is_called(place, group, target):
+def test_a_nested_target_that_fits_its_place_is_trusted(place, group, target):
     node = {"_target_": target, "_partial_": True}
     inner = PLACES[place](node)
     if "_target_" in inner.get("a", ()):

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from runner.modes.result import RunResult, read_results
-from runner.modes.tables import mlflow_location, print_result
+from runner.modes.result import RunResult, mlflow_location, print_result, read_results
 from runner.utils.console import plain_console
 from runner.utils.formatting import format_number
 

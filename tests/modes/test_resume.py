@@ -16,6 +16,7 @@ from runner.modes import training_callbacks
 from runner.modes.run import run
 from runner.training.callbacks.callback import dispatch
 from runner.training.records import EvalRecord
+from runner.utils.folder_lock import folder_lock
 
 pytestmark = pytest.mark.slow
 
@@ -208,3 +209,22 @@ def test_every_optimizer_and_schedule_resumes_bit_by_bit(optimizer, scheduler, c
 @pytest.mark.parametrize("workers", [2, more(0)])
 def test_each_sample_of_an_interrupted_epoch_is_seen_once_with_its_noise(workers, check):
     check((1, 5), f"{OWN} train.num_workers={workers} train.accumulate=2")
+
+
+def test_the_later_checkpoints_of_a_run_that_resumes_at_an_earlier_step_are_renamed(main, tmp_path):
+    words = f"{QUICK} {MLP} checkpoint.every_steps=4 hydra.run.dir=run"
+    assert main(*words.split()).rc == 0
+    first, *later = sorted((tmp_path / "run" / "checkpoints").glob("step-*.pt"))
+    done = main(f"checkpoint.resume={first}", "train.max_steps=6")
+    assert "resumed at step 4 of 6" in done.stdout
+    renamed = sorted((tmp_path / "run" / "checkpoints").glob("*.superseded"))
+    assert renamed == [path.with_suffix(".superseded") for path in later]
+
+
+def test_a_second_command_in_a_runs_folder_is_refused(main, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with folder_lock(folder):
+        done = main(*f"{QUICK} {MLP} hydra.run.dir={folder}".split())
+    assert done.rc == 2
+    assert f"error: {folder}: another command is running in this folder." in done.stderr
