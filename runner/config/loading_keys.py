@@ -7,7 +7,7 @@ group's own target. A target among them is a node with a `_target_`, or a dotted
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 LEADING_COUNTS = {"collate": 0, "sampler": 1}
 """Number of arguments that the runner passes before the keywords, by key."""
@@ -30,7 +30,7 @@ class MetricItem(NamedTuple):
     value: Any
 
 
-def is_target_node(value: Any) -> bool:
+def is_target_node(value: Any) -> TypeGuard[Mapping[str, Any]]:
     """Return whether a value of a config is a node whose target is called."""
     return isinstance(value, Mapping) and "_target_" in value
 

@@ -61,16 +61,17 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     if missing:
         raise ConfigError(*(f"{key} has no value. Type {key}=<value>." for key in missing))
     try:
+        typed: Any = config
         if allow_unresolved:
             for key, value in values.items():
                 if isinstance(value, Mapping):
                     values[key] = {}
                     with suppress(OmegaConfBaseException):
                         values[key] = OmegaConf.to_container(config[key], resolve=True)
-            config = OmegaConf.merge(_schema(), values)
+            typed = OmegaConf.merge(_schema(), values)
         elif not _is_checked(config, values):
-            config = OmegaConf.merge(_schema(), OmegaConf.to_container(config, resolve=True))
-        spec = OmegaConf.to_object(config)
+            typed = OmegaConf.merge(_schema(), OmegaConf.to_container(config, resolve=True))
+        spec = OmegaConf.to_object(typed)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, ())) from error
     assert isinstance(spec, RunSpec)
@@ -83,18 +84,17 @@ def _is_checked(config: DictConfig, values: Mapping[str, Any]) -> bool:
     It checks neither keys that are added with a plus nor, in a section of the schema,
     interpolations, which may name a value of another type.
     """
-    sections = asdict(RunSpec())
-    interpolated = {key.partition(".")[0] for key, value in leaves(values) if "${" in str(value)}
-    # An empty section is a group, whose keys are its own.
-    if OmegaConf.get_type(config) is not RunSpec or any(
-        sections.get(k) != {} for k in interpolated
-    ):
+    if OmegaConf.get_type(config) is not RunSpec:
         return False
-    own_keys = {
-        key: section.keys() for key, section in sections.items() if isinstance(section, dict)
-    }
-    known = all(values[key].keys() == keys for key, keys in own_keys.items() if keys)
-    return known and values.keys() == sections.keys()
+    schema = asdict(RunSpec())
+    for key, section in values.items():
+        if schema.get(key) == {}:
+            continue  # a group, whose keys are its own
+        if key not in schema or "${" in str(section):
+            return False
+        if isinstance(section, dict) and section.keys() != schema[key].keys():
+            return False
+    return True
 
 
 def flatten(spec: RunSpec) -> dict[str, str]:

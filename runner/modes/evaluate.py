@@ -149,15 +149,17 @@ def _timed_evaluation(
     The time of the hook does not count.
     """
     start = perf_counter()
-    metrics: dict[str, float] = {}
-    for prefix, sets in (("val", loaders.validation), ("test", loaders.test)):
-        metrics |= evaluate_sets(prefix, state, sets, run.stop_requested) or {}
-        run.signals.check()  # without metrics the run was asked to stop
+    metrics = evaluate_sets("val", state, loaders.validation, run.stop_requested)
+    run.signals.check()
+    assert metrics is not None
+    test_metrics = evaluate_sets("test", state, loaders.test, run.stop_requested)
+    run.signals.check()
+    assert test_metrics is not None
     seconds = perf_counter() - start - (hook.seconds if hook else 0.0)
     evaluated = [*loaders.validation.values(), *loaders.test.values()]
     examples = sum(loader.examples for loader in evaluated)
     rate = examples / seconds if seconds >= MIN_TIMED_SECONDS else None
-    return metrics, rate
+    return metrics | test_metrics, rate
 
 
 def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:
