@@ -4,7 +4,6 @@ The answers are those of each precision's require(), which a run asks, too.
 """
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from runner.config.commands import DOCTOR
 from runner.config.overrides import existing_config_dir
+from runner.modes.run_metadata import installed_version
 from runner.precision.registry import supported_precisions, yaml_header
 from runner.utils.accelerator import available_kinds, choose_accelerator
 
@@ -30,10 +30,7 @@ def doctor(argv: Sequence[str]) -> int:
     console = Console(highlight=False, markup=False)
     installed = [f"torch {torch.__version__}"]
     for library in LIBRARIES:
-        try:
-            installed.append(f"{library} {version(library)}")
-        except PackageNotFoundError:
-            installed.append(f"{library} not installed")
+        installed.append(f"{library} {installed_version(library) or 'not installed'}")
     console.print(", ".join(installed))
     for kind in available_kinds():
         accelerator = choose_accelerator(name=kind)

@@ -147,12 +147,14 @@ def build_proven_model(
             f"forward on the first batch: {_names_text(trial.matrix_layers)}. Have the forward "
             "call them. Type a precision without conversion, for example precision=bf16-mixed."
         )
-    rows = []
-    for row in built.report.modules:
-        if row.done and row.module not in trial.layers_run:
-            row = replace(row, done=False, why=NOT_RUN_REASON)
-        rows.append(row)
-    return built._replace(report=replace(built.report, modules=tuple(rows)))
+    idle = {row.module for row in built.report.modules if row.done} - trial.layers_run
+    return built._replace(report=_with_fate(built.report, idle, False, NOT_RUN_REASON))
+
+
+def _with_fate(report: ConversionReport, names: set[str], done: bool, why: str) -> ConversionReport:
+    """Return a report in which modules count as converted or not, for a reason."""
+    rows = [replace(r, done=done, why=why) if r.module in names else r for r in report.modules]
+    return replace(report, modules=tuple(rows))
 
 
 def _build(setup: TrainingSetup, make: ModelBuilder, saved: LoadedCheckpoint | None) -> BuiltModel:
@@ -261,9 +263,8 @@ class FirstStepProof:
         """
         model = self._state.plain_model
         # Layers that did not run in the trial are converted all the same, and may run now.
-        idle = [row for row in self.report.modules if row.why == NOT_RUN_REASON]
-        may_run = (replace(row, done=row.done or row in idle) for row in self.report.modules)
-        watched = converted_layers(model, replace(self.report, modules=tuple(may_run)))
+        idle = {row.module for row in self.report.modules if row.why == NOT_RUN_REASON}
+        watched = converted_layers(model, _with_fate(self.report, idle, True, NOT_RUN_REASON))
         # A compiled model runs past the watch.
         if self._run.spec.train.compile or not watched:
             yield
@@ -277,15 +278,10 @@ class FirstStepProof:
                 f"evaluation before it: {_reasons_text(bypassed)}. Type "
                 f"precision.ignore_modules=[{','.join(bypassed)}]."
             )
-        proven = {row.module for row in idle} & watch.executed
+        proven = idle & watch.executed
         if not proven:
             return
-        rows = []
-        for row in self.report.modules:
-            if row.module in proven:
-                row = replace(row, done=True, why=RAN_IN_TRAINING_REASON)
-            rows.append(row)
-        self.report = replace(self.report, modules=tuple(rows))
+        self.report = _with_fate(self.report, proven, True, RAN_IN_TRAINING_REASON)
         run = self._run
         done, layers = self.report.layer_counts
         run.say(f"converted {done} of {layers} layers: {_names_text(proven)} ran in the first step")
