@@ -1,48 +1,26 @@
 """Compose run specs from Python as the command line does, beside a program's own use of Hydra."""
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict, read_write
 
+from runner.cli.main import check_config_dir
 from runner.config.invocation import Invocation
 from runner.config.messages import COMPOSE_ERRORS, explain
-from runner.config.overrides import (
-    as_typed,
-    no_config_folder,
-    quote_value,
-    rewrite_arguments,
-    shadowed_configs,
-)
+from runner.config.overrides import as_typed, quote_value, rewrite_arguments
 from runner.config.precision_keys import check_run_keys
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import ADVISE_MODES, RunSpec
 from runner.distributed import torchrun
 from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact_override
-from runner.utils.terminal import sanitize
-
-
-@dataclass(frozen=True)
-class Composition:
-    """A composed command of one run.
-
-    Attributes:
-        spec: the run spec.
-        folder: where the run goes.
-        invocation: what was typed, and the options of the groups.
-    """
-
-    spec: RunSpec
-    folder: Path
-    invocation: Invocation
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> RunSpec:
@@ -59,13 +37,14 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None)
     Raises:
         ConfigError: the overrides do not compose, or describe several runs.
     """
-    return compose_run(overrides, config_dir).spec
+    spec, _, _ = compose_run(overrides, config_dir)
+    return spec
 
 
 def compose_run(
     overrides: Sequence[str], config_dir: str | Path | None = None, out: str | Path | None = None
-) -> Composition:
-    """Compose the overrides of one run.
+) -> tuple[RunSpec, Path, Invocation]:
+    """Compose the overrides of one run; return its spec, its folder and what was typed.
 
     Args:
         overrides: words of a command.
@@ -96,13 +75,13 @@ def compose_run(
             HydraConfig.instance().set_config(composed)
             check_run_keys(composed)
             run_folder = str(composed.hydra.run.dir)
-            config = OmegaConf.masked_copy(
-                composed, [str(key) for key in composed if key != "hydra"]
-            )
+            choices = {str(k): str(v) for k, v in composed.hydra.runtime.choices.items() if v}
+            with read_write(composed), open_dict(composed):
+                del composed["hydra"]
             # Values of a checkpoint replace groups, whose interpolations may not resolve without
             # them.
-            reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
-            spec = resolve_spec(config, allow_unresolved=reads_checkpoint)
+            reads_checkpoint = composed.mode == "evaluate" or composed.checkpoint.resume is not None
+            spec = resolve_spec(composed, allow_unresolved=reads_checkpoint)
     except COMPOSE_ERRORS as error:
         text = explain(error, words)
         several = re.match(r"Ambiguous value for argument '(.+)'", text)
@@ -112,17 +91,15 @@ def compose_run(
                 "for a value that is a list type [a,b]."
             )
         raise ConfigError(text) from error
-    content = OmegaConf.to_container(config)
-    assert isinstance(content, dict)
-    choices = {str(k): str(v) for k, v in composed.hydra.runtime.choices.items() if v}
+    content: Any = OmegaConf.to_container(composed)
     typed = tuple(redact_override(as_typed(word)) for word in words)
     invocation = Invocation(
         choices,
         tuple(word for word in typed if not word.startswith("hydra.run.dir=")),
         config_dir=None if folder is None else str(folder),
-        composed_config={str(key): value for key, value in content.items()},
+        composed_config=content,
     )
-    return Composition(spec, Path(run_folder), invocation)
+    return spec, Path(run_folder), invocation
 
 
 def check_texts(overrides: Sequence[str]) -> list[str]:
@@ -147,23 +124,6 @@ def check_texts(overrides: Sequence[str]) -> list[str]:
                 "config_dir= stands for --config-dir, and runner.sweep for --multirun."
             )
     return [*overrides]
-
-
-def check_config_dir(folder: str | Path | None) -> Path | None:
-    """Return a folder of configs as a path, after a warning for configs in it that are not used.
-
-    Raises:
-        ConfigError: it is no folder.
-    """
-    if folder is None:
-        return None
-    path = Path(folder)
-    if not path.is_dir():
-        raise ConfigError(no_config_folder(path))
-    for warning in shadowed_configs(path):
-        if torchrun.claim_message(warning):
-            print(sanitize(warning), file=sys.stderr)
-    return path
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import Dataset
 
-from runner.api.composition import Composition, check_texts, compose_run
+from runner.api.composition import check_texts, compose_run
 from runner.api.objects import check_objects, given_roles, object_name, object_options, with_objects
 from runner.checkpoint.locate import checkpoints_of_run
 from runner.config.invocation import Invocation, given_keys, given_objects
@@ -85,15 +85,14 @@ def run(  # noqa: PLR0913
         check_objects(objects, check_texts(what))
         folder = Path(config_dir) if config_dir is not None else None
         with object_options(objects, folder, needs_meta="model" not in objects) as own:
-            composition = compose_run([*what, *own], config_dir, out)
-        return _run_composed(composition, console)
+            spec, run_folder, invocation = compose_run([*what, *own], config_dir, out)
+        return _run_composed(spec, run_folder, replace(invocation, given=given_keys()), console)
 
 
-def _run_composed(composition: Composition, console: Console | None) -> RunResult:
+def _run_composed(
+    spec: RunSpec, folder: Path, invocation: Invocation, console: Console | None
+) -> RunResult:
     """Run a composed command; a run with checkpoint.resume=auto that is finished has its result."""
-    spec = composition.spec
-    folder = composition.folder
-    invocation = replace(composition.invocation, given=given_keys())
     try:
         if spec.checkpoint.resume == AUTO:
             finished = final_result(folder, invocation.overrides)

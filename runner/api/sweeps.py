@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.api.composition import check_config_dir, check_texts, separate_hydra
+from runner.api.composition import check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
 from runner.api.runs import Data, Loss, Model, check_new_folder
-from runner.cli.main import call_hydra, expand_resumed_sweep
+from runner.cli.main import call_hydra, check_config_dir, expand_resumed_sweep
 from runner.config.invocation import given_objects
 from runner.config.overrides import quote_value, rewrite_arguments
 from runner.config.resolve import register_schema

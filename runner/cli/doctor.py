@@ -4,18 +4,16 @@ The answers are those of each precision's require(), which a run asks, too.
 """
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from runner.config.commands import DOCTOR
-from runner.config.overrides import no_config_folder
+from runner.config.overrides import existing_config_dir
+from runner.modes.run_metadata import installed_version
 from runner.precision.registry import supported_precisions, yaml_header
 from runner.utils.accelerator import available_kinds, choose_accelerator
-from runner.utils.errors import ConfigError
 
 # Packages that only some precisions, adapters and TPUs need.
 LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu")
@@ -28,16 +26,11 @@ def doctor(argv: Sequence[str]) -> int:
         ConfigError: an argument that it does not take, or a folder that does not exist.
     """
     typed_folder = DOCTOR.parse(argv).values.get("--config-dir")
-    folder = None if typed_folder is None else Path(typed_folder)
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(no_config_folder(folder))
+    folder = None if typed_folder is None else existing_config_dir(typed_folder)
     console = Console(highlight=False, markup=False)
     installed = [f"torch {torch.__version__}"]
     for library in LIBRARIES:
-        try:
-            installed.append(f"{library} {version(library)}")
-        except PackageNotFoundError:
-            installed.append(f"{library} not installed")
+        installed.append(f"{library} {installed_version(library) or 'not installed'}")
     console.print(", ".join(installed))
     for kind in available_kinds():
         accelerator = choose_accelerator(name=kind)

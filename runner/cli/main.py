@@ -10,10 +10,9 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +24,11 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config import commands
 from runner.config.hydra_plugins import ADVISE
+from runner.config.instantiation import locate
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import (
     config_dir,
-    no_config_folder,
+    existing_config_dir,
     rewrite_arguments,
     shadowed_configs,
 )
@@ -100,27 +100,27 @@ def _run_command(argv: Sequence[str]) -> int:
     # `python -m runner` has.
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))
-    if argv and argv[0] in commands.COMMANDS and _asks_for_help(argv):
-        print(commands.COMMANDS[argv[0]].help())
+    command = commands.COMMANDS.get(argv[0]) if argv else None
+    if command and _asks_for_help(argv):
+        print(command.help())
         return 0
-    if argv and argv[0] in COMMANDS:
+    if command and command.function:
         try:
-            return COMMANDS[argv[0]](argv[1:])
+            return locate(command.function)(argv[1:])
         except RunnerError as error:
             print_error(str(error))
             return error.exit_status
     try:
         argv = torchrun.command_of_rank(rewrite_arguments(expand_resumed_sweep(argv)))
+        if _asks_for_help(argv):
+            # Hydra prints the keys, as `--cfg job` does, after the help text.
+            print(_help_text(config_dir(argv)), flush=True)
+            argv = [*(text for text in argv if text not in HELP_FLAGS), "--cfg", "job"]
+        check_config_dir(config_dir(argv))
     except RunnerError as error:
         _print_error_once(str(error))
         return error.exit_status
     except torchrun.MainRankFailed:
-        return 2
-    if _asks_for_help(argv):
-        # Hydra prints the keys, as `--cfg job` does, after the help text.
-        print(_help_text(config_dir(argv)), flush=True)
-        argv = [*(text for text in argv if text not in HELP_FLAGS), "--cfg", "job"]
-    if not _check_config_dir(config_dir(argv)):
         return 2
     return _run_hydra(argv)
 
@@ -147,17 +147,19 @@ def _help_text(own_folder: Path | None) -> str:
     return HELP.format(commands="\n".join(lines), groups="\n".join(groups))
 
 
-def _check_config_dir(folder: Path | None) -> bool:
-    """Return whether --config-dir can be used; print why not, and a warning for unused configs."""
+def check_config_dir(folder: str | Path | None) -> Path | None:
+    """Return a --config-dir as a path, after a warning for configs in it that are not used.
+
+    Raises:
+        ConfigError: it is no folder.
+    """
     if folder is None:
-        return True
-    if not folder.is_dir():
-        _print_error_once(no_config_folder(folder))
-        return False
-    for warning in shadowed_configs(folder):
+        return None
+    path = existing_config_dir(folder)
+    for warning in shadowed_configs(path):
         if torchrun.claim_message(warning):
             print(sanitize(warning), file=sys.stderr)
-    return True
+    return path
 
 
 def _print_error_once(text: str) -> None:
@@ -326,11 +328,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
     spec = resolve_spec(config, allow_unresolved=reads_checkpoint)
-    composed = OmegaConf.to_container(config)
-    assert isinstance(composed, dict)
-    invocation = replace(
-        job_invocation(sweeping), composed_config={str(k): v for k, v in composed.items()}
-    )
+    composed: Any = OmegaConf.to_container(config)
+    invocation = replace(job_invocation(sweeping), composed_config=composed)
     torchrun.publish(torchrun.START_KEY, folder)
     is_first = "runner.modes.run" not in sys.modules
     with rare_garbage_collection():
@@ -379,21 +378,3 @@ def rare_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-
-
-def _imported(module: str, function: str) -> Callable[[Sequence[str]], int]:
-    """Return a command that imports its module when it is called, so that none pays for others."""
-
-    def run(argv: Sequence[str]) -> int:
-        return getattr(import_module(module), function)(argv)
-
-    return run
-
-
-# The first word of a command that is no run, and the function that takes the other words.
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "doctor": _imported("runner.cli.doctor", "doctor"),
-    "report": _imported("runner.sweeps.report.rebuild", "rebuild_report"),
-    "sync": _imported("runner.cli.sync", "sync"),
-    "ui": _imported("runner.cli.ui", "ui"),
-}

@@ -77,6 +77,8 @@ class Command:
         description: for the help of the command and docs/commands.md.
         options: that it takes.
         positional: its other words; None if it takes none.
+        function: dotted path of the function that is given the other words, whose module none but
+            this command imports; empty for a command that Hydra parses.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Command:
     description: str
     options: tuple[Option, ...]
     positional: Positional | None = None
+    function: str = ""
 
     def parse(self, argv: Sequence[str]) -> Arguments:
         """Parse the words after the command's name.
@@ -161,6 +164,7 @@ DOCTOR = Command(
             "--config-dir", "<folder>", "of your own configs: lists their precisions, too", "-cd"
         ),
     ),
+    function="runner.cli.doctor.doctor",
 )
 # Short for mode=explain: overrides.py rewrites it, and Hydra parses its keys.
 EXPLAIN = Command(
@@ -197,6 +201,7 @@ REPORT = Command(
         "its folder, its id or the id of its parent run; by default the newest",
         max_words=2,
     ),
+    "runner.sweeps.report.rebuild.rebuild_report",
 )
 SYNC = Command(
     "sync",
@@ -213,12 +218,14 @@ SYNC = Command(
         "of runs or sweeps; by default all runs under outputs/",
         are_folders=True,
     ),
+    "runner.cli.sync.sync",
 )
 UI = Command(
     "ui",
     "MLflow's pages on the store that runs log to",
     "Starts MLflow's server on 127.0.0.1 and prints the URLs of its pages.",
     (_URI, _EXPERIMENT, Option("port", "<number>", "by default the first free one from 5000 on")),
+    function="runner.cli.ui.ui",
 )
 COMMANDS = {command.name: command for command in (DOCTOR, EXPLAIN, REPORT, SYNC, UI)}
 """Every command other than a run, by the first word after `python -m runner`."""

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from omegaconf import OmegaConf
 
 from runner.config.annotations import BUILT, annotation_words, fits_type, typed_value
+from runner.config.loading_keys import is_target_node
 from runner.utils.errors import ConfigError
 
 CALL_KEYS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
@@ -55,11 +56,6 @@ def target_arguments(node: Mapping[str, Any], key: str = "") -> dict[str, Any]:
 def keywords(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of a node below a group, as the config has them."""
     return {key: value for key, value in node.items() if key not in CALL_KEYS}
-
-
-def is_target_node(value: Any) -> bool:
-    """Return whether a value of a config is a node that is built before it is passed."""
-    return isinstance(value, Mapping) and "_target_" in value
 
 
 def locate(path: str) -> Callable[..., Any]:

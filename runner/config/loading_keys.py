@@ -7,7 +7,7 @@ group's own target. A target among them is a node with a `_target_`, or a dotted
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 LEADING_COUNTS = {"collate": 0, "sampler": 1}
 """Number of arguments that the runner passes before the keywords, by key."""
@@ -30,6 +30,11 @@ class MetricItem(NamedTuple):
     value: Any
 
 
+def is_target_node(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether a value of a config is a node whose target is called."""
+    return isinstance(value, Mapping) and "_target_" in value
+
+
 def data_target_node(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data group's node without the keys that the runner reads itself."""
     return {key: value for key, value in data.items() if key not in LEADING_COUNTS}
@@ -40,7 +45,7 @@ def loading_nodes(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
     the runner passes."""
     for key, leading in LEADING_COUNTS.items():
         node = data.get(key)
-        if isinstance(node, Mapping) and "_target_" in node:
+        if is_target_node(node):
             # A partial function is called with one argument more, which the runner passes.
             yield f"data.{key}", node, leading or int(node.get("_partial_") is True)
 
@@ -73,10 +78,10 @@ def task_nodes(task: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
         task: the keys of the task group that the runner reads.
     """
     for item in metric_items(task.get("metrics")):
-        if isinstance(item.value, Mapping) and "_target_" in item.value:
+        if is_target_node(item.value):
             yield item.key, item.value, 0
     hook = task.get("after_evaluation")
-    if isinstance(hook, Mapping) and "_target_" in hook:
+    if is_target_node(hook):
         # A partial function is called with the model and what the evaluation found.
         yield "task.after_evaluation", hook, 2 * int(hook.get("_partial_") is True)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from runner.utils.errors import ConfigError
 from runner.utils.layout import CONFIG
 
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -229,12 +230,19 @@ def config_dir(argv: Sequence[str]) -> Path | None:
     return None
 
 
-def no_config_folder(folder: Path) -> str:
-    """Return the message for a --config-dir that is no folder."""
-    return (
-        f"--config-dir={folder} is no folder in {Path.cwd()}. "
-        "Type --config-dir <folder of your configs>."
-    )
+def existing_config_dir(folder: str | Path) -> Path:
+    """Return the path of a --config-dir.
+
+    Raises:
+        ConfigError: it is no folder.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(
+            f"--config-dir={path} is no folder in {Path.cwd()}. "
+            "Type --config-dir <folder of your configs>."
+        )
+    return path
 
 
 def shadowed_configs(folder: Path) -> Iterator[str]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.config.annotations import typed_value
+
 RUN_MODES = ("train", "evaluate", "plan", "explain", "replay", "diff", "advise", "gate")
 ADVISE_MODES = ("advise", "gate")
 """Modes that choose their own jobs."""
@@ -427,11 +429,15 @@ class RunSpec:
         shuffle = self.data.get("shuffle", True)
         if not isinstance(shuffle, bool):
             yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
-        if self.numerics.every is not None and self.train.compile:
+        watchers = []
+        if self.numerics.every is not None:
+            watchers.append(f"numerics.every={self.numerics.every} measures")
+        if self.mode == "explain":
+            watchers.append("mode=explain watches")
+        for watcher in watchers if self.train.compile else ():
             yield (
-                f"numerics.every={self.numerics.every} measures modules by hooks, which "
-                f"train.compile={str(self.train.compile).lower()} would compile into the model. "
-                "Type train.compile=false."
+                f"{watcher} modules by hooks, which train.compile={typed_value(self.train.compile)}"
+                " would compile into the model. Type train.compile=false."
             )
         yield from self.guard.problems()
         yield from self.advise.problems()
@@ -462,7 +468,11 @@ class RunSpec:
             )
         if self.mode != "train" and self.checkpoint.resume is not None:
             yield f"mode={self.mode} resumes nothing. Leave checkpoint.resume= out."
-        yield from self._explain_problems()
+        if (self.mode == "explain") != (self.explain is not None):
+            yield (
+                "mode=explain needs explain=<module>, and explain= needs mode=explain. Type "
+                "python -m runner explain <module>, for example blocks.0, or '*' for the model."
+            )
         if (self.mode == "replay") != (self.batch is not None):
             yield (
                 "debug=replay needs batch=<a saved batch>, and batch= needs debug=replay. Type "
@@ -486,20 +496,6 @@ class RunSpec:
             )
         if self.train.compile and self.train.compile != "regional":
             yield (
-                f"mode=diff sees no modules inside train.compile={str(self.train.compile).lower()}."
+                f"mode=diff sees no modules inside train.compile={typed_value(self.train.compile)}."
                 " Type train.compile=regional, which compiles each repeated block for itself."
-            )
-
-    def _explain_problems(self) -> Iterator[str]:
-        """Yield a message for what mode=explain lacks or cannot watch."""
-        if (self.mode == "explain") != (self.explain is not None):
-            yield (
-                "mode=explain needs explain=<module>, and explain= needs mode=explain. Type "
-                "python -m runner explain <module>, for example blocks.0, or '*' for the model."
-            )
-        if self.mode == "explain" and self.train.compile:
-            yield (
-                "mode=explain watches modules by hooks, which "
-                f"train.compile={str(self.train.compile).lower()} would compile into the model. "
-                "Type train.compile=false."
             )

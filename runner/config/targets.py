@@ -11,7 +11,6 @@ from runner.config.instantiation import (
     CONVERT_MODES,
     Arguments,
     instantiate,
-    is_target_node,
     keywords,
     locate,
     refusal,
@@ -22,6 +21,7 @@ from runner.config.loading_keys import (
     LEADING_COUNTS,
     TASK_KEYS,
     data_target_node,
+    is_target_node,
     loading_nodes,
     task_nodes,
 )
@@ -95,7 +95,7 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
             continue
         # Several optimizers, each under a name of its own.
         for key, child in node.items():
-            if isinstance(child, dict) and "_target_" in child:
+            if is_target_node(child):
                 yield f"{part.name}.{key}", child, leading
 
 
@@ -104,7 +104,7 @@ def _nested_schedules(
 ) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     """Yield target_nodes' rows of the schedules in a list, at any depth."""
     for i, part in enumerate(parts):
-        if isinstance(part, Mapping) and "_target_" in part:
+        if is_target_node(part):
             name = f"{key}.schedulers.{i}"
             yield name, part, LEADING_ARGUMENT_COUNTS["scheduler"]
             if isinstance(part.get("schedulers"), list):
@@ -218,7 +218,7 @@ def loading_problems(data: Mapping[str, Any]) -> Iterator[str]:
         value = data.get(key)
         if isinstance(value, str):
             yield from path_problems(f"data.{key}", value)
-        elif value is not None and not (isinstance(value, Mapping) and "_target_" in value):
+        elif value is not None and not is_target_node(value):
             yield (
                 f"data.{key}={value} does not fit. Allowed: a dotted path, package.module.name, or "
                 "a node with _target_ and keywords."

@@ -31,8 +31,7 @@ from runner.integrations.steps import StepReader, StepRecords, restore_summary
 from runner.integrations.training_source import TrainingSource
 from runner.modes import notes, run_metadata
 from runner.modes.context import RunOutput
-from runner.modes.result import RunResult, Status
-from runner.modes.tables import page_url, ui_command
+from runner.modes.result import RunResult, Status, page_url, ui_command
 from runner.modes.training_outputs import DTYPES_FILE, save_loss_scale, tables_tag
 from runner.precision.conversion import ConversionReport
 from runner.tracking import history

@@ -21,7 +21,7 @@ from runner.tracking.tracker import Tracker
 from runner.training.setup import TrainingSetup
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator
-from runner.utils.files import os_error_reason, write_text
+from runner.utils.files import os_error_reason, write_json, write_text
 from runner.utils.formatting import relative_path
 from runner.utils.reproducibility import make_deterministic, seed_all
 from runner.utils.secrets import redact
@@ -74,6 +74,10 @@ class RunOutput:
             self.tracker.artifact(path, folder)
         return written
 
+    def save_json(self, name: str, content: object) -> None:
+        """Write a JSON file into the run's folder and upload it as an artifact."""
+        self.save_artifact(self.out / name, lambda path: write_json(path, content))
+
 
 @dataclass(frozen=True)
 class RunContext(RunOutput):
@@ -120,7 +124,9 @@ class RunContext(RunOutput):
     @property
     def checkpoint_folder(self) -> Path:
         """Folder of the run's checkpoints, which all processes share."""
-        return run_folder(self.out, self.strategy.rank) / "checkpoints"
+        # The folder of another process is ranks/<rank> below the run's.
+        folder = self.out if self.strategy.rank.is_main else self.out.parents[1]
+        return folder / "checkpoints"
 
     @property
     def label(self) -> str:
@@ -164,12 +170,6 @@ class RunOutcome(NamedTuple):
 def process_folder(out: Path, rank: ProcessRank) -> Path:
     """Return the folder of a process: the run's own for the first one, else one below it."""
     return out if rank.is_main else out / "ranks" / str(rank.index)
-
-
-def run_folder(folder: Path, rank: ProcessRank) -> Path:
-    """Return the run's folder, given the folder of one of its processes."""
-    # The folder of another process is ranks/<rank> below the run's.
-    return folder if rank.is_main else folder.parents[1]
 
 
 def prepare_process(run: RunContext) -> None:

@@ -21,12 +21,12 @@ from runner.precision.emulation.cpu_kernels import choose_kernels
 from runner.precision.keep_fp32 import Float32Island
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import Task
-from runner.utils.modules import matches_pattern
+from runner.utils.formatting import first_names
+from runner.utils.modules import matches_pattern, outermost_names
 from runner.utils.tensors import dtype_name
 
 _HALVES = {torch.float16: "16", torch.bfloat16: "bf16"}
 """Half-precision dtypes, and how the names of their precisions begin."""
-_MAX_NAMED_PARAMETERS = 3
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
@@ -146,7 +146,7 @@ class Failure:
         modules = dict(self.model.named_modules())
         names = [each for each in modules if each and matches_pattern(pattern, each)]
         # A pattern keeps whole subtrees, so only the outermost modules that it matches count.
-        outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
+        outermost = outermost_names(names)
         alike = all(type(modules[each]) is type(module) for each in outermost)
         is_library = type(module).__module__.startswith("torch.")  # every Linear is of that class
         if is_library or pattern == "*" or not alike or len(outermost) < 2:
@@ -263,9 +263,7 @@ def _unconverted_parameters(failure: Failure) -> str:
     if not unconverted:
         return ""
     dtypes = sorted({dtype_name(dtype) for dtype in unconverted.values()})
-    named = ", ".join([*unconverted][:_MAX_NAMED_PARAMETERS])
-    if len(unconverted) > _MAX_NAMED_PARAMETERS:
-        named += f" and {len(unconverted) - _MAX_NAMED_PARAMETERS} more"
+    named = first_names([*unconverted], 3)
     compute = ""
     if len(dtypes) == 1 and {*unconverted.values()} <= {*_HALVES} - {precision.compute}:
         compute = f"type precision.compute_dtype={dtypes[0]}"

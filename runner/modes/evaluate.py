@@ -64,13 +64,9 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
     untyped = [key for key in groups if not invocation.overrides_key(key)]
     config = saved.config("checkpoint")
     nodes = {key: config.values.get(key, {}) for key in untyped}
-    spec = merge(config._replace(values=nodes), spec, invocation, untyped)
-    spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
-    is_trusted = config.is_signed and invocation.is_trusted
-    invocation = replace(
-        invocation, choices={**invocation.choices, **choices}, is_trusted=is_trusted
-    )
+    spec, invocation = merge(config._replace(values=nodes), spec, invocation, untyped, choices)
+    spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
     return PlannedRun(plan.folder, saved, spec, invocation)
 
 

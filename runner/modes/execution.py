@@ -30,7 +30,7 @@ from runner.training.setup import TrainingSetup, build_state
 from runner.training.sharded_model import ModelBuilder, build_sharded_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.files import write_json
+from runner.utils.formatting import first_names
 from runner.utils.reproducibility import saved_forward_state, seed_all
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.
@@ -147,12 +147,14 @@ def build_proven_model(
             f"forward on the first batch: {_names_text(trial.matrix_layers)}. Have the forward "
             "call them. Type a precision without conversion, for example precision=bf16-mixed."
         )
-    rows = []
-    for row in built.report.modules:
-        if row.done and row.module not in trial.layers_run:
-            row = replace(row, done=False, why=NOT_RUN_REASON)
-        rows.append(row)
-    return built._replace(report=replace(built.report, modules=tuple(rows)))
+    idle = {row.module for row in built.report.modules if row.done} - trial.layers_run
+    return built._replace(report=_with_fate(built.report, idle, False, NOT_RUN_REASON))
+
+
+def _with_fate(report: ConversionReport, names: set[str], done: bool, why: str) -> ConversionReport:
+    """Return a report in which modules count as converted or not, for a reason."""
+    rows = [replace(r, done=done, why=why) if r.module in names else r for r in report.modules]
+    return replace(report, modules=tuple(rows))
 
 
 def _build(setup: TrainingSetup, make: ModelBuilder, saved: LoadedCheckpoint | None) -> BuiltModel:
@@ -166,11 +168,8 @@ def _build(setup: TrainingSetup, make: ModelBuilder, saved: LoadedCheckpoint | N
     return built
 
 
-def _names_text(names: Iterable[str], most: int = 6) -> str:
-    """Return names in alphabetical order, with a count of those above `most`."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return ", ".join(ordered[:most]) + more
+def _names_text(names: Iterable[str]) -> str:
+    return first_names(sorted(names), 6)
 
 
 def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
@@ -181,10 +180,8 @@ def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
     }
 
 
-def _reasons_text(bypassed: Mapping[str, str], most: int = 4) -> str:
-    reasons = [f"{name}: {why}" for name, why in list(bypassed.items())[:most]]
-    more = f"; and {len(bypassed) - most} more" if len(bypassed) > most else ""
-    return "; ".join(reasons) + more
+def _reasons_text(bypassed: Mapping[str, str]) -> str:
+    return first_names([f"{name}: {why}" for name, why in bypassed.items()], 4, "; ")
 
 
 def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -> TrialResult:
@@ -266,9 +263,8 @@ class FirstStepProof:
         """
         model = self._state.plain_model
         # Layers that did not run in the trial are converted all the same, and may run now.
-        idle = [row for row in self.report.modules if row.why == NOT_RUN_REASON]
-        may_run = (replace(row, done=row.done or row in idle) for row in self.report.modules)
-        watched = converted_layers(model, replace(self.report, modules=tuple(may_run)))
+        idle = {row.module for row in self.report.modules if row.why == NOT_RUN_REASON}
+        watched = converted_layers(model, _with_fate(self.report, idle, True, NOT_RUN_REASON))
         # A compiled model runs past the watch.
         if self._run.spec.train.compile or not watched:
             yield
@@ -282,18 +278,12 @@ class FirstStepProof:
                 f"evaluation before it: {_reasons_text(bypassed)}. Type "
                 f"precision.ignore_modules=[{','.join(bypassed)}]."
             )
-        proven = {row.module for row in idle} & watch.executed
+        proven = idle & watch.executed
         if not proven:
             return
-        rows = []
-        for row in self.report.modules:
-            if row.module in proven:
-                row = replace(row, done=True, why=RAN_IN_TRAINING_REASON)
-            rows.append(row)
-        self.report = replace(self.report, modules=tuple(rows))
+        self.report = _with_fate(self.report, proven, True, RAN_IN_TRAINING_REASON)
         run = self._run
         done, layers = self.report.layer_counts
         run.say(f"converted {done} of {layers} layers: {_names_text(proven)} ran in the first step")
         run.tracker.tags(self.report.tags())
-        listed = self.report.to_list()
-        run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, listed))
+        run.save_json("conversion.json", self.report.to_list())

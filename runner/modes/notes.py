@@ -6,8 +6,7 @@ It is Markdown, in which no text of a user's becomes markup.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from runner.modes.result import RunResult
-from runner.modes.tables import result_rows
+from runner.modes.result import RunResult, result_rows
 from runner.utils.formatting import format_number
 from runner.utils.markup import markdown_code, markdown_text
 

@@ -54,8 +54,9 @@ def plan(run: RunContext) -> RunResult:
     report = built.report
     build_scheduled_optimizers(spec, model, precision, steps=1)  # refuses what a run would refuse
     check_compile_options(spec, precision, device, model)
-    table = _overview(run, built)
-    for name, text in _peak_rows(spec, precision, device).items():
+    table = Table(title=f"plan: {run.label}", title_justify="left", show_header=False)
+    rows = _overview(run, built) | _peak_rows(spec, precision, device)
+    for name, text in rows.items():
         table.add_row(name, text)
     run.console.print(table)
     if built.initial is not None:
@@ -75,8 +76,8 @@ def plan(run: RunContext) -> RunResult:
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
-def _overview(run: RunContext, built: BuiltModel) -> Table:
-    """Return the table of what the run holds before a step."""
+def _overview(run: RunContext, built: BuiltModel) -> dict[str, str]:
+    """Return the table's rows on what the run holds before a step."""
     model = built.model
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     trainable = list(named.values())
@@ -89,7 +90,7 @@ def _overview(run: RunContext, built: BuiltModel) -> Table:
     scale = run.precision.scale(torch.device("cpu")).value
     train = run.spec.train
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.epochs} epochs"
-    rows = {
+    return {
         "device": run.accelerator.name,
         "stored in": _dtypes(model),
         "computed in": run.precision.compute_format,
@@ -102,10 +103,6 @@ def _overview(run: RunContext, built: BuiltModel) -> Table:
         "batch": f"{train.batch_size} x {train.accumulate} micro-batches per step",
         "length": length,
     }
-    table = Table(title=f"plan: {run.label}", title_justify="left", show_header=False)
-    for name, text in rows.items():
-        table.add_row(name, text)
-    return table
 
 
 def _peak_rows(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str, str]:

@@ -132,8 +132,7 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
     if run_spec is None or saved.begun is None or spec.init.weights != run_spec.init.weights:
         weights = spec.init.weights or f"fresh ones (seed {spec.seed})"
         return _Start(_batches(run, saved), checkpoint, None, weights)
-    say = partial(run.console.print, markup=False, soft_wrap=True)
-    state, batches, weights = state_before_step(run_spec, saved, run.device, say)
+    state, batches, weights = state_before_step(run_spec, saved, run.device, run.say)
     with state.precision.session(state.plain_model, run.device):
         checkpoint = LoadedCheckpoint(
             Path(spec.batch or ""), checkpoint_state_dict(state, run_spec)
@@ -355,8 +354,7 @@ def with_run_config(
         return spec, invocation
     untyped = [key for key in RUN_KEYS if not invocation.overrides_key(key)]
     choices = {key: name for key, name in saved.names.items() if key in untyped}
-    invocation = replace(invocation, choices={**invocation.choices, **choices})
-    return merge(config, spec, invocation, untyped), invocation
+    return merge(config, spec, invocation, untyped, choices)
 
 
 def checkpoint_before_step(

@@ -5,14 +5,13 @@ The step at which training continues is that of the newest undamaged checkpoint 
 and the store is found by run_store.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
@@ -53,105 +52,94 @@ class PlannedRun(NamedTuple):
     invocation: Invocation
 
 
-def plan_resume(spec: RunSpec, invocation: Invocation, out: Path, console: Console) -> PlannedRun:
+def plan_resume(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
     """Return the run that checkpoint.resume names, with the keys that were typed now over its own.
 
     The result is this command's own run if there is nothing to resume: no run is named, or it is
     `auto` and this run's folder holds no checkpoint.
 
     Args:
-        spec: as composed.
-        invocation: what was typed.
-        out: this run's own folder; `auto` looks into it, `last` at the folders next to it.
-        console: prints what was skipped.
+        plan: this command's own run; `auto` looks into its folder, `last` at those next to it.
+        say: prints what was skipped.
 
     Raises:
         ConfigError: there is none, it is finished, or no checkpoint of it is whole.
     """
-    where = spec.checkpoint.resume
-    if where is None or spec.mode != "train":
-        return PlannedRun(out, None, spec, invocation)
+    where = plan.spec.checkpoint.resume
+    if where is None or plan.spec.mode != "train":
+        return plan
     if where == AUTO:
-        return _plan_own_folder(spec, invocation, out, console)
+        return _plan_own_folder(plan, say)
     notes: list[str] = []
-    path = str(_newest_run(out, notes)) if where == "last" else where
-    plan = _plan_from(spec, invocation, path, notes)
+    path = str(_newest_run(plan.folder, notes)) if where == "last" else where
+    plan = _plan_from(plan, path, notes)
     for line in notes:
-        console.print(line, markup=False, soft_wrap=True)
+        say(line)
     return plan
 
 
-def _plan_own_folder(
-    spec: RunSpec, invocation: Invocation, out: Path, console: Console
-) -> PlannedRun:
+def _plan_own_folder(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
     """Return the run in its own folder, resumed if that holds an undamaged checkpoint.
 
     A job of a sweep is resumed only as the same job: a search may ask for another one in its
     folder.
     """
+    out = plan.folder
+    invocation = plan.invocation
     files = locate.checkpoints_of_run(out)
-    if not files:
-        _check_interpolations(invocation)
-        if invocation.sweep is None:
-            console.print(
-                f"{out} holds no checkpoint: the run begins.", markup=False, soft_wrap=True
-            )
-        return PlannedRun(out, None, spec, invocation)
     notes: list[str] = []
-    plan = None
-    reason = ""
-    try:
-        plan = _plan_from(spec, invocation, str(out), notes)
-    except ConfigError as error:
-        # Each damaged file has left a note. With fewer notes than files one file is whole, and
-        # the error is about what was typed: starting over would hide it.
-        if len(notes) < len(files):
-            raise
-        reason = str(error)
-    if plan is not None and plan.saved is not None and invocation.sweep:
-        changed = changed_settings(plan.spec, plan.saved)
+    resumed = None
+    reason = "" if invocation.sweep else f"{out} holds no checkpoint: the run begins."
+    if files:
+        try:
+            resumed = _plan_from(plan, str(out), notes)
+        except ConfigError as error:
+            # Each damaged file has left a note. With fewer notes than files one file is whole, and
+            # the error is about what was typed: starting over would hide it.
+            if len(notes) < len(files):
+                raise
+            reason = f"starts over: {error}"
+    if resumed and resumed.saved and invocation.sweep:
+        changed = changed_settings(resumed.spec, resumed.saved)
         if changed:
-            plan = None
-            reason = f"it was another job: {changed}"
-    if plan is None:
-        notes.append(f"starts over: {reason}")
+            resumed = None
+            reason = f"starts over: it was another job: {changed}"
+    if files and resumed is None:
         checkpoint_file.rename_superseded(out / "checkpoints", -1)
     for line in notes:
-        console.print(line, markup=False, soft_wrap=True)
-    if plan is None:
-        _check_interpolations(invocation)
-        return PlannedRun(out, None, spec, invocation)
+        say(line)
+    if resumed:
+        return resumed
+    if reason:
+        say(reason)
+    if invocation.composed_config is not None:
+        # An interpolation that only a checkpoint's values would have resolved is an error.
+        resolve_spec(OmegaConf.create(dict(invocation.composed_config)))
     return plan
 
 
-def _check_interpolations(invocation: Invocation) -> None:
-    """Raise ConfigError for interpolations that only a checkpoint's values would have resolved."""
-    if invocation.composed_config is not None:
-        resolve_spec(OmegaConf.create(dict(invocation.composed_config)))
-
-
-def _plan_from(spec: RunSpec, invocation: Invocation, where: str, notes: list[str]) -> PlannedRun:
+def _plan_from(plan: PlannedRun, where: str, notes: list[str]) -> PlannedRun:
     """Return the run of a checkpoint file, a run's folder or an MLflow id.
 
     Args:
-        spec: as composed.
-        invocation: what was typed.
+        plan: this command's own run.
         where: the file, folder or id.
         notes: gets a line for each damaged file, and then those on the run's store.
 
     Raises:
         ConfigError: it cannot be resumed; the message says what to type.
     """
-    saved = locate.load_newest(where, spec.tracking.get("uri"), "checkpoint.resume", notes)
+    tracking_uri = plan.spec.tracking.get("uri")
+    saved = locate.load_newest(where, tracking_uri, "checkpoint.resume", notes)
     folder = saved.path.parent.parent
-    _check_resumable(saved, folder, invocation, where)
-    merged, invocation = _merge_spec(spec, saved, invocation)
+    _check_resumable(saved, folder, plan.invocation, where)
+    merged, invocation = _merge_spec(plan.spec, saved, plan.invocation)
     problem = _state_problem(merged, saved)
     if problem:
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
     # A list of its own: while an error can still come, `notes` counts damaged files only.
     store_notes: list[str] = []
-    waits = spec.checkpoint.resume == AUTO
+    waits = plan.spec.checkpoint.resume == AUTO
     merged = with_run_store(merged, folder, invocation, waits, store_notes.append)
     notes += store_notes
     return PlannedRun(folder, saved, merged, invocation)
@@ -185,8 +173,7 @@ def _merge_spec(
     checkpoint = {**composed["checkpoint"], **config.values.get("checkpoint", {}), "path": None}
     values = {**config.values, "checkpoint": checkpoint}
     keys = [key for key in values if key not in _KEYS_OF_THE_COMMAND]
-    merged = merge(config._replace(values=values), spec, invocation, keys)
-    return merged, replace(invocation, is_trusted=config.is_signed and invocation.is_trusted)
+    return merge(config._replace(values=values), spec, invocation, keys)
 
 
 def _check_resumable(

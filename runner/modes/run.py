@@ -8,6 +8,7 @@ names the mode.
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -26,9 +27,8 @@ from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
 from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
-from runner.modes.result import RunResult
+from runner.modes.result import RunResult, print_result
 from runner.modes.resume import PlannedRun
-from runner.modes.tables import print_result
 from runner.precision.build import build_precision
 from runner.tracking import journal
 from runner.tracking.tracker import ProcessJournal, RunInfo, Status, Tracker
@@ -79,7 +79,8 @@ def _run(
     rank = strategy.rank
     if not rank.is_main:
         console = silent_console()  # the first process prints for all
-    plan = _check_plan(_plan_resume(spec, invocation, out, console, strategy))
+    plan = PlannedRun(out, None, spec, invocation)
+    plan = _check_plan(_plan_resume(plan, console, strategy))
     # After the resume has chosen the folder: a restarted process continues in the same one.
     torchrun.publish(torchrun.RESUME_KEY, plan.folder)
     out = process_folder(plan.folder, rank)
@@ -105,24 +106,21 @@ def _run(
     return result
 
 
-def _plan_resume(
-    spec: RunSpec, invocation: Invocation, out: Path, console: Console, strategy: Strategy
-) -> PlannedRun:
+def _plan_resume(plan: PlannedRun, console: Console, strategy: Strategy) -> PlannedRun:
     """Return what checkpoint.resume continues; the first process looks for it.
 
     The others take the checkpoint that it found: a file may appear between two looks.
     """
     rank = strategy.rank
-    plan = PlannedRun(out, None, spec, invocation)
-    if rank.is_main:
-        plan = resume.plan_resume(spec, invocation, out, console)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    found = resume.plan_resume(plan, say) if rank.is_main else plan
     if rank.world_size == 1:
-        return plan
-    path = strategy.broadcast_object(str(plan.saved.path) if plan.saved else None)
+        return found
+    path = strategy.broadcast_object(str(found.saved.path) if found.saved else None)
     if rank.is_main or path is None:
-        return plan
-    spec = replace(spec, checkpoint=replace(spec.checkpoint, resume=path))
-    return resume.plan_resume(spec, invocation, out, console)
+        return found
+    checkpoint = replace(plan.spec.checkpoint, resume=path)
+    return resume.plan_resume(plan._replace(spec=replace(plan.spec, checkpoint=checkpoint)), say)
 
 
 def _check_plan(plan: PlannedRun) -> PlannedRun:
@@ -141,10 +139,9 @@ def _check_plan(plan: PlannedRun) -> PlannedRun:
 
         plan = plan_evaluation(plan)
     if mode == "diff" and not problems:
-        from runner.modes.diff_reference import with_diffed_run
+        from runner.modes.diff import plan_diff
 
-        spec, invocation = with_diffed_run(plan.spec, plan.invocation)
-        plan = plan._replace(spec=spec, invocation=invocation)
+        plan = plan_diff(plan)
     problems += check_targets(plan.spec)
     problems += loading_problems(plan.spec.data)
     problems += task_problems(plan.spec.task)

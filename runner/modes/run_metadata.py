@@ -6,6 +6,7 @@ What a training produces (weights, model, tables, chart) is saved by training_ou
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -49,20 +50,23 @@ def config_text(spec: RunSpec) -> str:
 
 def environment_facts(invocation: Invocation) -> dict[str, Any]:
     """Return the command, the versions of packages, and the machine."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
     return {
         "command": [invocation.command_text()] if invocation.given else invocation.command,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": versions,
+        "packages": {package: installed_version(package) for package in PACKAGES},
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
     }
+
+
+@cache
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def git_tags(folder: Path) -> dict[str, str]:

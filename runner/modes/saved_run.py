@@ -7,6 +7,7 @@ written these files, so code that they name is called only as config/trusted_tar
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,12 @@ def _typed_nodes(spec: RunSpec, invocation: Invocation) -> dict[str, Any]:
 
 
 def merge(
-    config: SavedConfig, spec: RunSpec, invocation: Invocation, keys: Collection[str]
-) -> RunSpec:
+    config: SavedConfig,
+    spec: RunSpec,
+    invocation: Invocation,
+    keys: Collection[str],
+    choices: Mapping[str, str] = {},
+) -> tuple[RunSpec, Invocation]:
     """Return this command's spec with a saved run's values of some keys where none was typed.
 
     Args:
@@ -112,6 +117,10 @@ def merge(
         spec: of this command, as composed.
         invocation: what was typed.
         keys: top-level keys that are taken from the run.
+        choices: names of the run's options of these keys.
+
+    Returns:
+        The spec, and the invocation with the names of the run's options.
 
     Raises:
         ConfigError: the settings do not resolve, or name code that is not trusted.
@@ -128,7 +137,11 @@ def merge(
         raise ConfigError(f"{config.key}={config.path}: {error}") from error
     groups = [group for group in TARGET_GROUPS if group in keys]
     check_trusted(config._replace(values=to_dict(resolved)), groups, _typed_nodes(spec, invocation))
-    return resolved
+    return resolved, replace(
+        invocation,
+        choices={**invocation.choices, **choices},
+        is_trusted=config.is_signed and invocation.is_trusted,
+    )
 
 
 def copy_key(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:

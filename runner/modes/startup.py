@@ -36,8 +36,7 @@ from runner.training.schedules import describe_schedule
 from runner.training.state import TrainState
 from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError
-from runner.utils.files import write_json
-from runner.utils.formatting import format_percent, now_ms
+from runner.utils.formatting import first_names, format_percent, now_ms
 from runner.utils.reproducibility import host_rng_state, seed_all, set_host_rng_state
 from runner.utils.secrets import redact_values
 from runner.utils.tensors import MIB, count_elements, stored_bytes
@@ -48,9 +47,6 @@ _ROUNDING_LINES = {
     "fused; train.compile_rounding=eager rounds as the uncompiled model does",
 }
 """What a run that compiles prints, by train.compile_rounding."""
-
-_MAX_BYPASSED_NAMES = 4
-"""Names of bypassed layers that a line shows before it says "and others"."""
 
 
 def prepare_loaders(run: RunContext) -> RunLoaders:
@@ -176,17 +172,19 @@ def check_strategy(state: TrainState, train: TrainSpec) -> None:
         )
     if not state.strategy.shards:
         return
-    unsupported = ""
-    for scheduled in state.optimizers:
-        if hasattr(scheduled.optimizer, "wide_embeddings"):
-            unsupported = f"the low-bit state of {type(scheduled.optimizer).__name__}"
-    if not unsupported and state.complex_parameters:
+    optimizers = [scheduled.optimizer for scheduled in state.optimizers]
+    low_bit = [type(each).__name__ for each in optimizers if hasattr(each, "wide_embeddings")]
+    if low_bit:
+        unsupported = f"the low-bit state of {low_bit[-1]}"
+    elif state.complex_parameters:
         unsupported = "complex weights"
-    if not unsupported and state.sparse_gradient_parameters:
+    elif state.sparse_gradient_parameters:
         unsupported = "sparse gradients"
-    if unsupported:
-        name = state.strategy.name
-        raise ConfigError(f"strategy={name} cannot shard {unsupported}. Type strategy=ddp.")
+    else:
+        return
+    raise ConfigError(
+        f"strategy={state.strategy.name} cannot shard {unsupported}. Type strategy=ddp."
+    )
 
 
 def check_evaluation(
@@ -378,8 +376,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         run.say(initial.describe())
         weights = len(initial.loaded) + len(initial.fresh)
         run.tracker.tags({"init_weights": f"{len(initial.loaded)}/{weights}"})
-        content = initial._asdict()
-        run.save_artifact(run.out / "init_weights.json", lambda path: write_json(path, content))
+        run.save_json("init_weights.json", initial._asdict())
         _warn_of_frozen_fresh(run, built.model, initial)
     for line in built.report.lines():
         run.say(line)
@@ -401,8 +398,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         tags["trainable"] = f"{trainable}/{every}"
         print_trainable(run, trainable, every)
     run.tracker.tags(tags)
-    modules = built.report.to_list()
-    run.save_artifact(run.out / "conversion.json", lambda path: write_json(path, modules))
+    run.save_json("conversion.json", built.report.to_list())
     # Step 0: before anything trains.
     run.tracker.log_metrics([(0, now_ms(), {"memory/weights_mib": weights_mib})])
     return {
@@ -469,9 +465,8 @@ def print_trainable(run: RunContext, trainable: int, every: int) -> None:
     has_adapter = bool(run.spec.adapter.get("_target_"))
     bypassed = run.precision.bypassed
     if has_adapter and bypassed:
-        names = ", ".join([*bypassed][:_MAX_BYPASSED_NAMES])
-        more = " and others" if len(bypassed) > _MAX_BYPASSED_NAMES else ""
-        run.say(f"the adapter leaves {names}{more} out: {next(iter(bypassed.values()))}")
+        reason = next(iter(bypassed.values()))
+        run.say(f"the adapter leaves {first_names([*bypassed], 4)} out: {reason}")
     random = starts_random(run.spec.model) and run.spec.init.weights is None
     start = " init.weights=<checkpoint>" if random else ""
     if not has_adapter and run.precision.freezes:

@@ -15,7 +15,7 @@ from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result
 from runner.modes.execution import FirstStepProof, build_proven_model, starting_model
-from runner.modes.result import RunResult
+from runner.modes.result import RunResult, print_result
 from runner.modes.startup import (
     check_evaluation,
     check_strategy,
@@ -24,7 +24,6 @@ from runner.modes.startup import (
     prepare_loaders,
     try_batch,
 )
-from runner.modes.tables import print_result
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.training_errors import TrainingErrors
 from runner.modes.training_outputs import (

@@ -19,8 +19,7 @@ from rich.console import Console
 from runner.config.overrides import without_program_options
 from runner.config.targets import build_group
 from runner.modes import notes
-from runner.modes.result import RunResult
-from runner.modes.tables import page_url, ui_command
+from runner.modes.result import RunResult, page_url, ui_command
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report import advice_page
 from runner.sweeps.report.columns import sweep_table

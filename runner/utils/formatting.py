@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -37,6 +38,12 @@ def format_share(value: float) -> str:
     """Return a share in percent, with two digits below 99.5 %."""
     # Two digits would make 1e+02 of a whole.
     return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"
+
+
+def first_names(names: Sequence[str], limit: int, separator: str = ", ") -> str:
+    """Return the first names of a list for a sentence, with a count of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return separator.join(names[:limit]) + more
 
 
 def now_ms() -> int:

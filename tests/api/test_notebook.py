@@ -30,7 +30,7 @@ result = runner.run(["precision=16-mixed", "train.max_steps=6", "tracking=none"]
 result
 """
 SWEEP = """
-sweep = runner.sweep(["precision=32-true,bf16-mixed,16-mixed", "train.max_steps=4",
+sweep = runner.sweep(["precision=32-true,bf16-mixed", "train.max_steps=4",
                       "tracking=none"], model=Net, data=data)
 sweep
 """
@@ -79,7 +79,7 @@ def test_a_run_shows_its_progress_and_its_result(notebook):
 def test_a_sweep_over_a_class_of_the_notebook_shows_its_report(notebook):
     cells, _ = notebook
     *bars, report = pages(cells[2])
-    assert len(bars) == 3
+    assert len(bars) == 2
     assert report.startswith('<iframe sandbox="" srcdoc=')
     assert "bf16-mixed" in report
 

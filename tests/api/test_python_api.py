@@ -35,6 +35,16 @@ class Net(nn.Module):
         return self.linear(inputs)
 
 
+def uncopyable():
+    """A model that holds a result of its weights."""
+    net = Net()
+    net.scale = net.linear.weight * 2
+    return net
+
+
+LOADERS = tuple(DataLoader(part, batch_size=16) for part in DATA)
+
+
 @pytest.fixture(autouse=True)
 def _in_folder(main):
     """The working directory and the environment of the test's own command."""
@@ -280,6 +290,9 @@ def test_mode_plan_measures_a_model_object():
         ([], {"model": lambda: 3}, "model=lambda returned an object of type int. Give a torch"),
         ([], {"data": DATA[0]}, "data= is an object of type TensorDataset. Give a tuple of dat"),
         ([], {"data": (DATA[0],)}, "must return"),
+        ([], {"data": LOADERS}, 'runner.run(["train.batch_size=16", ...], data='),
+        ([], {"model": uncopyable()}, "model=Net cannot be copied: "),
+        ([], {"model": uncopyable()}, "Give a function that builds it, as in model=lambda: Net"),
         ([], {"callbacks": [Net]}, "callbacks=[Net] is no callback. Derive it from"),
         ([], {"callbacks": Net}, "callbacks= is an object of type type. Give a list of callbacks."),
         ([], {"loss": 3}, "loss= is an object of type int, which cannot be called."),
@@ -307,19 +320,6 @@ def test_bad_input_is_one_message_before_anything_runs(words, objects, message):
 def test_one_text_in_place_of_a_list_is_refused():
     with pytest.raises(ConfigError, match=r"Give a list of overrides, as in \['precision=16'\]"):
         runner.run("precision=16")
-
-
-def test_a_data_loader_is_refused_with_what_to_give():
-    loaders = tuple(DataLoader(part, batch_size=16) for part in DATA)
-    with pytest.raises(ConfigError, match=r"runner.run\(\[\"train.batch_size=16\", ...\], data="):
-        run(model=Net(), data=loaders)
-
-
-def test_a_model_that_cannot_be_copied_is_refused_with_what_to_give():
-    net = Net()
-    net.scale = net.linear.weight * 2
-    with pytest.raises(ConfigError, match=r"cannot be copied: .*model=lambda: Net"):
-        run(model=net, data=DATA)
 
 
 def test_objects_leave_no_option_behind():

@@ -8,6 +8,7 @@ def test_every_block_runs(root, main):
     for seeds in ('"seed=0,1,2"', '"advise.seeds=3"'):
         assert seeds in text
         text = text.replace(seeds, seeds.replace("0,1,2", "0") + ', "tracking=none"')
+    text = text.replace("advise.steps=20", "advise.steps=4")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 6
     namespace = {"__name__": "__main__"}

@@ -25,14 +25,15 @@ def test_help_lists_options_of_the_user_too(main, tmp_path):
     (tmp_path / "conf" / "model" / "my_net.yaml").write_text("_target_: torch.nn.Identity\n")
     done = main("--help", "--config-dir", str(tmp_path / "conf"), "train.epochs=77")
     assert done.rc == 0
-    for word in ("my_net", "16-mixed", "doctor", "epochs: 77"):
+    words = ("my_net", "16-mixed", "resnet", "doctor", "report", "mode=plan", "epochs: 77")
+    for word in words:
         assert word in done.stdout
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
 def test_pages_of_a_store_with_a_sweep(main, tmp_path):
-    tiny = ["model=mlp", "model.hidden=[4]", "train.max_steps=1"]
-    assert main("-m", "precision=32-true,16-mixed", *tiny).rc == 0
+    command = "-m seed=0,1 model=mlp model.hidden=[4] train.max_steps=1 hydra/launcher=basic"
+    assert main(*command.split()).rc == 0
     database = tmp_path / "outputs" / "mlflow.db"
     uri = f"sqlite:///{database}"
     found = dict(dashboard_urls(uri, "http://h", "precision-runner"))
@@ -42,10 +43,7 @@ def test_pages_of_a_store_with_a_sweep(main, tmp_path):
         rows = store.execute("select key from experiment_tags").fetchall()
     assert list(found) == ["newest sweep", "dashboard", "runs"]
     assert f"viewStateShareKey=precision-runner-{sweep_id}&" in found["newest sweep"]
-    assert {
-        f"mlflow.sharedViewState.precision-runner-{sweep_id}",
-        "mlflow.sharedViewState.precision-runner",
-    } < {key for (key,) in rows}
-    assert dict(dashboard_urls(uri, "http://h", "another")) == {
-        "no experiment 'another' yet": "http://h"
-    }
+    view = "mlflow.sharedViewState.precision-runner"
+    assert {f"{view}-{sweep_id}", view} < {key for (key,) in rows}
+    found = dict(dashboard_urls(uri, "http://h", "another"))
+    assert found == {"no experiment 'another' yet": "http://h"}

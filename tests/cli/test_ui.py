@@ -16,8 +16,8 @@ from runner.tracking.tracker import NOTE_TAG
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def test_a_user_who_may_only_read_sees_the_existing_dashboards(tmp_path, monkeypatch):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_a_user_who_may_only_read_sees_the_existing_dashboards(empty_store, tmp_path, monkeypatch):
+    uri = empty_store(tmp_path / "mlflow.db")
     assert dict(dashboard_urls(uri, "http://h", "mine")) == {"no experiment 'mine' yet": "http://h"}
     client = MlflowClient(uri)
     mine = client.create_experiment("mine", artifact_location=str(tmp_path))
@@ -40,9 +40,8 @@ def test_a_store_that_is_not_there_is_made_as_a_first_run_makes_it(tmp_path, mon
     made = []
     monkeypatch.setattr("runner.tracking.writer.store._create", lambda *given: made.append(given))
     database = tmp_path / "outputs" / "mlflow.db"
-    assert dict(dashboard_urls(f"sqlite:///{database}", "http://h", "mine")) == {
-        "no experiment 'mine' yet": "http://h"
-    }
+    found = dict(dashboard_urls(f"sqlite:///{database}", "http://h", "mine"))
+    assert found == {"no experiment 'mine' yet": "http://h"}
     assert len(made) == 1
     assert database.with_name("mlflow.db.lock").exists()
 

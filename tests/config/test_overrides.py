@@ -30,74 +30,30 @@ def test_names_that_hydra_would_read_as_something_else(given, wanted):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "precision=16-mixed",
-        "precision=glob(*-mixed)",
-        "precision.dtype=16",
-        "seed=16",
-        "~debug",
-        "train.max_steps=null",
-        "mode=plan",
-        "precision=",
-        "hydra.run.dir=x",
-    ],
-)
-def test_all_else_stays(text):
-    assert rewrite_arguments([text]) == [text]
-
-
-@pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ("explain blocks.0", ["mode=explain", "explain='blocks.0'"]),
-        ("explain precision=16 *.qkv", ["mode=explain", "explain='*.qkv'", "precision=16-mixed"]),
-        ("explain -cd lab a", ["mode=explain", "explain='a'", "-cd", "lab"]),
-        ("explain ~debug", ["mode=explain", "~debug"]),
-        ("explain a b", ["mode=explain", "explain='a'", "b"]),
-        ("explain=a", ["explain=a"]),
-    ],
-)
-def test_the_command_explain_is_short_for_its_mode(given, wanted):
-    assert rewrite_arguments(given.split()) == wanted
-
-
-def test_tags_need_no_mark():
-    assert rewrite_arguments(["tracking.tags.team=x", "+tracking.tags.a=1"]) == [
-        "++tracking.tags.team=x",
-        "+tracking.tags.a=1",
-    ]
-
-
-def test_the_dtype_of_an_optimizers_state_needs_no_mark():
-    typed = ["optimizer.state_dtype=bfloat16", "optimizer.rest.state_dtype=null", "optimizer.lr=1"]
-    marked = ["++optimizer.state_dtype=bfloat16", "++optimizer.rest.state_dtype=null"]
-    assert rewrite_arguments(typed) == [*marked, "optimizer.lr=1"]
-
-
-def test_what_loads_data_needs_no_mark():
-    assert rewrite_arguments(["data.collate=a.b", "data.sampler._target_=a.c", "data.root=x"]) == [
-        "++data.collate=a.b",
-        "++data.sampler._target_=a.c",
-        "data.root=x",
-    ]
-
-
-def test_checkpoint_is_short_for_its_path(tmp_path):
-    assert rewrite_arguments(["checkpoint=ab12"]) == ["checkpoint.path=ab12"]
-    assert rewrite_arguments(["checkpoint=a,b"]) == ["checkpoint.path=a,b"]  # a sweep
-    assert rewrite_arguments(["checkpoint.keep=2", "checkpoint="]) == [
-        "checkpoint.keep=2",
-        "checkpoint=",
-    ]
-    odd = tmp_path / "lr=0.1, (b).pt"
-    odd.touch()
-    assert rewrite_arguments([f"checkpoint={odd}"]) == [f"checkpoint.path='{odd}'"]
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
+        # The command explain is short for its mode.
+        ("explain blocks.0", "mode=explain explain='blocks.0'"),
+        ("explain precision=16 *.qkv", "mode=explain explain='*.qkv' precision=16-mixed"),
+        ("explain -cd lab a", "mode=explain explain='a' -cd lab"),
+        ("explain ~debug", "mode=explain ~debug"),
+        ("explain a b", "mode=explain explain='a' b"),
+        ("explain=a", "explain=a"),
+        # Keys that no yaml lists need no mark.
+        ("tracking.tags.team=x +tracking.tags.a=1", "++tracking.tags.team=x +tracking.tags.a=1"),
+        (
+            "optimizer.state_dtype=bfloat16 optimizer.rest.state_dtype=null optimizer.lr=1",
+            "++optimizer.state_dtype=bfloat16 ++optimizer.rest.state_dtype=null optimizer.lr=1",
+        ),
+        (
+            "data.collate=a.b data.sampler._target_=a.c data.root=x",
+            "++data.collate=a.b ++data.sampler._target_=a.c data.root=x",
+        ),
+        # checkpoint= is short for its path, also in a sweep.
+        ("checkpoint=ab12", "checkpoint.path=ab12"),
+        ("checkpoint=a,b", "checkpoint.path=a,b"),
+        ("checkpoint.keep=2 checkpoint=", "checkpoint.keep=2 checkpoint="),
+        # Flags come after the overrides.
         ("-m seed=0,1", "seed=0,1 -m"),
         ("model=vit -m seed=0,1", "model=vit seed=0,1 -m"),
         ("a=1 --config-dir lab b=2", "a=1 b=2 --config-dir lab"),
@@ -109,8 +65,24 @@ def test_checkpoint_is_short_for_its_path(tmp_path):
         ("-sc query=bash", "query=bash -sc"),
     ],
 )
-def test_flags_come_after_the_overrides(given, wanted):
+def test_a_command_is_rewritten(given, wanted):
     assert rewrite_arguments(given.split()) == wanted.split()
+
+
+UNCHANGED = (
+    "precision=16-mixed precision=glob(*-mixed) precision.dtype=16 seed=16 ~debug"
+    " train.max_steps=null mode=plan precision= hydra.run.dir=x"
+)
+
+
+def test_all_else_stays():
+    assert rewrite_arguments(UNCHANGED.split()) == UNCHANGED.split()
+
+
+def test_the_path_of_a_file_is_quoted(tmp_path):
+    odd = tmp_path / "lr=0.1, (b).pt"
+    odd.touch()
+    assert rewrite_arguments([f"checkpoint={odd}"]) == [f"checkpoint.path='{odd}'"]
 
 
 def test_config_dir():

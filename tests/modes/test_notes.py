@@ -45,11 +45,13 @@ def test_no_text_ends_the_code(text):
     assert code.endswith(fence)
 
 
-def test_an_error_cannot_add_lines_or_tags():
-    note = notes.failed_note(COMMAND, "FAILED", "a\n# b <img src=x>")
-    assert note.startswith("**FAILED**: a # b &lt;img src=x&gt;\n\n`python")
-
-
-def test_an_error_is_no_markup():
-    note = notes.failed_note(COMMAND, "FAILED", "Net.__init__() takes [x](http://y) `z`, **k")
-    assert note.startswith(r"**FAILED**: Net.\_\_init\_\_() takes [x\](http://y) \`z\`, \*\*k")
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ("a\n# b <img src=x>", "a # b &lt;img src=x&gt;"),
+        ("__init__() [x](http://y) `z` **k", r"\_\_init\_\_() [x\](http://y) \`z\` \*\*k"),
+    ],
+)
+def test_an_error_adds_no_lines_tags_or_markup(error, shown):
+    note = notes.failed_note(COMMAND, "FAILED", error)
+    assert note.startswith(f"**FAILED**: {shown}\n\n`python")

@@ -16,30 +16,18 @@ from runner.modes import training_callbacks
 from runner.modes.run import run
 from runner.training.callbacks.callback import dispatch
 from runner.training.records import EvalRecord
-from runner.utils.reproducibility import rng_state, set_rng_state
+from runner.utils.folder_lock import folder_lock
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
 QUICK = (
-    "train.max_steps=12",
-    "train.eval_every=5",
-    "train.log_every=3",
-    "train.batch_size=8",
-    "checkpoint.keep=99",
-    "tracking=none",
+    "train.max_steps=12 train.eval_every=5 train.log_every=3 train.batch_size=8"
+    " checkpoint.keep=99 tracking=none"
 )
-MLP = ("model=mlp", "model.hidden=[16]")
+MLP = "model=mlp model.hidden=[32]"  # a width that NVFP4 takes
 GPT = (
-    "model=gpt",
-    "data=synthetic_tokens",
-    "data.count=80",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "model.dropout=0.2",
-    "data.context=8",
-    "optimizer=adamw",
+    "model=gpt model.layers=1 model.width=16 model.heads=2 model.dropout=0.2 optimizer=adamw"
+    " data=synthetic_tokens data.count=80 data.context=8"
 )
 
 
@@ -68,10 +56,8 @@ class Net(nn.Module):
 
 
 OWN = (
-    f"model._target_={__name__}.Net",
-    f"data._target_={__name__}.noisy_data",
-    "data.meta.input=[4]",
-    "data.meta.classes=3",
+    f"model=mlp model._target_={__name__}.Net data=digits data._target_={__name__}.noisy_data"
+    " data.meta.input=[4] data.meta.classes=3"
 )
 
 
@@ -111,11 +97,8 @@ def tensors(value, prefix=""):
 
 
 def bits(tensor):
-    plain = (
-        tensor.dequantize()
-        if type(tensor) is not torch.Tensor and hasattr(tensor, "dequantize")
-        else tensor
-    )
+    is_packed = type(tensor) is not torch.Tensor and hasattr(tensor, "dequantize")
+    plain = tensor.dequantize() if is_packed else tensor
     return plain.detach().contiguous().flatten().view(torch.uint8)
 
 
@@ -132,10 +115,11 @@ def same_numbers(one, other):
 def check(main, compose, records, tmp_path):
     """Compare a run with one that is interrupted at each of some steps, and resumed."""
 
-    def compare(steps, *typed):
+    def compare(steps, words):
         folder = tmp_path / "whole"
-        spec = compose(*QUICK, f"checkpoint.every_steps={math.gcd(*steps)}", *typed)
-        run(spec, folder, Invocation(overrides=typed))
+        typed = words.split()
+        spec = compose(*QUICK.split(), f"checkpoint.every_steps={math.gcd(*steps)}", *typed)
+        run(spec, folder, Invocation(overrides=tuple(typed)))
         whole, end = [*records], checkpoint_file.load(locate.find_checkpoint(str(folder)))
         for step in steps:
             copy = tmp_path / f"cut-{step}"
@@ -155,82 +139,92 @@ def check(main, compose, records, tmp_path):
     return compare
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        "64-true",
-        "32-true",
-        "16-mixed",
-        "bf16-mixed",
-        "16-true",
-        "bf16-true",
-        "bnb-int8-training",
-        "float8-tensorwise",
-        "float8-rowwise",
-        "transformer-engine",
-        "transformer-engine-nvfp4",
-    ],
-)
-def test_every_precision_resumes_bit_by_bit(precision, check):
-    imitated = precision.startswith(("float8", "transformer-engine"))
-    more = ("precision.emulate=true",) if imitated else ()
-    if precision == "16-true":
-        more = ("optimizer.eps=1e-4",)
-    if precision == "16-mixed":
-        more = ("precision.loss_scale.init_scale=1e9", "precision.loss_scale.growth_interval=3")
-    more += ("model.hidden=[32]",)  # what NVFP4 takes
-    check((7,), *MLP, f"precision={precision}", *more)
+EMULATED = "precision.emulate=true"
+SMALL_SCALE = "precision.loss_scale.init_scale=1e9 precision.loss_scale.growth_interval=3"
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bnb-nf4"])
-def test_dropout_and_adapters_resume_bit_by_bit(precision, check):
-    more = ("adapter=lora",) if precision == "bnb-nf4" else ()
-    check((4,), *GPT, f"precision={precision}", *more)
+def more(*words):
+    """A further example of what another row shows."""
+    return pytest.param(*words, marks=pytest.mark.extended)
 
 
 @pytest.mark.parametrize(
     ("precision", "words"),
     [
-        ("32-true", ["adapter.init=pissa", "adapter.rank=2"]),
-        ("bf16-true", ["adapter.init=olora", "adapter.use_rslora=true", "adapter.rank=2"]),
-        ("16-mixed", ["adapter.use_dora=true", "adapter.dropout=0.1"]),
-        ("32-true", ["adapter.use_dora=true", "adapter.init=pissa_niter_16", "adapter.rank=2"]),
-        ("bnb-nf4", ["adapter.init=loftq", "adapter.rank=2"]),
-        ("bnb-int8", []),
+        ("16-mixed", SMALL_SCALE),
+        ("bf16-true", ""),
+        ("bnb-int8-training", ""),
+        ("transformer-engine", EMULATED),
+        more("64-true", ""),
+        more("32-true", ""),
+        more("bf16-mixed", ""),
+        more("16-true", "optimizer.eps=1e-4"),
+        more("float8-tensorwise", EMULATED),
+        more("float8-rowwise", EMULATED),
+        more("transformer-engine-nvfp4", EMULATED),
     ],
-    ids=str,
 )
-def test_every_kind_of_addition_resumes_bit_by_bit(precision, words, check):
-    check((4,), *GPT, f"precision={precision}", "adapter=lora", *words)
+def test_every_precision_resumes_bit_by_bit(precision, words, check):
+    check((7,), f"{MLP} precision={precision} {words}")
+
+
+@pytest.mark.parametrize(
+    ("precision", "words"),
+    [
+        ("32-true", ""),
+        ("16-mixed", "adapter=lora adapter.use_dora=true adapter.dropout=0.1"),
+        ("bnb-nf4", "adapter=lora adapter.init=loftq adapter.rank=2"),
+        more("16-mixed", ""),
+        more("bnb-nf4", "adapter=lora"),
+        more("bnb-int8", "adapter=lora"),
+        more("32-true", "adapter=lora adapter.init=pissa adapter.rank=2"),
+        more("bf16-true", "adapter=lora adapter.init=olora adapter.use_rslora=true adapter.rank=2"),
+        more(
+            "32-true",
+            "adapter=lora adapter.use_dora=true adapter.init=pissa_niter_16 adapter.rank=2",
+        ),
+    ],
+)
+def test_dropout_and_every_adapter_resume_bit_by_bit(precision, words, check):
+    check((4,), f"{GPT} precision={precision} {words}")
 
 
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
     [
-        ("sgd", "cosine"),
         ("adam8bit", "linear"),
-        ("lion8bit", "constant"),
-        ("adamw4bit", "cosine"),
-        ("muon", "constant"),
-        ("adamwfp8", "cosine"),
-        ("adamw8bit", "onecycle"),
+        ("muon", "cosine"),
         ("lbfgs", "constant"),
+        ("adamw8bit", "onecycle"),
+        more("sgd", "cosine"),
+        more("lion8bit", "constant"),
+        more("adamw4bit", "cosine"),
+        more("adamwfp8", "cosine"),
     ],
 )
 def test_every_optimizer_and_schedule_resumes_bit_by_bit(optimizer, scheduler, check):
-    typed = (f"optimizer={optimizer}", f"scheduler={scheduler}", "precision=bf16-true")
-    check((5,), *MLP, *typed)
+    check((5,), f"{MLP} optimizer={optimizer} scheduler={scheduler} precision=bf16-true")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [2, more(0)])
 def test_each_sample_of_an_interrupted_epoch_is_seen_once_with_its_noise(workers, check):
-    typed = (f"train.num_workers={workers}", "train.accumulate=2", "data=digits", *OWN)
-    check((1, 5), "model=mlp", *typed)
+    check((1, 5), f"{OWN} train.num_workers={workers} train.accumulate=2")
 
 
-def test_generators_come_back(tmp_path):
-    states = rng_state(CPU)
-    torch.save(states, tmp_path / "rng.pt")
-    drew = [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()]
-    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True), CPU)
-    assert [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()] == drew
+def test_the_later_checkpoints_of_a_run_that_resumes_at_an_earlier_step_are_renamed(main, tmp_path):
+    words = f"{QUICK} {MLP} checkpoint.every_steps=4 hydra.run.dir=run"
+    assert main(*words.split()).rc == 0
+    first, *later = sorted((tmp_path / "run" / "checkpoints").glob("step-*.pt"))
+    done = main(f"checkpoint.resume={first}", "train.max_steps=6")
+    assert "resumed at step 4 of 6" in done.stdout
+    renamed = sorted((tmp_path / "run" / "checkpoints").glob("*.superseded"))
+    assert renamed == [path.with_suffix(".superseded") for path in later]
+
+
+def test_a_second_command_in_a_runs_folder_is_refused(main, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with folder_lock(folder):
+        done = main(*f"{QUICK} {MLP} hydra.run.dir={folder}".split())
+    assert done.rc == 2
+    assert f"error: {folder}: another command is running in this folder." in done.stderr

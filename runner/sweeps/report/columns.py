@@ -13,8 +13,7 @@ from typing import Any
 from rich.table import Table as TerminalTable
 
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE
-from runner.modes.result import RunResult
-from runner.modes.tables import change_since_training, memory_saving
+from runner.modes.result import RunResult, change_since_training, memory_saving
 from runner.sweeps.report.wording import (
     VERDICT_TONES,
     difference_words,

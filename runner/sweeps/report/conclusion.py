@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from runner.modes.tables import shared_settings
+from runner.modes.result import shared_settings
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     VERDICT_WORDS,

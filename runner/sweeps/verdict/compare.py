@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from runner.modes.result import RunResult
-from runner.modes.tables import change_since_training, shared_settings
+from runner.modes.result import RunResult, change_since_training, shared_settings
 from runner.sweeps.verdict.statistics import (
     Difference,
     Ratio,
