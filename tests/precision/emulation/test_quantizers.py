@@ -51,7 +51,13 @@ def plain_blocks(x, fmt, rule, shape):
     return out
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (1, 32), (1, 128), (16, 16), (32, 32), (128, 128)])
+FURTHER_SHAPES = [(1, 16), (1, 32), (16, 16), (128, 128)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 128), (32, 32), *(pytest.param(s, marks=pytest.mark.extended) for s in FURTHER_SHAPES)],
+)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
 def test_blocks_equal_a_plain_reference_bit_by_bit(rule, fmt, shape):

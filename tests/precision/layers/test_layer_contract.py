@@ -233,19 +233,20 @@ def test_outputs_and_gradients_are_near_those_of_float32(kind):
     assert relative_error(evaluation, training) < 0.02
 
 
-@pytest.mark.parametrize("shape", [(80,), (0, 80), (1, 80), (2, 0, 80), (2, 3, 80), (17, 80)])
 @every_kind
-def test_a_layer_takes_any_number_of_rows(kind, shape):
+def test_a_layer_takes_any_number_of_rows(kind):
     precision, model = convert(kind)
-    x = torch.ones(shape, requires_grad=True)
-    for mode in (True, False):
-        output = run_forward(precision, model.train(mode), x)
-        assert output.shape == (*shape[:-1], 48)
-        assert output.isfinite().all()
-    output.float().sum().backward()
-    assert (x.grad.shape, x.grad.dtype) == (shape, torch.float32)
-    rows = output[..., 0].numel()
-    assert torch.equal(model.head.bias.grad.float(), torch.full((48,), float(rows)))
+    for shape in ((80,), (0, 80), (1, 80), (2, 0, 80), (2, 3, 80), (17, 80)):
+        model.zero_grad()
+        x = torch.ones(shape, requires_grad=True)
+        for mode in (True, False):
+            output = run_forward(precision, model.train(mode), x)
+            assert output.shape == (*shape[:-1], 48)
+            assert output.isfinite().all(), shape
+        output.float().sum().backward()
+        assert (x.grad.shape, x.grad.dtype) == (shape, torch.float32)
+        rows = output[..., 0].numel()
+        assert torch.equal(model.head.bias.grad.float(), torch.full((48,), float(rows))), shape
 
 
 @every_kind
