@@ -263,7 +263,10 @@ class _WideStep:
             return kept
         for p in params:
             value = self.optimizer.state[p].pop(key, None)
-            kept[p] = self.store.new_state(p.detach()) if value is None else value
+            if value is None:
+                value = self.store.new_state(p.detach())
+            assert value is not None
+            kept[p] = value
         return kept
 
     def _widen(self, params: Sequence[Tensor], kept: Mapping[Tensor, Tensor]) -> SteppedWeights:

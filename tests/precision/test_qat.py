@@ -8,10 +8,9 @@ import copy
 
 import pytest
 import torch
-from precision_models import load_precision, reloaded, run_forward, skip_reasons, train_state
+from precision_models import load_precision, run_forward, skip_reasons, train_state
 from torch import nn
 
-from runner.models.mlp import MLP
 from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.training.adapters import Lora
 from runner.training.step import train_step
@@ -47,37 +46,6 @@ def test_the_forward_in_training_is_that_of_the_packed_model(name, compute):
         assert torch.equal(*outputs)
     with torch.no_grad():
         assert not torch.equal(outputs[0].float(), model(inputs))
-
-
-@every_format
-def test_trained_weights_enter_each_of_the_three_precisions(name):
-    model, inputs = model_and_inputs()
-    precision = load_precision(f"qat-{name}")
-    trained, _ = precision.convert(model)
-    state = reloaded(trained.state_dict())
-    assert precision.layout == ""
-    assert {value.dtype for value in state.values()} == {torch.float32}
-    with torch.no_grad():
-        wanted = trained(inputs)
-    for other in ("32-true", name, f"qat-{name}"):
-        plain, _ = model_and_inputs(seed=1)
-        plain.load_state_dict(state, strict=True)
-        converted, _ = load_precision(other).convert(plain)
-        with torch.no_grad():
-            found = converted(inputs)
-        assert found.allclose(wanted, rtol=1e-5, atol=1e-5) == (other != "32-true")
-
-
-@every_format
-def test_a_step_changes_the_float32_weights(name):
-    precision = load_precision(f"qat-{name}")
-    model, _ = precision.convert(MLP([8, 8], 10, [32]))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    batch = torch.randn(16, 8, 8), torch.randint(10, (16,))
-    train_step(train_state(precision, model), [batch])
-    after = model.state_dict()
-    assert not any(torch.equal(before[key], after[key]) for key in before)
-    assert {value.dtype for value in after.values()} == {torch.float32}
 
 
 def test_gradients_of_gradients_are_those_of_the_rounded_weights():

@@ -22,7 +22,6 @@ from layer_kinds import (
     plain_model,
     tied_model,
     train_step,
-    unpacked_kinds,
 )
 from precision_models import CPU, count_calls, relative_error, reloaded, run_forward, skip_reasons
 from torch import nn
@@ -96,25 +95,6 @@ def test_parameters_keep_names_objects_dtypes_and_frozen_flags(kind):
     trained = {name for name, parameter in after.items() if parameter.grad is not None}
     assert trained == set(after) - frozen
     assert {after[name].grad.dtype for name in trained} == {precision.storage}
-
-
-@every_kind
-def test_a_hook_on_a_layer_runs_until_its_handle_removes_it(kind):
-    model, seen = plain_model(), []
-    handle = model.body.register_forward_hook(lambda *_: seen.append(1))
-    precision, model = convert(kind, model)
-    outputs(precision, model)
-    handle.remove()
-    outputs(precision, model)
-    assert seen == [1, 1]
-
-
-@unpacked_kinds
-def test_a_hook_on_a_weight_sees_its_gradient(kind):
-    model, seen = plain_model(), []
-    model.body.weight.register_hook(lambda gradient: seen.append(gradient.shape))
-    train_step(*convert(kind, model))
-    assert seen == [(48, 80)]
 
 
 @packed_kinds
