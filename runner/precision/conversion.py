@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from runner.precision.keep_fp32 import ISLAND_REASON, no_op_hook
+from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
@@ -260,7 +260,7 @@ def classify_modules(
         path = name or ROOT_NAME
         # The user's own choice is named first, then what the model does, then what the layer is.
         if module in kept:
-            why = ISLAND_REASON
+            why = KEEP_FP32_REASON
         elif module in ignored:
             why = IGNORED_REASON
         elif rules.bypassed.get(path):

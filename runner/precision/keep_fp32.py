@@ -18,10 +18,10 @@ from runner.utils.errors import ConfigError
 from runner.utils.module_tape import is_in_backward
 from runner.utils.modules import outermost_names, select_modules
 
-ISLAND_REASON = "kept in float32 by precision.keep_fp32"
+KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"
 
 
-class Float32Island:
+class KeptInFloat32:
     """Mixin before a module's own class, whose forward computes in float32 and returns the dtype of
     the modules around it."""
 
@@ -77,7 +77,7 @@ def keep_in_float32(model: nn.Module, names: Collection[str], storage: torch.dty
     """
     for name in names:
         module = model.get_submodule(name)
-        if not isinstance(module, Float32Island):
+        if not isinstance(module, KeptInFloat32):
             module.__class__ = _float32_class(type(module))
             module._surroundings = storage  # type: ignore[assignment]
             # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call
@@ -118,7 +118,7 @@ def no_op_hook(module: nn.Module, args: Any) -> None:
 
 @cache
 def _float32_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Float32{kind.__name__}", (Float32Island, kind), {})
+    return type(f"Float32{kind.__name__}", (KeptInFloat32, kind), {})
 
 
 def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:

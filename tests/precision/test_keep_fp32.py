@@ -7,7 +7,7 @@ from torch import nn
 
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
-from runner.precision.keep_fp32 import Float32Island, find_kept_modules, keep_in_float32
+from runner.precision.keep_fp32 import KeptInFloat32, find_kept_modules, keep_in_float32
 from runner.utils.errors import ConfigError
 
 OTHERS = ("16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true")
@@ -119,7 +119,7 @@ def test_names_class_hooks_and_copies_survive():
     x = torch.randn(3, 4)
     assert torch.equal(forward(precision, model, x), forward(precision, copy.deepcopy(model), x))
     assert len(seen) == 2
-    assert isinstance(copy.deepcopy(model).head, Float32Island)
+    assert isinstance(copy.deepcopy(model).head, KeptInFloat32)
 
 
 def test_modules_of_one_class_share_one_new_class_and_are_wrapped_once():
@@ -127,7 +127,7 @@ def test_modules_of_one_class_share_one_new_class_and_are_wrapped_once():
     for _ in range(2):
         keep_in_float32(model, ["inner1", "head"], torch.bfloat16)
     assert type(model.inner1) is type(model.head)
-    assert type(model.head).__mro__.count(Float32Island) == 1
+    assert type(model.head).__mro__.count(KeptInFloat32) == 1
     assert len(model.head._forward_pre_hooks) == 1
 
 
@@ -144,7 +144,7 @@ def test_a_pattern_that_matches_nothing_names_near_modules():
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_root_itself_can_be_kept(name, model):
     precision, model = converted(name, copy.deepcopy(model), "*")
-    assert [m for m in model.modules() if isinstance(m, Float32Island)] == [model]
+    assert [m for m in model.modules() if isinstance(m, KeptInFloat32)] == [model]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert forward(precision, model, torch.randn(3, 4)).dtype is precision.storage
 
@@ -226,8 +226,8 @@ def test_complex_parameters_of_a_kept_module_are_complex64():
 def test_the_fast_path_of_a_transformer_calls_a_kept_module(name, part, monkeypatch):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     precision, model = converted(name, nn.Sequential(layer), part)
-    calls, real = [], Float32Island.forward
-    monkeypatch.setattr(Float32Island, "forward", lambda *a, **k: calls.append(1) or real(*a, **k))
+    calls, real = [], KeptInFloat32.forward
+    monkeypatch.setattr(KeptInFloat32, "forward", lambda *a, **k: calls.append(1) or real(*a, **k))
     model.eval()
     with torch.no_grad():
         out = forward(precision, model, torch.randn(2, 3, 8))

@@ -151,6 +151,7 @@ def test_a_sweep_reports_an_own_precision(own, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_advice_names_the_cause_of_its_failure(own, tmp_path):
     words = ("model=loud", "mode=advise", "precision=own-half,own-single", "optimizer=sgd")
     lengths = ("advise.steps=10", "advise.seeds=3", "advise.budget=3m")
