@@ -18,7 +18,7 @@ from torch import nn
 
 from runner.precision.contract import Precision
 from runner.precision.emulation.cpu_kernels import choose_kernels
-from runner.precision.keep_fp32 import Float32Island
+from runner.precision.keep_fp32 import KeptInFloat32
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import Task
 from runner.utils.formatting import first_names
@@ -139,7 +139,7 @@ class Failure:
         is empty where the failing module is the model itself, or none, or in float32 already.
         """
         name, module = self.name_and_module
-        if not name or isinstance(module, Float32Island):
+        if not name or isinstance(module, KeptInFloat32):
             return ""
         # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -16,7 +16,7 @@ from runner.modes.execution import build_execution, starting_model
 from runner.modes.result import RunResult
 from runner.modes.startup import try_batch
 from runner.precision.conversion import ROOT_NAME, ModuleConversion
-from runner.precision.keep_fp32 import ISLAND_REASON, Float32Island
+from runner.precision.keep_fp32 import KEEP_FP32_REASON, KeptInFloat32
 from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model
 from runner.training.model import BuiltModel
@@ -146,8 +146,8 @@ def _conversion_text(
         # precision.keep_fp32 selects the module or one that holds it.
         parts = name.split(".") if name else []
         holders = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
-        is_kept = any(isinstance(model.get_submodule(each), Float32Island) for each in holders)
-        return f"no: {ISLAND_REASON}" if is_kept else "-"
+        is_kept = any(isinstance(model.get_submodule(each), KeptInFloat32) for each in holders)
+        return f"no: {KEEP_FP32_REASON}" if is_kept else "-"
     if not reported.done:
         return f"no: {reported.why}"
     remark = f" ({reported.why})" if reported.why else ""

@@ -19,7 +19,7 @@ from runner.diagnostics.memory.forecast import (
 from runner.modes.context import RunContext
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision
-from runner.precision.keep_fp32 import Float32Island
+from runner.precision.keep_fp32 import KeptInFloat32
 from runner.precision.weight_updates import UpdateRule
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
@@ -70,9 +70,9 @@ def plan(run: RunContext) -> RunResult:
         )
     run.out.mkdir(parents=True, exist_ok=True)
     write_json(run.out / "conversion.json", report.to_list())
-    islands = [n for n, m in model.named_modules() if isinstance(m, Float32Island)]
-    if islands:
-        run.console.print(f"kept in float32: {', '.join(islands)}", markup=False)
+    kept = [n for n, m in model.named_modules() if isinstance(m, KeptInFloat32)]
+    if kept:
+        run.console.print(f"kept in float32: {', '.join(kept)}", markup=False)
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 

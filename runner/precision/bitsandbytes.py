@@ -66,12 +66,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
         problems = options.choice_problems("mode", self.mode, MODES)
         built_in = {mode: f"bnb-{mode}" for mode in MODES}
         problems += options.name_problems(self.name, "mode", self.mode, built_in)
-        if self.compute_dtype not in COMPUTE_DTYPES:
-            allowed = ", ".join(COMPUTE_DTYPES)
-            problems.append(
-                f"precision.compute_dtype={self.compute_dtype}: the kernels compute in {allowed} "
-                "only. Type one of them."
-            )
+        problems += options.choice_problems("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         if self.threshold < 0:
             problems.append(
                 f"precision.threshold={self.threshold} is negative. Allowed: 0 (none) and up."
@@ -81,8 +76,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 f"precision.threshold={self.threshold}: {self.mode} has none. Type "
                 "precision=bnb-int8, or leave it out."
             )
-        options.refuse(problems)
-        options.refuse(options.product_problems(self))
+        options.refuse(problems + options.product_problems(self))
         self.compute = options.DTYPES[self.compute_dtype]
         # In every other mode the packed weights are all that is stored.
         if self.mode != "int8-training":
@@ -96,11 +90,10 @@ class BitsandbytesPrecision(ConvertingPrecision):
     def require(self, device: torch.device) -> None:
         # Compute capabilities of the library's kernels: Turing for int8, Pascal for 4 bits.
         min_capability = (7, 5) if self._is_int8 else (6, 0)
-        needed = options.dotted(min_capability)
         if device.type not in ("cpu", "cuda"):
             raise Unavailable(
                 f"precision={self.name} needs a CPU or an NVIDIA GPU of compute capability "
-                f"{needed} or higher; this run is on {device.type}.",
+                f"{options.dotted(min_capability)} or higher; this run is on {device.type}.",
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:
@@ -117,13 +110,10 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 f"{device.type} (CUDA {torch.version.cuda}) does not load.",
                 "Type python -m bitsandbytes to see why, or precision=bf16-true.",
             )
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < min_capability:
-            actual = options.dotted(torch.cuda.get_device_capability(device))
-            raise Unavailable(
-                f"precision={self.name} needs compute capability {needed} or higher; "
-                f"{device} ({torch.cuda.get_device_name(device)}) has {actual}.",
-                f"Nearest that runs here: precision={options.native_half_prefix(device)}-true.",
-            )
+        if device.type == "cuda":
+            nearest = f"{options.native_half_prefix(device)}-true"
+            remedy = f"Nearest that runs here: precision={nearest}."
+            options.require_capability(self.name, device, min_capability, remedy)
         if self.compute is torch.bfloat16:
             options.require_bfloat16(
                 f"{self.name} precision.compute_dtype=bfloat16",
@@ -150,14 +140,11 @@ class BitsandbytesPrecision(ConvertingPrecision):
         from runner.precision.layers.bnb_linear import Linear4bit, Linear8bit, Linear8bitTrained
 
         module.to(device)
+        attributes = {"compute_dtype": self.compute, "threshold": self.threshold}
         if self.mode == "int8-training":
-            change_class(
-                module, Linear8bitTrained, compute_dtype=self.compute, threshold=self.threshold
-            )
+            change_class(module, Linear8bitTrained, **attributes)
         elif self.mode == "int8":
-            Linear8bit.convert_in_place(
-                module, compute_dtype=self.compute, threshold=self.threshold
-            )
+            Linear8bit.convert_in_place(module, **attributes)
         else:
             quant_type, _, nested = self.mode.partition("-")
             Linear4bit.convert_in_place(module, quant_type, bool(nested), self.compute)

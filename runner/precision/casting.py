@@ -88,8 +88,8 @@ def float64_to_float32(nest: Any) -> Any:
     return to_single(nest) if isinstance(nest, Tensor) else tree_map(to_single, nest)
 
 
-def cast_floats(model: nn.Module, dtype: torch.dtype, islands: Collection[str] = ()) -> None:
-    """Cast a model's parameters and buffers in place, outside the islands.
+def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str] = ()) -> None:
+    """Cast a model's parameters and buffers in place, outside the modules kept in float32.
 
     A parameter object stays the same, so ties, hooks and frozen flags survive; a buffer that
     modules share is cast once, so that they still share it.
@@ -97,14 +97,14 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, islands: Collection[str] =
     Args:
         model: changed in place.
         dtype: of floating tensors after.
-        islands: dotted names of modules that are not cast.
+        keep_fp32: dotted names of modules that are not cast.
     """
     # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
-    for name in islands:
-        island = model.get_submodule(name)
-        for tensor in (*island.parameters(), *island.buffers()):
+    for name in keep_fp32:
+        kept = model.get_submodule(name)
+        for tensor in (*kept.parameters(), *kept.buffers()):
             replacements[id(tensor)] = (tensor, tensor)
 
     def cast_once(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from runner.precision.casting import cast_floats
 from runner.precision.conversion import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
-from runner.precision.keep_fp32 import make_islands
+from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
 from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.options import products_session
 from runner.precision.weight_updates import UpdateRule
@@ -144,8 +144,9 @@ class Precision(ABC):
         Raises:
             ConfigError: a pattern matches nothing, or a module cannot be converted.
         """
-        islands = make_islands(model, self.keep_fp32, self.storage)
-        cast_floats(model, self.storage, islands)
+        kept = find_kept_modules(model, self.keep_fp32, self.storage)
+        keep_in_float32(model, kept, self.storage)
+        cast_floats(model, self.storage, kept)
         return model, ConversionReport()
 
     def leave_unconverted(self, reasons: Mapping[str, str]) -> None:

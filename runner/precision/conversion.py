@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from runner.precision.keep_fp32 import ISLAND_REASON, no_op_hook
-from runner.precision.layers.conv1d import layer_widths, linear_classes
+from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
+from runner.precision.layers.conv1d import layer_widths
 from runner.utils.errors import ConfigError
 from runner.utils.modules import select_modules
 
@@ -26,20 +26,7 @@ ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dott
 IGNORED_REASON = "named by precision.ignore_modules"
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
 # holds still remove their hooks.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 
 LayerConverter = Callable[[nn.Module], None]
 
@@ -187,7 +174,7 @@ class ConversionRules:
     Attributes:
         name: of the precision, for messages.
         ignore: the patterns of `precision.ignore_modules`.
-        islands: dotted names of the modules that `precision.keep_fp32` selects.
+        keep_fp32: dotted names of the modules that `precision.keep_fp32` selects.
         find_obstacle: returns why this precision cannot hold a module; empty where it can.
         new_weights: the weight becomes another object, so that no other module may share it and
             no hook may be registered on it.
@@ -197,7 +184,7 @@ class ConversionRules:
 
     name: str
     ignore: Sequence[str] = ()
-    islands: Collection[str] = ()
+    keep_fp32: Collection[str] = ()
     find_obstacle: Callable[[nn.Module], str] = lambda module: ""
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
@@ -218,7 +205,7 @@ def convert_modules(
         ConfigError: nothing would be converted, a pattern matches nothing, or a hook is registered
             on a weight that would be replaced.
     """
-    pairs = list(classify_modules(model, tuple(converters), rules))
+    pairs = classify_modules(model, tuple(converters), rules)
     chosen = [(row.module, module) for row, module in pairs if row.done]
     report = ConversionReport(tuple(row for row, _ in pairs))
     _check_conversion(rules, report, chosen)
@@ -239,17 +226,10 @@ def convert_modules(
     return report
 
 
-def convert_linear(
-    model: nn.Module, convert_layer: LayerConverter, rules: ConversionRules
-) -> ConversionReport:
-    """Convert every linear layer that the rules allow, in place; as convert_modules."""
-    return convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
-
-
 def classify_modules(
     model: nn.Module, kinds: tuple[type[nn.Module], ...], rules: ConversionRules
-) -> Iterator[tuple[ModuleConversion, nn.Module]]:
-    """Yield each layer with a row that says whether it is to be converted.
+) -> list[tuple[ModuleConversion, nn.Module]]:
+    """Return each layer with a row that says whether it is to be converted.
 
     A layer is a module that holds matrix weights, is of one of these kinds, or is converted
     already. Nothing is changed.
@@ -266,7 +246,7 @@ def classify_modules(
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
     ignored = {modules[name] for name in ignored_names}
-    islands = {part for name in rules.islands for part in modules[name].modules()}
+    kept = {part for name in rules.keep_fp32 for part in modules[name].modules()}
     holders = _holders_by_parameter(model)
     pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
@@ -279,8 +259,8 @@ def classify_modules(
             continue
         path = name or ROOT_NAME
         # The user's own choice is named first, then what the model does, then what the layer is.
-        if module in islands:
-            why = ISLAND_REASON
+        if module in kept:
+            why = KEEP_FP32_REASON
         elif module in ignored:
             why = IGNORED_REASON
         elif rules.bypassed.get(path):
@@ -288,7 +268,7 @@ def classify_modules(
         else:
             why = _obstacle(path, module, kind, rules, holders)
         pairs.append((ModuleConversion(path, type(module).__name__, not why, why), module))
-    yield from _with_counts(pairs)
+    return _with_counts(pairs)
 
 
 def _obstacle(
@@ -340,8 +320,8 @@ def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _with_counts(
     pairs: Sequence[tuple[ModuleConversion, nn.Module]],
-) -> Iterator[tuple[ModuleConversion, nn.Module]]:
-    """Yield the rows with the number of elements of their matrix weights.
+) -> list[tuple[ModuleConversion, nn.Module]]:
+    """Return the rows with the number of elements of their matrix weights.
 
     A shared weight is counted once: with the first module that is converted, else with the first.
     """
@@ -351,6 +331,7 @@ def _with_counts(
     for row, module in converted_first:
         for parameter in weight_matrices(module).values():
             owners.setdefault(id(parameter), row.module)
+    counted_pairs = []
     for row, module in pairs:
         elements: dict[str, int] = {}
         other_owners: set[str] = set()
@@ -366,7 +347,8 @@ def _with_counts(
             counted = replace(counted, converted=elements.get("weight", 0))
         if not elements:
             counted = replace(counted, counted_with=", ".join(sorted(other_owners)))
-        yield counted, module
+        counted_pairs.append((counted, module))
+    return counted_pairs
 
 
 def _reason_of_other(module: nn.Module, name: str) -> str:

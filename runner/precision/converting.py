@@ -11,8 +11,9 @@ from torch import nn
 
 from runner.precision.casting import autocast, cast_floats, cast_nest, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, ComputeFormat, Precision
-from runner.precision.conversion import ConversionReport, ConversionRules, convert_linear
-from runner.precision.keep_fp32 import find_islands, make_islands
+from runner.precision.conversion import ConversionReport, ConversionRules, convert_modules
+from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
+from runner.precision.layers.conv1d import linear_classes
 
 
 class ConvertingPrecision(Precision):
@@ -52,17 +53,18 @@ class ConvertingPrecision(Precision):
         self, model: nn.Module, rules: ConversionRules, device: torch.device
     ) -> ConversionReport:
         """Replace the layers that the rules allow, in place, on the device where they will run."""
-        return convert_linear(model, partial(self.convert_layer, device=device), rules)
+        convert_layer = partial(self.convert_layer, device=device)
+        return convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
-        # Found here and made after the conversion: what either refuses leaves the model unchanged.
-        islands = find_islands(model, self.keep_fp32, self.storage)
+        # Before the conversion: what either refuses leaves the model unchanged.
+        kept = find_kept_modules(model, self.keep_fp32, self.storage)
         rules = ConversionRules(
             self.name,
             self.ignore_modules,
-            islands,
+            kept,
             self.find_obstacle,
             # A packed weight is a new object.
             new_weights=self.freezes,
@@ -70,9 +72,9 @@ class ConvertingPrecision(Precision):
             skips_shared=self.skips_shared,
         )
         report = self.convert_layers(model, rules, device)
-        make_islands(model, self.keep_fp32, self.storage)
+        keep_in_float32(model, kept, self.storage)
         if not self.keeps_dtypes:
-            cast_floats(model, self.storage, islands)
+            cast_floats(model, self.storage, kept)
         return model, report
 
     @property
@@ -84,9 +86,9 @@ class ConvertingPrecision(Precision):
         return autocast(device.type, self.compute) if self.has_autocast else self._plain_context
 
     def cast(self, inputs: Any) -> Any:
-        """Return the inputs in the storage dtype. Under autocast they are not cast, so that islands
-        and unconverted layers get the original values; only float64, which autocast does not cast,
-        becomes float32."""
+        """Return the inputs in the storage dtype. Under autocast they are not cast, so that
+        modules kept in float32 and unconverted layers get the original values; only float64, which
+        autocast does not cast, becomes float32."""
         if self.has_autocast:
             return float64_to_float32(inputs)
         return cast_nest(inputs, self.storage)

@@ -84,8 +84,7 @@ class Float8Precision(ConvertingPrecision):
             problems.append(
                 f"precision.min_features={self.min_features} must be a whole number from 1."
             )
-        options.refuse(problems)
-        options.refuse(options.product_problems(self))
+        options.refuse(problems + options.product_problems(self))
         self.storage = options.DTYPES[self.weights]
         self.compute = torch.bfloat16
         # torchao emulates its products itself, and the others are native.
@@ -94,24 +93,24 @@ class Float8Precision(ConvertingPrecision):
             self._plain_context = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
-        # It has neither the FP8 dtypes nor the float64 in which scales are computed.
+        reason = ""
         if device.type == "mps":
+            # It lacks the float64 in which scales are computed, too.
+            reason = "mps, not even emulated: it has no FP8 dtypes"
+        elif is_tpu(device):
+            reason = "a TPU, not even emulated: its recipes are those of NVIDIA GPUs"
+        if reason:
             raise Unavailable(
-                f"precision={self.name} cannot run on mps, not even emulated: it has no FP8 "
-                "dtypes.",
-                "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
-            )
-        if is_tpu(device):
-            raise Unavailable(
-                f"precision={self.name} cannot run on a TPU, not even emulated: its recipes are "
-                "those of NVIDIA GPUs.",
+                f"precision={self.name} cannot run on {reason}.",
                 "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
             )
         # A CPU has these products in some versions of torch, many times slower than float32, which
         # nobody would want unasked. Ada has both of torch's kernels: per tensor in cuBLASLt, per
         # row in CUTLASS (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
         if not self.emulated:
-            options.require_capability(self.name, device, (8, 9))
+            nearest = f"{options.native_half_prefix(device)}-mixed"
+            remedy = options.emulation_remedy(nearest)
+            options.require_capability(self.name, device, (8, 9), remedy)
         options.require_torchao(self.name)
 
     def find_obstacle(self, module: nn.Module) -> str:

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 _NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups of an optimizer."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def parameters_of(*optimizers: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of optimizers."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [p for group in groups for p in group["params"]]
 
 
 def finish_gradients(params: Iterable[Tensor]) -> None:

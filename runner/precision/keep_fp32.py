@@ -1,8 +1,8 @@
 """Keep the modules that `precision.keep_fp32` names in float32 inside a model of another precision.
 
-Such a module is called an island: it stores and computes in float32. Its class is swapped for a
-subclass whose forward casts inputs and outputs (the way torch.nn.utils.parametrize does it): names,
-state dict, hooks, isinstance and deepcopy survive, and torch.compile sees an ordinary forward.
+Such a module stores and computes in float32. Its class is swapped for a subclass whose forward
+casts inputs and outputs (the way torch.nn.utils.parametrize does it): names, state dict, hooks,
+isinstance and deepcopy survive, and torch.compile sees an ordinary forward.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,10 +18,10 @@ from runner.utils.errors import ConfigError
 from runner.utils.module_tape import is_in_backward
 from runner.utils.modules import outermost_names, select_modules
 
-ISLAND_REASON = "kept in float32 by precision.keep_fp32"
+KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"
 
 
-class Float32Island:
+class KeptInFloat32:
     """Mixin before a module's own class, whose forward computes in float32 and returns the dtype of
     the modules around it."""
 
@@ -45,8 +45,8 @@ class Float32Island:
         return cast_nest(outputs, self._surroundings)
 
 
-def find_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
-    """Return the dotted names of the outermost modules that the patterns match.
+def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
+    """Return the dotted names of the outermost modules that the patterns of keep_fp32 match.
 
     Args:
         model: not changed.
@@ -54,11 +54,9 @@ def find_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
         storage: dtype of the surroundings.
 
     Raises:
-        ConfigError: a pattern matches nothing, or an island shares a parameter with a module
-            of another dtype.
+        ConfigError: a pattern matches nothing, or one of the modules shares a parameter with a
+            module of another dtype.
     """
-    if not patterns:
-        return set()
     # A module that is registered twice can be meant by either name.
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     chosen = select_modules("precision.keep_fp32", patterns, names)
@@ -69,22 +67,18 @@ def find_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
     return outermost
 
 
-def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
-    """Turn the outermost modules that the patterns match into islands; return their dotted names.
+def keep_in_float32(model: nn.Module, names: Collection[str], storage: torch.dtype) -> None:
+    """Make modules store and compute in float32.
 
     Args:
         model: changed in place.
-        patterns: see runner.utils.modules.
-        storage: dtype of the surroundings, to which the islands' outputs are cast.
-
-    Raises:
-        ConfigError: as find_islands.
+        names: dotted names of the modules, as find_kept_modules returns them.
+        storage: dtype of the surroundings, to which the modules' outputs are cast.
     """
-    islands = find_islands(model, patterns, storage)
-    for name in islands:
+    for name in names:
         module = model.get_submodule(name)
-        if not isinstance(module, Float32Island):
-            module.__class__ = _island_class(type(module))
+        if not isinstance(module, KeptInFloat32):
+            module.__class__ = _float32_class(type(module))
             module._surroundings = storage  # type: ignore[assignment]
             # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call
             # their forward, unless a part has a hook.
@@ -93,20 +87,19 @@ def make_islands(model: nn.Module, patterns: Sequence[str], storage: torch.dtype
             if storage is not torch.float32:
                 _RecomputationDtype(torch.float32).watch(module)
         cast_floats(module, torch.float32)
-    return islands
 
 
 class _RecomputationDtype(DefaultDtype):
-    """Hooks on an island's parts that make float32 the default dtype while they are recomputed.
+    """Hooks on a kept module's parts that make float32 the default dtype while they are recomputed.
 
-    The island's own torch.utils.checkpoint recomputes them in the backward, outside the island's
+    The module's own torch.utils.checkpoint recomputes them in the backward, outside the module's
     forward. Autocast is restored by torch.
     """
 
-    def watch(self, island: nn.Module) -> None:
-        """Register the hooks on every module inside the island."""
-        for part in island.modules():
-            if part is not island:
+    def watch(self, kept: nn.Module) -> None:
+        """Register the hooks on every module inside the kept one."""
+        for part in kept.modules():
+            if part is not kept:
                 part.register_forward_pre_hook(self._before)
                 part.register_forward_hook(self._after, always_call=True)
 
@@ -124,24 +117,24 @@ def no_op_hook(module: nn.Module, args: Any) -> None:
 
 
 @cache
-def _island_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Float32{kind.__name__}", (Float32Island, kind), {})
+def _float32_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Float32{kind.__name__}", (KeptInFloat32, kind), {})
 
 
-def _refuse_ties(model: nn.Module, islands: Collection[str]) -> None:
-    """Raise ConfigError where a parameter is shared by an island and a module outside it: a tied
+def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:
+    """Raise ConfigError where a parameter is shared by a kept module and one outside it: a tied
     parameter has one dtype, so both modules are in float32 or neither is."""
-    parts = {part for name in islands for part in model.get_submodule(name).modules()}
-    island_parameters = {id(p) for part in parts for p in part.parameters(recurse=False)}
+    parts = {part for name in kept for part in model.get_submodule(name).modules()}
+    kept_parameters = {id(p) for part in parts for p in part.parameters(recurse=False)}
     outside = []
     for name, module in model.named_modules():
         parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
-        if module not in parts and parameters & island_parameters:
+        if module not in parts and parameters & kept_parameters:
             outside.append(name)
     if outside:
         others = ", ".join(name or "the model itself" for name in outside)
         patterns = ", ".join(name or "*" for name in outside)
         raise ConfigError(
-            f"precision.keep_fp32: {', '.join(sorted(islands))} shares a parameter with {others}, "
+            f"precision.keep_fp32: {', '.join(sorted(kept))} shares a parameter with {others}, "
             f"which is not in it. Add {patterns}."
         )

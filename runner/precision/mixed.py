@@ -56,10 +56,11 @@ class MixedPrecision(Precision):
     reduced_precision_reduction: bool = False
 
     def __post_init__(self) -> None:
-        options.refuse(options.choice_problems("dtype", self.dtype, ("float16", "bfloat16")))
         self.emulated = self.emulates_products = self.emulate
-        options.refuse(options.product_problems(self))
-        options.refuse(options.switch_problems(allow_substitute=self.allow_substitute))
+        problems = options.choice_problems("dtype", self.dtype, ("float16", "bfloat16"))
+        problems += options.product_problems(self)
+        problems += options.switch_problems(allow_substitute=self.allow_substitute)
+        options.refuse(problems)
         if self.loss_scale is not None:
             if self.dtype == "bfloat16":
                 raise ConfigError(

@@ -222,16 +222,21 @@ def _largest_underflow_step(optimizer: torch.optim.Optimizer) -> tuple[float, fl
     return largest
 
 
-def emulation_remedy(device: torch.device) -> str:
-    """Return what to type for a precision that a device lacks and that can be emulated."""
+def emulation_remedy(nearest: str) -> str:
+    """Return what to type for a precision that a device lacks and that can be emulated; nearest is
+    the name of the nearest precision that the device has."""
     return (
         "Type precision.emulate=true for its numbers without its speed, or "
-        f"precision={native_half_prefix(device)}-mixed, the nearest that runs here."
+        f"precision={nearest}, the nearest that runs here."
     )
 
 
 def require_capability(
-    name: str, device: torch.device, minimum: tuple[int, int], limit: tuple[int, int] | None = None
+    name: str,
+    device: torch.device,
+    minimum: tuple[int, int],
+    remedy: str,
+    limit: tuple[int, int] | None = None,
 ) -> None:
     """Raise Unavailable unless a device is an NVIDIA GPU of a compute capability.
 
@@ -239,17 +244,19 @@ def require_capability(
         name: of the precision.
         device: that the run computes on.
         minimum: the lowest compute capability on which the precision runs.
+        remedy: what to type instead.
         limit: the lowest one on which it no longer runs; None for none.
     """
-    wants = f"precision={name} needs an NVIDIA GPU of compute capability {dotted(minimum)} or "
-    wants += "higher;" if limit is None else f"higher, below {dotted(limit)};"
+    limits = f"{dotted(minimum)} or higher"
+    if limit is not None:
+        limits += f", below {dotted(limit)}"
+    wants = f"precision={name} needs an NVIDIA GPU of compute capability {limits}"
     if device.type != "cuda":
-        where = f"this run is on {device.type}."
-        raise Unavailable(f"{wants} {where}", emulation_remedy(device))
+        raise Unavailable(f"{wants}; this run is on {device.type}.", remedy)
     capability = torch.cuda.get_device_capability(device)
     if capability < minimum or (limit is not None and capability >= limit):
-        where = f"{device} ({torch.cuda.get_device_name(device)}) has {dotted(capability)}."
-        raise Unavailable(f"{wants} {where}", emulation_remedy(device))
+        gpu = torch.cuda.get_device_name(device)
+        raise Unavailable(f"{wants}; {device} ({gpu}) has {dotted(capability)}.", remedy)
 
 
 def require_torchao(name: str) -> None:
@@ -291,14 +298,13 @@ def require_bfloat16(name: str, device: torch.device, remedy: str) -> None:
         device: that the run computes on.
         remedy: what to type instead.
     """
-    if not lacks_bfloat16(device):
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    raise Unavailable(
-        f"precision={name} needs bfloat16 units (compute capability 8.0 or higher); {device} "
-        f"({torch.cuda.get_device_name(device)}) has {major}.{minor}, where bfloat16 is emulated.",
-        remedy,
-    )
+    if lacks_bfloat16(device):
+        capability = dotted(torch.cuda.get_device_capability(device))
+        raise Unavailable(
+            f"precision={name} needs bfloat16 units (compute capability 8.0 or higher); {device} "
+            f"({torch.cuda.get_device_name(device)}) has {capability}, where bfloat16 is emulated.",
+            remedy,
+        )
 
 
 @contextmanager

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from runner.precision.conversion import change_class
-from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
+from runner.precision.emulation.formats import FOUR_BITS_ROUNDOFF
 from runner.precision.layers.quantized_linear import FakeQuantizedLinear
 from runner.precision.quantized import WeightFormatPrecision
-from runner.utils.tensors import unit_roundoff
 
 
 @final
@@ -32,9 +31,8 @@ class QatPrecision(WeightFormatPrecision):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.trains_for = self.format
-        self.operand_roundoffs = (FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF)
-        if self.format == "int8":
-            self.operand_roundoffs = (EIGHT_BITS_ROUNDOFF, unit_roundoff(self.compute))
+        if self.format != "int8":
+            self.operand_roundoffs = (FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF)
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
         self.weight_format.load_library()

@@ -66,10 +66,11 @@ class WeightFormatPrecision(ConvertingPrecision):
         if type(size) is not int or size < 2 or size % 2:
             problems.append(f"precision.group_size={size} must be an even number from 2.")
         problems += options.choice_problems("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
-        options.refuse(problems)
-        options.refuse(options.product_problems(self))
+        options.refuse(problems + options.product_problems(self))
         self.weight_format = weight_format(self.format, self.group_size)
         self.compute = options.DTYPES[self.compute_dtype]
+        bits = EIGHT_BITS_ROUNDOFF if self.format == "int8" else FOUR_BITS_ROUNDOFF
+        self.operand_roundoffs = (bits, unit_roundoff(self.compute))
         self.emulated = self.format == "nvfp4"
 
     def require(self, device: torch.device) -> None:
@@ -127,8 +128,6 @@ class QuantizedPrecision(WeightFormatPrecision):
         super().__post_init__()
         self.layout = self.weight_format.label
         self.trained_in = f"qat-{self.format}"
-        bits = EIGHT_BITS_ROUNDOFF if self.format == "int8" else FOUR_BITS_ROUNDOFF
-        self.operand_roundoffs = (bits, unit_roundoff(self.compute))
         if self.format == "int8":
             self.layers_compute_in = "int8"
 

@@ -73,14 +73,12 @@ def precision_config(name: str, config_dir: Path | None = None) -> dict[str, Any
         ConfigError: no folder has it.
     """
     path = _yaml_path(name, config_dir)
-    node = OmegaConf.to_container(_load_yaml(path, path.stat().st_mtime_ns))
-    assert isinstance(node, dict)
-    for base in node.pop("defaults", ()):
-        if isinstance(base, str) and base != "_self_":
-            merged = OmegaConf.merge(precision_config(base, config_dir), node)
-            node = OmegaConf.to_container(merged)
-            assert isinstance(node, dict)
-    return {str(key): value for key, value in node.items()}
+    node = _load_yaml(path, path.stat().st_mtime_ns)
+    names = [base for base in node.get("defaults", ()) if isinstance(base, str)]
+    bases = [precision_config(base, config_dir) for base in names if base != "_self_"]
+    merged = OmegaConf.to_container(OmegaConf.merge(*bases, node))
+    assert isinstance(merged, dict)
+    return {str(key): value for key, value in merged.items() if key != "defaults"}
 
 
 @cache

@@ -157,7 +157,7 @@ class ScaledGradients:
             norm: largest 2-norm of all gradients; None does not limit it.
             value: largest magnitude of each element; None does not limit it.
         """
-        grads = gradients_of(_parameters(*optimizers))
+        grads = gradients_of(parameters_of(*optimizers))
         if not grads:
             raise PolicyError("None of the optimizers' parameters has a gradient to clip.")
         # As torch's own clipping returns it: infinite or NaN where gradients are.
@@ -171,7 +171,7 @@ class ScaledGradients:
                 f"policy.step is not given {', '.join(missing)}, whose gradients are unscaled "
                 "already. Pass all optimizers of a step: policy.step(one, other)."
             )
-        if not gradients_of(_parameters(*optimizers)):
+        if not gradients_of(parameters_of(*optimizers)):
             raise PolicyError(
                 "None of the optimizers' parameters has a gradient. Is the loss computed from the "
                 "model that policy.convert returned, and was zero_grad() called too early?"
@@ -187,13 +187,9 @@ class ScaledGradients:
         if found_inf is not None:
             self._last_found_inf = found_inf
             self._skipped += found_inf != 0
-        for p in _parameters(*optimizers):
+        for p in parameters_of(*optimizers):
             p.grad = None
         self.is_pending = False
         self._found_infs = {}
         self._unused = {p: seen for p, seen in self._computed.items() if p.grad is not None}
         self._computed = {}
-
-
-def _parameters(*optimizers: Optimizer) -> list[Tensor]:
-    return [p for optimizer in optimizers for p in parameters_of(optimizer)]

@@ -280,14 +280,14 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
         kind: of its recipe.
         device: on which it should run.
     """
-    options.require_capability(name, device, kind.min_capability, kind.capability_limit)
-    nearest = options.emulation_remedy(device)
+    remedy = options.emulation_remedy(f"{options.native_half_prefix(device)}-mixed")
+    options.require_capability(name, device, kind.min_capability, remedy, kind.capability_limit)
     cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     if cuda < kind.min_cuda:
         raise Unavailable(
             f"precision={name} needs CUDA {options.dotted(kind.min_cuda)} or newer; this PyTorch "
             f"was built with {torch.version.cuda or 'none'}.",
-            nearest,
+            remedy,
         )
     try:
         te = import_library()
@@ -300,6 +300,4 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
         ) from error
     runs, reason = getattr(te, kind.check_name)(return_reason=True)
     if not runs:
-        raise Unavailable(
-            f"precision={name}: TransformerEngine refuses {device}: {reason}", nearest
-        )
+        raise Unavailable(f"precision={name}: TransformerEngine refuses {device}: {reason}", remedy)

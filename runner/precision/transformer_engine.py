@@ -93,7 +93,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         options.refuse(problems)
         self.storage = self.compute = options.DTYPES[self.weights]
         check_update(self.name, self.update, self.storage)
-        self.recipe = dict(self.recipe)
+        self.recipe = te_recipes.complete_recipe(self.recipe)
         self.kind = te_recipes.KINDS[self.recipe["kind"]]
         self.emulated = self.emulate
         if self.kind is te_recipes.KINDS["nvfp4"]:
@@ -214,7 +214,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             # With gradients on, leaving the context would update every scale.
             with torch.no_grad(), self._autocast():
                 layer.init_fp8_meta_tensors(self._recipe)
-        length = te_recipes.complete_recipe(self.recipe)["amax_history_len"]
+        length = self.recipe["amax_history_len"]
         tensors = {}
         for direction, key in SCALING_KEYS.items():
             scale = saved[f"{direction}_scale"]
@@ -233,7 +233,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         gauges: dict[str, Tensor] = {}
         if not self._is_delayed:
             return gauges
-        margin = te_recipes.complete_recipe(self.recipe)["margin"]
+        margin = self.recipe["margin"]
         for name, layer in _fp8_layers(model).items():
             scaling = layer.fp8_meta.get(SCALING_KEYS["forward"])
             if scaling is None:
@@ -266,8 +266,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     @cached_property
     def _recipe(self) -> Any:
         """Return the recipe as the library, or its emulation, takes it; built once."""
-        build = te_recipes.complete_recipe if self.emulated else te_recipes.build_recipe
-        return build(self.recipe)
+        return self.recipe if self.emulated else te_recipes.build_recipe(self.recipe)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         # The library has no such parameter.

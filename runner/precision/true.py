@@ -53,9 +53,9 @@ class TruePrecision(Precision):
     update: UpdateRule = "nearest"
 
     def __post_init__(self) -> None:
-        options.refuse(options.choice_problems("dtype", self.dtype, options.DTYPES))
         self.emulated = self.emulates_products = self.emulate
-        options.refuse(options.product_problems(self))
+        problems = options.choice_problems("dtype", self.dtype, options.DTYPES)
+        options.refuse(problems + options.product_problems(self))
         self.storage = self.compute = options.DTYPES[self.dtype]
         check_update(self.name, self.update, self.storage)
         if self.storage.itemsize > 2:
@@ -73,38 +73,24 @@ class TruePrecision(Precision):
             self._plain_context = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
-        if device.type == "mps" and self.storage is torch.float64:
+        if self.storage is torch.float64 and (device.type == "mps" or is_tpu(device)):
+            kind = "a TPU" if is_tpu(device) else "an Apple GPU (mps)"
             raise Unavailable(
-                "precision=64-true cannot run on mps: Apple's GPUs have no float64.",
+                f"precision={self.name} cannot run on {kind}, which has no float64 units.",
                 "Type accelerator=cpu, or precision=32-true.",
             )
-        if is_tpu(device) and self.storage is torch.float64:
+        if self.storage is torch.float16 and is_tpu(device):
             raise Unavailable(
-                "precision=64-true cannot run on a TPU, which has no float64 units.",
-                "Type accelerator=cpu, or precision=32-true.",
-            )
-        if is_tpu(device) and self.storage is torch.float16:
-            raise Unavailable(
-                "precision=16-true cannot run on a TPU, whose half precision is bfloat16.",
+                f"precision={self.name} cannot run on a TPU, whose half precision is bfloat16.",
                 "Type precision=bf16-true.",
             )
         options.require_emulated_products(self, device, "16-true")
-        if not self._is_tf32 or self.emulated:
-            return
-        if device.type != "cuda":
-            raise Unavailable(
-                f"precision={self.name} needs an NVIDIA GPU of compute capability 8.0 or higher; "
-                f"this run is on {device.type}.",
-                "Type precision.emulate=true for its numbers without its speed, or "
-                "precision=32-true, the nearest that runs here.",
-            )
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            raise Unavailable(
-                f"precision={self.name} needs compute capability 8.0 or higher; {device} "
-                f"({torch.cuda.get_device_name(device)}) has {options.dotted(capability)}.",
-                "Nearest that runs here: precision=32-true.",
-            )
+        if self._is_tf32 and not self.emulated:
+            remedy = options.emulation_remedy("32-true")
+            # TF32 is emulated on a CPU only.
+            if device.type == "cuda":
+                remedy = "Nearest that runs here: precision=32-true."
+            options.require_capability(self.name, device, (8, 0), remedy)
 
     @property
     def _is_tf32(self) -> bool:

@@ -12,7 +12,7 @@ beside float32 weights).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,23 +138,6 @@ def _attribute_with_parameters(optimizer: Optimizer) -> str:
     return ""
 
 
-class _Widened(NamedTuple):
-    """The 16-bit parameters of a chunk that have gradients, and what stands for them in a step.
-
-    Attributes:
-        params: the optimizer's own.
-        kept: what the rule keeps beside each; sharded as the parameter is.
-        shards: this process's part of `params`, `kept` and of the float32 weights; None for no
-            parameters.
-        stand_ins: float32, with gradients in float32.
-    """
-
-    params: list[Tensor]
-    kept: list[Tensor]
-    shards: SteppedWeights | None
-    stand_ins: list[Tensor]
-
-
 _StateTensors = dict[tuple[int, str], Tensor]
 """Tensors of an optimizer's state by the id of their parameter and their key."""
 
@@ -244,52 +227,55 @@ class _WideStep:
     def _widened(self, params: Sequence[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
         """Return the context around the step of some parameters; yield what stands for each."""
         state = self.optimizer.state
+        trained = [p for p in params if p.grad is not None]
+        narrow = [p for p in trained if _is_narrow(p)]
+        stand_ins: dict[Tensor, Tensor] = {}
         with torch.no_grad():
-            widened = self._widen([p for p in params if _is_narrow(p) and p.grad is not None])
-            pairs = dict(zip(widened.params, widened.stand_ins, strict=True))
-            narrow_state = self._widen_state([p for p in params if p.grad is not None])
-        for p, stand_in in pairs.items():
+            kept = self._take_kept(narrow)
+            stepped = self._widen(narrow, kept)
+            for p, value in zip(narrow, stepped.wide, strict=True):
+                stand_ins[p] = _shard_like(value, p)
+                stand_ins[p].grad = p.grad.float()  # type: ignore[union-attr]
+            narrow_state = self._widen_state(trained)
+        for p, stand_in in stand_ins.items():
             if p in state:
                 state[stand_in] = state.pop(p)
         try:
-            yield pairs
+            yield stand_ins
             with torch.no_grad():
-                if widened.shards is not None:
-                    self.store.store(widened.shards)
+                if narrow:
+                    self.store.store(stepped)
         finally:
-            for p, stand_in in pairs.items():
+            for p, stand_in in stand_ins.items():
                 if stand_in in state:
                     state[p] = state.pop(stand_in)
-            for p, value in zip(widened.params, widened.kept, strict=False):
+            for p, value in kept.items():
                 state[p][self.store.state_key] = value
             with torch.no_grad():
                 self._narrow_state(params, narrow_state)
 
-    def _widen(self, params: list[Tensor]) -> _Widened:
-        if not params:
-            return _Widened([], [], None, [])
+    def _take_kept(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """Return what the rule keeps beside each parameter, taken out of the optimizer's state: an
+        optimizer takes a state that is not empty for one that it has made."""
+        kept: dict[Tensor, Tensor] = {}
         key = self.store.state_key
-        kept: list[Tensor] = []
-        if key:
-            for p in params:
-                # An optimizer takes a state that is not empty for one that it has made.
-                value = self.optimizer.state[p].pop(key, None)
-                if value is None:
-                    value = self.store.new_state(p.detach())
-                assert value is not None
-                kept.append(value)
+        if not key:
+            return kept
+        for p in params:
+            value = self.optimizer.state[p].pop(key, None)
+            if value is None:
+                value = self.store.new_state(p.detach())
+            assert value is not None
+            kept[p] = value
+        return kept
+
+    def _widen(self, params: Sequence[Tensor], kept: Mapping[Tensor, Tensor]) -> SteppedWeights:
+        """Return this process's part of 16-bit parameters, and their float32 weights to step."""
         weights = [_local(p) for p in params]
-        kept_shards = [_local(value) for value in kept]
-        wide = self.store.widen(weights, kept_shards)
-        stand_ins = []
-        for p, value in zip(params, wide, strict=True):
-            stand_in = _shard_like(value, p)
-            assert p.grad is not None
-            stand_in.grad = p.grad.float()
-            stand_ins.append(stand_in)
-        generator = self._generators.get(weights[0].device)
-        shards = SteppedWeights(weights, kept_shards, wide, generator)
-        return _Widened(params, kept, shards, stand_ins)
+        shards = [_local(value) for value in kept.values()]
+        wide = self.store.widen(weights, shards) if weights else []
+        generator = self._generators.get(weights[0].device) if weights else None
+        return SteppedWeights(weights, shards, wide, generator)
 
     def _widen_state(self, params: Sequence[Tensor]) -> _StateTensors:
         """Replace narrow state by float32; return the narrow tensors, to be written again."""

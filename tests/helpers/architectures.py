@@ -7,6 +7,7 @@ multiples of 16, so that FP8 formats can hold the linear layers.
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import timm
@@ -80,122 +81,62 @@ class Segmentation(Task):
         return {"val/loss": mean(*totals)}
 
 
-TRANSFORMER: dict[str, Any] = {
-    "vocab_size": TOKENS,
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 64,
-    "max_position_embeddings": 32,
+}
+TRANSFORMER = {**SIZES, "vocab_size": TOKENS, "max_position_embeddings": 32}
+STARTS_AT_0 = {"decoder_start_token_id": 0, "use_cache": False}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 32,
+    "vocab_size": TOKENS,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "use_cache": False,
+}
+T5 = {
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "vocab_size": TOKENS,
+    **STARTS_AT_0,
+}
+WHISPER = {
+    "vocab_size": TOKENS,
+    "d_model": 32,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(("num_mel_bins", "max_source_positions"), 16),
+    "max_target_positions": 32,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), None),
+    **STARTS_AT_0,
 }
 
 
-def _gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=TOKENS,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        n_positions=32,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    return Logits(transformers.GPT2LMHeadModel(config))
+def of_transformers(
+    config: str, model: str, sizes: dict[str, Any], decoder: bool = False
+) -> Callable[[], nn.Module]:
+    """Return a function that makes a network of transformers, by the names of its classes."""
+
+    def make() -> nn.Module:
+        net = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+        return Logits(net, decoder)
+
+    return make
 
 
-def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(**TRANSFORMER, use_cache=False)
-    return Logits(transformers.LlamaForCausalLM(config))
-
-
-def _bert() -> nn.Module:
-    return Logits(transformers.BertForMaskedLM(transformers.BertConfig(**TRANSFORMER)))
-
-
-def _albert() -> nn.Module:
-    config = transformers.AlbertConfig(**TRANSFORMER, embedding_size=16)
-    return Logits(transformers.AlbertForMaskedLM(config))
-
-
-def _hf_vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        image_size=32,
-        patch_size=8,
-        num_labels=CLASSES,
-    )
-    return Logits(transformers.ViTForImageClassification(config))
-
-
-def _t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=TOKENS,
-        d_model=32,
-        d_kv=16,
-        d_ff=64,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    return Logits(transformers.T5ForConditionalGeneration(config), decoder=True)
-
-
-def _whisper() -> nn.Module:
-    config = transformers.WhisperConfig(
-        vocab_size=TOKENS,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        num_mel_bins=16,
-        max_source_positions=16,
-        max_target_positions=32,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=0,
-        decoder_start_token_id=0,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        use_cache=False,
-    )
-    return Logits(transformers.WhisperForConditionalGeneration(config), decoder=True)
-
-
-def _timm(name: str, **keywords: Any) -> nn.Module:
-    return timm.create_model(name, num_classes=CLASSES, **keywords)
-
-
-def _timm_resnet() -> nn.Module:
-    return _timm("resnet18", channels=(16, 16, 32, 32), stem_width=16)
-
-
-def _timm_vit() -> nn.Module:
-    return _timm(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2
-    )
-
-
-def _timm_swin() -> nn.Module:
-    return _timm(
-        "swin_tiny_patch4_window7_224",
-        img_size=32,
-        window_size=4,
-        embed_dim=16,
-        depths=(1, 2),
-        num_heads=(1, 2),
-    )
-
-
-def _timm_convnext() -> nn.Module:
-    return _timm("convnext_atto", depths=(1, 1, 1, 1), dims=(16, 16, 32, 32))
+def of_timm(name: str, **keywords: Any) -> Callable[[], nn.Module]:
+    """Return a function that makes a network of timm."""
+    return partial(timm.create_model, name, num_classes=CLASSES, **keywords)
 
 
 def _timm_mixer() -> nn.Module:
@@ -205,13 +146,9 @@ def _timm_mixer() -> nn.Module:
 
 
 def _tv_swin() -> nn.Module:
+    sizes = {"embed_dim": 16, "depths": [1, 2], "num_heads": [1, 2]}
     return torchvision.models.SwinTransformer(
-        patch_size=[4, 4],
-        embed_dim=16,
-        depths=[1, 2],
-        num_heads=[1, 2],
-        window_size=[4, 4],
-        num_classes=CLASSES,
+        patch_size=[4, 4], window_size=[4, 4], num_classes=CLASSES, **sizes
     )
 
 
@@ -268,21 +205,37 @@ class Architecture:
     task: str
 
 
+VIT = {**SIZES, "image_size": 32, "patch_size": 8, "num_labels": CLASSES}
+SMALL_SWIN = {"embed_dim": 16, "depths": (1, 2), "num_heads": (1, 2)}
+SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+TEXT_MODELS = {
+    "gpt2": of_transformers("GPT2Config", "GPT2LMHeadModel", GPT2),
+    "llama": of_transformers(
+        "LlamaConfig", "LlamaForCausalLM", {**TRANSFORMER, "use_cache": False}
+    ),
+    "bert": of_transformers("BertConfig", "BertForMaskedLM", TRANSFORMER),
+    "albert": of_transformers(
+        "AlbertConfig", "AlbertForMaskedLM", {**TRANSFORMER, "embedding_size": 16}
+    ),
+    "t5": of_transformers("T5Config", "T5ForConditionalGeneration", T5, True),
+}
+WHISPER_MODEL = of_transformers(
+    "WhisperConfig", "WhisperForConditionalGeneration", WHISPER, decoder=True
+)
+IMAGE_MODELS = {
+    "vit": of_transformers("ViTConfig", "ViTForImageClassification", VIT),
+    "timm-resnet": of_timm("resnet18", channels=(16, 16, 32, 32), stem_width=16),
+    "timm-vit": of_timm("vit_tiny_patch16_224", **SMALL_VIT),
+    "timm-swin": of_timm("swin_tiny_patch4_window7_224", img_size=32, window_size=4, **SMALL_SWIN),
+    "timm-convnext": of_timm("convnext_atto", depths=(1, 1, 1, 1), dims=(16, 16, 32, 32)),
+    "timm-mixer": _timm_mixer,
+    "torchvision-swin": _tv_swin,
+    "torchvision-efficientnet": _tv_efficientnet,
+}
 ARCHITECTURES = {
-    "gpt2": Architecture(_gpt2, _ids, LANGUAGE),
-    "llama": Architecture(_llama, _ids, LANGUAGE),
-    "bert": Architecture(_bert, _ids, LANGUAGE),
-    "albert": Architecture(_albert, _ids, LANGUAGE),
-    "t5": Architecture(_t5, _ids, LANGUAGE),
-    "whisper": Architecture(_whisper, _spectrograms, LANGUAGE),
-    "vit": Architecture(_hf_vit, _images, CLASSIFICATION),
-    "timm-resnet": Architecture(_timm_resnet, _images, CLASSIFICATION),
-    "timm-vit": Architecture(_timm_vit, _images, CLASSIFICATION),
-    "timm-swin": Architecture(_timm_swin, _images, CLASSIFICATION),
-    "timm-convnext": Architecture(_timm_convnext, _images, CLASSIFICATION),
-    "timm-mixer": Architecture(_timm_mixer, _images, CLASSIFICATION),
-    "torchvision-swin": Architecture(_tv_swin, _images, CLASSIFICATION),
-    "torchvision-efficientnet": Architecture(_tv_efficientnet, _images, CLASSIFICATION),
+    **{name: Architecture(make, _ids, LANGUAGE) for name, make in TEXT_MODELS.items()},
+    "whisper": Architecture(WHISPER_MODEL, _spectrograms, LANGUAGE),
+    **{name: Architecture(make, _images, CLASSIFICATION) for name, make in IMAGE_MODELS.items()},
     "torchvision-segmentation": Architecture(_tv_segmentation, _pixels, SEGMENTATION),
 }
 

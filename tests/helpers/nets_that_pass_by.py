@@ -6,6 +6,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 
+class TwoLayers(nn.Module):
+    """Two layers for a forward to use."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 16)
+
+
 class Reads(nn.Module):
     """Two layers of three are never called."""
 
@@ -19,36 +27,24 @@ class Reads(nn.Module):
         return self.head(h @ self.b.weight.to(h.dtype).t())
 
 
-class ReadsAll(nn.Module):
+class ReadsAll(TwoLayers):
     """No layer is ever called."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 16)
 
     def forward(self, x):
         h = F.linear(x, self.a.weight, self.a.bias).relu()
         return F.linear(h, self.b.weight, self.b.bias)
 
 
-class Casts(nn.Module):
+class Casts(TwoLayers):
     """Activations are cast to a weight's dtype before the layer is called, as T5 does."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 16)
 
     def forward(self, x):
         h = self.a(x).relu()
         return self.b(h.to(self.b.weight.dtype)).float()
 
 
-class Asks(nn.Module):
+class Asks(TwoLayers):
     """What is asked of the weights here does no harm, or is not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 16)
 
     def forward(self, x):
         weight = self.a.weight
@@ -58,12 +54,8 @@ class Asks(nn.Module):
         return self.b(h) + (0.0 if weight.requires_grad else 1e-3)
 
 
-class Limits(nn.Module):
+class Limits(TwoLayers):
     """The limits of a weight's dtype, of which integers have none in this sense."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 16)
 
     def forward(self, x):
         least = torch.finfo(self.a.weight.dtype).min / 2
@@ -95,24 +87,19 @@ class NeverCalled(nn.Module):
         return x @ self.weight
 
 
-class TrainsByReading(nn.Module):
+class TrainsByReading(TwoLayers):
     """In training alone a weight is read."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 16)
 
     def forward(self, x):
         h = F.linear(x, self.a.weight.to(x.dtype)) if self.training else self.a(x)
         return self.b(h)
 
 
-class Leaves(nn.Module):
+class Leaves(TwoLayers):
     """Draws numbers and moves a buffer even in evaluation."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 16)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):

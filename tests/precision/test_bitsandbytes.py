@@ -3,17 +3,16 @@
 What holds for every kind of converted layer is in layers/test_layer_contract.py.
 """
 
+import copy
 import math
 
 import pytest
 import torch
-from precision_models import CPU, load_precision, relative_error, run_forward, skip_reasons
+from precision_models import CPU, load_precision, relative_error, skip_reasons
 from torch import nn
 from torch.nn import functional as F
 
 from runner.models.gpt import GPT
-from runner.precision.loss_scale import NoLossScale
-from runner.utils.errors import ConfigError
 
 pytest.importorskip("runner.precision.layers.bnb_library")
 
@@ -62,52 +61,7 @@ def represented_weight(layer):
     return (state.code[codes] * scales).view(state.shape)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_there_is_a_yaml_for_each_mode(mode):
-    precision = load_precision(f"bnb-{mode}")
-    assert (precision.name, precision.mode) == (f"bnb-{mode}", mode)
-    assert (precision.storage, precision.compute) == (torch.float32, torch.bfloat16)
-    assert precision.freezes == (mode != "int8-training")
-    assert precision.layout == ("" if mode == "int8-training" else f"bnb-{mode}")
-    assert isinstance(precision.scale(CPU), NoLossScale)
-
-
-@pytest.mark.parametrize("mode", ["int8", "int8-training"])
-def test_int8_takes_a_threshold(mode):
-    assert load(mode, threshold=6.0).threshold == 6.0
-
-
 # The contexts
-
-
-@pytest.mark.parametrize("compute", DTYPES)
-def test_inputs_stay_as_they_are_but_for_float64(compute):
-    batch = {"x": torch.ones(2), "n": torch.ones(2).long(), "wide": torch.ones(2).double()}
-    cast = load("nf4", compute).cast(batch)
-    dtypes = [value.dtype for value in cast.values()]
-    assert dtypes == [torch.float32, torch.int64, torch.float32]
-    assert cast["x"] is batch["x"]
-
-
-@pytest.mark.parametrize("mode", ["nf4", "int8", "int8-training"])
-def test_an_island_at_the_front_takes_float32_inputs(mode):
-    """A norm of inputs far from 0 is where a rounded input shows: 1000 has steps of 4 in bfloat16,
-    and the inputs' own spread is 1."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
-    x = 1000 + torch.randn(32, 64)
-    with torch.no_grad():
-        normed, wanted = model[0](x), model(x)
-    precision = load(mode, "bfloat16", keep_fp32=["0"])
-    precision.convert(model)
-    seen = []
-    model[0].register_forward_hook(lambda module, args, output: seen.append(output))
-    with torch.no_grad():
-        found = run_forward(precision, model, x)
-        rounded = run_forward(precision, model, x.bfloat16())
-    assert torch.equal(seen[0], normed)
-    assert relative_error(found, wanted) < (0.02 if "int8" in mode else 0.2)
-    assert relative_error(rounded, wanted) > 0.5
 
 
 @pytest.mark.parametrize("compute", DTYPES)
@@ -230,6 +184,22 @@ def test_float64_weights_are_quantised_to_the_right_numbers(mode):
     assert layer.bias.dtype is torch.float64
 
 
+@pytest.mark.parametrize("mode", ["int8", "int8-training"])
+def test_a_threshold_spares_the_other_columns_an_outlier(mode):
+    """Without it the outlier sets the scale of its row, and the others round to steps of 1.6."""
+    torch.manual_seed(0)
+    plain, x = nn.Linear(64, 48), torch.randn(8, 64)
+    plain.weight.data[:, 3] = 0.0
+    x[:, 3] = 200.0
+    errors = []
+    for threshold in (0.0, 6.0):
+        layer = copy.deepcopy(plain)
+        load(mode, threshold=threshold).convert(layer)
+        with torch.no_grad():
+            errors.append(relative_error(layer.eval()(x), plain(x)))
+    assert errors[1] < 0.02 < 0.2 < errors[0]
+
+
 # Models
 
 
@@ -251,42 +221,11 @@ def test_a_gpt_is_converted_but_for_its_tied_head():
     assert report.weight_counts == (6320, 6448)
 
 
-def test_layers_of_another_packing_stay_and_are_named():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
-    load("nf4", ignore_modules=["1"]).convert(model)
-    weight = model[0].weight
-    _, report = load("int8").convert(model)
-    assert skip_reasons(report) == {"0": "is a Linear4bit already", "1": ""}
-    assert model[0].weight is weight
-    with pytest.raises(ConfigError, match=r"nothing.*0 \(Linear4bit\): is a Linear4bit already; 1"):
-        load("fp4").convert(model)
-
-
-def test_weights_of_a_dtype_that_no_kernel_takes_are_skipped():
-    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.LazyLinear(4), nn.Linear(4, 4))
-    _, report = load("nf4").convert(model)
-    assert [row.done for row in report.modules] == [False, False, True]
-
-
 @pytest.mark.parametrize("mode", ["int8", "int8-training"])
 def test_a_layer_of_one_input_is_skipped_by_the_int8_modes(mode):
     model = nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 8))
     _, report = load(mode).convert(model)
     assert skip_reasons(report) == {"0": "has one input only", "1": ""}
-
-
-@pytest.mark.parametrize("mode", ["nf4", "int8", "int8-training"])
-def test_an_encoder_layer_trains(mode):
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    x = torch.randn(2, 5, 16)
-    wanted = model(x).detach()
-    _, report = load(mode).convert(model)
-    assert str(report) == "2/4"
-    output = model(x)
-    assert 0.0005 < relative_error(output, wanted) < 0.1  # its feed-forward part is quantised
-    output.square().sum().backward()
-    assert model.self_attn.in_proj_weight.grad.any()
 
 
 # int8-training
@@ -310,19 +249,6 @@ def test_every_forward_sees_the_weight_of_its_step():
             assert relative_error(layer(x), wanted) < 0.02
         assert relative_error(layer(x), wanted) < 0.02
         layer.train()
-
-
-def test_an_evaluation_sees_weights_that_were_just_loaded():
-    layer, _ = converted_layer("int8-training")
-    x = torch.randn(8, 64)
-    layer(x).sum().backward()
-    layer.eval()
-    other = nn.Linear(64, 48)
-    layer.load_state_dict(other.state_dict())
-    with torch.no_grad():
-        assert relative_error(layer(x), other(x)) < 0.02
-    assert relative_error(layer(x), other(x)) < 0.02
-    assert relative_error(layer.train()(x), other(x)) < 0.02
 
 
 @pytest.mark.parametrize("mode", ["int8", "int8-training"])
@@ -353,17 +279,6 @@ def test_rows_of_very_different_size_keep_their_digits():
     load("int8").convert(layer)
     error = (represented_weight(layer) - weight).abs()
     assert (error <= weight.abs().amax(1, keepdim=True) / 253).all()
-
-
-def test_gradients_accumulate_to_those_of_the_whole():
-    halves, _ = converted_layer("int8-training")
-    whole, _ = converted_layer("int8-training")
-    x = torch.randn(8, 64)
-    for part in (x[:4], x[4:]):
-        halves(part).square().sum().backward()
-    whole(x).square().sum().backward()
-    assert relative_error(halves.weight.grad, whole.weight.grad) < 1e-5
-    assert relative_error(halves.bias.grad, whole.bias.grad) < 1e-5
 
 
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])

@@ -133,7 +133,7 @@ def test_a_module_is_cast_in_place(dtype):
     assert seen == [1, 2]
 
 
-def test_islands_are_not_cast():
+def test_modules_kept_in_float32_are_not_cast():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
     cast_floats(model, torch.bfloat16, ["1"])
     still_float32 = {k for k, t in model.state_dict().items() if t.dtype is torch.float32}

@@ -91,7 +91,7 @@ def test_a_module_registered_twice_is_meant_by_either_name(pattern):
     }
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     model.append(model[0])
-    report = convert(model, islands=[pattern])
+    report = convert(model, keep_fp32=[pattern])
     assert skip_reasons(report) == {"0.0": "kept in float32 by precision.keep_fp32", "1": ""}
 
 
@@ -239,8 +239,8 @@ def test_ignored_modules_and_their_children_are_skipped():
     assert skip_reasons(convert(model, ignore=["*.1"])) == {"body.0": "", "body.1": why, "head": ""}
 
 
-def test_a_root_that_is_an_island_leaves_nothing():
-    message = message_of_refusal(two_layers(), islands=[""])
+def test_a_root_that_is_kept_in_float32_leaves_nothing():
+    message = message_of_refusal(two_layers(), keep_fp32=[""])
     assert "0, 1 (Linear, 24 weights): kept in float32 by precision.keep_fp32" in message
 
 

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
 from runner.precision.conversion import ConversionReport, ModuleConversion
-from runner.utils.errors import ConfigError
 
 LINEAR_ONLY = "precision=float8-rowwise converts linear layers only"
 LOOKUP = "an embedding is a lookup without a product"
@@ -144,15 +143,6 @@ def test_a_parametrized_weight_counts_in_its_layer():
         ("0", 256, 0),
         ("1", 256, 256),
     ]
-
-
-def test_a_model_without_a_linear_layer_names_what_its_weights_are_in():
-    with pytest.raises(ConfigError) as caught:
-        convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.LSTM(4, 8)))
-    assert (
-        "would convert nothing of the model's 1,176 matrix weights: 0, 1 (Conv2d, 792 weights): "
-        f"{LINEAR_ONLY}; 2 (LSTM, 384 weights): {LINEAR_ONLY}. Type"
-    ) in str(caught.value)
 
 
 # The report's lines

@@ -74,16 +74,6 @@ def test_the_weight_gradient_is_bfloat16s_in_the_hp_recipe_only(name):
     assert relative_error(weight_grad, exact_weight_grad) < 2 * E4M3
 
 
-def test_the_three_recipes_compute_different_numbers():
-    by_tensor, by_row, high_precision = (gradients(name) for name in NAMES)
-    assert not torch.equal(by_tensor[0], by_row[0])
-    assert torch.equal(by_row[0], high_precision[0])  # they differ in the backward
-    assert not torch.equal(by_tensor[1][0], by_row[1][0])
-    weight_grads = [recipe[1][1] for recipe in (by_tensor, by_row, high_precision)]
-    for one, other in ((0, 1), (1, 2), (0, 2)):
-        assert not torch.equal(weight_grads[one], weight_grads[other])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scale_per_row_spares_the_others_an_outlier(name):
     """A row that is 2**18 smaller than another falls below e4m3's range (448 to 2**-9) where they
@@ -113,28 +103,23 @@ def test_dtypes_flow_as_in_bfloat16(weights):
         assert (row["stores"], row["gradients"], row["outputs"]) == (weights, weights, "bfloat16")
     assert isinstance(precision.scale(CPU), NoLossScale)
     assert precision.loss_dtype is torch.float32
-    cast = precision.cast({"x": torch.ones(1, dtype=torch.float64), "n": torch.ones(1).long()})
-    assert (cast["x"].dtype, cast["n"].dtype) == (precision.storage, torch.int64)
-
-
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
-def test_the_forward_context_can_be_entered_again(weights):
-    precision = load_precision(TENSORWISE, weights=weights)
     assert precision.forward(CPU) is precision.forward(CPU)
-    for _ in range(2):
-        with precision.forward(CPU):
-            assert torch.is_autocast_enabled("cpu") == (weights == "float32")
-            assert (torch.get_default_dtype() is torch.bfloat16) == (weights == "bfloat16")
+    with precision.forward(CPU):
+        assert torch.get_default_dtype() is precision.storage
 
 
-def test_the_library_is_imported_late_and_prints_nothing():
+def test_torchao_is_imported_late_and_prints_nothing():
     script = """
 import sys
+import torch
 from torch import nn
 from runner.precision import registry
-precision = registry.load_precision("float8-rowwise", emulate=True)
+precisions = [registry.load_precision(name) for name in ("qat-int4", "int4", "qat-int8", "int8")]
+precisions.append(registry.load_precision("float8-rowwise", emulate=True))
 assert "torchao" not in sys.modules
-precision.convert(nn.Linear(16, 16))
+for precision in precisions:
+    layer, _ = precision.convert(nn.Linear(32, 16))
+    layer(torch.randn(2, 32))
 assert "torchao" in sys.modules
 """
     done = subprocess.run(
@@ -201,15 +186,6 @@ def test_padding_changes_neither_outputs_nor_gradients(name, rows):
     found = products(layer, layer, x, gradient)
     for one, other in zip(found, products(layer, unpadded, x, gradient), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_adds_only_noise_to_any_numbers(name):
-    _, layer, x, gradient = converted_layer(name, rows=13)
-    unpadded = super(float8.Float8Layer, layer).forward
-    found = products(layer, layer, x, gradient)
-    for one, other in zip(found, products(layer, unpadded, x, gradient), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(

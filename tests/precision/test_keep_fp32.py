@@ -7,7 +7,7 @@ from torch import nn
 
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
-from runner.precision.keep_fp32 import Float32Island, make_islands
+from runner.precision.keep_fp32 import KeptInFloat32, find_kept_modules, keep_in_float32
 from runner.utils.errors import ConfigError
 
 OTHERS = ("16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true")
@@ -36,7 +36,7 @@ def forward(precision, model, *inputs):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_an_island_computes_in_float32_and_casts_at_its_border(name):
+def test_a_kept_module_computes_in_float32_and_casts_at_its_border(name):
     precision, model = converted(name, Net(), "inner")
     with DtypeProbe(model) as probe:
         forward(precision, model, torch.randn(3, 4)).float().sum().backward()
@@ -51,7 +51,7 @@ def test_an_island_computes_in_float32_and_casts_at_its_border(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_an_island_gives_float32_results(name):
+def test_a_kept_module_gives_float32_results(name):
     torch.manual_seed(0)
     model, x = Net(), torch.randn(64, 4)
     exact = model.inner(x)
@@ -96,7 +96,7 @@ def test_autocast_is_restored_after_an_exception():
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_optimizer_keeps_float32_state_for_an_island(name):
+def test_the_optimizer_keeps_float32_state_for_a_kept_module(name):
     precision, model = converted(name, Net(), "inner", "head")
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4, fused=True)
     forward(precision, model, torch.randn(3, 4)).float().sum().backward()
@@ -119,31 +119,20 @@ def test_names_class_hooks_and_copies_survive():
     x = torch.randn(3, 4)
     assert torch.equal(forward(precision, model, x), forward(precision, copy.deepcopy(model), x))
     assert len(seen) == 2
-    assert isinstance(copy.deepcopy(model).head, Float32Island)
+    assert isinstance(copy.deepcopy(model).head, KeptInFloat32)
 
 
-def test_converting_twice_wraps_once():
+def test_modules_of_one_class_share_one_new_class_and_are_wrapped_once():
     model = Net()
     for _ in range(2):
-        make_islands(model, ["head"], torch.bfloat16)
-    assert type(model.head).__mro__.count(Float32Island) == 1
+        keep_in_float32(model, ["inner1", "head"], torch.bfloat16)
+    assert type(model.inner1) is type(model.head)
+    assert type(model.head).__mro__.count(KeptInFloat32) == 1
     assert len(model.head._forward_pre_hooks) == 1
 
 
-def test_modules_of_one_class_share_one_island_class():
-    model = Net()
-    make_islands(model, ["inner1", "head"], torch.bfloat16)
-    assert type(model.inner1) is type(model.head)
-
-
-def test_patterns_go_segment_by_segment_and_outermost_modules_are_islands():
-    model = Net()
-    assert make_islands(model, ["inner", "inner.0"], torch.bfloat16) == {"inner"}
-    assert [isinstance(m, Float32Island) for m in (model.inner, model.inner[0], model.inner1)] == [
-        True,
-        False,
-        False,
-    ]
+def test_patterns_go_segment_by_segment_and_outermost_modules_are_kept():
+    assert find_kept_modules(Net(), ["inner", "inner.0"], torch.bfloat16) == {"inner"}
 
 
 def test_a_pattern_that_matches_nothing_names_near_modules():
@@ -153,9 +142,9 @@ def test_a_pattern_that_matches_nothing_names_near_modules():
 
 @pytest.mark.parametrize("model", [Net(), nn.Linear(4, 2)], ids=["Net", "Linear"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_root_itself_can_be_an_island(name, model):
+def test_the_root_itself_can_be_kept(name, model):
     precision, model = converted(name, copy.deepcopy(model), "*")
-    assert [m for m in model.modules() if isinstance(m, Float32Island)] == [model]
+    assert [m for m in model.modules() if isinstance(m, KeptInFloat32)] == [model]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert forward(precision, model, torch.randn(3, 4)).dtype is precision.storage
 
@@ -178,7 +167,7 @@ def tied():
 
 
 @pytest.mark.parametrize("name", TRUE)
-def test_an_island_that_shares_a_parameter_with_a_module_outside_is_refused(name):
+def test_a_kept_module_that_shares_a_parameter_with_a_module_outside_is_refused(name):
     with pytest.raises(ConfigError, match=r"2 shares a parameter with 0, .* Add 0\."):
         converted(name, tied(), "2")
 
@@ -186,7 +175,7 @@ def test_an_island_that_shares_a_parameter_with_a_module_outside_is_refused(name
 @pytest.mark.parametrize(
     ("name", "patterns"), [("bf16-true", ["0", "2"]), ("bf16-mixed", ["2"]), ("16-true", ["1"])]
 )
-def test_tied_parameters_inside_an_island_stay_tied(name, patterns):
+def test_tied_parameters_inside_a_kept_module_stay_tied(name, patterns):
     precision, model = converted(name, tied(), *patterns)
     assert model[2].weight is model[0].weight
     assert forward(precision, model, torch.tensor([1, 2])).shape == (2, 5)
@@ -218,7 +207,7 @@ def test_integers_pass_and_tuples_are_cast(name):
     assert {p.grad.dtype for p in model.lstm.parameters()} == {torch.float32}
 
 
-def test_complex_parameters_of_an_island_are_complex64():
+def test_complex_parameters_of_a_kept_module_are_complex64():
     class Wave(nn.Module):
         def __init__(self):
             super().__init__()
@@ -234,11 +223,11 @@ def test_complex_parameters_of_an_island_are_complex64():
 
 @pytest.mark.parametrize("part", ["*.norm1", "*.self_attn"])
 @pytest.mark.parametrize("name", ["bf16-true", "64-true"])
-def test_the_fast_path_of_a_transformer_calls_an_island(name, part, monkeypatch):
+def test_the_fast_path_of_a_transformer_calls_a_kept_module(name, part, monkeypatch):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     precision, model = converted(name, nn.Sequential(layer), part)
-    calls, real = [], Float32Island.forward
-    monkeypatch.setattr(Float32Island, "forward", lambda *a, **k: calls.append(1) or real(*a, **k))
+    calls, real = [], KeptInFloat32.forward
+    monkeypatch.setattr(KeptInFloat32, "forward", lambda *a, **k: calls.append(1) or real(*a, **k))
     model.eval()
     with torch.no_grad():
         out = forward(precision, model, torch.randn(2, 3, 8))
@@ -259,7 +248,7 @@ def test_torch_compile_sees_one_graph(name):
     assert model.head.weight.grad.dtype is torch.float32
 
 
-def test_an_island_without_tensor_arguments_asks_its_parameters(monkeypatch):
+def test_a_kept_module_without_tensor_arguments_asks_its_parameters(monkeypatch):
     class Table(nn.Module):
         def __init__(self):
             super().__init__()
@@ -269,7 +258,7 @@ def test_an_island_without_tensor_arguments_asks_its_parameters(monkeypatch):
             return self.table @ self.table
 
     model = nn.Sequential(Table())
-    make_islands(model, ["0"], torch.float32)
+    keep_in_float32(model, ["0"], torch.float32)
     asked = []
     real = torch.autocast
     monkeypatch.setattr(torch, "autocast", lambda kind, **k: asked.append(kind) or real("cpu", **k))

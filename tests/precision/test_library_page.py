@@ -129,19 +129,25 @@ def test_a_model_may_compute_its_own_loss(blocks):
 
 
 def test_micro_batches_are_one_large_batch(blocks):
-    policy = precision("16-mixed")
-    model = policy.convert(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    *_, given = loop_losses(
-        block_with(blocks, "groups_of"),
-        policy=policy,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-    )
-    assert (policy.steps, policy.skipped_steps, scheduler.last_epoch) == (2, 0, 2)
-    assert 0 < given["norm"] < 100
+    block = block_with(blocks, "groups_of")
+    micro_batches = [*batches()]
+    halves = (micro_batches[:4], micro_batches[4:])
+    large = [tuple(map(torch.cat, zip(*half, strict=True))) for half in halves]
+    whole = block.replace("groups_of(4,", "groups_of(1,").replace("1 / 4", "1.0")
+    weights = []
+    for text, loader in ((block, micro_batches), (whole, large)):
+        policy = precision("16-mixed")
+        model = policy.convert(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        given = {"policy": policy, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+        *_, given = loop_losses(text, loader=loader, **given)
+        assert (policy.steps, policy.skipped_steps, scheduler.last_epoch) == (2, 0, 2)
+        assert 0 < given["norm"] < 100
+        weights.append(nn.utils.parameters_to_vector(model.parameters()))
+    start = nn.utils.parameters_to_vector(Net().parameters())
+    assert (weights[0] - start).abs().max() > 1e-3
+    torch.testing.assert_close(*weights, rtol=0, atol=2e-5)
 
 
 def test_two_optimizers_step_together(blocks):

@@ -115,7 +115,9 @@ def trained(name, make):
     return losses, {row["module"]: row for row in probe.table()}, watched
 
 
-@pytest.fixture(scope="module", params=[mlp, gpt], ids=["mlp", "gpt"])
+@pytest.fixture(
+    scope="module", params=[mlp, pytest.param(gpt, marks=pytest.mark.extended)], ids=["mlp", "gpt"]
+)
 def exact(request):
     return request.param, trained("32-true", request.param)[0]
 

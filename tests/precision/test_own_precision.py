@@ -140,7 +140,8 @@ def test_a_failing_run_gets_the_remedy_of_its_range(own):
 
 def test_a_sweep_reports_an_own_precision(own, tmp_path):
     words = ("model=mlp", "train.max_steps=3", "optimizer=sgd", "optimizer.lr=0.01")
-    done = own(*DIGITS, *words, "-m", "precision=32-true,own-half")
+    sweep = ("-m", "hydra/launcher=basic", "precision=32-true,own-half")
+    done = own(*DIGITS, *words, *sweep)
     assert done.rc == 0, done.stderr
     (page,) = tmp_path.glob("outputs/sweeps/*/report.md")
     assert "own-half" in page.read_text()
@@ -150,9 +151,10 @@ def test_a_sweep_reports_an_own_precision(own, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_advice_names_the_cause_of_its_failure(own, tmp_path):
     words = ("model=loud", "mode=advise", "precision=own-half,own-single", "optimizer=sgd")
-    lengths = ("advise.steps=30", "advise.seeds=3", "advise.budget=3m")
+    lengths = ("advise.steps=10", "advise.seeds=3", "advise.budget=3m")
     done = own(*DIGITS, *words, *lengths, "advise.objective=quality", "advise.islands=false")
     assert done.rc == 0, done.stderr
     (page,) = tmp_path.glob("outputs/sweeps/*/report.md")

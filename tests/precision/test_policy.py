@@ -36,6 +36,9 @@ class Loop:
             output = self.model(self.policy.cast(inputs))
         return self.policy.loss(F.mse_loss, output, target)
 
+    def backward(self, batch=None, **weight):
+        self.policy.backward(self.loss(batch or regression_batch(8)), **weight)
+
     def train(self, batches, **clipping):
         losses = []
         with self.policy.session():
@@ -82,7 +85,7 @@ def test_micro_batches_add_up_as_in_the_runner(name):
     with policy.session():
         for first, second in zip(batches(4)[::2], batches(4)[1::2], strict=True):
             for batch in (first, second):
-                policy.backward(loop.loss(batch), weight=0.5)
+                loop.backward(batch, weight=0.5)
             policy.step(loop.optimizer)
     pairs = [batches(4)[:2], batches(4)[2:]]
     assert are_equal(loop.model.parameters(), runner_losses(name, pairs)[1])
@@ -142,7 +145,7 @@ def test_gradients_that_are_views_of_one_buffer_are_unscaled_by_each_optimizer()
         p.grad = part.view_as(p)
     halves = [torch.optim.SGD(part, lr=0.1) for part in (parameters[:2], parameters[2:])]
     with policy.session():
-        policy.backward(loop.loss(regression_batch(8)))
+        loop.backward()
         policy.unscale(halves[0])
         policy.unscale(halves[1])
         assert policy.clip(*halves, norm=1e9) < 100
@@ -153,7 +156,7 @@ def test_gradients_may_be_changed_after_unscale():
     loop = Loop()
     policy = loop.policy
     with policy.session():
-        policy.backward(loop.loss(regression_batch(8)))
+        loop.backward()
         policy.unscale(loop.optimizer)
         norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05)
         assert policy.clip(loop.optimizer, norm=1.0).item() == pytest.approx(0.05, rel=1e-3)
@@ -161,8 +164,8 @@ def test_gradients_may_be_changed_after_unscale():
     assert 0.05 < norm < 100
 
 
-# What a loop does wrong, and the words of the refusal.
-def steps_without_convert(loop):
+# What a loop does wrong within its session, and the words of the refusal.
+def calls_forward_before_convert(loop):
     precision("16-mixed").forward().__enter__()
 
 
@@ -170,77 +173,64 @@ def converts_twice(loop):
     loop.policy.convert(regression_net())
 
 
-def opens_no_session(loop):
-    loop.loss(regression_batch(8))
-
-
 def nests_forward(loop):
-    with loop.policy.session(), loop.policy.forward(), loop.policy.forward():
+    with loop.policy.forward(), loop.policy.forward():
         pass
 
 
 def computes_the_loss_within_forward(loop):
-    with loop.policy.session(), loop.policy.forward():
+    with loop.policy.forward():
         loop.policy.loss(F.mse_loss, torch.zeros(2), torch.zeros(2))
 
 
 def leaves_forward_out(loop):
     inputs, target = regression_batch(8)
-    with loop.policy.session():
-        loop.policy.backward(F.mse_loss(loop.model(inputs), target))
+    loop.policy.backward(F.mse_loss(loop.model(inputs), target))
 
 
 def takes_a_half_loss(loop):
     inputs, target = regression_batch(8)
-    with loop.policy.session():
-        with loop.policy.forward():
-            output = loop.model(inputs)
-        loop.policy.backward((output - target.half()).square().mean())
+    with loop.policy.forward():
+        output = loop.model(inputs)
+    loop.policy.backward((output - target.half()).square().mean())
 
 
 def steps_without_backward(loop):
-    with loop.policy.session():
-        loop.policy.step(loop.optimizer)
+    loop.policy.step(loop.optimizer)
 
 
 def names_no_optimizer(loop):
-    with loop.policy.session():
-        loop.policy.step()
+    loop.policy.step()
 
 
 def steps_by_itself(loop):
-    with loop.policy.session():
-        loop.policy.backward(loop.loss(regression_batch(8)))
-        loop.optimizer.step()
+    loop.backward()
+    loop.optimizer.step()
 
 
 def goes_backward_by_itself(loop):
-    with loop.policy.session():
-        loop.policy.backward(loop.loss(regression_batch(8)))
-        loop.loss(regression_batch(8)).backward()
-        loop.policy.step(loop.optimizer)
+    loop.backward()
+    loop.loss(regression_batch(8)).backward()
+    loop.policy.step(loop.optimizer)
 
 
 def clips_before_unscaling(loop):
-    with loop.policy.session():
-        loop.policy.backward(loop.loss(regression_batch(8)))
-        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
-        loop.policy.step(loop.optimizer)
+    loop.backward()
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    loop.policy.step(loop.optimizer)
 
 
 def accumulates_after_unscaling(loop):
-    with loop.policy.session():
-        loop.policy.backward(loop.loss(regression_batch(8)))
-        loop.policy.unscale(loop.optimizer)
-        loop.policy.backward(loop.loss(regression_batch(8)))
+    loop.backward()
+    loop.policy.unscale(loop.optimizer)
+    loop.backward()
 
 
 def leaves_gradients_of_another_scale(loop):
     half = adam([loop.model[0].weight])
-    with loop.policy.session():
-        for _ in range(2):
-            loop.policy.backward(loop.loss(regression_batch(8)))
-            loop.policy.step(half)
+    for _ in range(2):
+        loop.backward()
+        loop.policy.step(half)
 
 
 def converts_lazy_layers(loop):
@@ -261,47 +251,49 @@ def clips_by_nothing(loop):
 
 
 def saves_within_a_step(loop):
-    with loop.policy.session():
-        loop.policy.backward(loop.loss(regression_batch(8)))
-        loop.policy.state_dict()
+    loop.backward()
+    loop.policy.state_dict()
 
 
 def opens_another_session_of_other_switches(loop):
     other = precision("16-mixed", float32_matmul="high")
     other.convert(regression_net())
-    with loop.policy.session(), other.session():
-        pass
+    other.session().__enter__()
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        (steps_without_convert, r"policy\.forward before policy\.convert"),
-        (converts_twice, r"called already\. Convert several models together"),
-        (opens_no_session, r"outside of policy\.session"),
-        (nests_forward, r"policy\.forward within policy\.forward"),
-        (computes_the_loss_within_forward, r"policy\.loss within policy\.forward"),
-        (leaves_forward_out, r"policy\.backward without policy\.forward"),
-        (takes_a_half_loss, r"The loss is float16.*policy\.loss"),
-        (steps_without_backward, r"No gradients: policy\.backward\(loss\) was not called"),
-        (names_no_optimizer, r"needs the optimizers"),
-        (steps_by_itself, r"optimizer\.step\(\) of AdamW.*policy\.step"),
-        (goes_backward_by_itself, r"gradients of AdamW are not as policy\.backward left them"),
-        (clips_before_unscaling, r"gradients of AdamW are not as policy\.backward left them"),
-        (accumulates_after_unscaling, r"policy\.backward after policy\.unscale"),
-        (leaves_gradients_of_another_scale, r"3 parameters still have a gradient from before"),
-        (converts_lazy_layers, r"lazy layers, which have no weights yet"),
-        (optimizes_another_model, r"that the converted model does not have"),
-        (moves_the_model, r"parameter on meta, and this policy computes on cpu"),
-        (clips_by_nothing, r"norm=None and value=None"),
-        (saves_within_a_step, r"would lose the gradients"),
-        (opens_another_session_of_other_switches, r"would change process-wide switches"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_mistake_is_refused(mistake, message):
-    with pytest.raises(PolicyError, match=message):
-        mistake(Loop("16-mixed"))
+MISTAKES = {
+    calls_forward_before_convert: r"policy\.forward before policy\.convert",
+    converts_twice: r"called already\. Convert several models together",
+    nests_forward: r"policy\.forward within policy\.forward",
+    computes_the_loss_within_forward: r"policy\.loss within policy\.forward",
+    leaves_forward_out: r"policy\.backward without policy\.forward",
+    takes_a_half_loss: r"The loss is float16.*policy\.loss",
+    steps_without_backward: r"No gradients: policy\.backward\(loss\) was not called",
+    names_no_optimizer: r"needs the optimizers",
+    steps_by_itself: r"optimizer\.step\(\) of AdamW.*policy\.step",
+    goes_backward_by_itself: r"gradients of AdamW are not as policy\.backward left them",
+    clips_before_unscaling: r"gradients of AdamW are not as policy\.backward left them",
+    accumulates_after_unscaling: r"policy\.backward after policy\.unscale",
+    leaves_gradients_of_another_scale: r"3 parameters still have a gradient from before",
+    converts_lazy_layers: r"lazy layers, which have no weights yet",
+    optimizes_another_model: r"that the converted model does not have",
+    moves_the_model: r"parameter on meta, and this policy computes on cpu",
+    clips_by_nothing: r"norm=None and value=None",
+    saves_within_a_step: r"would lose the gradients",
+    opens_another_session_of_other_switches: r"would change process-wide switches",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_is_refused(mistake):
+    loop = Loop("16-mixed")
+    with loop.policy.session(), pytest.raises(PolicyError, match=MISTAKES[mistake]):
+        mistake(loop)
+
+
+def test_a_loop_without_a_session_is_refused():
+    with pytest.raises(PolicyError, match=r"outside of policy\.session"):
+        Loop("16-mixed").loss(regression_batch(8))
 
 
 @pytest.mark.parametrize(

@@ -5,28 +5,16 @@ layers/test_weight_formats.py, and whole commands in tests/e2e/test_quantised_ru
 """
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
-from precision_models import (
-    CPU,
-    CUDA,
-    MPS,
-    load_precision,
-    reloaded,
-    run_forward,
-    skip_reasons,
-    train_state,
-)
+from precision_models import load_precision, run_forward, skip_reasons, train_state
 from torch import nn
 
-from runner.models.mlp import MLP
 from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.training.adapters import Lora
 from runner.training.step import train_step
-from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.errors import ConfigError
 
 FORMATS = ("int4", "int8", "nvfp4")
 every_format = pytest.mark.parametrize("name", FORMATS)
@@ -58,37 +46,6 @@ def test_the_forward_in_training_is_that_of_the_packed_model(name, compute):
         assert torch.equal(*outputs)
     with torch.no_grad():
         assert not torch.equal(outputs[0].float(), model(inputs))
-
-
-@every_format
-def test_trained_weights_enter_each_of_the_three_precisions(name):
-    model, inputs = model_and_inputs()
-    precision = load_precision(f"qat-{name}")
-    trained, _ = precision.convert(model)
-    state = reloaded(trained.state_dict())
-    assert precision.layout == ""
-    assert {value.dtype for value in state.values()} == {torch.float32}
-    with torch.no_grad():
-        wanted = trained(inputs)
-    for other in ("32-true", name, f"qat-{name}"):
-        plain, _ = model_and_inputs(seed=1)
-        plain.load_state_dict(state, strict=True)
-        converted, _ = load_precision(other).convert(plain)
-        with torch.no_grad():
-            found = converted(inputs)
-        assert found.allclose(wanted, rtol=1e-5, atol=1e-5) == (other != "32-true")
-
-
-@every_format
-def test_a_step_changes_the_float32_weights(name):
-    precision = load_precision(f"qat-{name}")
-    model, _ = precision.convert(MLP([8, 8], 10, [32]))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    batch = torch.randn(16, 8, 8), torch.randint(10, (16,))
-    train_step(train_state(precision, model), [batch])
-    after = model.state_dict()
-    assert not any(torch.equal(before[key], after[key]) for key in before)
-    assert {value.dtype for value in after.values()} == {torch.float32}
 
 
 def test_gradients_of_gradients_are_those_of_the_rounded_weights():
@@ -149,13 +106,6 @@ def test_the_same_layers_are_rounded_and_packed_each_with_a_reason_where_not():
     assert skip_reasons(report)["body"] == "the model passes its forward by"
 
 
-def test_a_weight_that_is_not_finite_is_not_packed():
-    model, _ = model_and_inputs()
-    model[0].weight.data[3, 4] = torch.nan
-    _, report = load_precision("int4").convert(model)
-    assert skip_reasons(report)["0"] == "its weight is not finite"
-
-
 @every_format
 def test_a_conversion_that_fits_no_layer_is_refused(name):
     if name == "int8":
@@ -171,57 +121,6 @@ def test_packed_weights_take_the_bytes_of_their_codes_and_scales(name):
     held = sum(t.nbytes for t in (*layer.parameters(), *layer.buffers()))
     sizes = {"int4": 1024 + 32 * 2 * 4, "int8": 2048 + 32 * 4, "nvfp4": 1024 + 32 * 4 + 4}
     assert held == sizes[name]
-
-
-def test_the_library_is_imported_late_and_prints_nothing():
-    script = """
-import sys
-import torch
-from torch import nn
-from runner.precision import registry
-precisions = [registry.load_precision(name) for name in ("qat-int4", "int4", "qat-int8", "int8")]
-assert "torchao" not in sys.modules
-for precision in precisions:
-    precision.convert(nn.Linear(32, 16))[0](torch.randn(2, 32))
-assert "torchao" in sys.modules
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "default", "-c", script], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-# Refusals
-
-REFUSED = [
-    ({"group_size": 7}, "precision.group_size=7 must be an even number from 2."),
-    ({"group_size": True}, "precision.group_size=True must be an even number from 2."),
-    ({"format": "int5"}, "precision.format=int5 is not known. Allowed: int4, int8, nvfp4."),
-    ({"format": ["int4"]}, "precision.format=['int4'] is not known."),
-    ({"compute_dtype": "float16"}, "Allowed: float32, bfloat16."),
-]
-
-
-@pytest.mark.parametrize("name", ["qat-int4", "int4"])
-@pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_a_value_that_is_not_allowed_is_refused(name, options, message):
-    with pytest.raises(ConfigError) as caught:
-        load_precision(name, **options)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(("name", "other"), [("qat-int4", "qat-int8"), ("int4", "int8")])
-def test_a_built_in_name_may_not_stand_for_another_format(name, other):
-    with pytest.raises(ConfigError, match=f"is not what {name} is. Type precision={other}."):
-        load_precision(name, format="int8")
-
-
-@pytest.mark.parametrize("name", [*FORMATS, *(f"qat-{name}" for name in FORMATS)])
-def test_devices_without_the_formats_are_refused(name):
-    load_precision(name).require(CPU)
-    load_precision(name).require(CUDA)
-    with pytest.raises(Unavailable, match="needs a CPU or an NVIDIA GPU"):
-        load_precision(name).require(MPS)
 
 
 # What others ask of a precision

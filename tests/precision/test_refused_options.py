@@ -1,186 +1,134 @@
 """The values of options that a precision refuses, each with what is allowed, and all at once."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from runner.precision import registry
-from runner.precision.mixed import MixedPrecision
 from runner.precision.transformer_engine import TransformerEnginePrecision
 from runner.utils.errors import ConfigError
 
-# Precisions of each class that checks the key.
-CLASSES_BY_VALUE = {
-    ("reduced_precision_reduction", 2): (
-        ("16-true", "bf16-mixed", "bnb-nf4", "float8-rowwise", "transformer-engine"),
-        "precision.reduced_precision_reduction=2 is not known. Allowed: true, false.",
+SWITCH = "is not known. Allowed: true, false."
+# What is typed after `precision.`, precisions of each class that checks it, and the problem.
+SHARED = {
+    "reduced_precision_reduction=2": (
+        "16-true bf16-mixed bnb-nf4 float8-rowwise transformer-engine",
+        f"precision.reduced_precision_reduction=2 {SWITCH}",
     ),
-    ("reduced_precision_reduction", True): (
-        ("64-true", "32-true", "tf32"),
+    "reduced_precision_reduction=true": (
+        "64-true 32-true tf32",
         "precision.reduced_precision_reduction=true: precision={name} has no products in half "
         "precision. Leave it out.",
     ),
-    ("float32_matmul", "tf32"): (
-        ("32-true", "bf16-mixed", "bnb-nf4", "float8-tensorwise"),
+    "float32_matmul=tf32": (
+        "32-true bf16-mixed bnb-nf4 float8-tensorwise",
         "precision.float32_matmul=tf32 is not known. Allowed: highest, high, medium.",
     ),
-    ("cpu_float16", "fast"): (
-        ("16-true", "16-mixed", "bnb-nf4"),
+    "cpu_float16=fast": (
+        "16-true 16-mixed bnb-nf4",
         "precision.cpu_float16=fast is not known. Allowed: auto, native, float32_accumulate.",
     ),
-    ("emulate", "yes"): (
-        ("bf16-mixed", "tf32", "float8-rowwise", "transformer-engine"),
-        "precision.emulate=yes is not known. Allowed: true, false.",
+    "emulate=maybe": (
+        "bf16-mixed tf32 float8-rowwise transformer-engine",
+        f"precision.emulate=maybe {SWITCH}",
     ),
-    ("allow_substitute", 1): (
-        ("16-mixed",),
-        "precision.allow_substitute=1 is not known. Allowed: true, false.",
+    "allow_substitute=1": ("16-mixed", f"precision.allow_substitute=1 {SWITCH}"),
+}
+# A precision and what is typed after `precision.`, and its problems, each in a line.
+OWN = {
+    "32-true dtype=float8": (
+        "precision.dtype=float8 is not known. Allowed: float64, float32, float16, bfloat16."
+    ),
+    "bf16-mixed dtype=float32": "precision.dtype=float32 is not known. Allowed: float16, bfloat16.",
+    "32-true emulate=true": "precision.emulate=true: precision=32-true runs everywhere as it is.",
+    "32-true float32_matmul=tf32 cpu_float16=fast": (
+        "precision.float32_matmul=tf32 is not known. Allowed: highest, high, medium.\n"
+        "precision.cpu_float16=fast is not known. Allowed: auto, native, float32_accumulate."
+    ),
+    "16-mixed loss_scale.init_scale=0": (
+        "precision.loss_scale.init_scale=0 cannot work. Allowed: above 0."
+    ),
+    "bf16-mixed loss_scale.init_scale=1024.0": (
+        "precision.loss_scale={'init_scale': 1024.0}: precision=bf16-mixed has none, because "
+        "bfloat16 has float32's range. Leave it out, or type precision=16-mixed."
+    ),
+    "bnb-nf4 compute_dtype=float64 threshold=6.0": (
+        "precision.compute_dtype=float64 is not known. Allowed: bfloat16, float16, float32.\n"
+        "precision.threshold=6.0: nf4 has none. Type precision=bnb-int8, or leave it out."
+    ),
+    "bnb-int8 threshold=-1.0": ("precision.threshold=-1.0 is negative. Allowed: 0 (none) and up."),
+    "bnb-nf4 mode=nf8": (
+        "precision.mode=nf8 is not known. Allowed: nf4, nf4-dq, fp4, fp4-dq, int8, int8-training."
+    ),
+    "bnb-nf4 mode=fp4": "precision.mode=fp4 is not what bnb-nf4 is. Type precision=bnb-fp4.",
+    "qat-int4 group_size=7 compute_dtype=float16": (
+        "precision.group_size=7 must be an even number from 2.\n"
+        "precision.compute_dtype=float16 is not known. Allowed: float32, bfloat16."
+    ),
+    "int4 group_size=true": "precision.group_size=True must be an even number from 2.",
+    "int4 format=[int4]": "precision.format=['int4'] is not known. Allowed: int4, int8, nvfp4.",
+    "qat-int4 format=int8": (
+        "precision.format=int8 is not what qat-int4 is. Type precision=qat-int8."
+    ),
+    "int4 format=int8": "precision.format=int8 is not what int4 is. Type precision=int8.",
+    "float8-tensorwise recipe=delayed weights=half emulate=maybe min_features=0": (
+        "precision.recipe=delayed is not known. Allowed: tensorwise, rowwise, "
+        "rowwise_with_gw_hp.\n"
+        "precision.weights=half is not known. Allowed: float32, bfloat16.\n"
+        f"precision.emulate=maybe {SWITCH}\n"
+        "precision.min_features=0 must be a whole number from 1."
+    ),
+    "float8-rowwise recipe=tensorwise": (
+        "precision.recipe=tensorwise is not what float8-rowwise is. Type "
+        "precision=float8-tensorwise."
+    ),
+    "transformer-engine recipe.kind=delayed recipe.margin=-1 recipe.format=E5M2 recipe.history=16 "
+    "recipe.reduce_amax=1 weights=float32 fuse=maybe": (
+        "precision.recipe.history=16: the recipe delayed has no such key. Allowed: format, margin, "
+        "amax_history_len, amax_compute_algo, reduce_amax.\n"
+        "precision.recipe.margin=-1 is not known. Allowed: a whole number from 0.\n"
+        "precision.recipe.format=E5M2 is not known. Allowed: HYBRID, E4M3.\n"
+        f"precision.recipe.reduce_amax=1 {SWITCH}\n"
+        "precision.weights=float32 is not known. Allowed: bfloat16, float16.\n"
+        f"precision.fuse=maybe {SWITCH}"
+    ),
+    "transformer-engine recipe.kind=current": (
+        "precision.recipe.kind=current is not what transformer-engine is. Type "
+        "precision=transformer-engine-current."
+    ),
+    "transformer-engine-block recipe.kind=delayed": (
+        "precision.recipe.kind=delayed is not what transformer-engine-block is. Type "
+        "precision=transformer-engine."
+    ),
+    "transformer-engine-nvfp4 weights=float16": (
+        "precision.weights=float16: NVFP4's products cannot come out in float16. Type "
+        "precision.weights=bfloat16."
+    ),
+    "transformer-engine accumulate=ada": (
+        "precision.accumulate=ada is not known. Allowed: float32, hopper."
+    ),
+    "transformer-engine-block accumulate=hopper": (
+        "precision.accumulate=hopper is for emulated products: hardware sums in its own way. "
+        "Allowed without precision.emulate=true: float32. Type precision.emulate=true, too."
+    ),
+    "transformer-engine-mxfp8 accumulate=hopper emulate=true": (
+        "precision.accumulate=hopper: Hopper has no products of the recipe mxfp8. Allowed: recipes "
+        "delayed, current, block. Type precision=transformer-engine-block."
     ),
 }
-SHARED_KEYS = [
-    (name, {key: value}, (message.format(name=name),))
-    for (key, value), (names, message) in CLASSES_BY_VALUE.items()
-    for name in names
-]
-OWN_KEYS = [
-    (
-        "32-true",
-        {"dtype": "float8"},
-        ("precision.dtype=float8 is not known. Allowed: float64, float32, float16, bfloat16.",),
-    ),
-    (
-        "32-true",
-        {"emulate": True},
-        ("precision.emulate=true: precision=32-true runs everywhere as it is.",),
-    ),
-    (
-        "32-true",
-        {"float32_matmul": "tf32", "cpu_float16": "fast"},
-        (
-            "precision.float32_matmul=tf32 is not known. Allowed: highest, high, medium.",
-            "precision.cpu_float16=fast is not known. Allowed: auto, native, float32_accumulate.",
-        ),
-    ),
-    (
-        "16-mixed",
-        {"loss_scale": {"init_scale": 0}},
-        ("precision.loss_scale.init_scale=0 cannot work. Allowed: above 0.",),
-    ),
-    (
-        "bf16-mixed",
-        {"loss_scale": {"init_scale": 1024.0}},
-        (
-            "precision.loss_scale={'init_scale': 1024.0}: precision=bf16-mixed has none, because "
-            "bfloat16 has float32's range. Leave it out, or type precision=16-mixed.",
-        ),
-    ),
-    (
-        "bnb-nf4",
-        {"compute_dtype": "float64", "threshold": 6.0},
-        (
-            "precision.compute_dtype=float64: the kernels compute in bfloat16, float16, float32 "
-            "only. Type one of them.",
-            "precision.threshold=6.0: nf4 has none. Type precision=bnb-int8, or leave it out.",
-        ),
-    ),
-    (
-        "bnb-int8",
-        {"threshold": -1.0},
-        ("precision.threshold=-1.0 is negative. Allowed: 0 (none) and up.",),
-    ),
-    (
-        "bnb-nf4",
-        {"mode": "nf8"},
-        (
-            "precision.mode=nf8 is not known. Allowed: nf4, nf4-dq, fp4, fp4-dq, int8, "
-            "int8-training.",
-        ),
-    ),
-    (
-        "bnb-nf4",
-        {"mode": "fp4"},
-        ("precision.mode=fp4 is not what bnb-nf4 is. Type precision=bnb-fp4.",),
-    ),
-    (
-        "float8-tensorwise",
-        {"recipe": "delayed", "weights": "half", "emulate": "yes", "min_features": 0},
-        (
-            "precision.recipe=delayed is not known. Allowed: tensorwise, rowwise, "
-            "rowwise_with_gw_hp.",
-            "precision.weights=half is not known. Allowed: float32, bfloat16.",
-            "precision.emulate=yes is not known. Allowed: true, false.",
-            "precision.min_features=0 must be a whole number from 1.",
-        ),
-    ),
-    (
-        "float8-rowwise",
-        {"recipe": "tensorwise"},
-        (
-            "precision.recipe=tensorwise is not what float8-rowwise is. "
-            "Type precision=float8-tensorwise.",
-        ),
-    ),
-    (
-        "transformer-engine",
-        {
-            "recipe": {
-                "kind": "delayed",
-                "margin": -1,
-                "format": "E5M2",
-                "history": 16,
-                "reduce_amax": 1,
-            },
-            "weights": "float32",
-            "fuse": "yes",
-        },
-        (
-            "precision.recipe.history=16: the recipe delayed has no such key. Allowed: format, "
-            "margin, amax_history_len, amax_compute_algo, reduce_amax.",
-            "precision.recipe.margin=-1 is not known. Allowed: a whole number from 0.",
-            "precision.recipe.format=E5M2 is not known. Allowed: HYBRID, E4M3.",
-            "precision.recipe.reduce_amax=1 is not known. Allowed: true, false.",
-            "precision.weights=float32 is not known. Allowed: bfloat16, float16.",
-            "precision.fuse=yes is not known. Allowed: true, false.",
-        ),
-    ),
-    (
-        "transformer-engine",
-        {"accumulate": "ada"},
-        ("precision.accumulate=ada is not known. Allowed: float32, hopper.",),
-    ),
-    (
-        "transformer-engine-block",
-        {"accumulate": "hopper"},
-        (
-            "precision.accumulate=hopper is for emulated products: hardware sums in its own way. "
-            "Allowed without precision.emulate=true: float32. Type precision.emulate=true, too.",
-        ),
-    ),
-    (
-        "transformer-engine-mxfp8",
-        {"accumulate": "hopper", "emulate": True},
-        (
-            "precision.accumulate=hopper: Hopper has no products of the recipe mxfp8. Allowed: "
-            "recipes delayed, current, block. Type precision=transformer-engine-block.",
-        ),
-    ),
-]
+REFUSED = OWN | {
+    f"{name} {word}": problem.format(name=name)
+    for word, (names, problem) in SHARED.items()
+    for name in names.split()
+}
 
 
-@pytest.mark.parametrize(("name", "options", "problems"), [*SHARED_KEYS, *OWN_KEYS])
-def test_a_value_that_cannot_work_is_refused(name, options, problems):
+@pytest.mark.parametrize("typed", REFUSED)
+def test_a_value_that_cannot_work_is_refused(typed):
+    name, *words = typed.split()
+    options = OmegaConf.to_container(OmegaConf.from_dotlist(words))
     with pytest.raises(ConfigError) as error:
         registry.load_precision(name, **options)
-    assert error.value.problems == problems
-
-
-def test_mixed_precision_in_float32_is_refused():
-    with pytest.raises(ConfigError, match=r"dtype=float32 is not known\. Allowed: float16, bf"):
-        MixedPrecision("x", "float32")
-
-
-def problems_of_recipe(recipe, weights="bfloat16"):
-    with pytest.raises(ConfigError) as error:
-        TransformerEnginePrecision("own", weights, recipe)
-    return error.value.problems
+    assert "\n".join(error.value.problems) == REFUSED[typed]
 
 
 @pytest.mark.parametrize(
@@ -200,24 +148,7 @@ def problems_of_recipe(recipe, weights="bfloat16"):
     ],
 )
 def test_a_bad_recipe_is_refused(recipe, message):
-    (problem,) = problems_of_recipe(recipe)
-    assert message in problem
-
-
-def test_nvfp4_has_no_float16():
-    problem, *_ = problems_of_recipe({"kind": "nvfp4"}, "float16")
-    assert "cannot come out in float16" in problem
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "instead"),
-    [
-        ("transformer-engine", "current", "transformer-engine-current"),
-        ("transformer-engine-block", "delayed", "transformer-engine"),
-    ],
-)
-def test_a_built_in_name_has_its_own_recipe(name, kind, instead):
-    with pytest.raises(ConfigError, match=f"is not what {name} is") as error:
-        registry.load_precision(name, recipe={"kind": kind})
+    with pytest.raises(ConfigError) as error:
+        TransformerEnginePrecision("own", "bfloat16", recipe)
     (problem,) = error.value.problems
-    assert problem.endswith(f"Type precision={instead}.")
+    assert message in problem

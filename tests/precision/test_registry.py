@@ -34,14 +34,6 @@ def test_a_new_yaml_is_picked_up_after_the_known_ones(tmp_path, monkeypatch):
     assert registry.yaml_header("a-new") == ("what a-new is", "because")
 
 
-@pytest.mark.parametrize("name", registry.precision_names())
-def test_a_header_says_what_and_why(name):
-    lines = (CONF / f"{name}.yaml").read_text().splitlines()
-    assert lines[0].startswith("# ")
-    assert lines[1].startswith("# Why: ")
-    assert registry.yaml_header(name) == (lines[0][2:], lines[1][7:])
-
-
 def test_keywords_change_what_the_yaml_says():
     precision = registry.load_precision("bf16-true", autocast_loss=True)
     assert isinstance(precision, TruePrecision)

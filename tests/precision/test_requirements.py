@@ -13,12 +13,13 @@ from runner.utils.errors import Unavailable
 pytest.importorskip("runner.precision.layers.bnb_library")
 
 TRANSFORMER_ENGINE = [n for n in registry.precision_names() if n.startswith("transformer-engine")]
+WEIGHT_FORMATS = ("int4", "int8", "nvfp4", "qat-int4", "qat-int8", "qat-nvfp4")
 EMULATE = "Type precision.emulate=true for its numbers without its speed, or precision="
 CPU_ONLY = "precision.emulate=true runs on a CPU; this run is on cuda"
 
 # Elsewhere than on a GPU: the device, what is missing, and what to type.
 REFUSED_WITHOUT_GPU = [
-    ("64-true", {}, MPS, "Apple's GPUs have no float64", "accelerator=cpu, or precision=32-true."),
+    ("64-true", {}, MPS, "an Apple GPU (mps), which has no float64", "accelerator=cpu, or"),
     ("tf32", {}, CPU, "needs an NVIDIA GPU of compute capability 8.0", f"{EMULATE}32-true"),
     ("tf32", {}, MPS, "this run is on mps", f"{EMULATE}32-true"),
     (
@@ -27,6 +28,16 @@ REFUSED_WITHOUT_GPU = [
         MPS,
         "needs a CPU or an NVIDIA GPU of compute capability 6.0 or higher; this run is on mps.",
         "Type accelerator=cpu, or precision=bf16-true.",
+    ),
+    *(
+        (
+            name,
+            {},
+            MPS,
+            "needs a CPU or an NVIDIA GPU; this run is on mps",
+            "or precision=bf16-true",
+        )
+        for name in WEIGHT_FORMATS
     ),
     ("float8-rowwise", {}, CPU, "needs an NVIDIA GPU of compute capability 8.9", EMULATE),
     ("float8-tensorwise", {}, MPS, "no FP8 dtypes", "accelerator=cpu precision.emulate=true."),
@@ -73,7 +84,7 @@ REFUSED_ON_GPU = [
         "Type precision=16-true, or precision.emulate=true",
     ),
     ("bf16-mixed", {}, (7, 5), "has 7.5", "Type precision=16-mixed, or precision.emulate=true"),
-    ("bnb-nf4", {}, (5, 2), "needs compute capability 6.0 or higher", "runs here: precision=16-"),
+    ("bnb-nf4", {}, (5, 2), "needs an NVIDIA GPU of compute capability 6.0", "here: precision=16-"),
     ("bnb-int8", {}, (7, 0), "7.5 or higher; cuda:0 (NVIDIA X) has 7.0.", "precision=16-true"),
     ("bnb-int8-training", {}, (7, 0), "7.5 or higher", "precision=16-true"),
     (
@@ -108,6 +119,7 @@ def test_a_gpu_that_cannot_run_it_is_refused(name, options, capability, what, re
 RUNS = [
     *((name, {}, MPS, None) for name in ("32-true", "16-true", "bf16-true")),
     *((f"bnb-{mode}", {}, CPU, None) for mode in ("nf4", "fp4-dq", "int8", "int8-training")),
+    *((name, {}, device, (8, 0)) for name in WEIGHT_FORMATS for device in (CPU, CUDA)),
     ("float8-rowwise", {"emulate": True}, CPU, None),
     ("float8-rowwise", {"emulate": True}, CUDA, (8, 0)),
     *(("float8-rowwise", {}, CUDA, capability) for capability in ((8, 9), (9, 0), (12, 0))),
@@ -129,7 +141,7 @@ def test_a_device_that_can_run_it_is_taken(name, options, device, capability, mo
     pretend_gpu(monkeypatch, capability)
     precision = registry.load_precision(name, **options)
     precision.require(device)
-    assert precision.emulated == bool(options.get("emulate"))
+    assert precision.emulated == (bool(options.get("emulate")) or "nvfp4" in name)
 
 
 # TransformerEngine: the capability, the version of CUDA, the package, and the library's own check.

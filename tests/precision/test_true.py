@@ -110,15 +110,8 @@ def test_optimizers_without_squares_take_any_eps_that_float16_holds():
 def worst_loss(eps, lr):
     """Return the first and the largest loss of 12 steps of a small GPT-2 in 16-true with AdamW."""
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=1,
-        n_embd=32,
-        n_head=2,
-        vocab_size=32,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 16}
+    config = GPT2Config(**sizes, vocab_size=32, bos_token_id=0, eos_token_id=0)
     precision = registry.load_precision("16-true")
     model, _ = precision.convert(GPT2LMHeadModel(config))
     adamw = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)

@@ -9,6 +9,7 @@ from runner.precision.weight_updates import UPDATE_RULES, round_stochastically
 from runner.precision.wide_step import CHUNK_ELEMENTS, attach_update
 from runner.utils.errors import ConfigError
 
+BF16 = torch.bfloat16
 CURES = UPDATE_RULES[1:]
 SHAPES = ((64, 32), (64,), (3, 5, 2), ())
 
@@ -97,12 +98,14 @@ def test_torchaos_rounding_has_the_same_distribution():
 
 @pytest.mark.parametrize("rule", ["master_weights", "remainders"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_float32_weights_are_kept_bit_by_bit(rule, fused):
+@pytest.mark.parametrize("state_dtype", [None, BF16])
+def test_float32_weights_are_kept_bit_by_bit(rule, fused, state_dtype):
     params = weights()
     optimizer = adam(params, fused=fused)
-    attach_update(optimizer, rule)
+    attach_update(optimizer, rule, state_dtype)
     wide = [nn.Parameter(p.detach().float()) for p in params]
     reference = adam(wide, fused=fused)
+    attach_update(reference, "nearest", state_dtype)
     for step in range(50):
         gradients(params, step)
         for p, q in zip(params, wide, strict=True):
@@ -119,7 +122,9 @@ def test_float32_weights_are_kept_bit_by_bit(rule, fused):
         assert torch.equal(kept, q)
         # A tie may be rounded to either side.
         assert (p.float() - q).abs().le(q.abs() * 2**-8).all()
-        assert torch.equal(state["exp_avg"], reference.state[q]["exp_avg"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[key].dtype is reference.state[q][key].dtype
+            assert torch.equal(state[key], reference.state[q][key])
 
 
 OPTIMIZERS = {
@@ -175,12 +180,14 @@ def test_every_optimizer_follows_its_float32_self(name, rule):
         assert optimizer.param_groups[0]["params"][0] is params[0]
 
 
-@pytest.mark.parametrize("rule", CURES)
-def test_state_continues_from_a_state_dict(rule):
+@pytest.mark.parametrize(
+    ("rule", "state_dtype"), [*((rule, None) for rule in CURES), ("nearest", BF16)]
+)
+def test_state_continues_from_a_state_dict(rule, state_dtype):
     def fresh():
-        params = weights()
-        optimizer = adam(params)
-        attach_update(optimizer, rule, seed=3)
+        params = weights(BF16 if state_dtype is None else torch.float32)
+        optimizer = torch.optim.NAdam(params, lr=1e-4)
+        attach_update(optimizer, rule, state_dtype, seed=3)
         return params, optimizer
 
     params, optimizer = fresh()
@@ -200,22 +207,32 @@ def test_state_continues_from_a_state_dict(rule):
             assert torch.equal(resumed.state[other][key], value)
 
 
-def test_bytes_are_those_on_paper():
-    sizes = {}
-    for rule in UPDATE_RULES:
-        params = weights(shapes=((128, 128),))
-        optimizer = adam(params)
-        attach_update(optimizer, rule)
-        train(optimizer, 2)
-        kept = [v for v in optimizer.state[params[0]].values() if v.shape == (128, 128)]
-        sizes[rule] = params[0].itemsize + sum(value.itemsize for value in kept)
-    assert sizes == {
+# By the weights' dtype and the state's: the weight, two averages of Adam, what the rule keeps.
+BYTES = {
+    (BF16, None): {
         "nearest": 6,
         "master_weights": 14,
         "remainders": 12,
         "kahan": 8,
         "stochastic_rounding": 6,
-    }
+    },
+    (BF16, BF16): {"nearest": 6, "master_weights": 10, "remainders": 8, "kahan": 8},
+    (torch.float32, BF16): {"nearest": 8},
+}
+
+
+@pytest.mark.parametrize("dtypes", BYTES, ids=str)
+def test_bytes_of_a_weight_are_those_on_paper(dtypes):
+    dtype, state_dtype = dtypes
+    found = {}
+    for rule in BYTES[dtypes]:
+        params = weights(dtype, shapes=((128, 128),))
+        optimizer = adam(params)
+        attach_update(optimizer, rule, state_dtype)
+        train(optimizer, 2)
+        kept = [v for v in optimizer.state[params[0]].values() if v.shape == (128, 128)]
+        found[rule] = params[0].itemsize + sum(value.itemsize for value in kept)
+    assert found == BYTES[dtypes]
 
 
 def test_a_large_model_is_stepped_in_parts(monkeypatch):

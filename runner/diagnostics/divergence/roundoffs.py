@@ -19,7 +19,7 @@ from runner.diagnostics.divergence.boundaries import ROOT, Boundary
 from runner.diagnostics.divergence.reference import NarrowCode, Reference
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
-from runner.precision.keep_fp32 import Float32Island
+from runner.precision.keep_fp32 import KeptInFloat32
 from runner.training.state import TrainState
 from runner.utils.tensors import unit_roundoff
 
@@ -147,7 +147,7 @@ def _add_execution(
     precision, device = execution.precision, execution.device
     uses_tf32 = precision.float32_matmul not in ("", "highest")
     rounding = set() if narrow_code is None else narrow_code.modules(takers)
-    islands: set[nn.Module] = set()
+    kept: set[nn.Module] = set()
     for dotted_name, module in execution.state.plain_model.named_modules():
         name = dotted_name or ROOT
         if uses_tf32:
@@ -156,10 +156,10 @@ def _add_execution(
             forward, backward = precision.operand_roundoffs
             roundoffs.code[name] = max(roundoffs.code[name], forward)
             roundoffs.gradients[name] = max(roundoffs.gradients[name], backward)
-        if isinstance(module, Float32Island):
-            islands.update(module.modules())  # type: ignore[attr-defined]
+        if isinstance(module, KeptInFloat32):
+            kept.update(module.modules())  # type: ignore[attr-defined]
         # Where functions are not seen, the own code of any module that has modules may round.
-        elif narrow_code is None and module not in islands and next(module.children(), None):
+        elif narrow_code is None and module not in kept and next(module.children(), None):
             rounding.add(name)
     roundoff = unit_roundoff(narrow_dtype(precision))
     for name in rounding:

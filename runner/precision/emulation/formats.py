@@ -107,23 +107,16 @@ def round_within_range(x: Tensor, fmt: Format) -> Tensor:
     x = x.clamp(-fmt.largest, fmt.largest)
     # Adding 1.5 times the power of two whose last place is the format's spacing at a value rounds
     # to that spacing, for either sign.
-    coarse = power_of_two(x, fmt).mul_(1.5 * 2.0 ** (23 - fmt.mantissa))
+    coarse = power_of_two(x).clamp_(min=fmt.normal).mul_(1.5 * 2.0 ** (23 - fmt.mantissa))
     return x.add(coarse).sub_(coarse).copysign_(x)
 
 
-def power_of_two(x: Tensor, fmt: Format) -> Tensor:
-    """Return the power of two at or below each magnitude, at least the format's least normal value.
+def power_of_two(x: Tensor) -> Tensor:
+    """Return the power of two at or below each magnitude, 0 for 0: float32 of x's shape.
 
-    The spacing of a format's values is proportional to it.
-
-    Args:
-        x: float32, any shape.
-        fmt: gives the lower bound.
-
-    Returns:
-        float32 of x's shape.
+    Within a format's normal range the spacing of its values is proportional to it.
     """
-    return (x.view(torch.int32) & INFINITY_BITS).view(torch.float32).clamp_(min=fmt.normal)
+    return (x.view(torch.int32) & INFINITY_BITS).view(torch.float32)
 
 
 def round_to_tf32(x: Tensor) -> Tensor:

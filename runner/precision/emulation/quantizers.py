@@ -47,8 +47,7 @@ def amax_scale(amax: Tensor, fmt: Format) -> Tensor:
 
 def power_of_two_scale(amax: Tensor, fmt: Format) -> Tensor:
     """Return amax_scale rounded down to a power of two: float32 of amax's shape."""
-    exponent = amax_scale(amax, fmt).view(torch.int32) & 0x7F800000  # clears the mantissa
-    return exponent.view(torch.float32)
+    return power_of_two(amax_scale(amax, fmt))
 
 
 def exponent_scale(amax: Tensor, fmt: Format) -> Tensor:
@@ -230,7 +229,7 @@ def _round_stochastically(x: Tensor) -> Tensor:
     """Return one of the two values of E2M1 around each value, each with a probability by its
     distance; float32, within E2M1's range."""
     magnitude = x.abs()
-    spacing = power_of_two(x, E2M1).mul_(0.5)
+    spacing = power_of_two(x).clamp_(min=E2M1.normal).mul_(0.5)
     steps = magnitude.div_(spacing)
     below = steps.floor()
     up = torch.rand_like(x).lt_(steps.sub_(below))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.precision.emulation.formats import E4M3, E5M2, INFINITY_BITS, Format, round_within_range
+from runner.precision.emulation.formats import E4M3, E5M2, Format, power_of_two, round_within_range
 from runner.precision.emulation.quantizers import (
     BlockQuantizer,
     Nvfp4Quantizer,
@@ -229,8 +229,8 @@ def _narrow_sums(a: Tensor, b: Tensor) -> Tensor:
     for first in range(0, a.shape[1], GROUP):
         left = a[:, None, first : first + GROUP]
         right = b[None, :, first : first + GROUP]
-        largest = (_power_of_two(left) * _power_of_two(right)).amax(-1)
-        largest = torch.maximum(largest, _power_of_two(sums))
+        largest = (power_of_two(left) * power_of_two(right)).amax(-1)
+        largest = torch.maximum(largest, power_of_two(sums))
         # Where all products are zero, any unit will do.
         unit = torch.where(largest > 0, largest * 2.0**-FRACTION_BITS, 1.0)
         # Whole numbers of fewer than 24 bits: float32 adds them exactly, in any order.
@@ -239,11 +239,6 @@ def _narrow_sums(a: Tensor, b: Tensor) -> Tensor:
         kept_bits = -(1 << (_FLOAT32_FRACTION_BITS - FRACTION_BITS))
         sums = ((units * unit).view(torch.int32) & kept_bits).view(torch.float32)
     return sums
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """Return the power of two at or below each magnitude, 0 for 0: float32 of x's shape."""
-    return (x.view(torch.int32) & INFINITY_BITS).view(torch.float32)
 
 
 class Autocast:

@@ -17,6 +17,7 @@ arXiv:2208.07339 (row-wise int8, outlier columns).
 """
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
@@ -232,17 +233,9 @@ def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor
         # As one long row of even length: the CPU's kernel finds the blocks' scales of that only.
         shape = torch.Size(state.shape or ())
         count = shape.numel()
-        row = QuantState(
-            state.absmax,
-            # A byte holds two codes, so that a weight of odd size has one code too many.
-            torch.Size((1, count + count % 2)),
-            state.code,
-            state.blocksize,
-            state.quant_type,
-            state.dtype,
-            state.offset,
-            state.state2,
-        )
+        row = copy(state)
+        # A byte holds two codes, so that a weight of odd size has one code too many.
+        row.shape = torch.Size((1, count + count % 2))
         return dequantize_4bit(packed, row)[0, :count].view(shape).to(dtype)
     return dequantize_4bit(packed, state).to(dtype)
 

@@ -8,7 +8,7 @@ torchao's NVFP4 layers need Blackwell's products.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from torch.nn import functional as F
 from runner.precision.emulation.formats import E2M1
 from runner.precision.emulation.quantizers import Nvfp4Quantizer
 from runner.utils.import_warnings import suppress_import_warnings
-
-if TYPE_CHECKING:
-    from torchao.core.config import AOBaseConfig
 
 FORMAT_NAMES = ("int4", "int8", "nvfp4")
 # torchao's least scale of int8 tensors; its fake quantisers have another by default, that of int4.
@@ -121,19 +118,14 @@ class Int4Format(WeightFormat):
 
     def load_library(self) -> None:
         if self._weight_rounding is None:
-            with suppress_import_warnings():
-                from torchao.quantization import PerGroup
-                from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
-
-            config = IntxFakeQuantizeConfig(_INT4, PerGroup(self.multiple))
-            self._weight_rounding = IntxFakeQuantizer(config)
+            torchao = _import_torchao()
+            config = torchao.qat.IntxFakeQuantizeConfig(_INT4, torchao.PerGroup(self.multiple))
+            self._weight_rounding = torchao.qat.IntxFakeQuantizer(config)
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        with suppress_import_warnings():
-            from torchao.quantization import IntxWeightOnlyConfig, PerGroup
-
-            config = IntxWeightOnlyConfig(_INT4, PerGroup(self.multiple))
-            quantized = _quantize(weight, config)
+        torchao = _import_torchao()
+        config = torchao.IntxWeightOnlyConfig(_INT4, torchao.PerGroup(self.multiple))
+        quantized = _quantize(weight, config)
         return {"weight": pack_nibbles(quantized.qdata), "weight_scale": quantized.scale}
 
     def unpack(self, packed: PackedTensors) -> Tensor:
@@ -157,27 +149,24 @@ class Int8Format(WeightFormat):
 
     def load_library(self) -> None:
         if self._weight_rounding is None:
-            with suppress_import_warnings():
-                from torchao.quantization import PerAxis
-                from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
-
+            torchao = _import_torchao()
             # Weights with a scale per output, inputs with one per row, asymmetric.
-            weights = IntxFakeQuantizeConfig(torch.int8, PerAxis(0), eps=_LEAST_SCALE)
-            inputs = IntxFakeQuantizeConfig(
+            weights = torchao.qat.IntxFakeQuantizeConfig(
+                torch.int8, torchao.PerAxis(0), eps=_LEAST_SCALE
+            )
+            inputs = torchao.qat.IntxFakeQuantizeConfig(
                 torch.int8, "per_token", is_symmetric=False, eps=_LEAST_SCALE
             )
-            self._weight_rounding = IntxFakeQuantizer(weights)
-            self._input_rounding = IntxFakeQuantizer(inputs)
+            self._weight_rounding = torchao.qat.IntxFakeQuantizer(weights)
+            self._input_rounding = torchao.qat.IntxFakeQuantizer(inputs)
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        with suppress_import_warnings():
-            from torchao.quantization import Int8DynamicActivationInt8WeightConfig, MappingType
-
-            # Inductor's settings are the process's, not this model's.
-            config = Int8DynamicActivationInt8WeightConfig(
-                act_mapping_type=MappingType.ASYMMETRIC, set_inductor_config=False
-            )
-            quantized = _quantize(weight, config)
+        torchao = _import_torchao()
+        # Inductor's settings are the process's, not this model's.
+        config = torchao.Int8DynamicActivationInt8WeightConfig(
+            act_mapping_type=torchao.MappingType.ASYMMETRIC, set_inductor_config=False
+        )
+        quantized = _quantize(weight, config)
         return {"weight": quantized.qdata, "weight_scale": quantized.scale}
 
     def unpack(self, packed: PackedTensors) -> Tensor:
@@ -187,12 +176,11 @@ class Int8Format(WeightFormat):
         codes = packed["weight"]
         if not rows.numel():
             return rows.new_zeros(*rows.shape[:-1], codes.shape[0])
-        with suppress_import_warnings():
-            from torchao.quantization import Int8Tensor, MappingType, PerRow
-            from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
+        torchao = _import_torchao()
+        from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
 
-        inputs = QuantizeTensorToInt8Kwargs(PerRow(), MappingType.ASYMMETRIC)
-        weight = Int8Tensor(
+        inputs = QuantizeTensorToInt8Kwargs(torchao.PerRow(), torchao.MappingType.ASYMMETRIC)
+        weight = torchao.Int8Tensor(
             codes, packed["weight_scale"], [1, codes.shape[1]], rows.dtype, act_quant_kwargs=inputs
         )
         return F.linear(rows, weight)
@@ -256,14 +244,20 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
 
 
-def _quantize(weight: Tensor, config: "AOBaseConfig") -> Any:
-    """Return torchao's quantised tensor of a weight: float32 [out, in]."""
-    from torchao.quantization import quantize_
+def _import_torchao() -> Any:
+    """Import torchao.quantization, with fake quantisers as its `qat`, and return it."""
+    with suppress_import_warnings():
+        import torchao.quantization.qat
 
+    return torchao.quantization
+
+
+def _quantize(weight: Tensor, config: Any) -> Any:
+    """Return torchao's quantised tensor of a weight, float32 [out, in]."""
     out, into = weight.shape
     layer = nn.Linear(into, out, bias=False, device="meta")
     layer.weight = nn.Parameter(weight.detach().contiguous())
-    quantize_(nn.Sequential(layer), config)
+    _import_torchao().quantize_(nn.Sequential(layer), config)
     return layer.weight
 
 

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from runner.precision.emulation.formats import (
-    BFLOAT16,
     E2M1,
     E4M3,
     E5M2,
@@ -109,13 +108,6 @@ def test_shape_and_input_are_kept():
     assert round_to_format(x, FLOAT16).shape == (5, 3)
     assert torch.equal(x, before)
     assert torch.equal(round_to_format(torch.empty(0), E5M2), torch.empty(0))
-
-
-def test_values_of_a_format_stay():
-    for fmt in (FLOAT16, BFLOAT16, E4M3, E5M2):
-        x = all_values(fmt.dtype)
-        x = x[~x.isnan()]
-        assert torch.equal(round_to_format(x, fmt), x)
 
 
 def test_e2m1_rounds_to_its_four_bit_values():

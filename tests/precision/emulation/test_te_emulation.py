@@ -53,13 +53,6 @@ def test_errors_are_those_of_the_format(name):
         assert 1e-4 < error < bound or b is exact[3]
 
 
-@pytest.mark.parametrize("name", TE)
-def test_rows_that_are_not_a_multiple_are_computed(name):
-    low = products(name, rows=14)[1]
-    assert low[0].shape == (2, 7, 96)
-    assert low[1].shape == (2, 7, 64)
-
-
 @pytest.mark.parametrize("name", ["transformer-engine-current", "transformer-engine-block"])
 def test_a_high_precision_backward(name):
     recipe = load_precision(name).recipe
@@ -106,6 +99,51 @@ def test_delayed_scaling_takes_the_largest_of_past_steps():
     assert scales == [1, 8, 8, 8, 2]
 
 
+@pytest.mark.parametrize("update", [False, True])
+def test_an_evaluation_changes_the_scales_only_where_it_is_asked_to(update):
+    precision = load_precision("transformer-engine", update_in_eval=update)
+    layer, _ = precision.convert(nn.Linear(32, 32))
+    x = torch.ones(16, 32, dtype=torch.bfloat16)
+    with precision.eval_context(layer), torch.no_grad(), precision.forward(CPU):
+        layer(x)
+    assert bool(precision.state_dict(layer)) == update
+    with precision.forward(CPU):
+        layer(x).sum().backward()
+    before = precision.state_dict(layer)
+    with precision.eval_context(layer), torch.no_grad(), precision.forward(CPU):
+        layer(99 * x)
+    after = precision.state_dict(layer)
+    assert (str(before) == str(after)) == (not update)
+    assert before["(model)"]["forward_amax_history"].shape == (1024, 3)
+    assert before["(model)"]["backward_scale"][0] == 57344
+
+
+@pytest.mark.parametrize(
+    ("length", "history", "amax"),
+    [
+        (4, [0, 1, 2, 3], 3),
+        (3, [0, 2, 3], 3),
+        (6, [0, 0, 0, 1, 2, 3], 3),
+        (1, [0], 448 / 2 / 8),  # of a history of one step, the amax follows from the scale
+    ],
+)
+def test_a_resume_with_another_history_keeps_the_latest_amaxes(length, history, amax):
+    recipe = {"kind": "delayed", "amax_history_len": length, "margin": 1}
+    precision = load_precision("transformer-engine", recipe=recipe)
+    layer, _ = precision.convert(nn.Linear(32, 32))
+    steps = torch.tensor([0.0, 1.0, 2.0, 3.0])[:, None]
+    saved = {"forward_scale": torch.full((3,), 8.0), "forward_amax_history": steps.expand(4, 3)}
+    saved |= {"backward_scale": torch.ones(2), "backward_amax_history": steps.expand(4, 2)}
+    precision.load_state_dict(layer, {"(model)": saved})
+    state = precision.state_dict(layer)["(model)"]
+    assert state["forward_amax_history"][:, 0].tolist() == history
+    assert state["backward_amax_history"][:, 1].tolist() == history
+    gauges = {name: value.item() for name, value in precision.gauges(layer).items()}
+    assert gauges == {"fp8/amax/(model)": amax, "fp8/scale/(model)": 8}
+    precision.load_state_dict(layer, {})
+    assert precision.state_dict(layer) == {}
+
+
 @pytest.mark.parametrize("name", [name for name in TE if name not in DELAYED_SCALING])
 def test_recipes_without_past_steps_have_no_state(name):
     precision = load_precision(name)
@@ -113,23 +151,6 @@ def test_recipes_without_past_steps_have_no_state(name):
     run_forward(precision, layer, torch.ones(16, 32)).sum().backward()
     assert precision.state_dict(layer) == precision.gauges(layer) == {}
     precision.load_state_dict(layer, {"(model)": {}})
-
-
-def test_an_evaluation_does_not_change_the_scales():
-    precision = load_precision("transformer-engine")
-    layer, _ = precision.convert(nn.Linear(32, 32))
-    with precision.eval_context(layer), torch.no_grad(), precision.forward(CPU):
-        layer(torch.ones(16, 32, dtype=torch.bfloat16))
-    assert not precision.state_dict(layer)
-    with precision.forward(CPU):
-        layer(torch.ones(16, 32, dtype=torch.bfloat16)).sum().backward()
-    before = precision.state_dict(layer)
-    with precision.eval_context(layer), torch.no_grad(), precision.forward(CPU):
-        layer(torch.full((16, 32), 99, dtype=torch.bfloat16))
-    after = precision.state_dict(layer)
-    assert str(before) == str(after)
-    assert before["(model)"]["forward_amax_history"].shape == (1024, 3)
-    assert before["(model)"]["backward_scale"][0] == 57344
 
 
 def test_fused_computes_what_unfused_does():

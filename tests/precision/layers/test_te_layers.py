@@ -32,18 +32,11 @@ def convert(model, fuse=False, **rules):
 # Which layers are converted
 
 
-@pytest.mark.parametrize(
-    ("into", "out", "multiple", "fits"),
-    [
-        (48, 1024, 16, True),
-        (8, 16, 16, False),
-        (16, 24, 16, False),
-        (48, 64, 32, False),
-        (64, 32, 32, True),
-    ],
-)
-def test_widths_are_multiples(into, out, multiple, fits):
-    assert (te_obstacle(nn.Linear(into, out), multiple) == "") == fits
+def test_both_widths_are_multiples():
+    for into, out, multiple in ((48, 1024, 16), (64, 32, 32)):
+        assert te_obstacle(nn.Linear(into, out), multiple) == ""
+    for into, out, multiple in ((8, 16, 16), (16, 24, 16), (48, 64, 32)):
+        assert f"multiples of {multiple}" in te_obstacle(nn.Linear(into, out), multiple)
 
 
 def test_each_layer_is_converted_or_has_a_reason():
