@@ -353,7 +353,10 @@ class _Charts:
 
 
 def _set_title(axes: "Axes", text: str) -> None:
-    axes.set_title(text, fontsize=9, loc="left", parse_math=False)
+    # Without a height matplotlib measures every tick label once more, to make room for a factor
+    # above a linear axis.
+    height = None if axes.get_yscale() == "linear" else 1.0
+    axes.set_title(text, fontsize=9, loc="left", y=height, parse_math=False)
 
 
 def _speed_and_quality(c: Comparison, is_ratio: bool) -> tuple[float, float]:
@@ -377,8 +380,10 @@ def label_points(axes: "Axes", named: Sequence[tuple[str, tuple[float, float]]])
 
     figure = axes.get_figure(root=True)
     assert figure is not None
+    layout = figure.get_layout_engine()
+    assert layout is not None
     # The layout decides where the points are.
-    figure.draw_without_rendering()
+    layout.execute(figure)
     pixels = figure.dpi / 72
     centres = [axes.transData.transform(point) for _, point in named]
     radius = POINT_RADIUS * pixels
