@@ -145,8 +145,8 @@ def summary_markdown(data: SweepData, limit: int = MAX_NOTE_CHARACTERS) -> str:
     """
     tail = markdown(Commands(data.commands)) if data.commands else ""
     if data.advice:
-        blocks, table = advice_page.advice_markdown(data.advice)
-        head = "\n\n".join(map(markdown, blocks))
+        head = "\n\n".join(map(markdown, advice_page.answer_blocks(data.advice)))
+        table = advice_page.answer_table(data.advice)
     else:
         compared = compare_with_baselines([job.result for job in data.jobs])
         head = markdown(Text(conclusion_text(compared, data.missing_jobs_clause), "answer"))
