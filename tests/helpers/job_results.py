@@ -16,7 +16,7 @@ def finished(precision, seed=0, quality: float | None = 0.9, settings="", **more
         "model": "mlp",
         "device": GPU,
         "quality": "val/accuracy",
-        "metrics": {} if quality is None else {"val/accuracy": quality, "val/loss": 1.0},
+        "metrics": {} if quality is None else {"val/loss": 1.0, "val/accuracy": quality},
         "best": quality,
         "steps": 10,
         "examples_per_second": 100.0,

@@ -24,6 +24,7 @@ SEEDS = range(3)
 # In float32's deviations between seeds.
 MIN_HARMFUL_GAP = 5.0
 MAX_HARMLESS_GAP = 2.0
+UNTRACKED = "accelerator=cpu tracking=none checkpoint.final=false"
 FP8 = ("precision=float8-tensorwise", "precision.emulate=true")
 
 
@@ -36,11 +37,7 @@ def losses(compose, tmp_path_factory):
         # bfloat16 harms the head slowly.
         steps = 200 if case == "harmed_in_the_head" else 100
         spec = compose(
-            f"hydra.searchpath=[file://{CONF}]",
-            f"experiment={case}",
-            "accelerator=cpu",
-            "tracking=none",
-            "checkpoint.final=false",
+            *f"hydra.searchpath=[file://{CONF}] experiment={case} {UNTRACKED}".split(),
             f"train.max_steps={steps}",
             f"train.eval_every={steps}",
             *typed,

@@ -12,7 +12,9 @@ and read the difference before it is committed. The test reaches the report by t
 alone, so that the modules behind it can be moved.
 """
 
+import csv
 import html
+import json
 import re
 import shutil
 import subprocess
@@ -90,6 +92,16 @@ def test_the_html_report_has_the_cells_of_the_golden_one(rebuilt):
     golden, folder = rebuilt
     page = (folder / "report.html").read_text()
     assert html_cells(page) == table_cells(golden)
+
+
+def test_the_tables_have_a_row_per_job(rebuilt):
+    _, folder = rebuilt
+    results = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
+    labels = sorted(result["label"] for result in results)
+    with (folder / "report.csv").open(newline="") as file:
+        assert sorted(row["label"] for row in csv.DictReader(file)) == labels
+    rows = json.loads((folder / "report.json").read_text())["rows"]
+    assert sorted(row["label"] for row in rows) == labels
 
 
 def test_a_changed_number_of_a_job_changes_the_report(main, tmp_path):
