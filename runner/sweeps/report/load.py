@@ -76,15 +76,14 @@ class JobSettings:
     @classmethod
     def of_texts(cls, config: str, environment: str) -> "JobSettings":
         """Return the settings that the texts of a run's two files hold; damaged ones hold none."""
-        facts: Any = {}
+        facts: Any = None
         with suppress(ValueError):
             facts = json.loads(environment)
         if not isinstance(facts, dict):
-            return cls(flat_config(config))
+            facts = {}
         known = {name: facts.get(name) for name in _MACHINE_FACTS}
         packages = facts.get("packages")
-        if isinstance(packages, dict):
-            known |= packages
+        known |= packages if isinstance(packages, dict) else {}
         texts = {str(name): str(value) for name, value in known.items() if value is not None}
         return cls(flat_config(config), texts)
 
