@@ -52,7 +52,7 @@ def test_the_report_holds_every_machines_jobs_whoever_ends_last(
     second = begun(
         tmp_path / "second",
         "bf16-mixed",
-        {**store, "sweep": first.id},
+        {**store, "sweep": first.manifest.id},
         examples_per_second=150.0,
         dashboard="/#/shared",
         tracking_uri=uri,

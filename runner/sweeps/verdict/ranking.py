@@ -256,27 +256,23 @@ def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> 
 
 
 def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
-    """Sort the verdicts: recommended, acceptable by the objective, then by their rating."""
+    """Sort the verdicts by their rating, the acceptable ones by the objective; recommend one."""
     speeds = _ranking_speeds(verdicts)
-    merits = [_merit_key(verdict, objective, speeds[id(verdict)]) for verdict in verdicts]
-    rated = list(verdicts)
-    # An emulated precision has no speed here, so it is never recommended.
-    fit = [i for i, v in enumerate(verdicts) if v.is_acceptable and not v.is_emulated]
-    # If the baseline itself did not train, nothing was measured against it.
-    if any(verdicts[i].rating is Verdict.BASELINE for i in fit):
-        best = max(fit, key=lambda i: merits[i])
-        rated[best] = replace(rated[best], rating=Verdict.RECOMMENDED)
 
-    def place(index: int) -> tuple[float, ...]:
-        verdict = rated[index]
+    def place(verdict: PrecisionVerdict) -> tuple[float, ...]:
         # Among worse precisions the least harmful is first, whatever it gains.
         harm = 0.0
         if verdict.rating is Verdict.WORSE and verdict.test:
             harm = verdict.test.value
-        negated = (-merit for merit in merits[index])
+        negated = (-merit for merit in _merit_key(verdict, objective, speeds[id(verdict)]))
         return _RANKS[verdict.rating], verdict.is_emulated, harm, *negated
 
-    return [rated[index] for index in sorted(range(len(rated)), key=place)]
+    ranked = sorted(verdicts, key=place)
+    # If the baseline itself did not train, nothing was measured against it. An emulated precision
+    # has no speed here, is behind the others, and is never recommended.
+    if any(v.rating is Verdict.BASELINE and not v.is_emulated for v in verdicts):
+        ranked[0] = replace(ranked[0], rating=Verdict.RECOMMENDED)
+    return ranked
 
 
 def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
