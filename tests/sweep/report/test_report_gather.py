@@ -225,13 +225,6 @@ def test_rebuild_by_folder_and_the_newest(sweep, tmp_path, monkeypatch, capsys, 
     assert "64-true" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [["a", "b"], ["."], ["port=5"]])
-def test_arguments_that_name_no_sweep_are_refused(argv, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError):
-        rebuild_report(argv)
-
-
 def job(precision, group, *overrides, seed=0):
     typed = (f"precision={precision}", f"seed={seed}", *overrides)
     label = f"{group} seed={seed}"
