@@ -149,7 +149,7 @@ class Sweep:
         is_stopped = status > 128 or bool(self._early_end)
         data = load_from_folder(self.folder, is_stopped)
         self.manifest = replace(self.manifest, finished=not data.is_unfinished)
-        results = [job.result for job in data.jobs]
+        results = data.results
         statuses = [result.status for result in results]
         failed = statuses.count("failed") + statuses.count("stopped")
         is_unavailable = "unavailable" in statuses
@@ -283,7 +283,7 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
     if data.advice:
         advice_page.print_advice(console, data.advice)
         return
-    compared = compare_with_baselines([job.result for job in data.jobs])
+    compared = compare_with_baselines(data.results)
     console.print(conclusion_text(compared, data.missing_jobs_clause))
 
 
