@@ -52,7 +52,7 @@ class SweepResult:
     @property
     def runs(self) -> list[RunResult]:
         """Return the results of the jobs, in the order in which the command asked for them."""
-        return [job.result for job in self.data.jobs]
+        return self.data.results
 
     @property
     def conclusion(self) -> str:

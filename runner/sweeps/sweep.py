@@ -99,11 +99,6 @@ class Sweep:
                 self._open_parent_run(resume)
             self._lock = lock.pop_all()
 
-    @property
-    def id(self) -> str:
-        """Return the id under which the store finds the sweep's jobs."""
-        return self.manifest.id
-
     def _open_parent_run(self, resume: bool) -> None:
         command = self.manifest.command
         words = (redact_override(word).removeprefix("++") for word in self.manifest.overrides)
@@ -115,14 +110,17 @@ class Sweep:
         with suppress(HydraException):
             parsed = OverridesParser.create().parse_overrides([*self.manifest.overrides])
             swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
+        sweep_id = self.manifest.id
         tags = {
-            "sweep_id": self.id,
+            "sweep_id": sweep_id,
             "output_dir": str(self.folder),
             "command": quote_command(command),
             "swept": " ".join(swept),
         }
         previous = latest_journal(self.folder) if resume else None
-        info = RunInfo(self.folder, {}, tags, name, sweep=self.id, role="sweep", continues=previous)
+        info = RunInfo(
+            self.folder, {}, tags, name, sweep=sweep_id, role="sweep", continues=previous
+        )
         self.tracker.open(info)
         self.tracker.note(notes.running_note(quote_command(command)))
 
@@ -150,7 +148,7 @@ class Sweep:
         is_stopped = status > 128 or bool(self._early_end)
         data = load_from_folder(self.folder, is_stopped)
         self.manifest = replace(self.manifest, finished=not data.is_unfinished)
-        results = [job.result for job in data.jobs]
+        results = data.results
         statuses = [result.status for result in results]
         failed = statuses.count("failed") + statuses.count("stopped")
         is_unavailable = "unavailable" in statuses
@@ -237,7 +235,7 @@ class Sweep:
             if self.joins_other_sweep or (
                 parent and is_joined_by_others(uri, parent, jobs_file.name)
             ):
-                return store_report(uri, parent or self.id, self.folder, jobs_file)[1]
+                return store_report(uri, parent or self.manifest.id, self.folder, jobs_file)[1]
         except RunnerError as error:
             console.print(
                 f"warning: the report covers only the jobs that ran on this machine: {error}"
@@ -284,7 +282,7 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
     if data.advice:
         advice_page.print_advice(console, data.advice)
         return
-    compared = compare_with_baselines([job.result for job in data.jobs])
+    compared = compare_with_baselines(data.results)
     console.print(conclusion_text(compared, data.missing_jobs_clause))
 
 

@@ -9,14 +9,9 @@ import pytest
 from runner.tracking import dashboard
 
 pytestmark = pytest.mark.slow
-ARGS = (
-    "-m",
-    "precision=32-true,16-mixed,tf32",
-    "seed=0,1",
-    "model=mlp",
-    "train.max_steps=30",
-    "train.eval_every=10",
-    "accelerator=cpu",
+COMMAND = (
+    "-m precision=32-true,16-mixed,tf32 seed=0,1 model=mlp train.max_steps=30 train.eval_every=10 "
+    "accelerator=cpu"
 )
 RUNS = [f"{precision} seed={seed}" for precision in ("32-true", "16-mixed") for seed in (0, 1)]
 SECTIONS = ["Loss scale", "Loss", "Quality", "Gradient norm", "Cost", "Trade-off", "Differences"]
@@ -29,7 +24,7 @@ def swept(browser, mlflow_server, tmp_path_factory, inside, empty_store):
     home = tmp_path_factory.mktemp("swept")
     with inside(home) as main, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        done = main(*ARGS, f"tracking.uri={empty_store(home / 'mlflow.db')}")
+        done = main(*COMMAND.split(), f"tracking.uri={empty_store(home / 'mlflow.db')}")
     assert done.rc == 2, done.stderr
     (folder,) = home.glob("outputs/sweeps/*")
     return mlflow_server(home), done.stdout, folder
@@ -82,6 +77,7 @@ def test_the_url_at_the_end_opens_the_sweeps_charts(swept, page, tmp_path):
     look(page, tmp_path / "dashboard.png")
 
 
+@pytest.mark.extended
 def test_the_note_on_the_experiments_page_links_to_its_charts_after_a_restart(
     swept, page, tmp_path
 ):
@@ -97,6 +93,7 @@ def test_the_note_on_the_experiments_page_links_to_its_charts_after_a_restart(
     look(opened.value, tmp_path / "dashboard.png")
 
 
+@pytest.mark.extended
 def test_the_report_opens_among_the_parents_artifacts_with_the_right_numbers(swept, page, tmp_path):
     server, printed, folder = swept
     parent = re.search(r"parent run (\w+)", printed)[1]
@@ -120,6 +117,7 @@ def test_the_report_opens_among_the_parents_artifacts_with_the_right_numbers(swe
     assert drawn >= 8, "lines have a length where the viewer lets them be drawn"
 
 
+@pytest.mark.extended
 def test_the_page_of_a_run_shows_its_command_and_dtypes(swept, page, tmp_path):
     server, _, folder = swept
     result = results(folder)["16-mixed seed=1"]

@@ -6,6 +6,10 @@ import subprocess
 import pytest
 
 pytestmark = pytest.mark.slow
+COMMAND = (
+    "-m precision=32-true,bf16-true tracking=none accelerator=cpu model=mlp model.hidden=[4] "
+    "train.max_steps=3 hydra/launcher=basic"
+)
 EVIL = "<script>window.__pwned=1</script><img src=http://127.0.0.1:9/x onerror=window.__pwned=1>"
 NAMES = (
     f"{EVIL}\"'><svg onload=window.__pwned=1>",
@@ -25,14 +29,7 @@ def swept(tmp_path_factory, inside):
     home = tmp_path_factory.mktemp("evil")
     with inside(home) as main:
         done = main(
-            "-m",
-            "precision=32-true,bf16-true",
-            "tracking=none",
-            "accelerator=cpu",
-            "model=mlp",
-            "model.hidden=[4]",
-            "train.max_steps=3",
-            "hydra/launcher=basic",
+            *COMMAND.split(),
             "+data.meta.note=" + ",".join(map(quoted, NAMES)),
             "hydra.sweep.dir=" + quoted(f"out/{EVIL[:60]}"),
         )

@@ -2,10 +2,11 @@
 
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
+from job_results import finished
 
-from runner.modes.result import RunResult
 from runner.sweeps import sweep as sweeps
 from runner.sweeps.sweep import Sweep
 from runner.tracking.reader import Reader
@@ -23,17 +24,7 @@ NONE = {"_target_": "runner.tracking.tracker.NoTracker"}
 def begun(folder, precision, tracking, **more):
     """A sweep whose only job has ended."""
     sweep = Sweep(folder, [f"precision={precision}"], tracking)
-    RunResult(
-        precision,
-        f"{precision} seed=0",
-        str(folder / "0"),
-        group=precision,
-        seed=0,
-        quality="val/accuracy",
-        metrics={"val/accuracy": 0.9},
-        device="GPU",
-        **more,
-    ).write(folder / "0")
+    replace(finished(precision, **more), folder=str(folder / "0")).write(folder / "0")
     return sweep
 
 
@@ -45,18 +36,13 @@ def test_the_report_holds_every_machines_jobs_whoever_ends_last(
     monkeypatch.chdir(tmp_path)
     uri = empty_store(tmp_path / "mlflow.db")
     store = {"_target_": "runner.tracking.mlflow.MlflowTracker", "uri": uri, "experiment": "x"}
-    first = begun(tmp_path / "first", "32-true", store, examples_per_second=100.0)
+    first = begun(tmp_path / "first", "32-true", store)
     end = time.monotonic() + 60
     while first.tracker.run_id is None and time.monotonic() < end:
         time.sleep(0.05)
-    second = begun(
-        tmp_path / "second",
-        "bf16-mixed",
-        {**store, "sweep": first.id},
-        examples_per_second=150.0,
-        dashboard="/#/shared",
-        tracking_uri=uri,
-    )
+    joined = {**store, "sweep": first.manifest.id}
+    page = {"dashboard": "/#/shared", "tracking_uri": uri}
+    second = begun(tmp_path / "second", "bf16-mixed", joined, examples_per_second=150.0, **page)
     pair = [second, first] if last == "first machine" else [first, second]
     pair[0].end(0)
     capsys.readouterr()

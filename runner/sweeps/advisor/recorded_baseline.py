@@ -1,7 +1,7 @@
 """Read the run or sweep that advise.baseline names, and check that it can be compared with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,30 +39,17 @@ MAX_DIFFERING_KEYS = 5
 """Config keys that the message of a baseline with other settings names."""
 
 
-@dataclass(frozen=True)
-class RecordedBaseline:
-    """Finished runs of one precision, a seed each.
-
-    Attributes:
-        name: the folder or MLflow id, as it was typed.
-        precision: of all of them.
-        results: with the precision's name as their group.
-        steps: optimizer steps of each.
-    """
-
-    name: str
-    precision: str
-    results: Sequence[RunResult]
-    steps: int
-
-
-def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> RecordedBaseline:
+def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> list[RunResult]:
     """Read a run or a sweep as the baseline of a command.
 
     Args:
         name: folder or MLflow id.
         spec: of the command; the runs must have trained the same but for precision and seed.
         judged: the precisions that are compared with it, whose jobs in a sweep are left out.
+
+    Returns:
+        Results of finished runs of one precision and one length, a seed each, with the precision's
+        name as their group; one or more.
 
     Raises:
         ConfigError: there is no such run or sweep, or it is no baseline of this command.
@@ -90,11 +77,10 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> R
             "and runs of unequal lengths are no baseline. Name a sweep over seeds alone."
         )
     _check_same_settings(name, [job.read_settings() for job in jobs], spec)
-    named = [
+    return [
         replace(result, group=precision, label=f"{precision} seed={result.seed}")
         for result in results
     ]
-    return RecordedBaseline(name, precision, named, lengths.pop())
 
 
 def _read_jobs(name: str, spec: RunSpec) -> Sequence[Job]:

@@ -29,7 +29,7 @@ from runner.precision.registry import (
     precision_names,
     supported_precisions,
 )
-from runner.sweeps.advisor.recorded_baseline import RecordedBaseline, read_recorded_baseline
+from runner.sweeps.advisor.recorded_baseline import read_recorded_baseline
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError
 
@@ -64,7 +64,7 @@ class AdviseRequest:
         overrides: the user's, without those of precision, seed, mode and advise.
         command: words of a command, without precision and mode, that trains the config.
         precisions: to try, the baseline first.
-        recorded: the run or sweep that advise.baseline names; None for a precision.
+        recorded: results of the run or sweep that advise.baseline names; none for a precision.
         precision_overrides: further overrides of each precision.
         emulated_precisions: precisions that this machine emulates.
         missing_precisions: precisions that this machine lacks, with the reason.
@@ -80,12 +80,7 @@ class AdviseRequest:
     emulated_precisions: Sequence[str]
     missing_precisions: Mapping[str, str]
     config_dir: Path | None = None
-    recorded: RecordedBaseline | None = None
-
-    @property
-    def seed(self) -> int:
-        """Return the first seed."""
-        return self.spec.seed
+    recorded: Sequence[RunResult] = ()
 
     @property
     def baseline(self) -> str:
@@ -119,10 +114,10 @@ class AdviseRequest:
         missing = {row.name: row.why for row in supported if row.why and row.name not in chosen}
         # A precision, or else a run or sweep, whose precision it is then.
         baseline = PRECISION_ALIASES.get(spec.advise.baseline, spec.advise.baseline)
-        recorded = None
+        recorded: Sequence[RunResult] = ()
         if baseline not in precision_names(config_dir):
             recorded = read_recorded_baseline(spec.advise.baseline, spec, chosen)
-            baseline = recorded.precision
+            baseline = recorded[0].precision
         precisions = _with_baseline(chosen, baseline, spec.mode)
         fitting = {}
         for name in precisions:
@@ -150,16 +145,14 @@ class AdviseRequest:
 
     def trial_seeds(self, count: int) -> list[int]:
         """Return the first seeds of trials: those of a recorded baseline, then further ones."""
-        recorded = self.recorded.results if self.recorded else ()
-        seeds = sorted(result.seed for result in recorded if result.seed is not None)
-        following = max(seeds, default=self.seed - 1) + 1
+        seeds = sorted(result.seed for result in self.recorded if result.seed is not None)
+        following = max(seeds, default=self.spec.seed - 1) + 1
         return [*seeds, *range(following, following + count)][:count]
 
     def recorded_result(self, precision: str, seed: int) -> RunResult | None:
         """Return the recorded result of a trial, None for one that has to run."""
-        if self.recorded is None or precision != self.recorded.precision:
-            return None
-        return next((one for one in self.recorded.results if one.seed == seed), None)
+        of_precision = (result for result in self.recorded if result.precision == precision)
+        return next((result for result in of_precision if result.seed == seed), None)
 
     def takes_update_rule(self, name: str) -> bool:
         """Return whether a precision loses updates and has the key update, which was not typed."""

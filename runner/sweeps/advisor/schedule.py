@@ -172,7 +172,7 @@ class TrialScheduler:
         words = [*length, f"numerics.every={every}", *eager]
         if self.trials.remaining_seconds <= 0:
             return {}
-        trial = self.request.trial_overrides(FLOAT32, self.request.seed, *words)
+        trial = self.request.trial_overrides(FLOAT32, self.request.spec.seed, *words)
         result = self.trials.launch(trial)
         if result is None or result.status != "finished":
             return {}
@@ -202,7 +202,9 @@ class TrialScheduler:
         time = f"{seconds:.0f} s at most"
         self.console.print(f"{request.baseline} for {time}, to measure its step time")
         # The job is deleted below, and a store would keep its run.
-        trial = request.trial_overrides(request.baseline, request.seed, *words, is_tracked=False)
+        trial = request.trial_overrides(
+            request.baseline, request.spec.seed, *words, is_tracked=False
+        )
         self.trials.record_shared_overrides(trial)
         result = self.trials.launch(trial)
         self.trials.delete_jobs()
@@ -242,7 +244,6 @@ class TrialScheduler:
             ConfigError: the baseline does not measure what precisions are judged by.
         """
         request = self.request
-        recorded = request.recorded
         options = self.options
         is_named = request.spec.task.get("quality") is not None
         metric = timed.quality if is_named else VAL_LOSS
@@ -256,9 +257,9 @@ class TrialScheduler:
         overhead = other_seconds + JOB_OVERHEAD_SECONDS
         planned = timed.planned_steps
         steps = min(planned, options.steps or self._choose_steps(planned, step_seconds, overhead))
-        if recorded is not None:
+        if request.recorded:
             # Losses after unequal numbers of steps could not be compared.
-            steps = recorded.steps
+            steps = request.recorded[0].steps
         slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
         settings = AdviseSettings(
             objective=options.objective,
@@ -278,13 +279,13 @@ class TrialScheduler:
             mode="gate" if request.spec.mode == "gate" else "advise",
             baseline=request.baseline,
             max_gap=options.max_gap,
-            recorded=[asdict(result) for result in recorded.results] if recorded else [],
-            recorded_in=recorded.name if recorded else "",
+            recorded=[asdict(result) for result in request.recorded],
+            recorded_in=options.baseline if request.recorded else "",
         )
         # Typed keys under precision follow from a trial's precision: no job is named after them.
         shared = {word for words in request.precision_overrides.values() for word in words}
         length = settings.length_overrides(request.baseline)
-        trial = request.trial_overrides(request.baseline, request.seed, *length)
+        trial = request.trial_overrides(request.baseline, request.spec.seed, *length)
         self.trials.record_shared_overrides([*trial, *sorted(shared)])
         self._write(settings)
         self._print_plan(steps * step_seconds + overhead)
@@ -311,7 +312,6 @@ class TrialScheduler:
         would give no verdict on all. A round that the budget has no time for is not begun.
         """
         running = list(self.request.precisions)
-        recorded = self.request.recorded.results if self.request.recorded else ()
         seconds: dict[str, float] = {}
         has_diverged = False
         for number, seed in enumerate(self.request.trial_seeds(self.options.seeds)):
@@ -323,7 +323,7 @@ class TrialScheduler:
             results = self._run_round(running[turn:] + running[:turn], seed)
             # Another trial of a recorded baseline takes no time.
             seconds = {
-                r.precision: 0.0 if r in recorded else r.seconds + JOB_OVERHEAD_SECONDS
+                r.precision: 0.0 if r in self.request.recorded else r.seconds + JOB_OVERHEAD_SECONDS
                 for r in results
             }
             # What failed or was too slow with one seed is not tried with another.

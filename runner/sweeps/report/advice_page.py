@@ -73,11 +73,11 @@ def advice_sentence(advice: Advice) -> str:
     if test is None:
         loss = "the baseline"
     elif test.verdict is Verdict.BETTER:
-        which = "lower" if pick.sign > 0 else "higher"
+        which = "lower" if advice.settings.sign > 0 else "higher"
         loss = f"{which} by {format_interval(-test.value, test.ci_half_width)}"
     else:
-        loss = f"indistinguishable from {pick.baseline}'s"
-    return f"Use {pick.name}: {gain}, and its {pick.noun} is {loss}."
+        loss = f"indistinguishable from {baseline}'s"
+    return f"Use {pick.name}: {gain}, and its {advice.settings.noun} is {loss}."
 
 
 def _stay_sentence(advice: Advice) -> str:
@@ -131,6 +131,7 @@ def _unclear(advice: Advice) -> list[PrecisionVerdict]:
 def gate_sentence(gate: GateVerdict) -> str:
     """Return the answer of mode=gate, with what the precision costs if that differs from the
     baseline, and what to type where more seeds or time may decide."""
+    settings = gate.advice.settings
     sentences = [f"{gate.name} is {gate.decision}: {gate.reason}."]
     comparison = gate.precision.comparison
     # The time of emulated arithmetic says nothing about the precision.
@@ -138,74 +139,65 @@ def gate_sentence(gate: GateVerdict) -> str:
         sentences.append(f"It is {speed_words(comparison)}.")
     if comparison.memory_ratio is not None and f"{comparison.memory_ratio:.2f}" != "1.00":
         memory = f"{comparison.memory_ratio:.2f} × the {memory_name(comparison)}"
-        sentences.append(f"It takes {memory} of {gate.precision.baseline}.")
-    seeds = gate.advice.settings.seeds
+        sentences.append(f"It takes {memory} of {settings.baseline}.")
     if gate.decision == "undecided" and gate.looks:
-        if gate.looks[-1].seeds < seeds:
+        if gate.looks[-1].seeds < settings.seeds:
             sentences.append("The budget ended first: a larger advise.budget may decide.")
         else:
-            sentences.append(f"More seeds may decide: type advise.seeds={2 * seeds}.")
+            sentences.append(f"More seeds may decide: type advise.seeds={2 * settings.seeds}.")
     return " ".join(sentences)
-
-
-def _gate_answer(gate: GateVerdict) -> Iterator[Block]:
-    """Yield the answer of mode=gate and the command that trains in the precision."""
-    yield Text(gate_sentence(gate), "answer")
-    if gate.decision == "accepted":
-        yield Text("Next:")
-        yield Commands([quote_command(gate.precision.command)])
 
 
 def _looks_table(gate: GateVerdict) -> Table:
     """Return the table with one row per look of the sequential test."""
+    settings = gate.advice.settings
     rows = [
         [
             Cell(str(look.seeds)),
-            Cell(f"{gate.precision.sign * look.gap:+.3g} ± {look.half_width:.2g}"),
-            Cell(format_number(gate.precision.sign * gate.bar)),
+            Cell(f"{settings.sign * look.gap:+.3g} ± {look.half_width:.2g}"),
+            Cell(format_number(settings.sign * gate.bar)),
             Cell(look.decision, tone=_GATE_TONES[look.decision]),
         ]
         for look in gate.looks
     ]
-    title = f"{gate.precision.noun} minus that of {gate.precision.baseline}"
+    title = f"{settings.noun} minus that of {settings.baseline}"
     return Table(["seeds", title, "bar", "decision"], rows, frozenset([3]))
 
 
 def advice_blocks(advice: Advice) -> Iterator[Block]:
     """Yield the report's parts: answer, next command, table, alternatives, method."""
     gate = gate_verdict(advice)
-    if gate is not None:
-        yield from _gate_answer(gate)
-        if gate.looks:
-            yield _looks_table(gate)
-    else:
-        yield from _answer(advice)
-        command = next_command(advice)
-        if command:
-            yield Text("Next:")
-            yield Commands([command])
-        yield advice_table(advice)
+    yield from answer_blocks(advice)
+    if gate is None or gate.looks:
+        yield answer_table(advice)
+    if gate is None:
         yield from _alternatives(advice)
         yield from _unavailable(advice)
     yield Heading("How this was judged")
     yield Items(list(_method_notes(advice, gate)), small=True)
 
 
-def advice_markdown(advice: Advice) -> tuple[list[Block], Table]:
-    """Return the answer with its command, and the table, for the note of the parent run."""
+def answer_blocks(advice: Advice) -> Iterator[Block]:
+    """Yield the answer and the command to run next."""
     gate = gate_verdict(advice)
     if gate is not None:
-        return [*_gate_answer(gate)], _looks_table(gate)
-    command = next_command(advice)
-    commands = [Commands([command])] if command else []
-    return [*_answer(advice), *commands], advice_table(advice)
+        yield Text(gate_sentence(gate), "answer")
+        command = quote_command(gate.precision.command) if gate.decision == "accepted" else ""
+    else:
+        yield Text(advice_sentence(advice), "answer")
+        command = next_command(advice)
+        reservations = other_sentences(advice)
+        if reservations:
+            yield Text(reservations)
+    if command:
+        yield Text("Next:")
+        yield Commands([command])
 
 
-def _answer(advice: Advice) -> Iterator[Text]:
-    yield Text(advice_sentence(advice), "answer")
-    reservations = other_sentences(advice)
-    if reservations:
-        yield Text(reservations)
+def answer_table(advice: Advice) -> Table:
+    """Return the table with one row per verdict, or per look of mode=gate."""
+    gate = gate_verdict(advice)
+    return advice_table(advice) if gate is None else _looks_table(gate)
 
 
 def _alternatives(advice: Advice) -> Iterator[Block]:
@@ -253,8 +245,7 @@ def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[st
         text += f" {settings.baseline} was trained before, in {settings.recorded_in}."
     yield "Trials", text
     if len(advice.baseline_losses) > 1:
-        sign = 1 if settings.direction == "min" else -1
-        ends_at = sign * fmean(advice.baseline_losses.values())
+        ends_at = settings.sign * fmean(advice.baseline_losses.values())
         accepted = f"Tolerated are {settings.tolerance:g} of them (advise.tolerance)."
         if settings.max_gap is not None:
             accepted = f"Accepted is a difference of {settings.max_gap:g} (advise.max_gap)."

@@ -7,6 +7,7 @@ matplotlib is imported inside the functions, so that a report without charts doe
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,8 +40,8 @@ MEAN_BUCKETS = 200
 """Buckets of a smoothed curve."""
 Style = tuple[str, Any]
 """Colour, and dash pattern as matplotlib's linestyle."""
-DrawChart = Callable[["Axes | None"], bool]
-"""Draw into the axes and return whether there was something to draw; with None only the latter."""
+JobCurves = Sequence[tuple[Job, Points]]
+DrawChart = Callable[["Axes"], None]
 GROUP_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's palette for every kind of colour vision, without its yellow, which is invisible
 on white; black is for 32-true."""
@@ -196,7 +197,7 @@ def _figure(drawn: Sequence[DrawChart], legend: Sequence[LegendEntry] = ()) -> "
     return figure
 
 
-def _curves(jobs: Sequence[Job], *keys: str) -> list[tuple[Job, Points]]:
+def _curves(jobs: Sequence[Job], *keys: str) -> JobCurves:
     """Return each job's first curve among the keys that has points; jobs without any are left
     out."""
     curves = []
@@ -209,10 +210,7 @@ def _curves(jobs: Sequence[Job], *keys: str) -> list[tuple[Job, Points]]:
 
 
 class _Charts:
-    """The charts of the jobs of a sweep that trained, instead of evaluating a checkpoint.
-
-    Each is a method, see DrawChart.
-    """
+    """The charts of the jobs of a sweep that trained, instead of evaluating a checkpoint."""
 
     def __init__(self, data: SweepData) -> None:
         self.jobs = [job for job in data.jobs if not job.result.trained_in]
@@ -221,14 +219,29 @@ class _Charts:
 
     def drawable(self) -> list[DrawChart]:
         """Return the charts with something to draw."""
-        every = [self.train_loss, self.quality, self.loss_scale, self.speed_and_quality]
-        return [draw for draw in every if draw(None)]
+        charts: list[DrawChart] = []
+        losses = _curves(self.jobs, "train/loss")
+        if losses:
+            charts.append(partial(self.train_loss, losses))
+        # The quality that all jobs share, else the validation loss.
+        names = {job.result.quality for job in self.jobs} - {""}
+        for key in (*(names if len(names) == 1 else ()), VAL_LOSS):
+            qualities = _curves(self.jobs, key)
+            if qualities:
+                charts.append(partial(self.quality, qualities, key))
+                break
+        scales = _curves(self.jobs, "loss_scale/value", "loss_scale/changes")
+        if scales:
+            charts.append(partial(self.loss_scale, scales))
+        compared = compare_with_baselines([job.result for job in self.jobs])
+        timed = [c for c in compared if c.group.speed and c.group.quality]
+        # One point alone shows nothing: a quality and a speed are compared with others'.
+        if len(timed) > 1:
+            charts.append(partial(self.speed_and_quality, timed))
+        return charts
 
-    def train_loss(self, axes: "Axes | None") -> bool:
+    def train_loss(self, curves: JobCurves, axes: "Axes") -> None:
         """Draw the training loss, with means over buckets where there are many steps."""
-        curves = _curves(self.jobs, "train/loss")
-        if axes is None or not curves:
-            return bool(curves)
         is_any_smoothed = False
         for job, (steps, values) in curves:
             colour, dash = self.style_of[group_name(job.result)]
@@ -242,18 +255,9 @@ class _Charts:
         if is_any_smoothed:
             title += f" (means over 1/{MEAN_BUCKETS} of the run)"
         self._finish(axes, title, curves, is_log=True)
-        return True
 
-    def quality(self, axes: "Axes | None") -> bool:
-        """Draw the quality that all jobs share, else the validation loss."""
-        names = {job.result.quality for job in self.jobs} - {""}
-        key = names.pop() if len(names) == 1 else VAL_LOSS
-        curves = _curves(self.jobs, key)
-        if not curves:
-            key = VAL_LOSS
-            curves = _curves(self.jobs, key)
-        if axes is None or not curves:
-            return bool(curves)
+    def quality(self, curves: JobCurves, key: str, axes: "Axes") -> None:
+        """Draw a metric of evaluations."""
         is_marked = all(len(steps) <= MAX_MARKED_POINTS for _, (steps, _) in curves)
         marker = "." if is_marked else None
         for job, points in curves:
@@ -262,11 +266,8 @@ class _Charts:
             axes.plot(x, y, color=colour, ls=dash, lw=self.line_width, marker=marker, ms=4)
         is_log = key.endswith(("loss", "perplexity"))
         self._finish(axes, plain_label(key), curves, is_log)
-        return True
 
-    def _finish(
-        self, axes: "Axes", title: str, curves: Sequence[tuple[Job, Points]], is_log: bool
-    ) -> None:
+    def _finish(self, axes: "Axes", title: str, curves: JobCurves, is_log: bool) -> None:
         """Set scale, title and labels; mark with a cross where a curve stopped being finite.
 
         Args:
@@ -294,11 +295,8 @@ class _Charts:
         _set_title(axes, title)
         axes.set_xlabel("optimizer step")
 
-    def loss_scale(self, axes: "Axes | None") -> bool:
+    def loss_scale(self, curves: JobCurves, axes: "Axes") -> None:
         """Draw the loss scale, with a cross at each skipped step."""
-        curves = _curves(self.jobs, "loss_scale/value", "loss_scale/changes")
-        if axes is None or not curves:
-            return bool(curves)
         has_positive = False
         for job, (steps, scales) in curves:
             colour, dash = self.style_of[group_name(job.result)]
@@ -318,16 +316,10 @@ class _Charts:
             axes.set_yscale("log", base=2)
         _set_title(axes, "loss scale (×: overflow, step skipped)")
         axes.set_xlabel("optimizer step")
-        return True
 
-    def speed_and_quality(self, axes: "Axes | None") -> bool:
+    def speed_and_quality(self, drawn: Sequence[Comparison], axes: "Axes") -> None:
         """Draw a disc for each group, its area in proportion to memory, with the quality's
         spread."""
-        compared = compare_with_baselines([job.result for job in self.jobs])
-        drawn = [c for c in compared if c.group.speed and c.group.quality]
-        # One point alone shows nothing: a quality and a speed are compared with others'.
-        if axes is None or len(drawn) < 2:
-            return len(drawn) >= 2
         is_ratio = all(c.speed_ratio for c in drawn)
         points = [_speed_and_quality(c, is_ratio) for c in drawn]
         memories = [c.group.memory_mib or 0 for c in drawn]
@@ -349,11 +341,13 @@ class _Charts:
         axes.set_xlabel(f"speed × {BASELINE}" if is_ratio else "examples/s")
         quality = plain_label(drawn[0].group.jobs[0].quality)
         _set_title(axes, f"{quality} against speed (area: memory; dashed: Pareto front)")
-        return True
 
 
 def _set_title(axes: "Axes", text: str) -> None:
-    axes.set_title(text, fontsize=9, loc="left", parse_math=False)
+    # Without a height matplotlib measures every tick label once more, to make room for a factor
+    # above a linear axis.
+    height = None if axes.get_yscale() == "linear" else 1.0
+    axes.set_title(text, fontsize=9, loc="left", y=height, parse_math=False)
 
 
 def _speed_and_quality(c: Comparison, is_ratio: bool) -> tuple[float, float]:
@@ -377,8 +371,10 @@ def label_points(axes: "Axes", named: Sequence[tuple[str, tuple[float, float]]])
 
     figure = axes.get_figure(root=True)
     assert figure is not None
+    layout = figure.get_layout_engine()
+    assert layout is not None
     # The layout decides where the points are.
-    figure.draw_without_rendering()
+    layout.execute(figure)
     pixels = figure.dpi / 72
     centres = [axes.transData.transform(point) for _, point in named]
     radius = POINT_RADIUS * pixels

@@ -76,15 +76,14 @@ class JobSettings:
     @classmethod
     def of_texts(cls, config: str, environment: str) -> "JobSettings":
         """Return the settings that the texts of a run's two files hold; damaged ones hold none."""
-        facts: Any = {}
+        facts: Any = None
         with suppress(ValueError):
             facts = json.loads(environment)
         if not isinstance(facts, dict):
-            return cls(flat_config(config))
+            facts = {}
         known = {name: facts.get(name) for name in _MACHINE_FACTS}
         packages = facts.get("packages")
-        if isinstance(packages, dict):
-            known |= packages
+        known |= packages if isinstance(packages, dict) else {}
         texts = {str(name): str(value) for name, value in known.items() if value is not None}
         return cls(flat_config(config), texts)
 
@@ -127,6 +126,11 @@ class SweepData:
     notes: Sequence[str] = ()
 
     @property
+    def results(self) -> list[RunResult]:
+        """Return the result of each job."""
+        return [job.result for job in self.jobs]
+
+    @property
     def is_unfinished(self) -> bool:
         """Return whether resuming the sweep would run a job.
 
@@ -138,15 +142,15 @@ class SweepData:
         if self.is_stopped or self.missing_jobs_clause:
             return True
         # A job that diverged would diverge again.
-        repeatable = [job.result for job in self.jobs if not job.result.diverged]
-        return any(result.status in ("failed", "stopped") for result in repeatable)
+        repeatable = {result.status for result in self.results if not result.diverged}
+        return bool(repeatable & {"failed", "stopped"})
 
     @property
     def advice(self) -> Advice | None:
         """Return the answer of mode=advise, None for any other sweep."""
         if self.advise_settings is None:
             return None
-        return rank_precisions([job.result for job in self.jobs], self.advise_settings)
+        return rank_precisions(self.results, self.advise_settings)
 
     @property
     def missing_jobs_clause(self) -> str:

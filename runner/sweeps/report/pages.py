@@ -99,7 +99,7 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     Raises:
         OSError: the folder cannot be written to.
     """
-    compared = compare_with_baselines([job.result for job in data.jobs])
+    compared = compare_with_baselines(data.results)
     title = _page_title(data)
     if data.advice:
         answer = list(advice_page.advice_blocks(data.advice))
@@ -145,10 +145,10 @@ def summary_markdown(data: SweepData, limit: int = MAX_NOTE_CHARACTERS) -> str:
     """
     tail = markdown(Commands(data.commands)) if data.commands else ""
     if data.advice:
-        blocks, table = advice_page.advice_markdown(data.advice)
-        head = "\n\n".join(map(markdown, blocks))
+        head = "\n\n".join(map(markdown, advice_page.answer_blocks(data.advice)))
+        table = advice_page.answer_table(data.advice)
     else:
-        compared = compare_with_baselines([job.result for job in data.jobs])
+        compared = compare_with_baselines(data.results)
         head = markdown(Text(conclusion_text(compared, data.missing_jobs_clause), "answer"))
         table = groups_table(compared, recommended_precision(compared)) if compared else None
     rows = markdown(table).splitlines() if table else []
@@ -171,7 +171,7 @@ def summary_markdown(data: SweepData, limit: int = MAX_NOTE_CHARACTERS) -> str:
 
 def _page_title(data: SweepData) -> str:
     """Return the question of mode=advise, or the keys that the sweep varies, and what it trains."""
-    results = [job.result for job in data.jobs]
+    results = data.results
     models = _distinct(result.model for result in results)
     data_sets = _distinct(result.data for result in results)
     trained = " on ".join(filter(None, [models, data_sets]))
@@ -251,7 +251,7 @@ def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Items([(join_names(jobs, MAX_FAILED_JOB_NAMES), why) for why, jobs in failures])
     if data.jobs:
         yield Heading("Every job")
-        yield jobs_table([job.result for job in data.jobs])
+        yield jobs_table(data.results)
     if data.commands:
         yield Heading("Commands")
         yield Commands(data.commands)
@@ -320,7 +320,7 @@ def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]
 
 def job_rows(data: SweepData) -> list[dict[str, object]]:
     """Return one row per job, in the order of the jobs, see table_rows."""
-    return table_rows([job.result for job in data.jobs])
+    return table_rows(data.results)
 
 
 def write_rows(rows: Sequence[Mapping[str, object]], folder: Path) -> list[Path]:

@@ -144,7 +144,7 @@ def rating_reason(verdict: PrecisionVerdict) -> str:
         )
     attempts = []
     for overrides, gap in verdict.attempted_remedies:
-        loss = f"{verdict.noun} {verdict.sign * gap:+.2g}"
+        loss = f"{verdict.settings.noun} {verdict.settings.sign * gap:+.2g}"
         attempts.append(f"{overrides} {'did not finish' if math.isnan(gap) else loss}")
     if attempts:
         parts.append(f"tried on one seed: {', '.join(attempts)}")
@@ -155,26 +155,27 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
     """Return the numbers behind a verdict, or what prevented one."""
     group = verdict.group
     test = verdict.test
+    settings = verdict.settings
     has_no_test = verdict.rating in (Verdict.FAILED, Verdict.UNAVAILABLE, Verdict.DIVERGED)
     if has_no_test and group.reasons:
         return group.reasons[0].split("\n")[0]
     if verdict.rating is Verdict.SLOW:
         step = min(job.steps for job in group.jobs)
-        return f"a trial reached step {step} in {TIMEOUT_WORDS} {verdict.baseline}'s time"
+        return f"a trial reached step {step} in {TIMEOUT_WORDS} {settings.baseline}'s time"
     if test is None:
         # Any other metric than the loss is the quality of the trials.
-        spread = group.loss if verdict.metric == VAL_LOSS else group.quality
-        if spread is None or verdict.name != verdict.baseline:
+        spread = group.loss if settings.metric == VAL_LOSS else group.quality
+        if spread is None or verdict.name != settings.baseline:
             return ""
         seeds = "one seed"
         if spread.sd is not None:
             seeds = f"seeds differ by {format_number(spread.sd)}"
-        return f"{verdict.noun} {format_number(spread.mean)}, {seeds}"
+        return f"{settings.noun} {format_number(spread.mean)}, {seeds}"
     if test.n < MIN_SEEDS:
-        gap = f"{verdict.sign * test.value:+.2g}"
-        return f"{verdict.noun} {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
-    interval = format_interval(verdict.sign * test.value, test.ci_half_width, "+")
-    return f"{verdict.noun} {interval}, tolerated {format_number(test.margin)}, {test.n} seeds"
+        gap = f"{settings.sign * test.value:+.2g}"
+        return f"{settings.noun} {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
+    interval = format_interval(settings.sign * test.value, test.ci_half_width, "+")
+    return f"{settings.noun} {interval}, tolerated {format_number(test.margin)}, {test.n} seeds"
 
 
 def health_words(verdict: PrecisionVerdict) -> str:

@@ -7,6 +7,7 @@ error, so that each look uses a smaller error rate, the same one for all looks (
 64, 1977, here for Student's t).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -32,8 +33,8 @@ NOT_TRAINED = (Verdict.FAILED, Verdict.UNAVAILABLE)
 
 
 @dataclass(frozen=True)
-class Look:
-    """The decision after some seeds.
+class InterimResult:
+    """What a look at the seeds so far says.
 
     Attributes:
         seeds: how many there were.
@@ -48,7 +49,7 @@ class Look:
     decision: Decision
 
 
-def look_until_decided(gaps: Sequence[float], bar: float, max_seeds: int) -> list[Look]:
+def look_until_decided(gaps: Sequence[float], bar: float, max_seeds: int) -> list[InterimResult]:
     """Return the looks at a precision until one of them decides; empty below MIN_SEEDS seeds.
 
     The chance that a precision whose true gap is the bar or more is accepted is ERROR_RATE over
@@ -61,7 +62,7 @@ def look_until_decided(gaps: Sequence[float], bar: float, max_seeds: int) -> lis
         max_seeds: seeds after which there is no further look.
     """
     error_rate = look_error_rate(max_seeds)
-    looks: list[Look] = []
+    looks: list[InterimResult] = []
     for count in range(MIN_SEEDS, min(len(gaps), max_seeds) + 1):
         gap = fmean(gaps[:count])
         half_width = paired_half_width(gaps[:count], error_rate)
@@ -70,7 +71,7 @@ def look_until_decided(gaps: Sequence[float], bar: float, max_seeds: int) -> lis
             decision = "accepted"
         elif gap - half_width > bar:
             decision = "rejected"
-        looks.append(Look(count, gap, half_width, decision))
+        looks.append(InterimResult(count, gap, half_width, decision))
         if decision != "undecided":
             break
     return looks
@@ -120,7 +121,7 @@ class GateVerdict:
     decision: Decision
     reason: str
     precision: PrecisionVerdict
-    looks: Sequence[Look]
+    looks: Sequence[InterimResult]
     bar: float
     advice: Advice
 
@@ -138,7 +139,7 @@ class GateVerdict:
     def to_json(self) -> dict[str, Any]:
         """Return the content of verdict.json; docs/gate.md describes the keys."""
         settings = self.advice.settings
-        sign = self.precision.sign
+        sign = settings.sign
         comparison = self.precision.comparison
         base_losses = self.advice.baseline_losses
         seeds = [
@@ -164,7 +165,7 @@ class GateVerdict:
             "direction": settings.direction,
             "gap": last.gap if last else None,
             "gap_half_width": last.half_width if last else None,
-            "bar": None if self.bar != self.bar else self.bar,
+            "bar": None if math.isnan(self.bar) else self.bar,
             "bar_from": "advise.tolerance" if settings.max_gap is None else "advise.max_gap",
             "error_rate": ERROR_RATE,
             "error_rate_of_a_look": look_error_rate(settings.seeds),
@@ -201,31 +202,34 @@ def gate_verdict(advice: Advice) -> GateVerdict | None:
     if precision is None:
         return None
     bar = settings.margin(advice.baseline_spread)
-    looks: list[Look] = []
+    looks: list[InterimResult] = []
     # The spread of the baseline is unknown below two seeds, and with it a bar in its units.
-    if bar == bar:
+    if not math.isnan(bar):
         looks = look_until_decided([*precision.gaps.values()], bar, settings.seeds)
     decision, reason = _decide(precision, looks, bar)
     return GateVerdict(decision, reason, precision, looks, bar, advice)
 
 
-def _decide(precision: PrecisionVerdict, looks: Sequence[Look], bar: float) -> tuple[Decision, str]:
+def _decide(
+    precision: PrecisionVerdict, looks: Sequence[InterimResult], bar: float
+) -> tuple[Decision, str]:
     """Return the decision, and the reason for it."""
+    settings = precision.settings
     if precision.rating is Verdict.DIVERGED:
         return "rejected", f"it diverged at step {precision.diverged_step}"
     if precision.rating is Verdict.SLOW:
-        return "undecided", f"it takes {TIMEOUT_WORDS} the time of {precision.baseline}"
+        return "undecided", f"it takes {TIMEOUT_WORDS} the time of {settings.baseline}"
     if precision.rating in NOT_TRAINED:
         return "undecided", f"it did not train: {' '.join(precision.group.reasons)}".rstrip(". ")
     if not looks:
         have = len(precision.gaps)
         return "undecided", f"{have} of the {MIN_SEEDS} seeds that a decision needs were trained"
     last = looks[-1]
-    sign = precision.sign
-    gap = f"{sign * last.gap:+.3g} ± {last.half_width:.2g}"
+    gap = f"{settings.sign * last.gap:+.3g} ± {last.half_width:.2g}"
     where = {"accepted": "within", "rejected": "beyond", "undecided": "neither side of"}
+    accepted = format_number(settings.sign * bar)
     reason = (
-        f"its {precision.noun} differs by {gap} from that of {precision.baseline} over "
-        f"{last.seeds} seeds, {where[last.decision]} the bar of {format_number(sign * bar)}"
+        f"its {settings.noun} differs by {gap} from that of {settings.baseline} over "
+        f"{last.seeds} seeds, {where[last.decision]} the bar of {accepted}"
     )
     return last.decision, reason

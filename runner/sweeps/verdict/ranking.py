@@ -5,13 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from runner.modes.result import RunResult
-from runner.sweeps.verdict.compare import (
-    BASELINE,
-    Comparison,
-    Group,
-    compare_two_groups,
-    group_jobs,
-)
+from runner.sweeps.verdict.compare import Comparison, Group, compare_two_groups, group_jobs
 from runner.sweeps.verdict.settings import AdviseSettings
 from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
@@ -21,7 +15,6 @@ from runner.sweeps.verdict.statistics import (
     baseline_spread,
     non_inferiority_test,
 )
-from runner.tracking.metric_names import VAL_LOSS
 
 _RANKS: Mapping[Verdict, int] = {
     Verdict.RECOMMENDED: 0,
@@ -55,29 +48,19 @@ class PrecisionVerdict:
         attempted_remedies: overrides that exclude modules or keep updates, each with the first
             seed's loss minus the baseline's; NaN if that trial did not finish. Empty if any of them
             is acceptable.
-        metric: that it is judged by; a final loss is this one, negated where more of it is better.
-        sign: -1 where it is negated, else 1.
-        baseline: the precision that it is compared with.
         gaps: final loss minus the baseline's by seed, in the order of the seeds.
     """
 
     comparison: Comparison
     rating: Verdict
+    settings: AdviseSettings
     diverged_step: int | None = None
     is_emulated: bool = False
     command: Sequence[str] = ()
     float32_finding: str = ""
     forecast: Mapping[str, float] | None = None
     attempted_remedies: Sequence[tuple[str, float]] = ()
-    metric: str = VAL_LOSS
-    sign: int = 1
-    baseline: str = BASELINE
     gaps: LossBySeed = field(default_factory=dict)
-
-    @property
-    def noun(self) -> str:
-        """Return what it is judged by, in words."""
-        return "loss" if self.metric == VAL_LOSS else self.metric
 
     @property
     def group(self) -> Group:
@@ -249,14 +232,12 @@ def _verdict(
     return PrecisionVerdict(
         comparison,
         rating,
+        settings,
         diverged_step,
         precision in settings.emulated,
         [*settings.command, f"precision={precision}", *overrides, *group.settings.split()],
         settings.diagnoses.get(precision, "") if is_plain else "",
         settings.memory.get(precision) if is_plain else None,
-        metric=settings.metric,
-        sign=1 if settings.direction == "min" else -1,
-        baseline=settings.baseline,
     )
 
 
@@ -275,27 +256,23 @@ def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> 
 
 
 def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
-    """Sort the verdicts: recommended, acceptable by the objective, then by their rating."""
+    """Sort the verdicts by their rating, the acceptable ones by the objective; recommend one."""
     speeds = _ranking_speeds(verdicts)
-    merits = [_merit_key(verdict, objective, speeds[id(verdict)]) for verdict in verdicts]
-    rated = list(verdicts)
-    # An emulated precision has no speed here, so it is never recommended.
-    fit = [i for i, v in enumerate(verdicts) if v.is_acceptable and not v.is_emulated]
-    # If the baseline itself did not train, nothing was measured against it.
-    if any(verdicts[i].rating is Verdict.BASELINE for i in fit):
-        best = max(fit, key=lambda i: merits[i])
-        rated[best] = replace(rated[best], rating=Verdict.RECOMMENDED)
 
-    def place(index: int) -> tuple[float, ...]:
-        verdict = rated[index]
+    def place(verdict: PrecisionVerdict) -> tuple[float, ...]:
         # Among worse precisions the least harmful is first, whatever it gains.
         harm = 0.0
         if verdict.rating is Verdict.WORSE and verdict.test:
             harm = verdict.test.value
-        negated = (-merit for merit in merits[index])
+        negated = (-merit for merit in _merit_key(verdict, objective, speeds[id(verdict)]))
         return _RANKS[verdict.rating], verdict.is_emulated, harm, *negated
 
-    return [rated[index] for index in sorted(range(len(rated)), key=place)]
+    ranked = sorted(verdicts, key=place)
+    # If the baseline itself did not train, nothing was measured against it. An emulated precision
+    # has no speed here, is behind the others, and is never recommended.
+    if any(v.rating is Verdict.BASELINE and not v.is_emulated for v in verdicts):
+        ranked[0] = replace(ranked[0], rating=Verdict.RECOMMENDED)
+    return ranked
 
 
 def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:

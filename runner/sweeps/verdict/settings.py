@@ -77,6 +77,16 @@ class AdviseSettings:
     recorded: Sequence[Mapping[str, Any]] = field(default_factory=list)
     recorded_in: str = ""
 
+    @property
+    def sign(self) -> int:
+        """Return -1 where more of the metric is better, else 1: a loss is the metric times it."""
+        return 1 if self.direction == "min" else -1
+
+    @property
+    def noun(self) -> str:
+        """Return what precisions are judged by, in words."""
+        return "loss" if self.metric == VAL_LOSS else self.metric
+
     def margin(self, spread: float) -> float:
         """Return the accepted loss above the baseline's, in its unit.
 
@@ -88,9 +98,7 @@ class AdviseSettings:
     def judged_loss(self, metrics: Mapping[str, float]) -> float | None:
         """Return the metric of a trial, negated where more of it is better; None without it."""
         value = metrics.get(self.metric)
-        if value is None or self.direction == "min":
-            return value
-        return -value
+        return None if value is None else self.sign * value
 
     def length_overrides(self, precision: str) -> list[str]:
         """Return the overrides that set the length of a precision's trial."""

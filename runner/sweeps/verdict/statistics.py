@@ -200,13 +200,8 @@ def pair_by_seed(group: SeedValues, baseline: SeedValues) -> list[tuple[float, f
     shared = [seed for seed in first if seed is not None and seed in second]
     if not shared:
         return None
-    pairs = []
-    for seed in shared:
-        value = first[seed]
-        other = second[seed]
-        if value is not None and other is not None:
-            pairs.append((value, other))
-    return pairs
+    pairs = [(first[seed], second[seed]) for seed in shared]
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
 
 
 def _known_values(group: SeedValues) -> list[float]:

@@ -24,7 +24,8 @@ SEEDS = range(3)
 # In float32's deviations between seeds.
 MIN_HARMFUL_GAP = 5.0
 MAX_HARMLESS_GAP = 2.0
-FP8 = ("precision=float8-tensorwise", "precision.emulate=true")
+UNTRACKED = "accelerator=cpu tracking=none checkpoint.final=false"
+FP8 = ["precision=float8-tensorwise", "precision.emulate=true"]
 
 
 @pytest.fixture(scope="session")
@@ -36,11 +37,7 @@ def losses(compose, tmp_path_factory):
         # bfloat16 harms the head slowly.
         steps = 200 if case == "harmed_in_the_head" else 100
         spec = compose(
-            f"hydra.searchpath=[file://{CONF}]",
-            f"experiment={case}",
-            "accelerator=cpu",
-            "tracking=none",
-            "checkpoint.final=false",
+            *f"hydra.searchpath=[file://{CONF}] experiment={case} {UNTRACKED}".split(),
             f"train.max_steps={steps}",
             f"train.eval_every={steps}",
             *typed,
@@ -69,64 +66,62 @@ def gap(losses):
     return of
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-def test_a_run_beyond_float16s_range_is_stopped(losses, precision):
-    assert losses("broken_by_range", f"precision={precision}") == [math.inf] * len(SEEDS)
+def further(*values):
+    """Return a case that is a second example of another one."""
+    return pytest.param(*values, marks=pytest.mark.extended)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bfloat16_trains_the_model_beyond_float16s_range(gap, precision):
-    assert abs(gap("broken_by_range", f"precision={precision}")) < MAX_HARMLESS_GAP
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=16-mixed"],
+        further(["precision=16-true"]),
+        # No other module than the wide one repairs it.
+        further(["precision=16-mixed", "precision.keep_fp32=[stem,body,head]"]),
+    ],
+    ids=" ".join,
+)
+def test_a_run_beyond_float16s_range_is_stopped(losses, words):
+    assert losses("broken_by_range", *words) == [math.inf] * len(SEEDS)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-def test_one_module_in_float32_repairs_the_lack_of_range(gap, precision):
-    repaired = gap("broken_by_range", f"precision={precision}", "precision.keep_fp32=[wide]")
-    assert abs(repaired) < MAX_HARMLESS_GAP
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("harmed_by_precision", ["precision=bf16-mixed"]),
+        further("harmed_by_precision", ["precision=bf16-true"]),
+        # No other module than the clock repairs it.
+        further(
+            "harmed_by_precision", ["precision=bf16-mixed", "precision.keep_fp32=[stem,body,head]"]
+        ),
+        ("harmed_in_the_head", FP8),
+        further("harmed_in_the_head", [*FP8, "precision.ignore_modules=[stem,body]"]),
+        further("harmed_in_the_head", ["precision=bf16-true"]),
+    ],
+)
+def test_a_precision_harms_the_case_planted_for_it(gap, case, words):
+    assert gap(case, *words) > MIN_HARMFUL_GAP
 
 
-def test_no_other_module_repairs_the_lack_of_range(losses):
-    others = losses("broken_by_range", "precision=16-mixed", "precision.keep_fp32=[stem,body,head]")
-    assert others == [math.inf] * len(SEEDS)
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bfloat16_harms_a_model_that_needs_more_bits(gap, precision):
-    assert gap("harmed_by_precision", f"precision={precision}") > MIN_HARMFUL_GAP
-
-
-def test_float16_has_enough_bits_for_that_model(gap):
-    assert abs(gap("harmed_by_precision", "precision=16-mixed")) < MAX_HARMLESS_GAP
-
-
-def test_one_module_in_float32_repairs_the_lack_of_precision(gap):
-    repaired = gap("harmed_by_precision", "precision=bf16-mixed", "precision.keep_fp32=[clock]")
-    assert abs(repaired) < MAX_HARMLESS_GAP
-
-
-def test_no_other_module_repairs_the_lack_of_precision(gap):
-    others = "precision.keep_fp32=[stem,body,head]"
-    assert gap("harmed_by_precision", "precision=bf16-mixed", others) > MIN_HARMFUL_GAP
-
-
-def test_fp8_harms_the_head(gap):
-    assert gap("harmed_in_the_head", *FP8) > MIN_HARMFUL_GAP
-    assert gap("harmed_in_the_head", *FP8, "precision.ignore_modules=[stem,body]") > MIN_HARMFUL_GAP
-
-
-def test_fp8_outside_the_head_does_no_harm(gap):
-    assert (
-        abs(gap("harmed_in_the_head", *FP8, "precision.ignore_modules=[head]")) < MAX_HARMLESS_GAP
-    )
-    assert abs(gap("harmed_in_the_head", "precision=bf16-mixed")) < MAX_HARMLESS_GAP
-
-
-def test_a_head_in_float32_repairs_bf16_true(gap):
-    assert gap("harmed_in_the_head", "precision=bf16-true") > MIN_HARMFUL_GAP
-    repaired = gap("harmed_in_the_head", "precision=bf16-true", "precision.keep_fp32=[head]")
-    assert abs(repaired) < MAX_HARMLESS_GAP
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "16-true"])
-def test_no_native_precision_harms_the_case_harmed_by_nothing(gap, precision):
-    assert abs(gap("harmed_by_nothing", f"precision={precision}")) < MAX_HARMLESS_GAP
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        # The other half's range or bits are enough.
+        ("broken_by_range", ["precision=bf16-mixed"]),
+        further("broken_by_range", ["precision=bf16-true"]),
+        further("harmed_by_precision", ["precision=16-mixed"]),
+        further("harmed_in_the_head", ["precision=bf16-mixed"]),
+        # One module in float32 repairs each case.
+        ("broken_by_range", ["precision=16-mixed", "precision.keep_fp32=[wide]"]),
+        further("broken_by_range", ["precision=16-true", "precision.keep_fp32=[wide]"]),
+        ("harmed_by_precision", ["precision=bf16-mixed", "precision.keep_fp32=[clock]"]),
+        ("harmed_in_the_head", [*FP8, "precision.ignore_modules=[head]"]),
+        further("harmed_in_the_head", ["precision=bf16-true", "precision.keep_fp32=[head]"]),
+        ("harmed_by_nothing", ["precision=bf16-mixed"]),
+        further("harmed_by_nothing", ["precision=16-mixed"]),
+        further("harmed_by_nothing", ["precision=bf16-true"]),
+        further("harmed_by_nothing", ["precision=16-true"]),
+    ],
+)
+def test_another_precision_or_one_module_in_float32_does_no_harm(gap, case, words):
+    assert abs(gap(case, *words)) < MAX_HARMLESS_GAP

@@ -79,8 +79,8 @@ def test_child_processes_are_not_measured(own_loops, processor_used_by):
 
 
 def test_the_share_is_that_of_the_processors_in_use(monkeypatch, one_processor):
-    usable = min(os.sched_getaffinity(0))
-    percents = [100.0 if n == usable else 0.0 for n in range(psutil.cpu_count())]
+    percents = [0.0] * psutil.cpu_count()
+    percents[min(os.sched_getaffinity(0))] = 100.0
 
     def cpu_percent(interval, percpu):
         time.sleep(interval)

@@ -1,10 +1,10 @@
 """The reports of stored sweeps are the same, in each number and each verdict, as when the sweeps
 were stored.
 
-A folder under golden/ holds what `runner report <sweep folder>` reads of a sweep that has run:
-sweep.json, advise.json of mode=advise, and result.json and history.npz of each job. report.md is
-the report that the command made from exactly these files. Write all of them anew, after a change
-that is meant to change a report, with
+A .jsonl file under golden/ holds what `runner report <sweep folder>` reads of a sweep that has run,
+one file of it a line: sweep.json, advise.json of mode=advise, and result.json and history.npz of
+each job. The .md file beside it is the report that the command made from exactly these files. Write
+all reports anew, after a change that is meant to change a report, with
 
     python tests/sweep/report/test_golden_reports.py --write
 
@@ -12,7 +12,9 @@ and read the difference before it is committed. The test reaches the report by t
 alone, so that the modules behind it can be moved.
 """
 
+import csv
 import html
+import json
 import re
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,9 +40,22 @@ TAG = re.compile(r"<[^>]+>")
 CELL = re.compile(r"<t[dh]\b[^>]*>(.*?)</t[dh]>", re.DOTALL)
 
 
-def copy_of(name, folder):
-    """Copy a stored sweep without its golden report; return the folder of the copy."""
-    return shutil.copytree(GOLDEN / name, folder / name, ignore=shutil.ignore_patterns("report.*"))
+def unpacked(name, folder):
+    """Write the files of a stored sweep; return the sweep's folder."""
+    for line in (GOLDEN / f"{name}.jsonl").read_text().splitlines():
+        file = json.loads(line)
+        path = folder / name / file["path"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".npz":
+            np.savez(path, **{metric: np.array(rows) for metric, rows in file["content"].items()})
+        else:
+            path.write_text(json.dumps(file["content"]))
+    return folder / name
+
+
+def golden_report(name):
+    """Return the path of the golden report.md of a stored sweep."""
+    return GOLDEN / f"{name}.md"
 
 
 def table_cells(markdown):
@@ -68,15 +84,15 @@ def html_cells(page):
 def rebuilt(request, inside, tmp_path_factory):
     """The golden report.md of a stored sweep, and the folder where it was rebuilt."""
     home = tmp_path_factory.mktemp("golden")
-    folder = copy_of(request.param, home)
+    folder = unpacked(request.param, home)
     with inside(home) as main:
         done = main("report", folder)
     assert done.rc == 0, done.stderr
-    return (GOLDEN / request.param / "report.md").read_text(), folder
+    return golden_report(request.param).read_text(), folder
 
 
 def test_each_stored_sweep_has_a_description():
-    assert {path.name for path in GOLDEN.iterdir()} == set(SWEEPS)
+    assert {path.stem for path in GOLDEN.iterdir()} == set(SWEEPS)
 
 
 def test_the_markdown_report_is_the_golden_one(rebuilt):
@@ -92,24 +108,34 @@ def test_the_html_report_has_the_cells_of_the_golden_one(rebuilt):
     assert html_cells(page) == table_cells(golden)
 
 
+def test_the_tables_have_a_row_per_job(rebuilt):
+    _, folder = rebuilt
+    results = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
+    labels = sorted(result["label"] for result in results)
+    with (folder / "report.csv").open(newline="") as file:
+        assert sorted(row["label"] for row in csv.DictReader(file)) == labels
+    rows = json.loads((folder / "report.json").read_text())["rows"]
+    assert sorted(row["label"] for row in rows) == labels
+
+
 def test_a_changed_number_of_a_job_changes_the_report(main, tmp_path):
-    folder = copy_of("loss_scale", tmp_path)
+    folder = unpacked("loss_scale", tmp_path)
     path = folder / "6" / "result.json"
     text = path.read_text()
     assert text.count('"skipped_steps": 26') == 1
     path.write_text(text.replace('"skipped_steps": 26', '"skipped_steps": 27'))
     assert main("report", folder).rc == 0
-    assert (folder / "report.md").read_text() != (GOLDEN / "loss_scale" / "report.md").read_text()
+    assert (folder / "report.md").read_text() != golden_report("loss_scale").read_text()
 
 
 def write_golden_reports():
     """Rebuild the golden report.md of each stored sweep by the command."""
     for name in SWEEPS:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = copy_of(name, Path(temporary))
+            folder = unpacked(name, Path(temporary))
             command = [sys.executable, "-m", "runner", "report", str(folder)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            shutil.copy(folder / "report.md", GOLDEN / name / "report.md")
+            shutil.copy(folder / "report.md", golden_report(name))
 
 
 if __name__ == "__main__":

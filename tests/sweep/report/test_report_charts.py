@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from job_results import finished
 from matplotlib.collections import PathCollection
 
 from runner.modes.result import RunResult
@@ -30,29 +31,17 @@ def curve(values, steps=None):
 
 def job(precision="32-true", seed=0, values=(3.0, 2.0, 1.0), **more):
     curves = more.pop("curves", {})
-    result = RunResult(
-        precision,
-        f"{precision} seed={seed}",
-        "/x",
-        group=precision,
-        seed=seed,
-        steps=3,
-        quality="val/accuracy",
-        metrics={"val/accuracy": 0.9, "val/loss": 1.0},
-        device="GPU",
-        examples_per_second=100.0 + seed,
-        peak_memory_mib=10.0,
-    )
     shown = {"train/loss": curve(values), "val/accuracy": curve([0.5, 0.9])}
-    return Job(replace(result, **more), shown | curves)
+    return Job(replace(finished(precision, seed), **more), shown | curves)
 
 
 def scaled(values, flags, **more):
-    return job(
-        "16-mixed",
-        curves={"loss_scale/value": curve(values), "loss_scale/overflow": curve(flags)},
-        **more,
-    )
+    curves = {"loss_scale/value": curve(values), "loss_scale/overflow": curve(flags)}
+    return job("16-mixed", curves=curves, **more)
+
+
+def overview(*jobs):
+    return overview_figure(SweepData(jobs))
 
 
 def axes_named(figure, start):
@@ -108,10 +97,9 @@ def test_seeds_share_a_look_and_a_line_in_the_legend():
 
 
 def test_the_figure_has_a_chart_for_each_kind_of_curve():
-    assert len(chart_figures(SweepData([job()]))) == 2
-    assert len(chart_figures(SweepData([job(), job("b")]))) == 3
-    assert len(chart_figures(SweepData([job(), scaled([4, 2], [0, 1])]))) == 4
-    assert len(overview_figure(SweepData([job(), scaled([4, 2], [0, 1])])).axes) == 4
+    for jobs, count in (([job()], 2), ([job(), job("b")], 3), ([job(), scaled([4], [0])], 4)):
+        assert len(chart_figures(SweepData(jobs))) == count
+        assert len(overview(*jobs).axes) == count
 
 
 def test_nothing_trained_makes_no_figure():
@@ -123,36 +111,28 @@ def test_nothing_trained_makes_no_figure():
 
 
 def test_the_axis_is_logarithmic_if_all_values_are_positive():
-    def scale(values):
-        return axes_named(
-            overview_figure(SweepData([job(values=values)])), "training loss"
-        ).get_yscale()
-
-    assert scale([3.0, math.nan, 1.0]) == "log"
-    assert scale([3.0, 0.0, 1.0]) == "linear"
-    assert scale([3.0, -1.0]) == "linear"
+    losses = ([3.0, math.nan, 1.0], [3.0, 0.0, 1.0], [3.0, -1.0])
+    axes = [axes_named(overview(job(values=values)), "training loss") for values in losses]
+    assert [each.get_yscale() for each in axes] == ["log", "linear", "linear"]
 
 
 def test_the_first_loss_that_is_not_finite_is_marked():
-    figure = overview_figure(SweepData([job(values=[3.0, 2.0, math.nan, math.inf])]))
+    figure = overview(job(values=[3.0, 2.0, math.nan, math.inf]))
     axes = axes_named(figure, "training loss (✖")
     (mark,) = [line for line in axes.lines if line.get_marker() == "X"]
     assert mark.get_xdata()[0] == 3
     figure.draw_without_rendering()
-    whole = axes_named(overview_figure(SweepData([job()])), "training loss")
+    whole = axes_named(overview(job()), "training loss")
     assert not [line for line in whole.lines if line.get_marker() == "X"]
 
 
 def test_a_run_that_never_had_a_number_is_drawn():
-    figure = overview_figure(
-        SweepData([job(values=[math.nan] * 3), scaled([0.0, math.nan], [0, 1])])
-    )
+    figure = overview(job(values=[math.nan] * 3), scaled([0.0, math.nan], [0, 1]))
     figure.draw_without_rendering()
 
 
 def test_overflows_are_marked_at_their_steps():
-    figure = overview_figure(SweepData([scaled([8.0, 8.0, 4.0, 4.0], [0, 1, 0, 1])]))
-    axes = axes_named(figure, "loss scale")
+    axes = axes_named(overview(scaled([8.0, 8.0, 4.0, 4.0], [0, 1, 0, 1])), "loss scale")
     (marks,) = [line for line in axes.lines if line.get_marker() == "x"]
     assert (marks.get_xdata().tolist(), marks.get_ydata().tolist()) == ([2, 4], [8, 4])
     assert axes.get_yscale() == "log"
@@ -162,20 +142,20 @@ def test_the_scale_is_drawn_from_its_changes_if_nothing_else_is_known():
     changes = curve([8.0, 8.0, 4.0, 4.0], np.array([1, 99, 100, 200]))
     flags = curve([1, 1], np.array([100, 150]))
     curves = {"loss_scale/changes": changes, "loss_scale/overflow": flags}
-    axes = axes_named(overview_figure(SweepData([job("16-mixed", curves=curves)])), "loss scale")
+    axes = axes_named(overview(job("16-mixed", curves=curves)), "loss scale")
     line, marks = axes.lines
     assert line.get_xydata().tolist() == [[1, 8], [99, 8], [100, 4], [200, 4]]
     assert marks.get_xydata().tolist() == [[100, 4], [150, 4]]
 
 
 def test_validation_loss_is_drawn_if_the_quality_has_no_curve():
-    jobs = [job(curves={"val/accuracy": curve([]), "val/loss": curve([2.0, 1.0])})]
-    assert axes_named(overview_figure(SweepData(jobs)), "val/loss").get_yscale() == "log"
+    shown = job(curves={"val/accuracy": curve([]), "val/loss": curve([2.0, 1.0])})
+    assert axes_named(overview(shown), "val/loss").get_yscale() == "log"
 
 
 def test_speed_is_drawn_against_quality():
     jobs = [job(seed=s, metrics={"val/accuracy": 0.9 + s / 10}) for s in (0, 1)]
-    figure = overview_figure(SweepData([*jobs, job("b", examples_per_second=200.0)]))
+    figure = overview(*jobs, job("b", examples_per_second=200.0))
     axes = axes_named(figure, "val/accuracy against speed")
     spots = [c.get_offsets()[0].tolist() for c in axes.collections if isinstance(c, PathCollection)]
     assert spots[0] == pytest.approx([1.0, 0.95])
@@ -185,13 +165,13 @@ def test_speed_is_drawn_against_quality():
 
 
 def test_speed_is_in_examples_per_second_without_a_baseline():
-    figure = overview_figure(SweepData([job("a"), job("b", examples_per_second=200.0)]))
+    figure = overview(job("a"), job("b", examples_per_second=200.0))
     assert figure.axes[-1].get_xlabel() == "examples/s"
 
 
 def test_labels_do_not_cover_each_other():
     jobs = [job(f"precision-{i}", examples_per_second=100.0 + i / 10) for i in range(12)]
-    figure = overview_figure(SweepData(jobs))
+    figure = overview(*jobs)
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in figure.axes[-1].texts]
     assert len(boxes) >= 4
@@ -237,19 +217,10 @@ def test_labels_hold_only_characters_of_the_font():
 
 def test_many_long_jobs_are_few_points():
     rng = np.random.default_rng(0)
-    jobs = [
-        job(
-            f"p{i % 5}",
-            i,
-            rng.random(10_000) + 0.1,
-            curves={
-                "loss_scale/value": curve(2.0 ** rng.integers(1, 16, 10_000)),
-                "loss_scale/overflow": curve(rng.integers(0, 2, 10_000)),
-            },
-        )
-        for i in range(20)
-    ]
-    figure = overview_figure(SweepData(jobs))
+    scales, flags = 2.0 ** rng.integers(1, 16, 10_000), rng.integers(0, 2, 10_000)
+    curves = {"loss_scale/value": curve(scales), "loss_scale/overflow": curve(flags)}
+    losses = rng.random((20, 10_000)) + 0.1
+    figure = overview(*(job(f"p{i % 5}", i, losses[i], curves=curves) for i in range(20)))
     for axes in figure.axes:
         assert all(len(line.get_xdata()) <= 2 * ENVELOPE_BUCKETS for line in axes.lines)
     assert sum(len(a.lines) for a in figure.axes) <= 20 * 6

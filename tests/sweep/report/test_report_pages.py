@@ -5,8 +5,9 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from job_results import CPU, finished
+from job_results import lost as lost_result
 
-from runner.modes.result import RunResult
 from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.utils.markup import (
@@ -21,54 +22,39 @@ from runner.utils.markup import (
     to_html,
 )
 
-CPU = "Some CPU (2 of 2 threads)"
 HOSTILE = (
     "<script>alert(1)</script> | `x` <img src=x onerror=y> [a](javascript:1) ![b](http://h/p.png)"
     "\" '\n# head &amp; <b>"
 )
 
 
-def job(precision, seed=0, quality=0.9, speed=100.0, **more):
-    values = {
-        "overrides": (f"precision={precision}", f"seed={seed}"),
-        "group": precision,
-        "seed": seed,
-        "model": "resnet",
-        "data": "digits",
-        "device": CPU,
-        "quality": "val/accuracy",
-        "metrics": {"val/loss": 1.0, "val/accuracy": quality},
-        "best": quality,
-        "steps": 10,
-        "examples_per_second": speed,
-        "step_ms": 12.5,
-        "peak_memory_mib": 1234.0,
-        "weights_mib": 40.0,
-        "optimizer_mib": 80.0,
-    }
+def job(precision, seed=0, quality=0.9, **more):
+    """Return a job whose loss is as finite as its quality from step 4 on."""
+    values = {"data": "digits", "device": CPU, "step_ms": 12.5, "peak_memory_mib": 1234.0}
     steps = np.arange(1, 6)
-    loss = np.where(steps > 3, quality * math.inf if not math.isfinite(quality) else 1.0, 2.0)
-    curves = {"train/loss": np.array([steps, steps, loss], dtype=float)}
-    result = RunResult(precision, f"{precision} seed={seed}", "/x", **(values | more))
-    return Job(result, curves)
+    loss = np.where(steps > 3, 1.0 if math.isfinite(quality) else math.nan, 2.0)
+    curves = {"train/loss": np.array([steps, steps, loss])}
+    return Job(finished(precision, seed, quality, **(values | more)), curves)
 
 
 def lost(precision, status, error):
-    return Job(RunResult(precision, precision, "/x", status, error, group=precision))
+    return Job(replace(lost_result(precision, status, error), label=precision))
 
 
 @pytest.fixture
 def sweep():
-    base = [job("32-true", s, q) for s, q in enumerate((0.90, 0.91, 0.92))]
-    fast = [job("bf16-mixed", s, q, 150.0) for s, q in enumerate((0.905, 0.908, 0.921))]
-    scaled = job("16-mixed", 0, 0.9, loss_scale=16384.0, skipped_steps=2, converted="53/54")
-    gone = job("16-true", 0, math.nan)
-    lacking = lost("tf32", "unavailable", "tf32 needs a GPU. Type precision=32-true.")
-    return SweepData(
-        [*base, *fast, scaled, gone, lacking, lost("64-true", "failed", "a | b\nsecond")],
-        ["python -m runner -m precision=32-true,bf16-mixed"],
-        "abc123",
-    )
+    jobs = [
+        *(job("32-true", s, q) for s, q in enumerate((0.90, 0.91, 0.92))),
+        *(
+            job("bf16-mixed", s, q, examples_per_second=150.0)
+            for s, q in enumerate((0.905, 0.908, 0.921))
+        ),
+        job("16-mixed", loss_scale=16384.0, skipped_steps=2, converted="53/54"),
+        job("16-true", quality=math.nan),
+        lost("tf32", "unavailable", "tf32 needs a GPU. Type precision=32-true."),
+        lost("64-true", "failed", "a | b\nsecond"),
+    ]
+    return SweepData(jobs, ["python -m runner -m precision=32-true,bf16-mixed"], "abc123")
 
 
 class Page(HTMLParser):
@@ -103,27 +89,18 @@ def test_markdown_and_html_say_the_same(sweep, tmp_path):
     shown = " ".join(" ".join(Page(html).shown).split())
     assert found[".png"].read_bytes().startswith(b"\x89PNG")
     for cell in (
-        "Sweep over precision × seed: resnet on digits",
+        "Sweep over precision × seed: mlp on digits",
         "8 of 10 jobs finished",
         CPU,
         "abc123",
         "bf16-mixed trains 1.50 × as fast as 32-true, with the same weights and optimizer state",
-        "0.910 ± 0.010",
-        "3 seeds",
-        "no measurable difference",
         "+0.0013 ± 0.0087",
-        "1.50",
-        "120 MiB",
-        "16384",
-        "53/54",
         "Unavailable here",
         "tf32 needs a GPU. Type precision=32-true.",
         "Failed",
         "val/loss 1, val/accuracy nan",
         "training loss first not finite at step 4",
         "Every job",
-        "12.5",
-        "1234",
         "python -m runner -m precision=32-true,bf16-mixed",
         "paired t, Student 1908",
         "Seeds: 0, 1, 2",
@@ -163,16 +140,9 @@ def test_the_page_needs_nothing_and_runs_nothing(sweep, tmp_path):
 
 
 def hostile():
-    odd = {
-        "group": HOSTILE,
-        "model": HOSTILE,
-        "data": HOSTILE,
-        "device": HOSTILE,
-        "converted": HOSTILE,
-        "overrides": (f"precision={HOSTILE}", HOSTILE),
-        "metrics": {HOSTILE: 0.5},
-    }
-    first = job(HOSTILE, **odd)
+    odd = dict.fromkeys(("group", "model", "data", "device", "converted"), HOSTILE)
+    overrides = (f"precision={HOSTILE}", HOSTILE)
+    first = job(HOSTILE, **odd, overrides=overrides, metrics={HOSTILE: 0.5})
     curves = {HOSTILE: np.array([[1.0, 2.0], [1.0, 2.0], [0.1, 0.5]])}
     first = Job(replace(first.result, quality=HOSTILE), {**first.curves, **curves})
     jobs = [
@@ -242,22 +212,18 @@ def test_a_cell():
 
 
 def test_evaluations_have_their_change_and_no_picture(tmp_path):
-    def of(precision, quality, weights):
-        found = job(
-            precision,
-            0,
-            quality,
-            weights_mib=weights,
-            optimizer_mib=None,
-            plain_weights_mib=100.0,
-            trained_in="32-true",
-            as_trained={"val/accuracy": 0.9, "val/loss": 1.5},
-        )
-        return Job(found.result)
-
-    text, html, found = pages(
-        SweepData([of("32-true", 0.9, 100.0), of("nf4", 0.85, 13.0)]), tmp_path
-    )
+    own = {
+        "as_trained": {"val/accuracy": 0.9, "val/loss": 1.5},
+        "plain_weights_mib": 100.0,
+        "optimizer_mib": None,
+        "device": CPU,
+        "trained_in": "32-true",
+    }
+    jobs = [
+        Job(finished(precision, 0, quality, weights_mib=mib, **own))
+        for precision, quality, mib in (("32-true", 0.9, 100.0), ("nf4", 0.85, 13.0))
+    ]
+    text, html, found = pages(SweepData(jobs), tmp_path)
     assert ".png" not in found
     assert "<figure>" not in html
     head, _, *rows = next(b for b in text.split("\n\n") if b.startswith("|")).splitlines()
@@ -275,11 +241,8 @@ def test_without_a_baseline_no_ratio_is_made_up(tmp_path):
 
 
 def test_a_group_without_a_baseline_is_named(tmp_path):
-    jobs = [
-        job("32-true", group="32-true lr=1"),
-        job("a", group="a lr=1"),
-        job("a", group="a lr=2"),
-    ]
+    groups = ("32-true lr=1", "a lr=1", "a lr=2")
+    jobs = [job(group.split()[0], group=group) for group in groups]
     text, _, _ = pages(SweepData(jobs), tmp_path)
     assert "Not compared: a lr=2: no 32-true job to compare with" in text
 

@@ -1,8 +1,8 @@
 """Sweeps over precision x another key: precisions are compared within each setting."""
 
 import pytest
+from job_results import finished
 
-from runner.modes.result import RunResult
 from runner.sweeps.report.conclusion import conclusion_sentence, settings_blocks
 from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import write_report
@@ -12,21 +12,7 @@ from runner.utils.markup import Items, Table, Text
 
 def jobs(precision, setting, qualities, **more):
     """Return a job per quality, of seeds 0, 1, ..."""
-    group = f"{precision} {setting}"
-    made = []
-    for seed, quality in enumerate(qualities):
-        values = {
-            "overrides": (f"precision={precision}", setting, f"seed={seed}"),
-            "group": group,
-            "seed": seed,
-            "model": "mlp",
-            "device": "Some GPU",
-            "quality": "val/accuracy",
-            "metrics": {"val/accuracy": quality},
-            "examples_per_second": 100.0,
-        }
-        made.append(RunResult(precision, f"{group} seed={seed}", "/x", **(values | more)))
-    return made
+    return [finished(precision, s, quality, setting, **more) for s, quality in enumerate(qualities)]
 
 
 def lost(precision, setting):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from job_results import CPU, finished
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.charts import group_styles
@@ -15,25 +16,10 @@ from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.statistics import Verdict
 from runner.utils.errors import ConfigError
 
-GPU = "Some GPU"
 SETTINGS = JobSettings(
     {"model.hidden": "[16]", "optimizer.lr": "0.1", "tracking.uri": "x"},
     {"torch": "2.14", "git_commit": "0123"},
 )
-
-
-def job(precision, seed, quality, speed=100.0, **more):
-    values = {
-        "group": precision,
-        "seed": seed,
-        "model": "mlp",
-        "device": GPU,
-        "quality": "val/accuracy",
-        "metrics": {"val/accuracy": quality},
-        "examples_per_second": speed,
-        "peak_memory_mib": 100.0,
-    }
-    return RunResult(precision, f"{precision} seed={seed}", "", **(values | more))
 
 
 def sweep(name, results, settings=SETTINGS, date="2026-11-20 10:00"):
@@ -42,12 +28,15 @@ def sweep(name, results, settings=SETTINGS, date="2026-11-20 10:00"):
 
 
 FIRST = [
-    *(job("32-true", seed, 0.90 + seed / 100) for seed in range(3)),
-    *(job("16-mixed", seed, 0.90 + seed / 100, skipped_steps=2) for seed in range(3)),
+    *(finished("32-true", s, 0.90 + s / 100) for s in range(3)),
+    *(finished("16-mixed", s, 0.90 + s / 100, skipped_steps=2) for s in range(3)),
 ]
 SECOND = [
-    *(job("32-true", seed, 0.901 + seed / 90, 101.0) for seed in range(3)),
-    *(job("16-mixed", seed, 0.80 + seed / 100 + seed**2 / 1000, 130.0) for seed in range(3)),
+    *(finished("32-true", s, 0.901 + s / 90, examples_per_second=101.0) for s in range(3)),
+    *(
+        finished("16-mixed", s, 0.80 + s / 100 + s**2 / 1000, examples_per_second=130.0)
+        for s in range(3)
+    ),
 ]
 
 
@@ -71,7 +60,7 @@ def test_jobs_of_both_are_compared_with_32_true_of_the_first(tmp_path):
     assert groups["16-mixed sweep=B"].difference.test == "paired t"
     data = join_sweeps(sweep("one", FIRST), sweep("two", SECOND))
     page = write_report(data, tmp_path)[0].read_text()
-    assert page.startswith("# Sweep over sweep: mlp\n")
+    assert page.startswith("# Sweep over precision × seed × sweep: mlp\n")
     assert "A is one, 2026-11-20 10:00; B is two, 2026-11-20 10:00." in page
     assert "No setting, version or commit that A and B recorded differs." in page
     assert (
@@ -97,7 +86,7 @@ def test_what_differs_is_one_line():
         {"model.hidden": "[32]", "optimizer.lr": "0.2", "tracking.uri": "y"},
         {"torch": "2.15", "git_commit": "0123"},
     )
-    second = [*SECOND, job("bf16-mixed", 0, 0.5)]
+    second = [*SECOND, finished("bf16-mixed", 0, 0.5)]
     data = join_sweeps(sweep("one", FIRST), sweep("two", second, other))
     assert data.notes[1:] == [
         "What differs (in A, in B): model.hidden ([16], [32]), optimizer.lr (0.1, 0.2), torch "
@@ -115,7 +104,7 @@ def test_another_machine_is_compared_and_another_model_is_not():
     second = [replace(result, model="vit") for result in SECOND]
     group = compared(FIRST, second)["16-mixed sweep=B"]
     assert (group.difference, group.speed_verdict) == (None, "faster")
-    on_cpu = [replace(result, device="CPU (2 of 2 threads)") for result in SECOND]
+    on_cpu = [replace(result, device=CPU) for result in SECOND]
     assert compared(FIRST, on_cpu)["16-mixed sweep=B"].memory_ratio is None
 
 
@@ -159,11 +148,13 @@ def two_swept(tmp_path_factory, inside, empty_store):
     """Two sweeps of one folder, the second one with another rate; (folder, sweeps, store)."""
     home = tmp_path_factory.mktemp("two")
     uri = empty_store(home / "mlflow.db")
-    quick = ("model=mlp", "model.hidden=[16]", "train.max_steps=2", "tracking.log_model=false")
+    command = (
+        "-m precision=32-true model=mlp model.hidden=[16] train.max_steps=2 "
+        f"tracking.log_model=false tracking.uri={uri} hydra/launcher=basic"
+    )
     with inside(home) as main:
         for rate in ("0.01", "0.02"):
-            typed = (*quick, f"tracking.uri={uri}", f"optimizer.lr={rate}")
-            done = main("-m", "precision=32-true", *typed, "hydra/launcher=basic")
+            done = main(*command.split(), f"optimizer.lr={rate}")
             assert done.rc == 0, done.stderr
     return home, sorted(home.glob("outputs/sweeps/*")), uri
 
@@ -196,6 +187,7 @@ def test_one_sweeps_report_goes_to_another_folder(two_swept, main, tmp_path):
         (["{one}", "{one}"], "are the same sweep. Type report <A> <B> with two sweeps."),
         (["{one}", "nosuch"], "nosuch is no sweep here"),
         (["{one}", "."], "is not a sweep: it holds no sweep.json"),
+        (["."], "is not a sweep: it holds no sweep.json"),
         (["{one}", "{two}", "{one}"], "report takes one or two sweeps, and was given"),
         (["{one}", "{two}", "out=x"], "report does not take out=x"),
         (["{one}", "{two}", "--out", "{one}/sweep.json"], "The report cannot be written"),
