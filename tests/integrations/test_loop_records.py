@@ -18,6 +18,7 @@ from foreign_trainings import (
 
 from runner.integrations.accelerate import PrecisionRecord
 from runner.integrations.lightning import FabricRecord
+from runner.integrations.training_source import check_sharding
 from runner.tracking import history
 from runner.utils.errors import ConfigError
 
@@ -100,6 +101,13 @@ def test_what_the_library_has_not_prepared_is_refused(lab):
     accelerator, model, *_ = accelerate_parts()
     with pytest.raises(ConfigError, match=r"takes what accelerator\.prepare returned"):
         PrecisionRecord(accelerator, model, torch.optim.SGD(model.parameters(), lr=1))
+
+
+@pytest.mark.parametrize("strategy", ["FSDP", "DEEPSPEED", "FSDPStrategy", "ModelParallelStrategy"])
+def test_a_training_of_shards_is_refused(strategy):
+    with pytest.raises(ConfigError, match=r"record a training with Mine: .* Leave it out"):
+        check_sharding("FabricRecord", ["Mine", strategy, "object"])
+    check_sharding("FabricRecord", ["DDPStrategy", "ParallelStrategy", "object"])
 
 
 def test_two_records_of_one_loop_are_refused(lab):

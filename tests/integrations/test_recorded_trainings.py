@@ -30,7 +30,10 @@ def test_every_step_is_in_the_store(lab, trainer, train):
     assert (result.precision, result.model, result.status) == ("32-true", model, "finished")
     assert list(lab.points(result, "train/loss")) == [1, 2, 3, 4]
     assert lab.points(result, "train/grad_norm") == pytest.approx(dict(enumerate(norms, 1)))
-    assert lab.points(result, "train/lr")[1] == 0.1
+    rates = lab.points(result, "train/lr")
+    assert rates[1] == 0.1
+    # transformers lowers its rate by itself.
+    assert trainer == "transformers" or set(rates.values()) == {0.1}
     assert lab.points(result, "perf/step_ms")[4] > 0
     assert lab.points(result, "loss_scale/value") == {}
     assert "substituted" not in lab.tags(result)
