@@ -2,14 +2,15 @@
 
 import math
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from faults import progress_of
 from serving import Server
 from torch import nn
 from torch.utils.data import TensorDataset
+from waiting import wait_for
 
 from runner.checkpoint.export import export
 from runner.data.fingerprint import describe_data
@@ -31,9 +32,7 @@ def late_server(tmp_path_factory, empty_store):
     server.stop()
 
 
-def test_a_run_that_opens_before_its_server_is_stored_completely(
-    late_server, reader, until, tmp_path
-):
+def test_a_run_that_opens_before_its_server_is_stored_completely(late_server, reader, tmp_path):
     uri = late_server.url
     tracker = MlflowTracker(uri=uri)
     tracker.open(RunInfo(tmp_path / "run", params={"a": "1"}))
@@ -42,7 +41,7 @@ def test_a_run_that_opens_before_its_server_is_stored_completely(
     (tmp_path / "run" / "note.txt").write_text("kept by the server")
     tracker.artifact(tmp_path / "run" / "note.txt")
     late_server.start(wait=False)
-    until(lambda: tracker.run_id is not None, seconds=120)
+    wait_for(lambda: tracker.run_id is not None)
     tracker.close("FINISHED")
     tracker.check()
 
@@ -63,9 +62,7 @@ def model_folder(folder):
     return folder, {**made.facts, "step": 2}
 
 
-def test_model_and_data_sets_are_uploaded_when_the_server_is_back(
-    late_server, reader, until, tmp_path
-):
+def test_model_and_data_sets_are_uploaded_when_the_server_is_back(late_server, reader, tmp_path):
     """It goes away while the run trains and stays away while it ends."""
     uri = late_server.url
     if not late_server.process:
@@ -73,7 +70,7 @@ def test_model_and_data_sets_are_uploaded_when_the_server_is_back(
     tracker = MlflowTracker(uri=uri, register="net", patience=600)
     tracker.open(RunInfo(tmp_path / "run"))
     tracker.log_metrics([(1, 1000, {"train/loss": math.inf, "val/loss": 0.5})])
-    until(lambda: tracker.run_id is not None, seconds=120)
+    wait_for(lambda: tracker.run_id is not None)
     late_server.stop()
     tracker.log_metrics([(2, 2000, {"train/loss": math.nan, "val/loss": 0.25})])
     tracker.inputs(
@@ -83,7 +80,7 @@ def test_model_and_data_sets_are_uploaded_when_the_server_is_back(
     tracker.note("came later")
     closing = threading.Thread(target=tracker.close, args=["FINISHED"])
     closing.start()
-    time.sleep(3)
+    wait_for(lambda: progress_of(tmp_path / "run").outage)
     assert closing.is_alive()
     late_server.start()
     closing.join(timeout=600)

@@ -50,8 +50,8 @@ def journal(tmp_path):
 
 
 @pytest.fixture
-def work(journal, monkeypatch):
-    """Return a writer on a fake store with one journal; `saved` returns the state it saved."""
+def idle(journal, monkeypatch):
+    """Return a writer on a fake store with one empty journal; `saved` is the state it saved."""
     one = writer_main.Writer(os.getpid())
     name = str(journal.path)
     one.store = fake_store()
@@ -79,8 +79,14 @@ def work(journal, monkeypatch):
     one_uploader.state.release_lock()
 
 
-def test_a_failing_store_is_tried_again_with_growing_pauses(work, journal):
+@pytest.fixture
+def work(idle, journal):
+    """Return the writer, with the start of a run in its journal."""
     journal.append("start", **START)
+    return idle
+
+
+def test_a_failing_store_is_tried_again_with_growing_pauses(work):
     work.store.failures = [UnreachableError("away")] * 6
     pauses = []
     for _ in range(6):
@@ -93,16 +99,14 @@ def test_a_failing_store_is_tried_again_with_growing_pauses(work, journal):
     assert work.task.uploader.state.run_id == "create_run"
 
 
-def test_no_attempt_is_made_during_a_pause(work, journal):
-    journal.append("start", **START)
+def test_no_attempt_is_made_during_a_pause(work):
     work.store.failures = [UnreachableError("away")]
     work.turn()
     work.turn(seconds_later=0.1)
     assert work.store.taken == []
 
 
-def test_an_outage_is_saved_with_its_beginning_until_the_store_answers(work, journal):
-    journal.append("start", **START)
+def test_an_outage_is_saved_with_its_beginning_until_the_store_answers(work):
     away = "request failed (NewConnectionError('[Errno 111] Connection refused'))"
     work.store.failures = [UnreachableError(away)] * 9
     work.turn(seconds_later=10)
@@ -116,8 +120,7 @@ def test_an_outage_is_saved_with_its_beginning_until_the_store_answers(work, jou
     assert (work.saved().outage, work.saved().run_id) == (None, "create_run")
 
 
-def test_a_refused_run_is_closed(work, journal):
-    journal.append("start", **START)
+def test_a_refused_run_is_closed(work):
     work.store.failures = [RefusedError("no such permission\n[SQL: ...]")]
     work.turn()
     state = work.saved()
@@ -126,7 +129,6 @@ def test_a_refused_run_is_closed(work, journal):
 
 
 def test_a_refused_batch_is_skipped_and_the_rest_is_uploaded(work, journal):
-    journal.append("start", **START)
     work.turn()
     journal.append("tags", values={"bad": "1"})
     journal.append("tags", values={"good": "1"})
@@ -140,7 +142,6 @@ def test_a_refused_batch_is_skipped_and_the_rest_is_uploaded(work, journal):
 
 
 def test_points_are_never_given_up_for_a_doubtful_answer(work, journal):
-    journal.append("start", **START)
     work.turn()
     journal.append_metrics([(1, 1, {"a": 1.0})])
     work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 20
@@ -151,7 +152,6 @@ def test_points_are_never_given_up_for_a_doubtful_answer(work, journal):
 
 
 def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journal):
-    journal.append("start", **START)
     work.turn()
     journal.append("tags", values={"a": "1"})
     work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 5
@@ -160,8 +160,7 @@ def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journa
     assert work.saved().first_error == "pool used up"
 
 
-def test_a_disk_that_is_full_for_the_state_is_waited_for(work, journal, monkeypatch):
-    journal.append("start", **START)
+def test_a_disk_that_is_full_for_the_state_is_waited_for(work, monkeypatch):
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(UploadState, "save", lambda *_, **__: (_ for _ in ()).throw(full))
     for _ in range(9):
@@ -173,7 +172,6 @@ def test_a_disk_that_is_full_for_the_state_is_waited_for(work, journal, monkeypa
 
 
 def test_a_run_gets_its_status_even_if_its_artifacts_fail(work, journal):
-    journal.append("start", **START)
     journal.append("metrics", step=1, time=1, values={"train/loss": 1.0})
     journal.append("end", status="FINISHED", error=None, time=9)
     full = UnreachableError("OSError: [Errno 28] No space left on device", doubtful=True)
@@ -186,7 +184,6 @@ def test_a_run_gets_its_status_even_if_its_artifacts_fail(work, journal):
 
 
 def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
-    journal.append("start", **START)
     work.turn()
     journal.append("end", status="FINISHED", error=None, time=9)
     work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 8
@@ -212,7 +209,6 @@ def test_long_texts_fit_into_the_state_file(journal):
 
 
 def test_a_bug_or_a_lost_journal_ends_one_run_only(work, journal):
-    journal.append("start", **START)
     work.turn()
     journal.path.unlink()
     work.turn()
@@ -220,8 +216,7 @@ def test_a_bug_or_a_lost_journal_ends_one_run_only(work, journal):
     assert not work.tasks
 
 
-def test_a_creation_whose_answer_was_lost_is_looked_up(work, journal):
-    journal.append("start", **START)
+def test_a_creation_whose_answer_was_lost_is_looked_up(work):
     work.store.failures = [None, UnreachableError("timeout")]  # experiment, create_run
     work.turn()
     assert work.store.named("find_run") == []
@@ -229,14 +224,14 @@ def test_a_creation_whose_answer_was_lost_is_looked_up(work, journal):
     assert work.store.named("find_run") == [["experiment", {"mlflow.runner.journal": "1"}]]
 
 
-def test_a_child_waits_for_its_parent_but_not_for_ever(work, journal):
+def test_a_child_waits_for_its_parent_but_not_for_ever(idle, journal):
     journal.append("start", **{**START, "sweep": "night"})
-    work.turn()
-    assert work.store.named("create_run") == []
+    idle.turn()
+    assert idle.store.named("create_run") == []
     for _ in range(2):
-        work.turn(seconds_later=10)
-    assert work.saved().first_error == "The sweep night has no parent run; this run stands alone."
-    assert work.saved().run_id == "create_run"
+        idle.turn(seconds_later=10)
+    assert idle.saved().first_error == "The sweep night has no parent run; this run stands alone."
+    assert idle.saved().run_id == "create_run"
 
 
 def test_a_batch_fills_one_call_and_never_splits_a_record(journal):
@@ -266,7 +261,6 @@ def test_the_upload_state_survives_a_writer_and_admits_one_writer_at_a_time(jour
 
 
 def test_a_run_that_another_writer_ended_is_not_ended_again(work, journal):
-    journal.append("start", **START)
     journal.append("end", status="FINISHED", error=None, time=9)
     work.trainer_is_alive = False
     other = UploadState(journal.path)
@@ -280,7 +274,6 @@ def test_a_run_that_another_writer_ended_is_not_ended_again(work, journal):
 
 
 def test_a_journal_is_uploaded_to_the_store_that_sync_gave_it(work, journal):
-    journal.append("start", **START)
     progress = UploadState(journal.path)
     assert progress.acquire_lock()
     progress.save(run_id="half sent elsewhere", offset=journal.path.stat().st_size)
@@ -292,12 +285,12 @@ def test_a_journal_is_uploaded_to_the_store_that_sync_gave_it(work, journal):
     assert work.task.uploader.state.run_id == "create_run"
 
 
-def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(work, journal):
+def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(idle, journal):
     with journal.path.open("ab") as file:
         file.write(b'{"kind":"sta\n')
     journal.append_metrics([(1, 1, {"a": 1.0})])
-    work.turn()
-    assert "does not begin with the start of a run" in work.saved().refusal
+    idle.turn()
+    assert "does not begin with the start of a run" in idle.saved().refusal
     assert not UploadState(journal.path).read_without_lock()
     journal.close()
     assert pending.journal_state(journal.path) == "refused"
@@ -318,7 +311,6 @@ def test_the_writer_rests_the_less_the_more_waits_and_not_once_the_run_has_ended
 
 
 def test_a_pause_ends_with_the_run(work, journal):
-    journal.append("start", **START)
     work.store.failures = [UnreachableError("away")]
     work.turn()
     work.task.look_for_end()
