@@ -114,14 +114,14 @@ def test_a_long_text_takes_no_time():
 
 
 @pytest.mark.slow
-def test_a_sweep_leaves_a_password_in_no_file_but_its_own_journal(main, tmp_path, empty_store):
+def test_a_sweep_leaves_a_password_in_no_file_but_its_own_journal(cli, tmp_path, empty_store):
     """Only from the journal can the writer know how to open the store."""
     empty_store(tmp_path / "outputs" / "mlflow.db")
     secrets = (
         r"tracking.uri=sqlite:///outputs/mlflow.db?password\=hunter2",
         r"+tracking.tags.mirror=postgresql://h/db?access_token\=hunter2",
     )
-    done = main("-m", *QUICK, "seed=0,1", "hydra/launcher=basic", *secrets)
+    done = cli("-m", *QUICK, "seed=0,1", "hydra/launcher=basic", *secrets)
     assert done.rc == 0, done.stderr
     assert "hunter2" not in done.stdout + done.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
