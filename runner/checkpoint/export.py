@@ -354,7 +354,6 @@ def _facts(
     if isinstance(expected, dict) and len(expected) == len(outputs):
         names = [str(name) for name in expected]
     return {
-        "file": EXPORTED_MODEL,
         "inputs": _tensor_specs(inputs, [*inputs.values()], input_shapes),
         "outputs": _tensor_specs(names, outputs, output_shapes),
         "one_tensor": isinstance(example, Tensor) and isinstance(expected, Tensor),

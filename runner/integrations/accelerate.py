@@ -21,8 +21,8 @@ from runner.integrations.options import RecordOptions, RecordSettings
 from runner.integrations.precision_label import PrecisionRequest
 from runner.integrations.training_source import (
     TrainingSource,
+    check_sharding,
     missing_package,
-    sharding_error,
     torch_optimizer,
 )
 from runner.utils.errors import ConfigError
@@ -30,12 +30,10 @@ from runner.utils.errors import ConfigError
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType
 except ImportError as error:
     raise missing_package(__name__, "accelerate", "accelerate") from error
 
 _LABELS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8-mixed"}
-_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class PrecisionRecord(LoopRecord):
@@ -69,9 +67,7 @@ class PrecisionRecord(LoopRecord):
                 "PrecisionRecord(accelerator, model, optimizer) takes what accelerator.prepare "
                 "returned. Type model, optimizer = accelerator.prepare(model, optimizer) first."
             )
-        kind = accelerator.distributed_type
-        if kind in _SHARDING:
-            raise sharding_error("PrecisionRecord", kind.value)
+        check_sharding("PrecisionRecord", [accelerator.distributed_type.value])
         precision = accelerator.mixed_precision
         reasons = {}
         if precision == "fp16" and accelerator.device.type == "cpu":

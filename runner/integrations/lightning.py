@@ -32,8 +32,8 @@ from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import (
     TrainingSource,
     check_only_callback,
+    check_sharding,
     missing_package,
-    sharding_error,
     torch_optimizer,
 )
 from runner.utils.errors import ConfigError
@@ -46,8 +46,6 @@ try:
 except ImportError as error:
     raise missing_package(__name__, "lightning", "lightning") from error
 
-_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
-"""Classes of strategies whose processes have a part of each gradient only."""
 _VALIDATION = re.compile(r"(?:val|valid|validation)[_/.-](.+)")
 """Names that modules give to the metrics of a validation."""
 _REASONS = {"bf16-mixed": "Lightning replaces 16-mixed by bf16-mixed on a CPU."}
@@ -85,7 +83,7 @@ class PrecisionCallback(Callback):
                 "PrecisionCallback records optimizer steps, and configure_optimizers returned no "
                 "optimizer. Return one, or leave the callback out."
             )
-        _check_strategy("PrecisionCallback", trainer.strategy)
+        check_sharding("PrecisionCallback", _strategy_names(trainer.strategy))
         self.recorder = None
         if not trainer.is_global_zero:
             return
@@ -216,7 +214,7 @@ class FabricRecord(LoopRecord):
                 "FabricRecord(fabric, model, optimizer) takes what fabric.setup returned. Type "
                 "model, optimizer = fabric.setup(model, optimizer) first."
             )
-        _check_strategy("FabricRecord", fabric.strategy)
+        check_sharding("FabricRecord", _strategy_names(fabric.strategy))
         plugin = fabric.strategy.precision
         precision = str(plugin.precision)
         source = TrainingSource(
@@ -232,11 +230,9 @@ class FabricRecord(LoopRecord):
         super().__init__(fabric, optimizer, source, settings, fabric.is_global_zero)
 
 
-def _check_strategy(owner: str, strategy: object) -> None:
-    """Raise ConfigError for a strategy that shards gradients."""
-    names = {kind.__name__ for kind in type(strategy).__mro__}
-    if names & set(_SHARDING):
-        raise sharding_error(owner, type(strategy).__name__)
+def _strategy_names(strategy: object) -> list[str]:
+    """Return the names of a strategy's class and of those that it is derived from."""
+    return [kind.__name__ for kind in type(strategy).__mro__]
 
 
 def _seed() -> int | None:

@@ -5,7 +5,6 @@ opens when its first step has ended: only then it is known which precision ran.
 """
 
 import json
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -26,7 +25,7 @@ from runner.integrations.precision_label import (
     step_dtypes,
     substitution_text,
 )
-from runner.integrations.run_place import RunPlace, choose_place, new_tracker
+from runner.integrations.run_place import RunPlace, choose_place, new_tracker, process_command
 from runner.integrations.steps import StepReader, StepRecords, restore_summary
 from runner.integrations.training_source import TrainingSource
 from runner.modes import notes, run_metadata
@@ -54,12 +53,6 @@ from runner.utils.terminal import quote_command
 _STATUS: dict[str, StoreStatus] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
-def process_command() -> list[str]:
-    """Return the words of this process's command."""
-    # A notebook's kernel and `python -c` have no script that could be typed again.
-    return ["python", *sys.argv] if sys.argv and Path(sys.argv[0]).is_file() else ["python"]
-
-
 class Recorder:
     """The record of one training, from its begin to its end.
 
@@ -84,7 +77,7 @@ class Recorder:
         self.reader = StepReader(source.loss_scaler)
         # First: a store that does not exist is refused before anything is trained.
         tracker = new_tracker(settings)
-        self.place = choose_place(settings, source.start_step, process_command())
+        self.place = choose_place(settings, source.start_step)
         self._output = RunOutput(self.place.folder, plain_console(), tracker)
         self._started_at = time.perf_counter()
         self._probe: DtypeProbe | None = None

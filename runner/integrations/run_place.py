@@ -3,6 +3,7 @@
 A group is a sweep whose jobs are these runs, so that `runner report` compares them.
 """
 
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ class RunPlace:
     group_run: Tracker | None = None
 
 
+def process_command() -> list[str]:
+    """Return the words of this process's command."""
+    # A notebook's kernel and `python -c` have no script that could be typed again.
+    return ["python", *sys.argv] if sys.argv and Path(sys.argv[0]).is_file() else ["python"]
+
+
 def new_tracker(settings: RecordSettings) -> MlflowTracker:
     """Return the tracker of a run.
 
@@ -55,20 +62,19 @@ def new_tracker(settings: RecordSettings) -> MlflowTracker:
     return tracker
 
 
-def choose_place(settings: RecordSettings, start_step: int, command: list[str]) -> RunPlace:
+def choose_place(settings: RecordSettings, start_step: int) -> RunPlace:
     """Make the folder of a run, and return it.
 
     Args:
         settings: of the callback.
         start_step: the step that the training is resumed at; 0 for a new one.
-        command: words of the process's command, for the group's page.
 
     Raises:
         ConfigError: the folder takes no files, or holds a run that is not resumed.
     """
     try:
         if settings.group is not None:
-            return _place_in_group(settings, Path("outputs/groups") / settings.group, command)
+            return _place_in_group(settings, Path("outputs/groups") / settings.group)
         if settings.folder is None:
             times = (datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f") for _ in count())
             return RunPlace(_make_first(Path("outputs/runs"), times))
@@ -113,22 +119,22 @@ def _place_in_folder(folder: Path, start_step: int) -> RunPlace:
     return RunPlace(folder, earlier=earlier)
 
 
-def _place_in_group(settings: RecordSettings, parent: Path, command: list[str]) -> RunPlace:
+def _place_in_group(settings: RecordSettings, parent: Path) -> RunPlace:
     """Return the place of the next job of a group, which its first job makes."""
     parent.mkdir(parents=True, exist_ok=True)
     group_run = None
     # Two trainers may begin a group at once.
     with folder_lock(parent, wait=True):
         if not (parent / MANIFEST).exists():
-            group_run = _open_group(parent, settings, command)
+            group_run = _open_group(parent, settings)
     folder = _make_first(parent, map(str, count()))
     return RunPlace(folder, Manifest.read(parent).id, group_run=group_run)
 
 
-def _open_group(parent: Path, settings: RecordSettings, command: list[str]) -> Tracker:
+def _open_group(parent: Path, settings: RecordSettings) -> Tracker:
     """Write a group's manifest, and open the parent run of its runs; return its tracker."""
     # Finished, because nothing of it can be run again by `sweep.resume`.
-    manifest = Manifest(uuid4().hex[:12], command, began_ms=now_ms(), finished=True)
+    manifest = Manifest(uuid4().hex[:12], process_command(), began_ms=now_ms(), finished=True)
     # First, because it may refuse the store: a manifest would stay without its parent run.
     tracker = new_tracker(settings)
     manifest.write(parent)

@@ -21,6 +21,9 @@ from runner.training.tasks.model_loss import ModelLoss
 from runner.utils.accelerator import Accelerator
 from runner.utils.errors import ConfigError, Unavailable
 
+_SHARDING = {"FSDP", "DEEPSPEED", "MEGATRON_LM"}  # of Accelerate
+_SHARDING |= {"FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"}  # of Lightning
+
 
 @dataclass(frozen=True)
 class TrainingSource:
@@ -111,18 +114,20 @@ def check_only_callback(callbacks: Sequence[object], kind: type) -> None:
         )
 
 
-def sharding_error(owner: str, strategy: str, leave_out: str = "it") -> ConfigError:
-    """Return the error of a training whose processes shard the gradients.
+def check_sharding(owner: str, strategy: Sequence[str], leave_out: str = "it") -> None:
+    """Raise ConfigError for a training whose processes shard the gradients.
 
     Args:
         owner: name of the class that records trainings.
-        strategy: the trainer's name of what shards.
+        strategy: the library's name of how the training is distributed, and names of which this
+            is a kind.
         leave_out: what the user may leave out.
     """
-    return ConfigError(
-        f"{owner} does not record a training with {strategy}: each process has a part of every "
-        f"gradient only. Leave {leave_out} out, or train on one device or with DDP."
-    )
+    if _SHARDING.intersection(strategy):
+        raise ConfigError(
+            f"{owner} does not record a training with {strategy[0]}: each process has a part of "
+            f"every gradient only. Leave {leave_out} out, or train on one device or with DDP."
+        )
 
 
 def missing_package(module: str, package: str, extra: str) -> Unavailable:

@@ -23,14 +23,14 @@ from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import (
     TrainingSource,
     check_only_callback,
+    check_sharding,
     missing_package,
-    sharding_error,
     torch_optimizer,
 )
 from runner.utils.errors import ConfigError
 
 try:
-    from accelerate.utils import DistributedType, find_batch_size
+    from accelerate.utils import find_batch_size
     from transformers import (
         Trainer,
         TrainerCallback,
@@ -92,8 +92,7 @@ class PrecisionCallback(TrainerCallback):
         self.recorder = None
         check_only_callback(trainer.callback_handler.callbacks, PrecisionCallback)
         kind = trainer.accelerator.distributed_type
-        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-            raise sharding_error("PrecisionCallback", kind.value, "the callback")
+        check_sharding("PrecisionCallback", [kind.value], "the callback")
         if not state.is_world_process_zero:
             return
         assert trainer.model is not None

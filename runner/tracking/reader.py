@@ -92,18 +92,14 @@ class Reader:
 
     def run(self, run_id: str) -> StoredRun | None:
         """Return the run of an id; None if the store has none."""
-        from mlflow.exceptions import MlflowException
-
         try:
-            with suppress_import_warnings():
-                return _stored_run(self.client.get_run(run_id))
-        except MlflowException as error:
+            return _stored_run(self._ask(lambda: self.client.get_run(run_id)))
+        except TrackingError as error:
             # The second one is for a text that cannot be an id.
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            code = getattr(error.__cause__, "error_code", "")
+            if code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
-            raise TrackingError(
-                f"{redact(self.uri)} does not answer: {_redacted_cause(error)}."
-            ) from error
+            raise
 
     def sweep(self, sweep_id: str) -> StoredRun | None:
         """Return the parent run of a sweep in any experiment; None if there is none."""

@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +60,37 @@ def test_only_the_newest_checkpoints_stay(state, saved):
         save(saved.parent, state, RunSpec(), keep=2)
     names = sorted(path.name for path in saved.parent.iterdir())
     assert names == ["step-00000009.pt", "step-00000010.pt"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name_and_before_the_last_one_goes(
+    state, saved, monkeypatch
+):
+    order = []
+    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
+
+    def sync(file):
+        order.append(f"sync {Path(f'/proc/self/fd/{file}').readlink().name}")
+        fsync(file)
+
+    def rename(path, target):
+        order.append(f"rename {path.name} to {target.name}")
+        return replace(path, target)
+
+    def delete(path):
+        order.append(f"delete {path.name}")
+        unlink(path)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", rename)
+    monkeypatch.setattr(Path, "unlink", delete)
+    state.step = 8
+    save(saved.parent, state, RunSpec(), keep=1)
+    assert order == [
+        "sync step-00000008.partial",
+        "rename step-00000008.partial to step-00000008.pt",
+        "sync checkpoints",
+        "delete step-00000007.pt",
+    ]
 
 
 def test_a_disk_that_fills_up_does_not_damage_the_checkpoint_before(state, saved, monkeypatch):

@@ -37,10 +37,13 @@ def worker():
 
 @pytest.fixture(scope="session")
 def run_in_processes(worker):
-    """Have jobs {folder: overrides} run by several processes, in turn; outcomes by folder."""
+    """Have jobs run by several processes, in turn; outcomes by folder.
+
+    A job is a folder's name and its overrides, which hold no space.
+    """
 
     def run(processes, jobs, folder):
-        named = {str(folder / name): typed for name, typed in jobs.items()}
+        named = {str(folder / name): typed.split() for name, typed in jobs.items()}
         request = {"processes": processes, "folder": str(folder), "jobs": named}
         worker.stdin.write(json.dumps(request).encode() + b"\n")
         ready, _, _ = select.select([worker.stdout], [], [], TIMEOUT)

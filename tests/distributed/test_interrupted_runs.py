@@ -4,70 +4,58 @@ import shutil
 from pathlib import Path
 
 import pytest
-from processes import NET, Outcome, close
+from processes import IMAGES, SGD, Outcome, close
 from waiting import SECONDS
 
 pytestmark = pytest.mark.slow
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 OWN = (
-    *NET[2:],
-    "~model",
-    "train.eval_every=4",
-    "train.ema=0.5",
-    "checkpoint.every_steps=3",
-    "optimizer=adamw",
+    f"{IMAGES} {SGD} ~model train.eval_every=4 train.ema=0.5 checkpoint.every_steps=3 "
+    "optimizer=adamw"
 )
 KINDS = ("ddp", "fsdp")
 UPDATES = {
-    "ddp": ("precision=bf16-true", "precision.update=stochastic_rounding"),
-    "fsdp": ("precision=bf16-true", "precision.update=remainders"),
+    "ddp": "precision=bf16-true precision.update=stochastic_rounding",
+    "fsdp": "precision=bf16-true precision.update=remainders",
 }
 
 
-def typed(strategy, model, steps, *more):
-    return [
-        *OWN,
-        f"+model._target_=nets.{model}",
-        f"strategy={strategy}",
-        f"train.max_steps={steps}",
-        *more,
-    ]
+def typed(strategy, model, steps, more=""):
+    own = f"+model._target_=nets.{model} strategy={strategy} train.max_steps={steps}"
+    return f"{OWN} {own} {more}"
 
 
 @pytest.fixture(scope="module")
 def runs(run_in_processes, tmp_path_factory):
-    """Runs of twelve steps, and runs of five that resume in 2, 4 and 1 processes."""
+    """Runs of twelve steps, and runs of five, of which some are resumed."""
     folder = tmp_path_factory.mktemp("resumed")
     jobs = {}
+    saved = f"checkpoint.path={folder / 'ddp-Stays-whole'}"
+    rest = {"evaluated": f"strategy=ddp mode=evaluate {saved}"}
     for kind in KINDS:
-        for model in ("Drops", "Stays"):
-            jobs[f"{kind}-{model}-whole"] = typed(kind, model, 12)
-            jobs[f"{kind}-{model}-cut"] = typed(kind, model, 5)
-        jobs[f"{kind}-Updates-whole"] = typed(kind, "Drops", 12, *UPDATES[kind])
-        jobs[f"{kind}-Updates-cut"] = typed(kind, "Drops", 5, *UPDATES[kind])
-    found = run_in_processes(2, jobs, folder)
+        jobs[f"{kind}-Stays-whole"] = typed(kind, "Stays", 12)
+        jobs[f"{kind}-Stays-cut"] = typed(kind, "Stays", 5)
+        for name, more in (("Drops", ""), ("Updates", UPDATES[kind])):
+            jobs[f"{kind}-{name}-whole"] = typed(kind, "Drops", 12, more)
+            jobs[f"{kind}-{name}-cut"] = typed(kind, "Drops", 5, more)
+            resumed = f"{more} checkpoint.resume={folder / f'{kind}-{name}-cut'}"
+            rest[f"{kind}-{name}-rest"] = typed(kind, "Drops", 12, resumed)
+    return run_in_processes(2, jobs, folder) | run_in_processes(2, rest, folder)
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.extended)])
+def elsewhere(request, run_in_processes, runs):
+    """Runs of two processes that another number of them continues, by strategy."""
+    folder = runs["evaluated"].folder.parent
+    jobs, found = {}, {}
     for kind in KINDS:
-        for processes in (1, 4):
-            shutil.copytree(folder / f"{kind}-Stays-cut", folder / f"{kind}-Stays-{processes}")
-
-    def on(processes, **chosen):
-        rest = {}
-        for name, (kind, model) in chosen.items():
-            more = UPDATES[kind] if "Updates" in name else ()
-            resumed = f"checkpoint.resume={folder / name}"
-            rest[f"rest-{name}"] = typed(kind, model, 12, resumed, *more)
-        if processes == 2:
-            saved = f"checkpoint.path={folder / 'ddp-Stays-whole'}"
-            rest["evaluated"] = ["strategy=ddp", "mode=evaluate", saved]
-        run_in_processes(processes, rest, folder)
-        found.update({name: Outcome(folder / name) for name in chosen})
-
-    cut = {f"{kind}-Drops-cut": (kind, "Drops") for kind in KINDS}
-    on(2, **cut, **{f"{kind}-Updates-cut": (kind, "Drops") for kind in KINDS})
-    on(4, **{f"{kind}-Stays-4": (kind, "Stays") for kind in KINDS})
-    on(1, **{f"{kind}-Stays-1": ("single", "Stays") for kind in KINDS})
-    found["evaluated"] = Outcome(folder / "evaluated")
+        name = f"{kind}-Stays-{request.param}"
+        path = shutil.copytree(folder / f"{kind}-Stays-cut", folder / name)
+        strategy = "single" if request.param == 1 else kind
+        jobs[f"{name}-rest"] = typed(strategy, "Stays", 12, f"checkpoint.resume={path}")
+        found[kind] = Outcome(path)
+    run_in_processes(request.param, jobs, folder)
     return found
 
 
@@ -90,12 +78,11 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(runs, kind, job):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("processes", [1, 4])
-def test_a_run_resumes_in_another_number_of_processes(runs, kind, processes):
-    whole, cut = runs[f"{kind}-Stays-whole"], runs[f"{kind}-Stays-{processes}"]
-    close(whole.weights(), cut.weights(), rtol=1e-4, atol=1e-5)
-    close(whole.averages(), cut.averages(), rtol=1e-4, atol=1e-5)
-    assert len(cut.values("train/loss")) == 12
+def test_a_run_resumes_in_another_number_of_processes(runs, elsewhere, kind):
+    whole, resumed = runs[f"{kind}-Stays-whole"], elsewhere[kind]
+    close(whole.weights(), resumed.weights(), rtol=1e-4, atol=1e-5)
+    close(whole.averages(), resumed.averages(), rtol=1e-4, atol=1e-5)
+    assert len(resumed.values("train/loss")) == 12
 
 
 def test_a_sharded_checkpoint_holds_the_same_as_one_file(runs):
@@ -112,14 +99,8 @@ def test_a_killed_process_is_restarted_and_the_run_ends_the_same(
 ):
     """By torchrun; what a strategy resumes does not depend on who restarts it."""
     process = start_command(
-        "--standalone",
-        "--max-restarts=1",
-        "--monitor-interval=0.2",
-        "--nproc-per-node=2",
-        "-m",
-        "runner",
-        "tracking=none",
-        *typed("fsdp", "Dies", 12),
+        *("--standalone", "--max-restarts=1", "--monitor-interval=0.2", "--nproc-per-node=2"),
+        *f"-m runner tracking=none {typed('fsdp', 'Dies', 12)}".split(),
         module="torch.distributed.run",
         env={"PYTHONPATH": f"{root}:{HELPERS}"},
     )

@@ -9,24 +9,14 @@ pytestmark = pytest.mark.slow
 
 STEPS, LARGE = 6, 6
 OWN = (
-    "~model",
-    "+model._target_=masked_language.GPT2",
-    "~data",
-    "task=language",
-    "+data._target_=masked_language.sets",
-    "data.shuffle=false",
-    "optimizer=sgd",
-    "optimizer.lr=0.1",
-    "optimizer.momentum=0",
-    "optimizer.weight_decay=0",
-    "scheduler=constant",
-    f"train.max_steps={STEPS}",
-    "train.log_every=1",
-    "precision=64-true",
+    "~model +model._target_=masked_language.GPT2 ~data task=language "
+    "+data._target_=masked_language.sets data.shuffle=false optimizer=sgd optimizer.lr=0.1 "
+    "optimizer.momentum=0 optimizer.weight_decay=0 scheduler=constant "
+    f"train.max_steps={STEPS} train.log_every=1 precision=64-true"
 )
 BATCHES = {
-    "parts": ("train.batch_size=3", "train.accumulate=2"),  # one process has an example less
-    "one-example": ("train.batch_size=1", "train.accumulate=6"),  # and here none
+    "parts": "train.batch_size=3 train.accumulate=2",  # one process has an example less
+    "one-example": "train.batch_size=1 train.accumulate=6",  # and here none
 }
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -51,7 +41,7 @@ def by_large_batches():
 @pytest.fixture(scope="module")
 def several(run_in_processes, tmp_path_factory):
     jobs = {
-        f"{strategy}-{name}": [*OWN, f"strategy={strategy}", *typed]
+        f"{strategy}-{name}": f"{OWN} strategy={strategy} {typed}"
         for strategy in ("ddp", "fsdp")
         for name, typed in BATCHES.items()
     }

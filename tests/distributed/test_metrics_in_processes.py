@@ -9,43 +9,37 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
 pytestmark = pytest.mark.slow
 
 METRICS = (
-    "task.metrics=[{_target_: torchmetrics.classification.MulticlassF1Score, num_classes: 13, "
-    "average: none}, {_target_: torchmetrics.classification.MulticlassAUROC, num_classes: 13}]"
+    "task.metrics=[{_target_:torchmetrics.classification.MulticlassF1Score,num_classes:13,"
+    "average:none},{_target_:torchmetrics.classification.MulticlassAUROC,num_classes:13}]"
 )
 OWN = (
-    "~model",
-    "+model._target_=masked_language.GPT2",
-    "~data",
-    "task=language",
-    "+data._target_=masked_language.sets",
-    "+data.share=0.9",
-    "optimizer=sgd",
-    "optimizer.lr=0.1",
-    "train.max_steps=4",
-    "train.eval_every=2",
-    "train.log_every=1",
+    "~model +model._target_=masked_language.GPT2 ~data task=language "
+    "+data._target_=masked_language.sets +data.share=0.9 optimizer=sgd optimizer.lr=0.1 "
+    "train.max_steps=4 train.eval_every=2 train.log_every=1"
 )
 NOTE = "task.after_evaluation=evaluation_hooks.note"
 # Of seven examples the second process has three; one, at a distance; none.
 BATCHES = {"halves": (2, 7), "one-left": (3, 4), "alone": (2, 1)}
+# The processes of both strategies gather alike; FSDP gathers the model's weights, too.
+CASES = [*(("ddp", name) for name in BATCHES), ("fsdp", "halves")]
 
 
 @pytest.fixture(scope="module")
 def several(run_in_processes, tmp_path_factory):
     jobs = {}
+    for strategy, name in CASES:
+        size, count = BATCHES[name]
+        keys = f"{METRICS} {NOTE} train.batch_size={size} +data.val={count}"
+        jobs[f"{strategy}-{name}"] = f"{OWN} {keys} strategy={strategy}"
     for strategy in ("ddp", "fsdp"):
-        for name, (size, count) in BATCHES.items():
-            keys = [METRICS, NOTE, f"train.batch_size={size}", f"+data.val={count}"]
-            jobs[f"{strategy}-{name}"] = [*OWN, *keys, f"strategy={strategy}"]
-        fail = "task.after_evaluation=evaluation_hooks.fail"
-        jobs[f"{strategy}-fail"] = [*OWN, fail, "train.batch_size=2", f"strategy={strategy}"]
-    jobs["ddp-plain"] = [*OWN, "train.batch_size=2", "+data.val=7", "strategy=ddp"]
+        fail = "task.after_evaluation=evaluation_hooks.fail train.batch_size=2"
+        jobs[f"{strategy}-fail"] = f"{OWN} {fail} strategy={strategy}"
+    jobs["ddp-plain"] = f"{OWN} train.batch_size=2 +data.val=7 strategy=ddp"
     return run_in_processes(2, jobs, tmp_path_factory.mktemp("metrics"))
 
 
 @pytest.mark.filterwarnings("ignore:No positive samples in targets")
-@pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "name"), CASES)
 def test_metrics_are_those_of_one_process(several, strategy, name):
     found = several[f"{strategy}-{name}"]
     model = GPT2()

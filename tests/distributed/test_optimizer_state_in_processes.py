@@ -3,7 +3,7 @@ one, and a resume bit by bit."""
 
 import pytest
 import torch
-from processes import NET, Outcome, close
+from processes import IMAGES, MLP, Outcome, close
 
 from runner.checkpoint.checkpoint_file import shards_folder
 from runner.checkpoint.sharded_tensors import load_full
@@ -12,16 +12,13 @@ pytestmark = pytest.mark.slow
 
 KINDS = ("ddp", "fsdp")
 TYPED = (
-    *NET[:-2],
-    "optimizer=adamw",
-    "optimizer.lr=0.01",
-    "optimizer.betas=[0.9,0.95]",
-    "optimizer.state_dtype=bfloat16",
+    f"{MLP} {IMAGES} optimizer=adamw optimizer.lr=0.01 optimizer.betas=[0.9,0.95] "
+    "optimizer.state_dtype=bfloat16"
 )
 
 
-def typed(kind, *more):
-    return [*TYPED, f"strategy={kind}", *more]
+def typed(kind, more=""):
+    return f"{TYPED} strategy={kind} {more}"
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 OWN = (
-    *("model=mlp", "model.hidden=[16]", "data=digits", "optimizer=sgd", "train.max_steps=6"),
-    *("train.batch_size=32", "train.log_every=1", "train.eval_every=6"),
+    "model=mlp model.hidden=[16] data=digits optimizer=sgd train.max_steps=6 train.batch_size=32 "
+    "train.log_every=1 train.eval_every=6"
 )
 STOP = "+callbacks.stop._target_=process_callbacks.Stop"
 FAIL = "+callbacks.fail._target_=process_callbacks.Fail"
@@ -15,9 +15,9 @@ FAIL = "+callbacks.fail._target_=process_callbacks.Fail"
 @pytest.fixture(scope="module")
 def several(run_in_processes, tmp_path_factory):
     jobs = {
-        "stop": [*OWN, STOP, "strategy=ddp"],
-        "fail": [*OWN, FAIL, "strategy=ddp"],
-        "shards": [*OWN, FAIL, "+callbacks.fail.reads=true", "strategy=fsdp"],
+        "stop": f"{OWN} {STOP} strategy=ddp",
+        "fail": f"{OWN} {FAIL} strategy=ddp",
+        "shards": f"{OWN} {FAIL} +callbacks.fail.reads=true strategy=fsdp",
     }
     return run_in_processes(2, jobs, tmp_path_factory.mktemp("callbacks"))
 

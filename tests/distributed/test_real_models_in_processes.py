@@ -7,22 +7,18 @@ from tiny_models import typed
 
 pytestmark = pytest.mark.slow
 
-OWN = ("train.max_steps=3", "train.batch_size=6", "precision=64-true")
-FOLDER = ("checkpoint.pretrained=true",)
-DORA = ("adapter=lora", "adapter.use_dora=true", "adapter.init=pissa", "adapter.rank=2")
+OWN = "train.max_steps=3 train.batch_size=6 precision=64-true"
+FOLDER = "checkpoint.pretrained=true"
+DORA = "adapter=lora adapter.use_dora=true adapter.init=pissa adapter.rank=2"
 CASES = {
-    "t5-ddp": ("t5", "strategy=ddp"),
-    "bert-masked-parts": (
-        "bert-masked",
-        "strategy=ddp",
-        "train.batch_size=3",
-        "train.accumulate=2",
-    ),
-    "gpt2-fsdp": ("gpt2", "strategy=fsdp", "train.activation_checkpointing=true", *FOLDER),
-    "gpt2-lora": ("gpt2", "strategy=fsdp", "adapter=lora", *FOLDER),
-    "gpt2-dora-fsdp": ("gpt2", "strategy=fsdp", *DORA, *FOLDER),
-    "gpt2-dora-ddp": ("gpt2", "strategy=ddp", *DORA),
-    "timm-vit-fsdp": ("timm-vit", "strategy=fsdp"),
+    # The model, what both trainings are told, and those of two processes.
+    "t5-ddp": ("t5", "", "strategy=ddp"),
+    "bert-masked-parts": ("bert-masked", "", "strategy=ddp train.batch_size=3 train.accumulate=2"),
+    "gpt2-fsdp": ("gpt2", "", f"strategy=fsdp train.activation_checkpointing=true {FOLDER}"),
+    "gpt2-lora": ("gpt2", "adapter=lora", f"strategy=fsdp {FOLDER}"),
+    "gpt2-dora-fsdp": ("gpt2", DORA, f"strategy=fsdp {FOLDER}"),
+    "gpt2-dora-ddp": ("gpt2", DORA, "strategy=ddp"),
+    "timm-vit-fsdp": ("timm-vit", "", "strategy=fsdp"),
 }
 
 
@@ -30,12 +26,11 @@ CASES = {
 def runs(run_in_processes, tmp_path_factory):
     """Outcomes of one process, and of two, by the name of the case."""
     folder = tmp_path_factory.mktemp("models")
-    alone = {
-        case: [*typed(name, folder), *OWN, *[word for word in more if word.startswith("adapter")]]
-        for case, (name, *more) in CASES.items()
-    }
-    several = {case: [*alone[case], *more] for case, (_, *more) in CASES.items()}
-    one = run_in_processes(1, {f"one-{case}": typed for case, typed in alone.items()}, folder)
+    alone, several = {}, {}
+    for case, (name, both, two) in CASES.items():
+        alone[f"one-{case}"] = " ".join([*typed(name, folder), OWN, both])
+        several[case] = f"{alone[f'one-{case}']} {two}"
+    one = run_in_processes(1, alone, folder)
     two = run_in_processes(2, several, folder)
     return {case: (one[f"one-{case}"], two[case]) for case in CASES}
 

@@ -1,21 +1,21 @@
 """strategy=fsdp: only the main process makes the weights, and the others receive their shards."""
 
 import pytest
-from processes import NET, close
+from processes import IMAGES, SGD, close
 
 pytestmark = pytest.mark.slow
 
-OWN = (*NET[2:], "~model", "+model._target_=nets.MadeOn")
+OWN = f"{IMAGES} {SGD} ~model +model._target_=nets.MadeOn"
 JOBS = {
-    "plain": (),
-    "attribute": ("+model.stray=true",),
-    "lora": ("adapter=lora", "adapter.modules=[body.*]", "precision=bf16-true"),
-    "float8": ("precision=float8-tensorwise", "precision.emulate=true"),
+    "plain": "",
+    "attribute": "+model.stray=true",
+    "lora": "adapter=lora adapter.modules=[body.*] precision=bf16-true",
+    "float8": "precision=float8-tensorwise precision.emulate=true",
 }
 ONLY_FSDP = {
-    "each": ("strategy.cpu_ram_efficient_loading=false",),
-    "units": ("strategy.units=['body.*']", "precision=bf16-mixed"),
-    "evaluated": ("mode=evaluate",),
+    "each": "strategy.cpu_ram_efficient_loading=false",
+    "units": "strategy.units=['body.*'] precision=bf16-mixed",
+    "evaluated": "mode=evaluate",
 }
 SECOND_MAKES_ON = {
     "plain": "meta",
@@ -30,10 +30,9 @@ SECOND_MAKES_ON = {
 
 def typed(strategy, name, more, folder):
     """Return the overrides of a job."""
-    own = [*OWN, f"+model.log={strategy}-{name}", f"strategy={strategy}", *more]
     if name == "evaluated":
-        own.append(f"checkpoint.path={folder / 'fsdp-plain'}")
-    return own
+        more += f" checkpoint.path={folder / 'fsdp-plain'}"
+    return f"{OWN} +model.log={strategy}-{name} strategy={strategy} {more}"
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 """Several processes train what one does: the same losses, norms, weights and skipped steps."""
 
 import json
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
-from processes import NET, close
+from processes import IMAGES, MLP, SGD, close
 
 pytestmark = pytest.mark.slow
 
@@ -17,72 +19,76 @@ PRECISIONS = {
 }
 """By how much losses may differ: a product is rounded once, whatever rows it sums over."""
 SPIKE = (
-    "precision=16-mixed",
-    "data._target_=spike.made",
-    "data.shuffle=false",
-    "data.meta.input=[16]",
-    "data.meta.classes=4",
-    "train.batch_size=10",
-    "train.max_steps=4",
-    "train.eval_every=4",
+    "precision=16-mixed data._target_=spike.made data.shuffle=false data.meta.input=[16] "
+    "data.meta.classes=4 train.batch_size=10 train.max_steps=4 train.eval_every=4"
 )
-
-
 RECIPE = (
-    "optimizer.groups=[{match:head,lr:0.05}]",
-    "optimizer.no_decay_on=norms_and_biases",
-    "train.freeze=[layers.0]",
-    "train.clip_value=0.02",
-    "scheduler=cosine",
-    "scheduler.warmup=2",
+    "optimizer.groups=[{match:head,lr:0.05}] optimizer.no_decay_on=norms_and_biases "
+    "train.freeze=[layers.0] train.clip_value=0.02 scheduler=cosine scheduler.warmup=2"
 )
-
-
 UPDATES = ("master_weights", "remainders", "kahan", "stochastic_rounding")
-
-JOBS = {name: [f"precision={name}", "train.clip_norm=1"] for name in PRECISIONS} | {
-    "accumulated": ["train.accumulate=3", "train.batch_size=10"],
-    "uneven": ["debug.overfit=67", "train.batch_size=33", "train.eval_every=null"],
+JOBS = {name: f"precision={name} train.clip_norm=1" for name in PRECISIONS} | {
+    "accumulated": "train.accumulate=3 train.batch_size=10",
+    "uneven": "debug.overfit=67 train.batch_size=33 train.eval_every=null",
     "spike": SPIKE,
     "recipe": RECIPE,
-    **{name: ["precision=bf16-true", f"precision.update={name}"] for name in UPDATES},
-    "ema": ["train.ema=0.5", "precision=bf16-mixed", "train.eval_every=2"],
+    **{name: f"precision=bf16-true precision.update={name}" for name in UPDATES},
+    "ema": "train.ema=0.5 precision=bf16-mixed train.eval_every=2",
 }
-IN_FOUR = ("64-true", "uneven")
-"""Jobs of four processes, too: what they share out differs, and how they agree does not."""
 STRATEGIES = ("ddp", "fsdp")
+SECOND_EXAMPLES = {
+    "ddp": ("64-true", "bf16-mixed", "bf16-true", "recipe", "ema", "remainders", "kahan"),
+    "fsdp": ("32-true", "16-mixed", "master_weights", "stochastic_rounding"),
+}
+"""Jobs of the second tier: the other strategy shows the same in the first."""
 
 
-def jobs(strategies, names=tuple(JOBS)):
-    return {
-        f"{strategy}-{name}": [*NET, f"strategy={strategy}", *JOBS[name]]
-        for strategy in strategies
-        for name in names
-    }
+def is_second(processes, strategy, name):
+    # What four processes share out differs, and how they agree does not.
+    return processes == 4 or name in SECOND_EXAMPLES[strategy]
+
+
+def rows(names, processes=2):
+    """Return parameters (processes, strategy, name)."""
+    return [
+        pytest.param(*row, marks=pytest.mark.extended if is_second(*row) else ())
+        for row in product([processes], STRATEGIES, names)
+    ]
 
 
 @pytest.fixture(scope="module")
 def alone(run_in_processes, tmp_path_factory):
-    return run_in_processes(1, jobs(["single"]), tmp_path_factory.mktemp("alone"))
+    jobs = {name: f"{MLP} {IMAGES} {SGD} {more}" for name, more in JOBS.items()}
+    return run_in_processes(1, jobs, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="module")
-def two(run_in_processes, tmp_path_factory):
-    return run_in_processes(2, jobs(STRATEGIES), tmp_path_factory.mktemp("two"))
+def several(run_in_processes, tmp_path_factory):
+    """Return the outcome of a job; all jobs of one tier and number of processes run together."""
+
+    @cache
+    def outcomes(processes, of_second):
+        names = JOBS if processes == 2 else ("64-true", "uneven")
+        jobs = {
+            f"{strategy}-{name}": f"{MLP} {IMAGES} {SGD} strategy={strategy} {JOBS[name]}"
+            for strategy, name in product(STRATEGIES, names)
+            if is_second(processes, strategy, name) == of_second
+        }
+        return run_in_processes(processes, jobs, tmp_path_factory.mktemp("several"))
+
+    def outcome(processes, strategy, name):
+        of_second = is_second(processes, strategy, name)
+        return outcomes(processes, of_second)[f"{strategy}-{name}"]
+
+    return outcome
 
 
-@pytest.fixture(scope="module")
-def four(run_in_processes, tmp_path_factory):
-    return run_in_processes(4, jobs(STRATEGIES, IN_FOUR), tmp_path_factory.mktemp("four"))
+PLACE = ("processes", "strategy", "name")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("processes", "name"), [*(("two", name) for name in PRECISIONS), ("four", "64-true")]
-)
-def test_several_processes_train_as_one(alone, request, processes, name, strategy):
-    several = request.getfixturevalue(processes)
-    one, many, within = alone[f"single-{name}"], several[f"{strategy}-{name}"], PRECISIONS[name]
+@pytest.mark.parametrize(PLACE, [*rows(PRECISIONS), *rows(["64-true"], 4)])
+def test_several_processes_train_as_one(alone, several, processes, strategy, name):
+    one, many, within = alone[name], several(processes, strategy, name), PRECISIONS[name]
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         close(one.values(key), many.values(key), **within)
     for key in ("train/loss", "train/grad_norm", "val/accuracy"):
@@ -90,24 +96,22 @@ def test_several_processes_train_as_one(alone, request, processes, name, strateg
     close(one.values("train/lr"), many.values("train/lr"), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("processes", "kind"), [("two", "accumulated"), ("two", "uneven"), ("four", "uneven")]
-)
-def test_every_example_weighs_the_same(alone, request, processes, kind, strategy):
+@pytest.mark.parametrize(PLACE, [*rows(["accumulated", "uneven"]), *rows(["uneven"], 4)])
+def test_every_example_weighs_the_same(alone, several, processes, strategy, name):
     """In steps of several micro-batches, and in batches that do not divide: of 67 examples the last
     batch of an epoch has one, which every process computes and only one counts."""
-    several = request.getfixturevalue(processes)
-    one, many = alone[f"single-{kind}"], several[f"{strategy}-{kind}"]
+    one, many = alone[name], several(processes, strategy, name)
     for key in ("train/loss", "train/grad_norm", "val/loss", "val/accuracy"):
         close(one.values(key), many.values(key), **PRECISIONS["32-true"])
     close(one.weights(), many.weights(), rtol=1e-4, atol=1e-5)
     assert {t.dtype for t in many.weights().values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_groups_frozen_parts_clipping_and_warm_up_are_the_same(alone, two, strategy):
-    one, many = alone["single-recipe"], two[f"{strategy}-recipe"]
+@pytest.mark.parametrize(PLACE, rows(["recipe"]))
+def test_groups_frozen_parts_clipping_and_warm_up_are_the_same(
+    alone, several, processes, strategy, name
+):
+    one, many = alone[name], several(processes, strategy, name)
     for key in ("lr/head", "lr/rest", "train/lr"):
         close(one.values(key), many.values(key), rtol=0, atol=0)
     for key in ("train/loss", "train/grad_norm", "val/loss"):
@@ -115,34 +119,35 @@ def test_groups_frozen_parts_clipping_and_warm_up_are_the_same(alone, two, strat
     close(one.weights(), many.weights(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_average_is_evaluated_and_saved(alone, two, strategy):
-    one, many = alone["single-ema"], two[f"{strategy}-ema"]
+@pytest.mark.parametrize(PLACE, rows(["ema"]))
+def test_the_average_is_evaluated_and_saved(alone, several, processes, strategy, name):
+    one, many = alone[name], several(processes, strategy, name)
     for key in ("train/loss", "val/loss"):
         close(one.values(key), many.values(key), **PRECISIONS["bf16-mixed"])
     assert many.values("val/loss") == many.values("val/loss", rank=1)
     close(one.averages(), many.averages(), rtol=1e-2, atol=1e-2)
 
 
-def test_fsdp_reduces_once_per_step(two):
+@pytest.mark.parametrize("name", ["64-true", "accumulated"])
+def test_fsdp_reduces_once_per_step(several, name):
     """Not once per micro-batch: six steps of one, and of three."""
-    for name in ("fsdp-64-true", "fsdp-accumulated"):
-        assert two[name].text("reductions-0.txt") == "6"
+    assert several(2, "fsdp", name).text("reductions-0.txt") == "6"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("update", UPDATES)
-def test_processes_agree_on_updated_weights(alone, two, strategy, update):
-    one, many = alone[f"single-{update}"], two[f"{strategy}-{update}"]
+@pytest.mark.parametrize(PLACE, rows(UPDATES))
+def test_processes_agree_on_updated_weights(alone, several, processes, strategy, name):
+    one, many = alone[name], several(processes, strategy, name)
     for key in ("train/loss", "val/loss"):
         close(one.values(key), many.values(key), **PRECISIONS["bf16-true"])
         assert many.values(key) == many.values(key, rank=1)
     assert {t.dtype for t in many.weights().values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_overflow_in_one_process_skips_the_step_in_all(alone, two, strategy):
-    one, many = alone["single-spike"], two[f"{strategy}-spike"]
+@pytest.mark.parametrize(PLACE, rows(["spike"]))
+def test_an_overflow_in_one_process_skips_the_step_in_all(
+    alone, several, processes, strategy, name
+):
+    one, many = alone[name], several(processes, strategy, name)
     assert many.values("loss_scale/overflow") == {1: 0, 2: 0, 3: 1, 4: 0}
     for key in ("overflow", "value", "skipped_steps"):
         assert many.values(f"loss_scale/{key}") == one.values(f"loss_scale/{key}")
@@ -152,10 +157,10 @@ def test_an_overflow_in_one_process_skips_the_step_in_all(alone, two, strategy):
 
 @pytest.fixture(scope="module")
 def parts(run_in_processes, tmp_path_factory):
-    typed = [*NET[2:], "~model", "+model._target_=nets.Parts"]
-    float8 = [*typed, "precision=float8-tensorwise", "precision.emulate=true"]
-    wanted = {strategy: [*float8, f"strategy={strategy}"] for strategy in STRATEGIES}
-    wanted["packed"] = [*typed, "precision=bnb-nf4", "strategy=fsdp"]
+    typed = f"{IMAGES} {SGD} ~model +model._target_=nets.Parts"
+    float8 = f"{typed} precision=float8-tensorwise precision.emulate=true"
+    wanted = {strategy: f"{float8} strategy={strategy}" for strategy in STRATEGIES}
+    wanted["packed"] = f"{typed} precision=bnb-nf4 strategy=fsdp"
     return run_in_processes(2, wanted, tmp_path_factory.mktemp("parts"))
 
 

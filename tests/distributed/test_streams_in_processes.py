@@ -1,25 +1,14 @@
 """Several processes read one stream, and train on it as one process does."""
 
 import pytest
-from processes import close
+from processes import MLP, SGD, close
 
 pytestmark = pytest.mark.slow
 
 STREAM = (
-    "model=mlp",
-    "model.hidden=[16,16]",
-    "~data",
-    "task=classification",
-    "+data._target_=streams.made",
-    "+data.meta.input=[16]",
-    "+data.meta.classes=4",
-    "train.batch_size=11",
-    "train.max_steps=6",
-    "train.eval_every=3",
-    "train.log_every=2",
-    "optimizer=sgd",
-    "optimizer.lr=0.1",
-    "precision=64-true",
+    f"{MLP} {SGD} ~data task=classification +data._target_=streams.made +data.meta.input=[16] "
+    "+data.meta.classes=4 train.batch_size=11 train.max_steps=6 train.eval_every=3 "
+    "train.log_every=2 precision=64-true"
 )
 STRATEGIES = ("ddp", "fsdp")
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -27,21 +16,16 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 @pytest.fixture(scope="module")
 def alone(run_in_processes, tmp_path_factory):
-    jobs = {"plain": [*STREAM], "accumulated": [*STREAM, "train.accumulate=2"]}
+    jobs = {"plain": STREAM, "accumulated": f"{STREAM} train.accumulate=2"}
     return run_in_processes(1, jobs, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="module")
 def two(run_in_processes, tmp_path_factory):
-    jobs = {
-        f"{strategy}-{name}": [*STREAM, f"strategy={strategy}", *more]
-        for strategy in STRATEGIES
-        for name, more in (
-            ("plain", ["train.num_workers=1"]),
-            ("accumulated", ["train.accumulate=2"]),
-        )
-    }
-    jobs["differs"] = [*STREAM, "strategy=ddp", "+data.differs=true"]
+    jobs = {"differs": f"{STREAM} strategy=ddp +data.differs=true"}
+    for strategy in STRATEGIES:
+        jobs[f"{strategy}-plain"] = f"{STREAM} strategy={strategy} train.num_workers=1"
+        jobs[f"{strategy}-accumulated"] = f"{STREAM} strategy={strategy} train.accumulate=2"
     return run_in_processes(2, jobs, tmp_path_factory.mktemp("two"))
 
 
@@ -56,9 +40,9 @@ def test_two_processes_see_the_batches_of_one(alone, two, strategy, name):
 
 
 def test_one_process_resumes_a_run_of_two(alone, run_in_processes, tmp_path):
-    parts = {"part": [*STREAM, "strategy=ddp", "train.max_steps=4"]}
+    parts = {"part": f"{STREAM} strategy=ddp train.max_steps=4"}
     run_in_processes(2, parts, tmp_path)
-    rest = {"part": [*STREAM, "checkpoint.resume=auto", "train.max_steps=6"]}
+    rest = {"part": f"{STREAM} checkpoint.resume=auto train.max_steps=6"}
     found = run_in_processes(1, rest, tmp_path)["part"]
     output = (tmp_path / "output-0.txt").read_text()
     assert "the stream is read again up to batch 1 of pass 2" in output

@@ -2,6 +2,8 @@
 
 Records a step every PAUSE seconds until a file FOLDER.stop exists, in blocks as the runner does,
 and prints its result as JSON. Values are computed from their step, so that a test knows them all.
+With `outage` it warns of a store that has not answered for so many seconds, with `patience` its end
+waits so long.
 """
 
 import json
@@ -10,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from runner.tracking import journal_status
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.tracker import RunInfo
 from runner.tracking.writer_process import shared_writer
@@ -27,6 +30,7 @@ def values(step: int) -> dict[str, float]:
 
 def main(uri: str, folder: Path, pause: float, **options: str) -> None:
     patience = float(options.get("patience", 60))
+    journal_status.OUTAGE_SECONDS = float(options.get("outage", journal_status.OUTAGE_SECONDS))
     tracker = MlflowTracker(uri=uri, patience=patience, system_metrics=None)
     tracker.open(RunInfo(folder, params={"pause": str(pause)}, name=folder.name))
     step, slowest = 0, 0.0
@@ -49,9 +53,5 @@ def main(uri: str, folder: Path, pause: float, **options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        sys.argv[1],
-        Path(sys.argv[2]),
-        float(sys.argv[3]),
-        **dict(text.split("=") for text in sys.argv[4:]),
-    )
+    uri, run, seconds, *texts = sys.argv[1:]
+    main(uri, Path(run), float(seconds), **dict(text.split("=") for text in texts))

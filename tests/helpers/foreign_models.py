@@ -20,6 +20,21 @@ class TinyNet(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class FailingNet(TinyNet):
+    """Raises an error in its third forward."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+        self.calls = 0
+
+    def forward(self, x, labels=None):
+        self.calls += 1
+        if self.calls == 3:
+            raise self.error
+        return super().forward(x, labels)
+
+
 def examples(count=64):
     """Rows of numbers and labels, the same in each call."""
     generator = torch.Generator().manual_seed(1)

@@ -138,7 +138,7 @@ def typed(name, folder) -> list[str]:
             *words,
             "model=timm",
             f"model.name={model}",
-            f"model.options={json.dumps(options).replace(chr(34), '')}",
+            f"model.options={json.dumps(options, separators=(',', ':')).replace(chr(34), '')}",
             "data.meta.input=[3,32,32]",
             f"data.meta.classes={CLASSES}",
         ]

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 
-from accelerate.state import AcceleratorState, GradientState
+from foreign_trainings import new_accelerate_state
 
 PRECISIONS = {
     "transformers.Trainer": ["32-true"],
@@ -37,12 +37,11 @@ def sections(root):
 @pytest.mark.parametrize("title", PRECISIONS)
 def test_a_code_block_records_its_runs(lab, root, title):
     (code,) = re.findall(r"```python\n(.*?)```", sections(root)[title], re.DOTALL)
-    AcceleratorState._reset_state(True)
+    new_accelerate_state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice on workers and devices
         exec(compile(code, f"docs/callbacks.md, {title}", "exec"), {"__name__": "__main__"})
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    new_accelerate_state()
     alone = lab.folder.glob("outputs/runs/*/result.json")
     grouped = lab.folder.glob("outputs/groups/*/*/result.json")
     results = [lab.result(path.parent) for path in sorted([*alone, *grouped])]

@@ -7,30 +7,21 @@ from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
-import torch
-from foreign_models import examples, tiny_net
 from forked_process import ForkedProcess
 from waiting import wait_for
 
+pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
 
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from foreign_trainings import train_with_accelerate
 
-from runner.integrations.accelerate import PrecisionRecord
 from runner.tracking import journal as journals
 from runner.tracking import writer_process
 from runner.tracking.writer_process import WriterProcess
 from runner.utils.errors import ConfigError
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "foreign_trainer_script.py"
-
-
-def parts():
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True)
-    net = tiny_net()
-    return accelerator, *accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def recorded_steps(folder):
@@ -64,15 +55,8 @@ def test_an_outage_of_the_store_costs_no_step_and_sync_uploads_the_rest(lab, mai
     # A writer of this test's own, which ends as that of a training process does.
     writer = WriterProcess()
     monkeypatch.setattr(writer_process, "_shared", writer)
-    accelerator, model, optimizer = parts()
-    row = {name: value[None] for name, value in examples(1)[0].items()}
     options = {"tracking_uri": "http://127.0.0.1:9", "patience": 0.5, "folder": "outputs/runs/mine"}
-    with PrecisionRecord(accelerator, model, optimizer, **options) as record:
-        for _ in range(3):
-            accelerator.backward(model(**row)["loss"])
-            optimizer.step()
-            optimizer.zero_grad()
-            record.step()
+    train_with_accelerate(steps=3, **options)
     writer.kill()
     assert lab.result().run_id is None
     assert lab.stored() == []
@@ -86,8 +70,6 @@ def test_an_outage_of_the_store_costs_no_step_and_sync_uploads_the_rest(lab, mai
 
 
 def test_a_store_that_no_mlflow_can_read_is_refused_before_the_training(lab):
-    accelerator, model, optimizer = parts()
-    record = PrecisionRecord(accelerator, model, optimizer, tracking_uri="nowhere://x")
-    with pytest.raises(ConfigError, match="nowhere"), record:
-        pass
+    with pytest.raises(ConfigError, match="nowhere"):
+        train_with_accelerate(tracking_uri="nowhere://x")
     assert not (lab.folder / "outputs" / "runs").exists()

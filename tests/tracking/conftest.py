@@ -3,13 +3,12 @@
 import json
 import os
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from forked_process import ForkedProcess
+from serving import Server
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # mlflow's imports, not ours
@@ -56,19 +55,10 @@ class StoreReader:
         return self.client.search_runs([found.experiment_id], query) if found else []
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait until a condition holds; fail the test after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="session")
-def store(tmp_path_factory):
-    """Return a SQLite store that does not exist before the first run opens it."""
-    folder = tmp_path_factory.mktemp("store")
-    return StoreReader(f"sqlite:///{folder}/outputs/mlflow.db")
+def store(tmp_path_factory, empty_store):
+    """Return a SQLite store without runs."""
+    return StoreReader(empty_store(tmp_path_factory.mktemp("store") / "outputs" / "mlflow.db"))
 
 
 @pytest.fixture(scope="session")
@@ -77,23 +67,32 @@ def reader():
 
 
 @pytest.fixture(scope="session")
-def until():
-    return wait_for
+def server_url(tmp_path_factory, empty_store):
+    """Return the address of MLflow's own server, one for all tests."""
+    folder = tmp_path_factory.mktemp("served")
+    server = Server(folder, empty_store(folder / "mlflow.db"))
+    server.start()
+    yield server.url
+    server.stop()
 
 
 @pytest.fixture(scope="session")
 def start_trainer():
     """Return a function that starts a trainer process: (store, run's folder, how it ends).
 
-    `info` has fields of RunInfo; further options are those of subprocess.Popen.
+    `info` has fields of RunInfo, `env` its variables of MLflow's; further options are those of
+    subprocess.Popen.
     """
     root = Path(__file__).parents[2]
     script = root / "tests" / "helpers" / "trainer_script.py"
 
-    def start(uri, folder, ending, popen=ForkedProcess, experiment="endings", info=(), **options):
+    def start(
+        uri, folder, ending, popen=ForkedProcess, experiment="endings", info=(), env=(), **options
+    ):
         given = json.dumps({"experiment": experiment, **dict(info)})
         command = [sys.executable, str(script), uri, str(folder), ending, given]
-        environment = {**os.environ, "PYTHONPATH": str(root)}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
+        environment = {**kept, "PYTHONPATH": str(root), **dict(env)}
         return popen(command, text=True, env=environment, **options)
 
     return start

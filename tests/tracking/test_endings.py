@@ -10,16 +10,16 @@ from contextlib import suppress
 
 import pytest
 from forked_process import ForkedProcess
+from waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
 STEPS = 400
-SIGNALS = {"sigterm": signal.SIGTERM, "sigint": signal.SIGINT, "sigkill": signal.SIGKILL}
+SIGNALS = {"sigterm": signal.SIGTERM, "sigkill": signal.SIGKILL}
 EXPECTED = {
     "finished": ("FINISHED", None),
     "failed": ("FAILED", "ValueError: loss is nan"),
     "sigterm": ("KILLED", "stopped by a signal"),
-    "sigint": ("KILLED", "stopped by a signal"),
     "sigkill": ("KILLED", "The training process ended without closing its run."),
     "forked": ("KILLED", "The training process ended without closing its run."),
     "unclosed": ("KILLED", "The training process ended without closing its run."),
@@ -27,7 +27,7 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def ended(reader, until, start_trainer, tmp_path_factory):
+def ended(reader, start_trainer, tmp_path_factory):
     """Runs a trainer for every ending, all at once; returns the store and their outputs.
 
     One is a new interpreter: it notices when mlflow is imported in training.
@@ -42,7 +42,7 @@ def ended(reader, until, start_trainer, tmp_path_factory):
         for ending, output in outputs.items()
     }
     for ending, trainer in trainers.items():
-        until(lambda output=outputs[ending]: "ready" in output.read_text())
+        wait_for(lambda output=outputs[ending]: "ready" in output.read_text())
         if ending in SIGNALS:
             _signal(trainer, SIGNALS[ending])
     for trainer in trainers.values():
@@ -70,7 +70,7 @@ def _signal(trainer, number):
 
 
 @pytest.fixture
-def settled(ended, until):
+def settled(ended):
     store, _ = ended
 
     def wait(ending):
@@ -78,7 +78,7 @@ def settled(ended, until):
             runs = store.named("endings", ending)
             return bool(runs) and runs[0].info.status != "RUNNING"
 
-        until(over)
+        wait_for(over)
         (run,) = store.named("endings", ending)
         return run
 

@@ -1,8 +1,6 @@
 """What the environment says reaches the runs, and no password does. Real SQLite stores."""
 
-import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,22 +16,21 @@ from runner.utils.secrets import redact
 CWD = Path("/lab")
 
 
-@pytest.fixture
-def record(store, tmp_path, monkeypatch, start_trainer):
-    """Make one run in a process with the test's environment; the exception is its last error."""
-    for key in [key for key in os.environ if key.startswith("MLFLOW_")]:
-        monkeypatch.delenv(key)
-    numbers = itertools.count()
+@pytest.fixture(scope="module")
+def record(store, tmp_path_factory, start_trainer):
+    """Make one run in a process with some variables of MLflow's; an exception is its last error."""
+    runs = tmp_path_factory.mktemp("runs")
 
-    def made(**info):
-        folder = tmp_path / f"run-{next(numbers)}"
+    def made(folder, variables=(), **info):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        given = {"tags": {"precision": "32-true"}, **info}
-        trainer = start_trainer(store.uri, folder, "finished", experiment=None, info=given, **pipes)
+        given = {"experiment": None, "info": {"tags": {"precision": "32-true"}, **info}}
+        trainer = start_trainer(
+            store.uri, runs / folder, "finished", env=variables, **given, **pipes
+        )
         _, stderr = trainer.communicate(timeout=SECONDS)
         if trainer.returncode:
             raise RuntimeError(stderr)
-        return store.run(progress_of(folder).run_id)
+        return runs / folder, store.run(progress_of(runs / folder).run_id)
 
     return made
 
@@ -71,46 +68,60 @@ def test_an_experiment_id_counts_without_a_name_and_in_its_own_store(name, uri, 
     assert resolve_experiment_id(name, uri, env, CWD) == expected
 
 
-def test_a_run_goes_to_the_experiment_of_the_environment(record, store, monkeypatch):
-    record()
-    wanted = store.experiment("by id")
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", wanted)
-    assert record().info.experiment_id == wanted
-
-
-def test_an_unknown_experiment_id_is_reported(record, monkeypatch):
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "987654")
+def test_an_unknown_experiment_id_is_reported(record):
     said = r"TrackingError: .*MLFLOW_EXPERIMENT_ID=987654. Unset it, or type"
     with pytest.raises(RuntimeError, match=said):
-        record()
+        record("unknown", {"MLFLOW_EXPERIMENT_ID": "987654"})
 
 
-def test_tags_of_mlflows_contexts_are_added_and_the_runs_own_replace_them(record, monkeypatch):
+@pytest.fixture(scope="module")
+def told(record, store):
+    """A run whose environment names an experiment, tags and another run, with a password in its
+    own params, tags and name: its folder, the run, and the ids of the two that were named."""
+    _, first = record("first")
+    theirs = store.client.create_run(first.info.experiment_id).info.run_id
+    named = store.experiment("by id")
     around = {"ci.job": 17, "precision": "theirs", "mlflow.source.name": "theirs"}
-    monkeypatch.setenv("MLFLOW_RUN_CONTEXT", json.dumps(around))
-    tags = record().data.tags
+    variables = {
+        "MLFLOW_EXPERIMENT_ID": named,
+        "MLFLOW_RUN_CONTEXT": json.dumps(around),
+        "MLFLOW_RUN_ID": theirs,
+    }
+    secret = "tracking.uri=http://user:secret@host"
+    info = {
+        "params": {"tracking.uri": "http://user:secret@host"},
+        "tags": {"precision": "32-true", "command": f"runner {secret}"},
+        "name": f"sweep {secret}",
+    }
+    return *record("told", variables, **info), named, theirs
+
+
+def test_a_run_goes_to_the_experiment_of_the_environment(told):
+    _, run, named, _ = told
+    assert run.info.experiment_id == named
+
+
+def test_tags_of_mlflows_contexts_are_added_and_the_runs_own_replace_them(told):
+    _, run, _, _ = told
+    tags = run.data.tags
     assert (tags["ci.job"], tags["precision"]) == ("17", "32-true")
     assert tags["mlflow.source.name"] != "theirs"
 
 
-def test_a_run_that_the_environment_names_is_not_changed(record, store, monkeypatch):
-    theirs = store.client.create_run(record().info.experiment_id).info.run_id
-    monkeypatch.setenv("MLFLOW_RUN_ID", theirs)
-    run = record()
+def test_a_run_that_the_environment_names_is_not_changed(told, store):
+    _, run, _, theirs = told
     assert run.info.run_id != theirs
     assert "mlflow.parentRunId" not in run.data.tags
     left = store.run(theirs)
     assert (left.info.status, left.data.params, left.data.metrics) == ("RUNNING", {}, {})
 
 
-def test_no_password_reaches_the_store(record, tmp_path):
-    secret = "http://user:secret@host"
-    params, tags = {"tracking.uri": secret}, {"command": f"runner tracking.uri={secret}"}
-    run = record(params=params, tags=tags, name=f"sweep tracking.uri={secret}")
+def test_no_password_reaches_the_store(told):
+    folder, run, _, _ = told
     assert run.data.params["tracking.uri"] == "http://host"
     assert run.data.tags["command"] == "runner tracking.uri=http://host"
     assert run.info.run_name == "sweep tracking.uri=http://host"
-    (journal,) = tmp_path.glob("run-0/journal*.jsonl")
+    (journal,) = folder.glob("journal*.jsonl")
     assert journal.stat().st_mode & 0o077 == 0
 
 

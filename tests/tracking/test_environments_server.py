@@ -17,20 +17,9 @@ import pytest
 from serving import Server, free_port
 
 pytestmark = pytest.mark.slow
-TINY = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
+TINY = ["model=mlp", "train.max_steps=3", "precision=32-true"]
 SECRET = "pass-word-17"
 DRIVERS = [name for name in ("psycopg2", "psycopg") if find_spec(name)]
-
-
-@contextmanager
-def serving(store, folder):
-    """Gives a server's address once it answers."""
-    server = Server(folder, store)
-    try:
-        server.start()
-        yield server.url
-    finally:
-        server.stop()
 
 
 @contextmanager
@@ -75,13 +64,6 @@ def proxy(target):
         thread.join()
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory, empty_store):
-    folder = tmp_path_factory.mktemp("served")
-    with serving(empty_store(folder / "mlflow.db"), folder) as address:
-        yield address
-
-
 def stored(store, experiment="precision-runner"):
     """Return a store's newest run, without what differs between two runs and two stores."""
     client = store.client
@@ -108,25 +90,21 @@ def expected(tmp_path_factory, inside, reader, empty_store):
     return held
 
 
-def test_a_server_holds_what_a_file_holds(served, expected, main, reader):
-    assert main(*TINY, f"tracking.uri={served}", "tracking.experiment=precision-runner").rc == 0
-    assert stored(reader(served)) == expected
+def test_a_server_holds_what_a_file_holds(server_url, expected, main, reader):
+    assert main(*TINY, f"tracking.uri={server_url}", "tracking.experiment=precision-runner").rc == 0
+    assert stored(reader(server_url)) == expected
 
 
-@pytest.mark.parametrize("how", ["in the URI", "in the environment", "not given"])
-def test_a_password_opens_the_store_and_is_written_nowhere(how, served, cli, tmp_path):
-    with proxy(served) as port:
+@pytest.mark.parametrize(
+    "how",
+    ["in the URI", pytest.param("in the environment", marks=pytest.mark.extended), "not given"],
+)
+def test_a_password_opens_the_store_and_is_written_nowhere(how, server_url, cli, tmp_path):
+    with proxy(server_url) as port:
         user = f"ann:{SECRET}@" if how == "in the URI" else ""
         env = {"MLFLOW_TRACKING_USERNAME": "ann", "MLFLOW_TRACKING_PASSWORD": SECRET}
-        uri = f"http://{user}127.0.0.1:{port}"
-        done = cli(
-            *TINY,
-            "-m",
-            "precision=32-true",
-            f"tracking.uri={uri}",
-            env=env if how == "in the environment" else None,
-            timeout=300,
-        )
+        uri = f"tracking.uri=http://{user}127.0.0.1:{port}"
+        done = cli(*TINY, uri, env=env if how == "in the environment" else None)
     if how == "not given":
         assert done.rc != 0
         assert "who are you?" in done.stderr
@@ -179,13 +157,17 @@ def postgres():
     (folder.parent / f"{folder.name}.log").unlink()
 
 
+@pytest.mark.extended  # a second database
 def test_postgresql_holds_what_a_file_holds(postgres, expected, main, reader, tmp_path):
     """With a server in front of it, and directly."""
-    with serving(postgres, tmp_path) as address:
-        assert (
-            main(*TINY, f"tracking.uri={address}", "tracking.experiment=precision-runner").rc == 0
-        )
-        assert stored(reader(address)) == expected
+    server = Server(tmp_path, postgres)
+    try:
+        server.start()
+        at_server = (f"tracking.uri={server.url}", "tracking.experiment=precision-runner")
+        assert main(*TINY, *at_server).rc == 0
+        assert stored(reader(server.url)) == expected
+    finally:
+        server.stop()
     here = ("tracking.experiment=direct", f"tracking.uri={postgres}")
     assert main(*TINY, *here).rc == 0
     held = stored(reader(postgres), "direct")

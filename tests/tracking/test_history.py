@@ -37,6 +37,16 @@ def test_a_damaged_history_is_read_from_its_journal(tmp_path):
         assert losses(tmp_path) == [1.0]
 
 
+def test_an_archive_that_unpacks_to_more_than_a_gibibyte_is_not_read(tmp_path):
+    path = history.write_history(tmp_path / HISTORY, history.from_journal(journal(tmp_path, 1.0)))
+    data = bytearray(path.read_bytes())
+    # The size of the file unpacked, in the archive's table of contents.
+    size = data.index(b"PK\x01\x02") + 24
+    data[size : size + 4] = (2**30 + 1).to_bytes(4, "little")
+    with pytest.raises(ValueError, match="it unfolds to more than a run records"):
+        history.read_history(bytes(data))
+
+
 def test_a_folder_used_again_shows_its_last_run(tmp_path):
     for number in range(1, 12):
         path = journal(tmp_path, float(number))

@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 from forked_process import ForkedProcess
-from serving import Server, free_port
+from serving import free_port
 from torch import nn
 from waiting import SECONDS, wait_for
 
@@ -71,24 +71,6 @@ def test_a_logged_model_belongs_to_its_run(quiet_store, exported):
     assert quiet_store.points(run_id, "val/loss") == [(4, moment, 0.4), (8, moment, 0.8)]
 
 
-class Fields(nn.Module):
-    def forward(self, fields):
-        return fields["a"] + fields["b"]
-
-
-def test_a_model_of_fields_has_them_in_its_signature(quiet_store, tmp_path):
-    import mlflow
-
-    fields = {"a": torch.ones(4, 3), "b": torch.ones(4, 3)}
-    made = export(Fields(), MixedPrecision("bf16-mixed", "bfloat16"), fields, tmp_path)
-    model_id = logged(quiet_store, opened(quiet_store, "fields"), made)
-    model = mlflow.models.Model.load(
-        quiet_store.client.get_logged_model(model_id).artifact_location
-    )
-    assert model.signature.inputs.input_names() == ["a", "b"]
-    assert {*model.flavors} == {"pytorch", "python_function"}
-
-
 class Parts(nn.Module):
     def forward(self, a, b):
         return {"sum": a + b, "product": a * b}
@@ -125,6 +107,8 @@ def test_pyfunc_takes_fields_by_name_and_returns_named_arrays(
     found = mlflow.pyfunc.load_model(
         quiet_store.client.get_logged_model(model_id).artifact_location
     )
+    assert found.metadata.signature.inputs.input_names() == names
+    assert {*found.metadata.flavors} == {"pytorch", "python_function"}
     rows = dict(zip(names, (torch.full((2, 3), x).numpy() for x in (3.0, 5.0)), strict=True))
     answer = found.predict(rows)
     assert {name: part.tolist() for name, part in answer.items()} == {
@@ -143,6 +127,7 @@ def ask(url, content):
         return json.load(answer)
 
 
+@pytest.mark.extended  # pyfunc's predict above is what it serves
 @pytest.mark.slow
 def test_mlflow_serves_a_model_of_transformers_by_its_fields(quiet_store, tmp_path):
     from tiny_models import batches, build
@@ -257,15 +242,28 @@ assert "runner" not in sys.modules
 """
 
 
-def load_alone(exported, folder, pairs):
-    """Load "store model" pairs with MLflow and torch alone; compare with the exported file."""
+LOG = """
+import json, pathlib, sys, warnings
+warnings.simplefilter("ignore")
+root, uri, run_id, folder, facts = sys.argv[1:]
+sys.path.insert(0, root)
+from runner.tracking.writer.logged_model import log_model
+log_model(uri, run_id, pathlib.Path(folder), json.loads(facts), "model")
+assert "torch" not in sys.modules
+import mlflow
+assert mlflow.get_tracking_uri() != uri
+"""
+
+
+def run_alone(code, *arguments, cwd):
+    """Run a script in a new interpreter that knows nothing of this one's settings."""
     kept = {key: v for key, v in os.environ.items() if not key.startswith(("MLFLOW_", "PYTHON"))}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", LOAD, str(exported.path), *pairs],
-        cwd=folder,
+        [sys.executable, "-P", "-c", code, *map(str, arguments)],
+        cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=SECONDS,
         env={**kept, "OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"},
     )
     assert done.returncode == 0, done.stderr
@@ -274,43 +272,22 @@ def load_alone(exported, folder, pairs):
 def test_the_writer_uploads_a_model_without_importing_torch(quiet_store, exported, tmp_path, root):
     """It holds a process of its own, whose memory and start count."""
     run_id = opened(quiet_store, "lean")
-    script = (
-        "import json, pathlib, sys, warnings\n"
-        "warnings.simplefilter('ignore')\n"
-        f"sys.path.insert(0, {str(root)!r})\n"
-        "from runner.tracking.writer.logged_model import log_model\n"
-        "uri, run_id, folder, facts = sys.argv[1:]\n"
-        "facts = json.loads(facts)\n"
-        "log_model(uri, run_id, pathlib.Path(folder), facts, 'model')\n"
-        "assert 'torch' not in sys.modules\n"
-        "import mlflow\n"
-        "assert mlflow.get_tracking_uri() != uri\n"
-    )
-    given = (quiet_store.uri, run_id, str(exported.path.parent), json.dumps(exported.facts))
-    command = [sys.executable, "-P", "-c", script, *given]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture
-def server(tmp_path, empty_store):
-    running = Server(tmp_path, empty_store(tmp_path / "mlflow.db"))
-    running.start()
-    yield running.url
-    running.stop()
+    facts = json.dumps(exported.facts)
+    run_alone(LOG, root, quiet_store.uri, run_id, exported.path.parent, facts, cwd=tmp_path)
 
 
 @pytest.mark.slow
 def test_mlflow_loads_a_logged_model_without_this_package(
-    quiet_store, server, reader, exported, tmp_path
+    quiet_store, server_url, reader, exported, tmp_path
 ):
-    """From a database, and over HTTP."""
+    """By each of its names from a database, and by its version over HTTP."""
     pairs = []
-    for store in (quiet_store, reader(server)):
+    for store in (quiet_store, reader(server_url)):
         run_id = opened(store, "loads")
         model_id = logged(store, run_id, exported, registered_name="loads")
         assert logged(store, run_id, exported, registered_name="loads") == model_id
         assert len(store.client.search_model_versions("name = 'loads'")) == 1
         names = (f"models:/{model_id}", f"runs:/{run_id}/model", "models:/loads/1")
-        pairs += [f"{store.uri} {name}" for name in names]
-    load_alone(exported, tmp_path, pairs)
+        taken = names if store is quiet_store else names[-1:]
+        pairs += [f"{store.uri} {name}" for name in taken]
+    run_alone(LOAD, exported.path, *pairs, cwd=tmp_path)

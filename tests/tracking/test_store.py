@@ -129,9 +129,9 @@ def test_names_and_sources_of_any_length_fit(store, run_in):
 
 
 @pytest.fixture
-def deleted(tmp_path):
+def deleted(tmp_path, empty_store):
     """(store, client, id) of an experiment "old" with two runs; one had been deleted before it."""
-    store = Store(f"sqlite:///{tmp_path}/mlflow.db")
+    store = Store(empty_store(tmp_path / "mlflow.db"))
     client = MlflowClient(store.uri)
     experiment = client.create_experiment("old")
     first = client.create_run(experiment).info.run_id

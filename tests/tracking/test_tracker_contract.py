@@ -23,13 +23,17 @@ def test_config_builds_a_tracker_that_can_be_closed_unopened(path):
     tracker.close("FAILED", "never opened")
 
 
-def test_no_tracker_takes_everything_and_leaves_the_metrics_alone(tmp_path):
+def record(folder, records, **info):
     tracker = NoTracker()
-    tracker.open(RunInfo(tmp_path))
-    tracker.log_metrics([(1, 1, {"a": 1.0}), (2, 5, {"a": float("inf")})])
+    tracker.open(RunInfo(folder, **info))
+    tracker.log_metrics(records)
     tracker.tags({"a": "b"})
-    tracker.artifact(tmp_path / "missing")
+    tracker.artifact(folder / "missing")
     tracker.close("FINISHED")
+
+
+def test_no_tracker_takes_everything_and_leaves_the_metrics_alone(tmp_path):
+    record(tmp_path, [(1, 1, {"a": 1.0}), (2, 5, {"a": float("inf")})])
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     curve = history.from_folder(tmp_path)["a"]
     assert curve.tolist() == [[1, 2], [1, 5], [1.0, float("inf")]]
@@ -37,10 +41,7 @@ def test_no_tracker_takes_everything_and_leaves_the_metrics_alone(tmp_path):
 
 def test_no_tracker_keeps_no_step_twice_when_a_run_is_resumed(tmp_path):
     for begin, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):
-        tracker = NoTracker()
-        tracker.open(RunInfo(tmp_path, step=begin))
-        tracker.log_metrics([(step, step, {"a": float(step)}) for step in steps])
-        tracker.close("FINISHED")
+        record(tmp_path, [(step, step, {"a": float(step)}) for step in steps], step=begin)
     frame = history.to_frame(history.from_folder(tmp_path))
     assert frame["a"].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert frame["seconds"].tolist() == [0.0, 0.001, 0.002, 0.003]
@@ -48,15 +49,10 @@ def test_no_tracker_keeps_no_step_twice_when_a_run_is_resumed(tmp_path):
 
 def test_no_tracker_drops_what_another_run_left_in_the_folder(tmp_path):
     for value in (1.0, 2.0):
-        tracker = NoTracker()
-        tracker.open(RunInfo(tmp_path))
-        tracker.log_metrics([(1, 1, {"a": value})])
-        tracker.close("FINISHED")
+        record(tmp_path, [(1, 1, {"a": value})])
     assert history.from_folder(tmp_path)["a"][2].tolist() == [2.0]
 
 
 def test_no_tracker_keeps_nothing_of_a_sweeps_parent_run(tmp_path):
-    tracker = NoTracker()
-    tracker.open(RunInfo(tmp_path, role="sweep"))
-    tracker.close("FINISHED")
+    record(tmp_path, [], role="sweep")
     assert not list(tmp_path.iterdir())

@@ -2,48 +2,44 @@
 
 import os
 import time
+from unittest.mock import create_autospec
 
 import pytest
 
 from runner.tracking import pending
 from runner.tracking.journal import Journal
-from runner.tracking.journal_status import JournalStatus
 from runner.tracking.upload_state import RefusedError, UnreachableError, UploadState
 from runner.tracking.writer import uploader, writer_main
-from runner.tracking.writer.store import MAX_POINTS
+from runner.tracking.writer.store import MAX_POINTS, Store, StoreCache
 from runner.tracking.writer.uploader import JournalUploader, next_batch
+from runner.tracking.writer.writer_main import REST_FACTOR, rest_seconds
 
 START = {"id": "1", "time": 1, "uri": "fake", "experiment": "e", "name": None, "params": {}}
 START |= {"tags": {}, "sweep": None, "role": "run"}
 
 
-class FakeStore:
-    """A store that takes everything, but each call first raises the next of `failures`."""
+def fake_store():
+    """A store that takes every call of the real one; each first raises the next of `failures`.
 
-    def __init__(self):
-        self.failures = []
-        self.calls = []
-        self.notices = []
+    `taken` holds the name and arguments of the calls that raised nothing.
+    """
+    store = create_autospec(Store, instance=True)
+    store.notices, store.failures, store.taken = [], [], []
 
-    def __getattr__(self, name):
+    def answer(name):
         def call(*args):
-            if self.failures and (failure := self.failures.pop(0)):
+            if store.failures and (failure := store.failures.pop(0)):
                 raise failure
-            self.calls.append((name, *args))
-            return {"find_run": None}.get(name, name)
+            store.taken.append((name, *args))
+            return None if name == "find_run" else name
 
         return call
 
-    def named(self, name):
-        return [args for called, *args in self.calls if called == name]
-
-
-class FakeStores:
-    def __init__(self, store):
-        self.store, self.parents, self.names = store, {}, {}
-
-    def get(self, uri):
-        return self.store
+    for name in vars(Store):
+        if not name.startswith("_"):
+            getattr(store, name).side_effect = answer(name)
+    store.named = lambda name: [args for called, *args in store.taken if called == name]
+    return store
 
 
 @pytest.fixture
@@ -54,13 +50,15 @@ def journal(tmp_path):
 
 
 @pytest.fixture
-def work(journal, monkeypatch):
-    """Return a writer on a fake store with one journal; `saved` returns the state it saved."""
+def idle(journal, monkeypatch):
+    """Return a writer on a fake store with one empty journal; `saved` is the state it saved."""
     one = writer_main.Writer(os.getpid())
-    store = one.store = FakeStore()
-    name = one.name = str(journal.path)
-    one_uploader = JournalUploader(journal.path, FakeStores(store))
-    task = one._tasks[name] = one.task = writer_main.JournalTask(one_uploader)
+    name = str(journal.path)
+    one.store = fake_store()
+    one.stores = create_autospec(StoreCache, instance=True, parents={}, names={})
+    one.stores.get.return_value = one.store
+    one_uploader = JournalUploader(journal.path, one.stores)
+    task = one.tasks[name] = one.task = writer_main.JournalTask(one_uploader)
     monkeypatch.setattr(uploader, "PARTIAL_BATCH_SECONDS", 0.0)
     monkeypatch.setattr(pending, "upload_in_background", lambda folder: 0)
 
@@ -68,7 +66,7 @@ def work(journal, monkeypatch):
         if seconds_later:
             now = time.monotonic() + seconds_later
             monkeypatch.setattr(time, "monotonic", lambda: now)
-        while name in one._tasks and one._advance(name, task):
+        while name in one.tasks and one.advance(name, task):
             pass
 
     def saved():
@@ -81,8 +79,14 @@ def work(journal, monkeypatch):
     one_uploader.state.release_lock()
 
 
-def test_a_failing_store_is_tried_again_with_growing_pauses(work, journal):
+@pytest.fixture
+def work(idle, journal):
+    """Return the writer, with the start of a run in its journal."""
     journal.append("start", **START)
+    return idle
+
+
+def test_a_failing_store_is_tried_again_with_growing_pauses(work):
     work.store.failures = [UnreachableError("away")] * 6
     pauses = []
     for _ in range(6):
@@ -95,16 +99,14 @@ def test_a_failing_store_is_tried_again_with_growing_pauses(work, journal):
     assert work.task.uploader.state.run_id == "create_run"
 
 
-def test_no_attempt_is_made_during_a_pause(work, journal):
-    journal.append("start", **START)
+def test_no_attempt_is_made_during_a_pause(work):
     work.store.failures = [UnreachableError("away")]
     work.turn()
     work.turn(seconds_later=0.1)
-    assert work.store.calls == []
+    assert work.store.taken == []
 
 
-def test_an_outage_is_saved_with_its_beginning_until_the_store_answers(work, journal):
-    journal.append("start", **START)
+def test_an_outage_is_saved_with_its_beginning_until_the_store_answers(work):
     away = "request failed (NewConnectionError('[Errno 111] Connection refused'))"
     work.store.failures = [UnreachableError(away)] * 9
     work.turn(seconds_later=10)
@@ -118,17 +120,15 @@ def test_an_outage_is_saved_with_its_beginning_until_the_store_answers(work, jou
     assert (work.saved().outage, work.saved().run_id) == (None, "create_run")
 
 
-def test_a_refused_run_is_closed(work, journal):
-    journal.append("start", **START)
+def test_a_refused_run_is_closed(work):
     work.store.failures = [RefusedError("no such permission\n[SQL: ...]")]
     work.turn()
     state = work.saved()
     assert (state.refusal, state.done) == ("no such permission", False)
-    assert not work._tasks
+    assert not work.tasks
 
 
 def test_a_refused_batch_is_skipped_and_the_rest_is_uploaded(work, journal):
-    journal.append("start", **START)
     work.turn()
     journal.append("tags", values={"bad": "1"})
     journal.append("tags", values={"good": "1"})
@@ -142,7 +142,6 @@ def test_a_refused_batch_is_skipped_and_the_rest_is_uploaded(work, journal):
 
 
 def test_points_are_never_given_up_for_a_doubtful_answer(work, journal):
-    journal.append("start", **START)
     work.turn()
     journal.append_metrics([(1, 1, {"a": 1.0})])
     work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 20
@@ -153,7 +152,6 @@ def test_points_are_never_given_up_for_a_doubtful_answer(work, journal):
 
 
 def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journal):
-    journal.append("start", **START)
     work.turn()
     journal.append("tags", values={"a": "1"})
     work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 5
@@ -162,8 +160,7 @@ def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journa
     assert work.saved().first_error == "pool used up"
 
 
-def test_a_disk_that_is_full_for_the_state_is_waited_for(work, journal, monkeypatch):
-    journal.append("start", **START)
+def test_a_disk_that_is_full_for_the_state_is_waited_for(work, monkeypatch):
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(UploadState, "save", lambda *_, **__: (_ for _ in ()).throw(full))
     for _ in range(9):
@@ -175,11 +172,10 @@ def test_a_disk_that_is_full_for_the_state_is_waited_for(work, journal, monkeypa
 
 
 def test_a_run_gets_its_status_even_if_its_artifacts_fail(work, journal):
-    journal.append("start", **START)
     journal.append("metrics", step=1, time=1, values={"train/loss": 1.0})
     journal.append("end", status="FINISHED", error=None, time=9)
     full = UnreachableError("OSError: [Errno 28] No space left on device", doubtful=True)
-    work.store.log_artifact = lambda *_: (_ for _ in ()).throw(full)
+    work.store.log_artifact.side_effect = full
     for _ in range(5):
         work.turn(seconds_later=10)
     assert work.store.named("end_run")[0] == ["create_run", "FINISHED", 9]
@@ -188,7 +184,6 @@ def test_a_run_gets_its_status_even_if_its_artifacts_fail(work, journal):
 
 
 def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
-    journal.append("start", **START)
     work.turn()
     journal.append("end", status="FINISHED", error=None, time=9)
     work.store.failures = [UnreachableError("pool used up", doubtful=True)] * 8
@@ -197,45 +192,6 @@ def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
     assert not work.task.uploader.state.done
     work.turn(seconds_later=10)
     assert work.store.named("end_run") == [["create_run", "FINISHED", 9]]
-
-
-def test_attempts_to_send_a_file_are_no_progress(journal):
-    status = JournalStatus(journal.path)
-    writer = UploadState(journal.path)
-    assert writer.acquire_lock()
-    before = status.progress_at
-    for attempt in ("away", "still away"):
-        writer.save(sending_file=True)
-        status.refresh()
-        assert (status.state.sending_file, status.progress_at) == (True, before)
-        writer.save_outage(attempt)
-        status.refresh()
-        assert (status.state.sending_file, status.progress_at) == (False, before)
-        assert status.state.outage == attempt
-    writer.save(offset=7)
-    writer.clear_outage()
-    status.refresh()
-    assert status.progress_at > before
-    assert (status.state.outage, status.state.offset) == (None, 7)
-    writer.release_lock()
-
-
-def test_the_user_is_warned_of_a_long_outage_once_and_of_its_end(journal, caplog):
-    status = JournalStatus(journal.path)
-    writer = UploadState(journal.path)
-    assert writer.acquire_lock()
-    for seconds_ago in (1, 31, 35):
-        writer.save(outage="refused", outage_since=time.time() - seconds_ago)
-        status.refresh()
-        status.warn()
-    writer.clear_outage()
-    for _ in range(2):
-        status.refresh()
-        status.warn()
-    writer.release_lock()
-    first, second = [record.getMessage() for record in caplog.records]
-    assert first.startswith("No answer from the tracking store for 31 s: refused.")
-    assert second.startswith("The tracking store answers again")
 
 
 def test_long_texts_fit_into_the_state_file(journal):
@@ -253,16 +209,14 @@ def test_long_texts_fit_into_the_state_file(journal):
 
 
 def test_a_bug_or_a_lost_journal_ends_one_run_only(work, journal):
-    journal.append("start", **START)
     work.turn()
     journal.path.unlink()
     work.turn()
     assert "FileNotFoundError" in work.saved().failure
-    assert not work._tasks
+    assert not work.tasks
 
 
-def test_a_creation_whose_answer_was_lost_is_looked_up(work, journal):
-    journal.append("start", **START)
+def test_a_creation_whose_answer_was_lost_is_looked_up(work):
     work.store.failures = [None, UnreachableError("timeout")]  # experiment, create_run
     work.turn()
     assert work.store.named("find_run") == []
@@ -270,14 +224,14 @@ def test_a_creation_whose_answer_was_lost_is_looked_up(work, journal):
     assert work.store.named("find_run") == [["experiment", {"mlflow.runner.journal": "1"}]]
 
 
-def test_a_child_waits_for_its_parent_but_not_for_ever(work, journal):
+def test_a_child_waits_for_its_parent_but_not_for_ever(idle, journal):
     journal.append("start", **{**START, "sweep": "night"})
-    work.turn()
-    assert work.store.named("create_run") == []
+    idle.turn()
+    assert idle.store.named("create_run") == []
     for _ in range(2):
-        work.turn(seconds_later=10)
-    assert work.saved().first_error == "The sweep night has no parent run; this run stands alone."
-    assert work.saved().run_id == "create_run"
+        idle.turn(seconds_later=10)
+    assert idle.saved().first_error == "The sweep night has no parent run; this run stands alone."
+    assert idle.saved().run_id == "create_run"
 
 
 def test_a_batch_fills_one_call_and_never_splits_a_record(journal):
@@ -307,40 +261,36 @@ def test_the_upload_state_survives_a_writer_and_admits_one_writer_at_a_time(jour
 
 
 def test_a_run_that_another_writer_ended_is_not_ended_again(work, journal):
-    journal.append("start", **START)
     journal.append("end", status="FINISHED", error=None, time=9)
-    work._trainer_is_alive = False
+    work.trainer_is_alive = False
     other = UploadState(journal.path)
     assert other.acquire_lock()
     work.turn()
     other.save(run_id="r", offset=journal.path.stat().st_size, done=True)
     other.release_lock()
     work.turn(seconds_later=1)
-    assert work.store.calls == []
-    assert not work._tasks
+    assert work.store.taken == []
+    assert not work.tasks
 
 
 def test_a_journal_is_uploaded_to_the_store_that_sync_gave_it(work, journal):
-    journal.append("start", **START)
     progress = UploadState(journal.path)
     assert progress.acquire_lock()
     progress.save(run_id="half sent elsewhere", offset=journal.path.stat().st_size)
     progress.change_store("other", "new name")
     progress.release_lock()
-    asked = []
-    work.task.uploader._stores.get = lambda uri: asked.append(uri) or work.store
     work.turn()
-    assert asked == ["other"]
+    work.stores.get.assert_called_once_with("other")
     assert work.store.named("experiment") == [["new name", None]]
     assert work.task.uploader.state.run_id == "create_run"
 
 
-def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(work, journal):
+def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(idle, journal):
     with journal.path.open("ab") as file:
         file.write(b'{"kind":"sta\n')
     journal.append_metrics([(1, 1, {"a": 1.0})])
-    work.turn()
-    assert "does not begin with the start of a run" in work.saved().refusal
+    idle.turn()
+    assert "does not begin with the start of a run" in idle.saved().refusal
     assert not UploadState(journal.path).read_without_lock()
     journal.close()
     assert pending.journal_state(journal.path) == "refused"
@@ -354,71 +304,17 @@ def test_a_damaged_upload_state_starts_over_and_looks_for_the_run(journal):
     progress.release_lock()
 
 
-def test_the_writer_rests_while_the_trainer_trains_and_not_once_the_run_has_ended(journal):
-    from runner.tracking.writer.writer_main import (
-        IDLE_POLL_SECONDS,
-        REST_FACTOR,
-        JournalTask,
-        Writer,
-    )
-
-    class Idle:
-        backlog = 0.0
-        journal = None
-
-        def log_system_metrics(self):
-            pass
-
-    Idle.journal = journal.path
-
-    class Loop(Writer):
-        def __init__(self, ends):
-            self._tasks = {"journal": JournalTask(Idle())}
-            self._trainer_is_alive = True
-            self.rests = []
-            self.ends = ends
-
-        def _is_finished(self):
-            return len(self.rests) == 3
-
-        def _read_requests(self, patience):
-            self.rests.append(patience)
-            if len(self.rests) == 2 and self.ends:
-                journal.append("end", status="FINISHED", error=None, time=9)
-
-        def _advance(self, name, task):
-            time.sleep(0.01)
-            return True
-
-    Idle.backlog = 3.0
-    busy = Loop(ends=False)
-    busy.run()
-    Idle.backlog = 0.0
-    loop = Loop(ends=True)
-    loop.run()
-    assert loop.rests[0] == IDLE_POLL_SECONDS
-    assert loop.rests[1] >= REST_FACTOR * 0.01
-    assert loop.rests[2] == 0.0
-    assert busy.rests[1] < loop.rests[1]
+def test_the_writer_rests_the_less_the_more_waits_and_not_once_the_run_has_ended():
+    assert rest_seconds(0.5, backlog=0.0, is_awaited=False) == 0.5 * REST_FACTOR
+    assert rest_seconds(0.5, backlog=3.0, is_awaited=False) == 0.5 * REST_FACTOR / 16
+    assert rest_seconds(0.5, backlog=0.0, is_awaited=True) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("offset", "outage", "message"),
-    [
-        (0, None, "Uploading the last records to mlruns ..."),
-        (25, None, "Uploading the last records to mlruns (25 % done) ..."),
-        (
-            0,
-            "refused",
-            "Uploading the last records to mlruns: no answer yet (refused). Gives up "
-            "after 60 s without one; `python -m runner sync` then uploads the rest.",
-        ),
-    ],
-)
-def test_the_message_while_the_last_records_are_uploaded(tmp_path, offset, outage, message):
-    journal = tmp_path / "journal.jsonl"
-    journal.write_text("x" * 100)
-    status = JournalStatus(journal)
-    status.state.offset = offset
-    status.state.outage = outage
-    assert status.waiting_message("mlruns", 60.0) == message
+def test_a_pause_ends_with_the_run(work, journal):
+    work.store.failures = [UnreachableError("away")]
+    work.turn()
+    work.task.look_for_end()
+    assert (work.task.is_awaited, work.task.retry_at > 0) == (False, True)
+    journal.append("end", status="FINISHED", error=None, time=9)
+    work.task.look_for_end()
+    assert (work.task.is_awaited, work.task.retry_at) == (True, 0.0)

@@ -1,11 +1,12 @@
 import os
 import random
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from forked_process import run_forked
+from waiting import SECONDS
 
 from runner.utils.reproducibility import (
     make_deterministic,
@@ -120,10 +121,11 @@ assert state() == before, (state(), before)
 @pytest.mark.parametrize("family", ["old", "new"])
 @pytest.mark.parametrize(("precision", "cudnn"), [("highest", "ieee"), ("high", "tf32")])
 def test_tf32_is_as_asked_after_a_program_has_set_either_family_of_switches(
-    family, precision, cudnn
+    clean, family, precision, cudnn
 ):
+    # A process of its own: torch has no way back from the new switches to the old ones.
     command = [sys.executable, "-c", SWITCHES, family, precision]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_forked(command, SECONDS, env=clean)
     assert done.returncode == 0, done.stderr
     matmul, _, *of_cudnn = done.stdout.split()
     assert matmul == cudnn

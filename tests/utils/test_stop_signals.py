@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
@@ -40,11 +40,22 @@ def test_a_signal_is_a_request(number):
     assert signal.getsignal(number) is handler
 
 
-def test_a_second_ctrl_c_interrupts_at_once(no_coalescing):
-    with StopSignals():
-        send(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            send(signal.SIGINT)
+@pytest.mark.parametrize(
+    ("first", "second", "interrupts"),
+    [
+        (signal.SIGINT, signal.SIGINT, True),
+        (signal.SIGTERM, signal.SIGINT, True),
+        (signal.SIGTERM, signal.SIGTERM, False),
+    ],
+)
+def test_a_second_signal_interrupts_at_once_if_it_is_ctrl_c(
+    no_coalescing, first, second, interrupts
+):
+    with StopSignals() as signals:
+        send(first)
+        with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
+            send(second)
+        assert signals.number == first
 
 
 def test_signals_of_one_ctrl_c_count_as_one(monkeypatch):
@@ -53,12 +64,6 @@ def test_signals_of_one_ctrl_c_count_as_one(monkeypatch):
     with StopSignals() as signals:
         send(signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT)
         assert signals.number == signal.SIGINT
-
-
-def test_a_second_sigterm_stays_a_request(no_coalescing):
-    with StopSignals() as signals:
-        send(signal.SIGTERM, signal.SIGTERM)
-        assert signals.number == signal.SIGTERM
 
 
 def test_a_signal_that_was_ignored_stays_ignored():
@@ -125,14 +130,6 @@ def test_an_error_that_an_interruption_causes_is_reported_as_the_signal():
         with suppress(Stopped), signals.interruptible():
             fails()
         raise AttributeError
-
-
-def test_a_first_ctrl_c_after_another_signal_interrupts(no_coalescing):
-    with StopSignals() as signals:
-        send(signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            send(signal.SIGINT)
-        assert signals.number == signal.SIGTERM
 
 
 def python(code):

@@ -1,6 +1,7 @@
 """What reaches a terminal, and what is pasted back into a shell."""
 
 import logging
+import shutil
 import subprocess
 
 import pytest
@@ -56,20 +57,19 @@ def test_tables_and_warnings_do_not_steer_the_terminal(capsys):
     assert PlainFormatter().format(record) == sanitize(f"w {STEERS}")
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_a_quoted_command_pasted_into_bash_has_the_same_words(word, tmp_path):
-    line = quote_command(["printf", "%s|", word, "end"])
-    assert "\n" not in line
-    assert sanitize(line) == line
-    assert " ".join(line.split()) == line, "a page shows it as it is"
-    done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=tmp_path,
-        capture_output=True,
-        check=True,
-        env={"LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"},
-    )
-    assert done.stdout.decode() == f"{word}|end|"
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_quoted_command_pasted_into_a_shell_has_the_same_words(shell, tmp_path):
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    lines = [quote_command(["printf", "%s|", word, "end"]) for word in WORDS]
+    for line in lines:
+        assert "\n" not in line
+        assert sanitize(line) == line
+        assert " ".join(line.split()) == line, "a page shows it as it is"
+    environment = {"LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"}
+    command = [shell, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, env=environment)
+    assert done.stdout.decode() == "".join(f"{word}|end|" for word in WORDS)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,7 +2,6 @@
 registered it, which cannot be undone: here another object has its type, and a process of its own
 registers it."""
 
-import subprocess
 import sys
 import warnings
 from importlib.util import find_spec
@@ -10,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked_process import run_forked
+from waiting import SECONDS
 
 from runner.precision import registry
 from runner.precision.loss_scale import NoLossScale
@@ -46,9 +47,7 @@ def rows(device):
 
 
 def named_tpu(env):
-    done = subprocess.run(
-        [sys.executable, "-c", ROWS], env=env, capture_output=True, text=True, timeout=1800
-    )
+    done = run_forked([sys.executable, "-c", ROWS], SECONDS, env=env)
     assert done.returncode == 0, done.stderr
     return eval(done.stdout)
 

@@ -95,6 +95,21 @@ class JournalTask:
             self.retry_at = 0.0
 
 
+def rest_seconds(took: float, backlog: float, is_awaited: bool) -> float:
+    """Return how long the writer rests after it has sent batches.
+
+    On shared cores (two hardware threads of one, for example) a busy writer slows the trainer. The
+    more batches wait, the shorter is the rest, because the trainer waits at its end until they are
+    sent.
+
+    Args:
+        took: seconds that the last batches took.
+        backlog: full batches that wait.
+        is_awaited: the trainer waits for the writer, or has ended.
+    """
+    return 0.0 if is_awaited else REST_FACTOR * took / (1 + backlog) ** 2
+
+
 class Writer:
     """The loop over all journals of one trainer.
 
@@ -102,6 +117,10 @@ class Writer:
 
     Args:
         parent: the trainer's process id.
+
+    Attributes:
+        tasks: the journals that are not stored yet, by path.
+        trainer_is_alive: the trainer runs, as far as is known.
     """
 
     def __init__(self, parent: int) -> None:
@@ -111,8 +130,8 @@ class Writer:
 
         self._make_uploader: Callable[..., Any] = partial(JournalUploader, stores=StoreCache())
         self._parent = parent
-        self._tasks: dict[str, JournalTask] = {}
-        self._trainer_is_alive = True
+        self.tasks: dict[str, JournalTask] = {}
+        self.trainer_is_alive = True
         self._partial_line = b""
         self._searched_folders = set[Path]()
         self._progress_at = time.monotonic()
@@ -124,30 +143,27 @@ class Writer:
         while not self._is_finished():
             self._read_requests(rest if is_busy else IDLE_POLL_SECONDS)
             started_at = time.monotonic()
-            for task in self._tasks.values():
+            for task in self.tasks.values():
                 task.look_for_end()
-            results = [self._advance(name, task) for name, task in list(self._tasks.items())]
+            results = [self.advance(name, task) for name, task in list(self.tasks.items())]
             is_busy = any(results)
-            tasks = self._tasks.values()
-            is_awaited = not self._trainer_is_alive or any(task.is_awaited for task in tasks)
-            backlog = sum(task.uploader.backlog for task in tasks)
+            tasks = self.tasks.values()
+            is_awaited = not self.trainer_is_alive or any(task.is_awaited for task in tasks)
             took = time.monotonic() - started_at
-            # On shared cores (two hardware threads of one, for example) a busy writer slows the
-            # trainer. The rest is shorter the more batches wait, because the trainer waits at its
-            # end until they are sent, and there is none once it waits.
-            rest = 0.0 if is_awaited else REST_FACTOR * took / (1 + backlog) ** 2
-            if self._trainer_is_alive:
+            backlog = sum(task.uploader.backlog for task in tasks)
+            rest = rest_seconds(took, backlog, is_awaited)
+            if self.trainer_is_alive:
                 for task in tasks:
                     task.uploader.log_system_metrics()
 
     def _is_finished(self) -> bool:
-        if self._trainer_is_alive:
+        if self.trainer_is_alive:
             return False
-        return not self._tasks or time.monotonic() - self._progress_at > ORPHAN_IDLE_SECONDS
+        return not self.tasks or time.monotonic() - self._progress_at > ORPHAN_IDLE_SECONDS
 
     def _read_requests(self, patience: float) -> None:
         """Read journal paths from stdin for at most `patience` seconds; note the trainer's end."""
-        if not self._trainer_is_alive:
+        if not self.trainer_is_alive:
             time.sleep(patience)
             return
         # stdin ends with the trainer. A forked child of it may hold the pipe open, but the
@@ -162,20 +178,20 @@ class Writer:
             *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             for line in lines:
                 name = json.loads(line)["journal"]
-                self._tasks[name] = JournalTask(self._make_uploader(Path(name)))
+                self.tasks[name] = JournalTask(self._make_uploader(Path(name)))
             patience = 0.0
         if has_ended:
-            self._trainer_is_alive = False
+            self.trainer_is_alive = False
             self._progress_at = time.monotonic()
 
-    def _advance(self, name: str, task: JournalTask) -> bool:
+    def advance(self, name: str, task: JournalTask) -> bool:
         """Upload one batch of a journal, if one is due; return True if more may follow at once."""
         now = time.monotonic()
         if now < task.retry_at:
             return False
         before = task.uploader.state.offset
         try:
-            more = task.uploader.advance(last=not self._trainer_is_alive)
+            more = task.uploader.advance(last=not self.trainer_is_alive)
         except Exception as error:  # one journal's error must not end the others
             more = self._handle_error(name, task, error, now)
         else:
@@ -183,7 +199,7 @@ class Writer:
             task.uploader.state.clear_outage()
             folder = pending.outputs_folder(Path(name))
             is_searched = folder in self._searched_folders or task.uploader.is_unopened
-            if self._trainer_is_alive and not is_searched:
+            if self.trainer_is_alive and not is_searched:
                 # Earlier runs' pending journals, once per folder. By a process of its own: a store
                 # of theirs that does not answer must not delay this run.
                 self._searched_folders.add(folder)
@@ -225,7 +241,7 @@ class Writer:
         if error.doubtful and seconds > DOUBTFUL_REFUSAL_SECONDS and not task.uploader.must_retry:
             return self._handle_refusal(name, task, cause)
         task.uploader.state.save_outage(cause)
-        if not self._trainer_is_alive:
+        if not self.trainer_is_alive:
             task.uploader.state.release_lock()  # `runner sync` may take over
         return False
 
@@ -242,4 +258,4 @@ class Writer:
         return True
 
     def _close(self, name: str) -> None:
-        self._tasks.pop(name).uploader.state.release_lock()
+        self.tasks.pop(name).uploader.state.release_lock()

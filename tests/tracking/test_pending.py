@@ -1,0 +1,57 @@
+"""What becomes of journals that nobody uploads, and of writers that die."""
+
+import io
+import subprocess
+from unittest.mock import create_autospec
+
+import pytest
+
+from runner.tracking import pending, writer_process
+from runner.tracking.journal import Journal
+from runner.tracking.pending import MAX_SEARCHED_FOLDERS, find_journals, upload_in_background
+from runner.tracking.writer_process import WriterProcess
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Five folders of runs whose journals wait."""
+    for number in range(5):
+        journal = Journal(tmp_path / f"run-{number}")
+        journal.append("start", uri="http://host")
+        journal.close()
+    return tmp_path
+
+
+def test_a_search_in_the_background_reads_the_newest_folders_only(runs, monkeypatch):
+    assert MAX_SEARCHED_FOLDERS == 2000
+    started = []
+    monkeypatch.setattr(
+        pending, "start_detached_writer", lambda journals, lock: started.extend(journals)
+    )
+    monkeypatch.setattr(pending, "MAX_SEARCHED_FOLDERS", 3)  # the first holds the runs' folders
+    assert upload_in_background(runs) == 2
+    assert [path.parent.name for path in started] == ["run-4", "run-3"]
+    assert len([*find_journals(runs)]) == 5
+
+
+def test_a_writer_that_dies_is_started_again_twice(tmp_path, monkeypatch, caplog):
+    started = []
+
+    def start(folder):
+        died = create_autospec(subprocess.Popen, instance=True, stdin=io.BytesIO(), returncode=9)
+        died.poll.return_value = 9
+        started.append(died)
+        return died
+
+    monkeypatch.setattr(writer_process, "start_writer", start)
+    journal = Journal(tmp_path)
+    writer = WriterProcess()
+    writer.add_journal(journal.path)
+    assert [writer.keep_alive() for _ in range(3)] == [
+        None,
+        None,
+        f"the writer process ended with status 9, see {tmp_path / 'tracking.log'}",
+    ]
+    assert len(started) == 3
+    assert caplog.text.count("was started again; no record is lost") == 2
+    journal.close()
