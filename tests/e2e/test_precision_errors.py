@@ -1,6 +1,7 @@
 """Models that a precision, or PyTorch's kernels for it, cannot run: one message that names what
 works, and what it names then trains."""
 
+import json
 import re
 
 import pytest
@@ -74,23 +75,21 @@ class Blocks(nn.Module):
         return self.head(h)
 
 
-class Inline(nn.Module):
-    """The operation is in the model's own forward."""
-
+class Layers(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+
+class Inline(Layers):
+    """The operation is in the model's own forward."""
 
     def forward(self, x):
         h = self.layer(x.flatten(1))
         return self.head(torch.fft.irfft(torch.fft.rfft(h), n=64))
 
 
-class Widened(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
-
+class Widened(Layers):
     def forward(self, x):
         return self.head(self.layer(x.flatten(1)).float())
 
@@ -105,11 +104,7 @@ class Cube(torch.autograd.Function):
         return torch.fft.irfft(torch.fft.rfft(grad), n=64)
 
 
-class Backward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
-
+class Backward(Layers):
     def forward(self, x):
         return self.head(Cube.apply(self.layer(x.flatten(1))))
 
@@ -158,20 +153,7 @@ class Built(nn.Module):
         return self.head(self.layer(self.norm(self.conv(x)).flatten(1)).relu())
 
 
-class Lazy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.layer, self.head = nn.LazyConv2d(4, 3), nn.LazyLinear(64), nn.Linear(64, 10)
-
-    def forward(self, x):
-        return self.head(self.layer(self.conv(x).flatten(1)))
-
-
-class Keyword(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
-
+class Keyword(Layers):
     def forward(self, x):
         return self.head(input=self.layer(input=x.flatten(1)))
 
@@ -213,26 +195,18 @@ class NumpyLoss(Classification):
 
 @pytest.fixture
 def strange(main, tmp_path):
-    """A tiny run of one of the models above."""
+    """A tiny run of one of the models above, in tmp_path / "out"."""
     folder = tmp_path / "strange"
     (folder / "conf" / "model").mkdir(parents=True)
     (folder / "nets.py").write_text(NETS)
     (folder / "tasks.py").write_text(TASKS)
     (folder / "conf" / "model" / "net.yaml").write_text("_target_: strange.nets.Ops\n")
 
-    def run(net, *words):
+    def run(net, typed):
         name, *keys = net.split()
-        return main(
-            "--config-dir",
-            "strange/conf",
-            "model=net",
-            f"model._target_=strange.nets.{name}",
-            *keys,
-            "train.max_steps=2",
-            "train.batch_size=4",
-            "tracking=none",
-            *words,
-        )
+        own = f"--config-dir strange/conf model=net model._target_=strange.nets.{name}".split()
+        short = "train.max_steps=2 train.batch_size=4 tracking=none hydra.run.dir=out".split()
+        return main(*own, *keys, *short, *typed.split())
 
     return run
 
@@ -333,7 +307,7 @@ FAILING = [
 
 @pytest.mark.parametrize(("net", "typed", "parts"), FAILING)
 def test_a_model_that_a_precision_cannot_run_gets_one_message(strange, net, typed, parts):
-    done = strange(net, *typed.split())
+    done = strange(net, typed)
     assert done.rc == 2, done
     assert "Traceback" not in done.stderr + done.stdout
     assert "that fit" not in done.stderr
@@ -342,37 +316,56 @@ def test_a_model_that_a_precision_cannot_run_gets_one_message(strange, net, type
 
 
 TRAINING = [
-    ("Ops +model.op=cholesky", f"{TRUE16} {KEEP_OP}"),
-    ("Ops +model.op=cholesky", "precision=16-mixed"),
-    ("Ops +model.op=inverse", "precision=bf16-mixed"),
-    ("Ops +model.op=distances", f"{FP8} {KEEP_OP}"),
-    ("Blocks +model.op=inverse", "precision=bf16-true precision.keep_fp32=[blocks.*.op]"),
-    ("Operator", f"precision=bf16-true {KEEP_SPECTRAL}"),
-    ("Operator", f"{TRUE16} {KEEP_SPECTRAL}"),
-    ("Inline", "precision=bf16-mixed"),
-    ("Widened", "precision=bf16-true precision.keep_fp32=[head]"),
-    ("Ops +model.op=mask", f"precision=16-mixed {KEEP_OP}"),
-    ("Ops +model.op=mask", "precision=bf16-true"),
-    ("Ops +model.op=detached", f"precision=bf16-mixed {KEEP_OP}"),
-    ("Recurrent", "precision=16-mixed precision.cpu_float16=float32_accumulate"),
-    ("Built +model.dtype=float16", "precision=bnb-nf4 precision.compute_dtype=float16"),
-    ("Built +model.dtype=bfloat16", "precision=bnb-int8"),
-    ("Built +model.dtype=float64", "precision=bf16-mixed"),
-    ("Built +model.dtype=float16", FP8),
-    ("Lazy", "precision=bnb-nf4"),
-    ("Lazy", "precision=bnb-int8 mode=plan"),
-    ("Keyword", "precision=bnb-fp4-dq"),
-    ("Keyword", "precision=bnb-int8"),
-    ("Keyword", "precision=bnb-int8-training"),
-    ("Keyword", FP8),
-    ("Keyword", "precision=float8-rowwise precision.emulate=true"),
+    ("Ops +model.op=cholesky", f"{TRUE16} {KEEP_OP}", "layer", "float16", "float16"),
+    ("Ops +model.op=distances", f"{FP8} {KEEP_OP}", "layer", "bfloat16", "float32"),
+    (
+        *("Blocks +model.op=inverse", "precision=bf16-true precision.keep_fp32=[blocks.*.op]"),
+        *("blocks.0.layer", "bfloat16", "bfloat16"),
+    ),
+    ("Operator", f"precision=bf16-true {KEEP_SPECTRAL}", "lift", "bfloat16", "bfloat16"),
+    ("Inline", "precision=bf16-mixed", "layer", "float32", "bfloat16"),
+    ("Widened", "precision=bf16-true precision.keep_fp32=[head]", "head", "float32", "float32"),
+    ("Ops +model.op=mask", f"precision=16-mixed {KEEP_OP}", "layer", "float32", "float16"),
+    (
+        *("Recurrent", "precision=16-mixed precision.cpu_float16=float32_accumulate"),
+        *("rnn", "float32", "float16"),
+    ),
+    (
+        *("Built +model.dtype=float16", "precision=bnb-nf4 precision.compute_dtype=float16"),
+        *("layer", "float16 uint8", "float16"),
+    ),
 ]
+"""What messages name: the model, what is typed, a module, its dtypes in store and in products."""
 
 
-@pytest.mark.parametrize(("net", "typed"), TRAINING)
-def test_what_the_messages_name_runs(strange, net, typed):
-    done = strange(net, *typed.split())
+@pytest.mark.parametrize(("net", "typed", "module", "stores", "computes"), TRAINING)
+def test_what_a_message_names_trains_in_the_precision(
+    strange, tmp_path, net, typed, module, stores, computes
+):
+    done = strange(net, typed)
     assert done.rc == 0, done
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert 0 < result["train_loss"] < 10
+    table = json.loads((tmp_path / "out" / "dtypes.json").read_text())
+    (row,) = [row for row in table["data"] if row[0] == module]
+    found = dict(zip(table["columns"], row, strict=True))
+    assert (found["stores"], found["computes"]) == (stores, computes)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "bnb-fp4-dq",
+        "bnb-int8",
+        "bnb-int8-training",
+        FP8.removeprefix("precision="),
+        "float8-rowwise precision.emulate=true",
+    ],
+)
+def test_a_converted_layer_takes_its_input_by_keyword(strange, tmp_path, precision):
+    assert strange("Keyword", f"precision={precision}").rc == 0
+    rows = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert "layer" in {row["module"] for row in rows if row["done"]}
 
 
 @pytest.mark.parametrize("precision", ["bnb-nf4", "bnb-int8"])
