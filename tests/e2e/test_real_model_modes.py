@@ -55,7 +55,8 @@ def are_equal(one, other):
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("t5", "16-mixed"),
+        ("t5", "bf16-mixed"),
+        pytest.param("t5", "16-mixed", marks=pytest.mark.extended),
         pytest.param("timm-resnet", "bf16-true", marks=pytest.mark.extended),
         pytest.param("gpt2", "bnb-nf4", marks=pytest.mark.extended),
     ],
@@ -122,7 +123,7 @@ class Memory(NoTracker):
         Memory.made = Path(folder), facts
 
 
-@pytest.mark.parametrize("name", first_of("t5", "timm-vit"))
+@pytest.mark.parametrize("name", first_of("bert-sequence", "t5", "timm-vit"))
 def test_an_exported_model_takes_the_fields_of_a_batch(job, tmp_path, name):
     done, run, _ = job(name, f"tracking._target_={__name__}.Memory")
     assert "not in MLflow" not in done.stdout

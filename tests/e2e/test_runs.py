@@ -161,7 +161,9 @@ def test_the_result_is_that_of_the_metrics(tracked):
     assert outcome["run_id"] == tracked[1].info.run_id
 
 
-def test_a_run_that_fails_is_failed_in_the_store(lab, main, store, reader, run_named):
+def test_a_run_that_fails_is_failed_in_the_store_whose_note_repeats_it(
+    lab, main, store, reader, run_named
+):
     name = "fails on purpose"
     typed = "--config-dir lab/conf model=net model.fail_at=3 train.log_every=1".split()
     done = main(*typed, f"tracking.uri={store}", f"tracking.run_name={name}")
@@ -171,6 +173,10 @@ def test_a_run_that_fails_is_failed_in_the_store(lab, main, store, reader, run_n
     assert run.info.status == "FAILED"
     assert run.data.tags["error"] == "ArithmeticError: failed as it was told to"
     assert len(reader().get_metric_history(run.info.run_id, "train/loss")) == 2
+    note = run.data.tags["mlflow.note.content"]
+    assert note.startswith("**FAILED**: ArithmeticError: failed as it was told to")
+    assert "--config-dir lab/conf" in note
+    assert "model.fail_at=3" in note
 
 
 def state_of_torch():
