@@ -39,6 +39,32 @@ def loss_in(name):
     return json.loads((Path(name) / "result.json").read_text())["metrics"]["val/loss"]
 
 
+def check_compiled(main):
+    """Check that the run in the folder compiled did what a run that is not compiled does."""
+    wanted, weights = run(main, "plain", "model.dropout=0")
+    assert loss_in("compiled") == pytest.approx(wanted["metrics"]["val/loss"], abs=1e-4)
+    (saved,) = Path("compiled").glob("checkpoints/step-*.pt")
+    assert list(torch.load(saved, weights_only=True)["model"]) == list(weights)
+    assert kinds("compiled") == kinds("plain")
+    assert "rounding between fused" not in Path("plain/dtypes.json").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own while it compiles
+def test_compiled_blocks(main, monkeypatch):
+    """Without inductor, whose C++ takes a minute to compile; the next test has it."""
+    compile_, compiled = nn.Module.compile, []
+
+    def traced(self, mode=None, options=None, **more):
+        compiled.append(type(self).__name__)
+        compile_(self, backend="eager", **more)
+
+    monkeypatch.setattr(nn.Module, "compile", traced)
+    run(main, "compiled", *COMPILED)
+    torch.compiler.reset()
+    assert compiled == ["Block", "Block"]
+    check_compiled(main)
+
+
 @pytest.fixture
 def compiled(cli):
     """A run with compiled blocks, in a process of its own: torch warns while it compiles, which is
@@ -48,14 +74,10 @@ def compiled(cli):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.usefixtures("compiled")
-def test_compiled_blocks(main):
-    wanted, weights = run(main, "plain", "model.dropout=0")
-    assert loss_in("compiled") == pytest.approx(wanted["metrics"]["val/loss"], abs=1e-4)
-    (saved,) = Path("compiled").glob("checkpoints/step-*.pt")
-    assert list(torch.load(saved, weights_only=True)["model"]) == list(weights)
-    assert kinds("compiled") == kinds("plain")
-    assert "rounding between fused" not in Path("plain/dtypes.json").read_text()
+def test_blocks_compiled_by_inductor(main):
+    check_compiled(main)
 
 
 @pytest.mark.slow
