@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from run_folders import job_results
+from typed_runs import TypedRuns
 
 BF16 = "optimizer.state_dtype=bfloat16"
 RULE = "optimizer.lr=1e-4 precision=bf16-true precision.update"
@@ -13,34 +14,15 @@ STEPS, HALF = 6, 3
 
 
 @pytest.fixture
-def part(quick, tmp_path):
-    """Train half of the steps in the folder part; return what the command printed in one line."""
-
-    def train(typed):
-        done = quick(*typed.split(), f"train.max_steps={HALF}", "hydra.run.dir=part")
-        assert done.rc == 0, done.stderr
-        return " ".join(done.stdout.split())
-
-    return train
+def runs(main, tmp_path):
+    """Tiny runs without tracking."""
+    words = "model=mlp model.hidden=[16] train.log_every=2 tracking=none"
+    return TypedRuns(main, tmp_path, f"{words} train.max_steps={HALF}")
 
 
-@pytest.fixture
-def resume(main):
-    """Resume the folder part to its last step; return what the command printed in one line."""
-
-    def train(typed=""):
-        done = main("checkpoint.resume=part", f"train.max_steps={STEPS}", *typed.split())
-        assert done.rc == 0, done.stderr
-        return " ".join(done.stdout.split())
-
-    return train
-
-
-def final_state(folder):
-    """Weights and the states of all optimizers of a run's last checkpoint."""
-    path = max(folder.glob("checkpoints/*.pt"))
-    content = torch.load(path, weights_only=True)
-    return content["model"], [optimizer["state"] for optimizer in content["optimizers"]]
+def states(run):
+    """Return the states of all optimizers of a run's last checkpoint."""
+    return [optimizer["state"] for optimizer in run.content()["optimizers"]]
 
 
 def moment_dtypes(state):
@@ -66,24 +48,26 @@ MORE_CASES = {
 @pytest.mark.parametrize(
     "name", [*CASES, *(pytest.param(name, marks=pytest.mark.extended) for name in MORE_CASES)]
 )
-def test_a_resumed_run_ends_as_one_that_was_not_stopped(quick, resume, tmp_path, name):
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(runs, tmp_path, name):
     typed = {**CASES, **MORE_CASES}[name]
-    words = f"train.max_steps={STEPS} checkpoint.every_steps={HALF} checkpoint.keep=9"
-    done = quick(*typed.split(), *words.split(), "hydra.run.dir=whole")
-    assert done.rc == 0, done.stderr
+    often = f"checkpoint.every_steps={HALF} checkpoint.keep=9"
+    whole = runs.train(f"{typed} train.max_steps={STEPS} {often}", "whole")
     has_bfloat16 = "state_dtype" in typed
-    assert ("keeps its state in bfloat16" in " ".join(done.stdout.split())) == has_bfloat16
-    whole, part = (tmp_path / folder for folder in ("whole", "part"))
-    shutil.copytree(whole, part)
+    assert ("keeps its state in bfloat16" in whole.stdout) == has_bfloat16
+    part = tmp_path / "part"
+    shutil.copytree(whole.folder, part)
     (part / "result.json").unlink()
     (part / "checkpoints" / f"step-{STEPS:08d}.pt").unlink()
-    assert "is cast" not in resume()
-    (weights, states), (others, resumed) = map(final_state, (whole, part))
-    assert all(torch.equal(value, others[name]) for name, value in weights.items())
-    assert not has_bfloat16 or moment_dtypes(states[-1]) == {torch.bfloat16}
+    resumed = runs.resume(f"train.max_steps={STEPS}", "part")
+    assert "is cast" not in resumed.stdout
+    weights = resumed.content()["model"]
+    for key, value in whole.content()["model"].items():
+        assert torch.equal(value, weights[key])
+    expected = states(whole)
+    assert not has_bfloat16 or moment_dtypes(expected[-1]) == {torch.bfloat16}
     if name == "muon":
-        assert moment_dtypes(states[0]) == {torch.float32}
-    for state, other in zip(states, resumed, strict=True):
+        assert moment_dtypes(expected[0]) == {torch.float32}
+    for state, other in zip(expected, states(resumed), strict=True):
         for index, values in state.items():
             for key, value in values.items():
                 assert other[index][key].dtype is value.dtype
@@ -104,31 +88,29 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(quick, resume, tmp_path,
         ("precision=bf16-true", f"precision=32-true {BF16}", "", torch.bfloat16),
     ],
 )
-def test_a_changed_dtype_on_resume_is_said(part, resume, tmp_path, before, after, cast, kept):
-    part(before)
-    said = resume(after)
-    assert (f"the optimizer's state is cast {cast}" in said) == bool(cast)
-    assert ("is cast" in said) == bool(cast)
-    _, (state,) = final_state(tmp_path / "part")
+def test_a_changed_dtype_on_resume_is_said(runs, before, after, cast, kept):
+    runs.train(before)
+    resumed = runs.resume(f"train.max_steps={STEPS} {after}")
+    assert (f"the optimizer's state is cast {cast}" in resumed.stdout) == bool(cast)
+    assert ("is cast" in resumed.stdout) == bool(cast)
+    (state,) = states(resumed)
     assert moment_dtypes(state) == {kept}
 
 
-def test_a_changed_rule_is_named_and_begins_anew(part, resume, tmp_path):
-    part(f"{RULE}=kahan")
-    said = resume("precision=bf16-true precision.update=master_weights")
-    assert "the checkpoint's compensations are dropped" in said
-    _, (state,) = final_state(tmp_path / "part")
+def test_a_changed_rule_is_named_and_begins_anew(runs):
+    runs.train(f"{RULE}=kahan")
+    rule = "precision=bf16-true precision.update=master_weights"
+    resumed = runs.resume(f"train.max_steps={STEPS} {rule}")
+    assert "the checkpoint's compensations are dropped" in resumed.stdout
+    (state,) = states(resumed)
     assert {*state[0]} == {"step", "exp_avg", "exp_avg_sq", "master_weight"}
     assert state[0]["master_weight"].dtype is torch.float32
 
 
-def test_no_update_is_counted_as_lost_with_a_rule(part, tmp_path):
-    metrics = tmp_path / "part" / "metrics.jsonl"
-    part(f"{RULE}=nearest")
-    assert "guard/stagnant_share" in metrics.read_text()
-    metrics.unlink()
-    part(f"{RULE}=kahan")
-    assert "guard/stagnant_share" not in metrics.read_text()
+def test_no_update_is_counted_as_lost_with_a_rule(runs):
+    for rule, is_counted in (("nearest", True), ("kahan", False)):
+        metrics = runs.train(f"{RULE}={rule}", rule).folder / "metrics.jsonl"
+        assert ("guard/stagnant_share" in metrics.read_text()) == is_counted
 
 
 @pytest.mark.parametrize(
@@ -139,9 +121,9 @@ def test_no_update_is_counted_as_lost_with_a_rule(part, tmp_path):
         (f"{RULE}=remainders", f"{RULE}=nearest", 2.5),
     ],
 )
-def test_a_plan_counts_the_bytes_of_the_state(quick, typed, plain, ratio):
+def test_a_plan_counts_the_bytes_of_the_state(runs, typed, plain, ratio):
     def state_mib(words):
-        done = quick("mode=plan", "model.hidden=[4096]", "hydra.run.dir=plan", *words.split())
+        done = runs(f"mode=plan model.hidden=[4096] hydra.run.dir=plan {words}")
         assert done.rc == 0, done.stderr
         (line,) = [line for line in done.stdout.splitlines() if "optimizer state" in line]
         return float(line.split("│")[2].split()[0])
@@ -149,11 +131,11 @@ def test_a_plan_counts_the_bytes_of_the_state(quick, typed, plain, ratio):
     assert state_mib(typed) == pytest.approx(state_mib(plain) * ratio, rel=0.05)
 
 
-def test_an_average_that_bfloat16_freezes_is_warned_of(part):
-    said = part(BF16)
+def test_an_average_that_bfloat16_freezes_is_warned_of(runs):
+    said = runs.train(BF16).stdout
     assert "with betas[1]=0.999 a step takes less from a running average" in said
     assert "as DeepSeek-V3's betas=[0.9,0.95], or optimizer.state_dtype=null." in said
-    assert "warning" not in part(f"{BF16} optimizer.betas=[0.9,0.95]")
+    assert "warning" not in runs.train(f"{BF16} optimizer.betas=[0.9,0.95]").stdout
 
 
 @pytest.mark.parametrize(
@@ -173,28 +155,25 @@ def test_an_average_that_bfloat16_freezes_is_warned_of(part):
         ("precision=32-true precision.update=kahan", ["precision.update=kahan is not known"]),
     ],
 )
-def test_what_cannot_work_is_one_message(quick, typed, parts):
-    done = quick(*typed.split())
-    assert done.rc == 2, done.stdout
-    assert [part for part in parts if part not in done.stderr] == []
-    assert done.stderr.count("error: ") == 1
-    assert "Traceback" not in done.stderr
+def test_what_cannot_work_is_one_message(runs, typed, parts):
+    message = runs.fail(typed)
+    assert [part for part in parts if part not in message] == []
+    assert message.count("error: ") == 1
 
 
-def test_a_sweep_compares_dtypes(quick, tmp_path):
-    typed = "-m hydra/launcher=basic optimizer.state_dtype=null,bfloat16"
-    assert quick(*typed.split()).rc == 0
+def test_a_sweep_compares_dtypes(runs, tmp_path):
+    done = runs("-m hydra/launcher=basic optimizer.state_dtype=null,bfloat16")
+    assert done.rc == 0, done.stderr
     wide, narrow = (job["optimizer_mib"] for job in job_results(tmp_path))
     assert narrow == pytest.approx(wide / 2, rel=0.01)
 
 
-def test_a_precision_without_the_key_runs_in_a_sweep_of_rules(quick, tmp_path):
-    typed = "-m hydra/launcher=basic precision=32-true,bf16-true precision.update=kahan"
-    done = quick(*typed.split())
+def test_a_precision_without_the_key_runs_in_a_sweep_of_rules(runs, tmp_path):
+    typed = "precision=32-true,bf16-true precision.update=kahan"
+    done = runs(f"-m hydra/launcher=basic {typed}")
     assert done.rc == 0, done.stderr
-    jobs = job_results(tmp_path)
-    assert [job["precision"] for job in jobs] == ["32-true", "bf16-true"]
-    assert [job["status"] for job in jobs] == ["finished"] * 2
+    jobs = [(job["precision"], job["status"]) for job in job_results(tmp_path)]
+    assert jobs == [("32-true", "finished"), ("bf16-true", "finished")]
 
 
 OWN = """
@@ -209,7 +188,7 @@ class Own(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("is_its_own", [True, False])
-def test_an_optimizer_of_ones_own(part, tmp_path, monkeypatch, is_its_own):
+def test_an_optimizer_of_ones_own(runs, tmp_path, monkeypatch, is_its_own):
     """A class with a parameter of that name gets the value; any other is kept in the dtype."""
     parameter, body = (", state_dtype=None", "self.defaults['given'] = state_dtype")
     if not is_its_own:
@@ -217,6 +196,6 @@ def test_an_optimizer_of_ones_own(part, tmp_path, monkeypatch, is_its_own):
     name = f"own_{is_its_own}".lower()
     (tmp_path / f"{name}.py").write_text(OWN.format(parameter=parameter, body=body))
     monkeypatch.syspath_prepend(tmp_path)
-    part(f"~optimizer +optimizer._target_={name}.Own +{BF16}")
-    _, (state,) = final_state(tmp_path / "part")
+    run = runs.train(f"~optimizer +optimizer._target_={name}.Own +{BF16}")
+    (state,) = states(run)
     assert moment_dtypes(state) == {torch.float32 if is_its_own else torch.bfloat16}
