@@ -5,18 +5,10 @@ import json
 import torch
 
 NET = (
-    "model=mlp",
-    "model.hidden=[16,16]",
-    "data=synthetic_images",
-    "data.shape=[1,8,8]",
-    "data.count=300",
-    "train.batch_size=30",
-    "train.max_steps=6",
-    "train.eval_every=3",
-    "train.log_every=2",
-    "optimizer=sgd",
-    "optimizer.lr=0.1",
-)
+    "model=mlp model.hidden=[16,16] data=synthetic_images data.shape=[1,8,8] "
+    "data.count=300 train.batch_size=30 train.max_steps=6 train.eval_every=3 "
+    "train.log_every=2 optimizer=sgd optimizer.lr=0.1"
+).split()
 
 
 class Outcome:
