@@ -129,8 +129,8 @@ def test_an_own_preset_of_a_sweep_is_one(main, tmp_path):
     preset = tmp_path / "conf" / "experiment" / "grid.yaml"
     preset.parent.mkdir(parents=True)
     preset.write_text(
-        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  launcher:\n    n_jobs: 1\n"
-        "  sweeper:\n    params:\n      seed: 0,1\n"
+        "# @package _global_\ndefaults:\n  - override /hydra/launcher: basic\n\n"
+        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      seed: 0,1\n"
     )
     tiny = "experiment=grid model=mlp model.hidden=[4] train.max_steps=1 tracking=none"
     done = main("--config-dir", "conf", *tiny.split())
