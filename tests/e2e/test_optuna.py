@@ -1,31 +1,31 @@
 """Searches by Optuna: in the task's direction, past failed jobs, to the table of a sweep."""
 
-import json
 from importlib.util import find_spec
 
 import pytest
 from omegaconf import OmegaConf
+from run_folders import job_results
 
 pytestmark = pytest.mark.skipif(
     find_spec("hydra_plugins") is None or find_spec("hydra_plugins.hydra_optuna_sweeper") is None,
     reason="hydra-optuna-sweeper is not installed: pip install 'precision-runner[optuna]'",
 )
-TINY = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2", "tracking=none")
-SEARCH = ("-m", "hydra/sweeper=optuna")
+TINY = "model=mlp model.hidden=[16] train.max_steps=3 train.log_every=2 tracking=none".split()
+SEARCH = ("-m", "hydra/sweeper=optuna", "hydra/launcher=basic")
 SEED = "hydra.sweeper.sampler.seed=0"
+LR = "optimizer.lr=interval(0.0001,0.1)"
 
 
 @pytest.fixture
 def search(main, tmp_path):
     """Runs a search: (what was printed, the jobs' results, what Optuna found)."""
 
-    def made(*args):
-        done = main(*TINY, *SEARCH, *args)
+    def made(words):
+        done = main(*TINY, *SEARCH, SEED, *words.split())
         (out,) = tmp_path.glob("outputs/sweeps/*")
-        jobs = sorted(out.glob("*/result.json"), key=lambda path: int(path.parent.name))
         best = out / "optimization_results.yaml"
         found = OmegaConf.to_container(OmegaConf.load(best)) if best.exists() else None
-        return done, [json.loads(path.read_text()) for path in jobs], found
+        return done, job_results(tmp_path), found
 
     return made
 
@@ -36,11 +36,8 @@ def typed(result):
 
 def test_it_looks_for_the_highest_accuracy(search):
     done, jobs, found = search(
-        "precision=choice(32,bf16)",
-        "optimizer.lr=interval(0.0005,0.05)",
-        "train.batch_size=choice(32,64)",
-        "hydra.sweeper.n_trials=4",
-        SEED,
+        "precision=choice(32,bf16) optimizer.lr=interval(0.0005,0.05) "
+        "train.batch_size=choice(32,64) hydra.sweeper.n_trials=4"
     )
     assert (done.rc, len(jobs)) == (0, 4)
     best = max(jobs, key=lambda job: job["metrics"]["val/accuracy"])
@@ -57,43 +54,25 @@ def test_it_looks_for_the_highest_accuracy(search):
     assert "A new study" not in done.stderr
 
 
-def test_it_looks_for_the_lowest_loss_of_a_regression(search):
-    done, jobs, found = search(
-        "data=signals",
-        "model=complex_mlp",
-        "optimizer.lr=interval(0.0001,0.1)",
-        "hydra.sweeper.n_trials=3",
-        SEED,
-    )
+@pytest.mark.parametrize(
+    ("words", "metric", "direction"),
+    [
+        ("data=signals model=complex_mlp", "val/loss", "min"),
+        ("task.quality=loss", "val/loss", "min"),
+        ("hydra.sweeper.direction=minimize", "val/accuracy", "max"),
+    ],
+    ids=["a regression", "the quality that the task names", "the user's direction"],
+)
+def test_it_looks_for_the_lowest(search, words, metric, direction):
+    done, jobs, found = search(f"{LR} hydra.sweeper.n_trials=3 {words}")
     assert done.rc == 0
-    assert found["best_value"] == min(job["metrics"]["val/loss"] for job in jobs)
-
-
-def test_it_looks_for_the_quality_that_the_task_names(search):
-    done, jobs, found = search(
-        "optimizer.lr=interval(0.0001,0.1)", "hydra.sweeper.n_trials=3", "task.quality=loss", SEED
-    )
-    assert done.rc == 0
-    assert found["best_value"] == min(job["metrics"]["val/loss"] for job in jobs)
-    assert {job["direction"] for job in jobs} == {"min"}
-
-
-def test_the_users_direction_counts(search):
-    _, jobs, found = search(
-        "optimizer.lr=interval(0.0001,0.1)",
-        "hydra.sweeper.n_trials=3",
-        "hydra.sweeper.direction=minimize",
-        SEED,
-    )
-    assert found["best_value"] == min(job["metrics"]["val/accuracy"] for job in jobs)
+    assert found["best_value"] == min(job["metrics"][metric] for job in jobs)
+    assert {job["direction"] for job in jobs} == {direction}
 
 
 def test_what_cannot_run_here_ends_neither_the_search_nor_wins(search):
     done, jobs, found = search(
-        "precision=choice(32,transformer-engine)",
-        SEED,
-        "accelerator=cpu",
-        "hydra.sweeper.n_trials=5",
+        "precision=choice(32,transformer-engine) accelerator=cpu hydra.sweeper.n_trials=5"
     )
     assert done.rc == 2
     assert {job["status"] for job in jobs} == {"finished", "unavailable"}
@@ -102,7 +81,7 @@ def test_what_cannot_run_here_ends_neither_the_search_nor_wins(search):
 
 
 def test_a_search_in_which_all_fails_says_so(search):
-    done, jobs, found = search("optimizer.lr=interval(-2,-1)", "hydra.sweeper.n_trials=2")
+    done, jobs, found = search("optimizer.lr=interval(-2,-1) hydra.sweeper.n_trials=2")
     assert done.rc == 1
     assert ([job["status"] for job in jobs], found) == (["failed"] * 2, None)
     assert "│ 32-true optimizer.lr=-" in done.stdout
@@ -120,7 +99,7 @@ def test_a_search_that_cannot_be_is_refused_before_it_begins(how, main, tmp_path
 
 
 def test_the_preset_searches(main, tmp_path):
-    done = main(*TINY, "sweep=search", "hydra.sweeper.n_trials=2")
+    done = main(*TINY, "sweep=search", "hydra/launcher=basic", "hydra.sweeper.n_trials=2")
     assert done.rc == 0
     (out,) = tmp_path.glob("outputs/sweeps/*")
     found = OmegaConf.load(out / "optimization_results.yaml")

@@ -5,8 +5,7 @@ import re
 
 import pytest
 import torch
-
-from runner.checkpoint.checkpoint_file import load
+from typed_runs import TypedRuns
 
 CALLBACKS = '''
 import random
@@ -72,29 +71,29 @@ class Stop(RunCallback):
         SEEN.append(("end", end))
 
 
+def weights(run):
+    with torch.no_grad():
+        next(run.model.parameters()).mul_(2)
+
+
+FAULTS = {
+    "raise": lambda run: {}["no such thing"],
+    "weights": weights,
+    "name": lambda run: run.log({"train/loss": 1}),
+    "value": lambda run: run.log({"loss": "high"}),
+    "step": lambda run: run.log({"loss": 1}, step=99),
+    "file": lambda run: run.save("../secret", "text"),
+    "reason": lambda run: run.stop(""),
+}
+
+
 class Fail(RunCallback):
     def __init__(self, what="raise", until=4):
         self.what, self.until = what, until
-        self.value = 1
 
     def on_steps(self, records, run):
-        if run.step != self.until:
-            return
-        if self.what == "raise":
-            raise KeyError("no such thing")
-        if self.what == "weights":
-            with torch.no_grad():
-                next(run.model.parameters()).mul_(2)
-        if self.what == "name":
-            run.log({"train/loss": 1})
-        if self.what == "value":
-            run.log({"loss": "high"})
-        if self.what == "step":
-            run.log({"loss": 1}, step=99)
-        if self.what == "file":
-            run.save("../secret", "text")
-        if self.what == "reason":
-            run.stop("")
+        if run.step == self.until and self.what in FAULTS:
+            FAULTS[self.what](run)
 
     def on_end(self, end, run):
         if self.what == "end":
@@ -132,20 +131,27 @@ def made(times=1):
 def wrong():
     return {}
 '''
-STEPS = ("train.max_steps=6", "train.eval_every=3", "train.log_every=2", "data=mine")
+NOTE = "callbacks.note._target_=lab.callbacks.Note"
+FAIL = "callbacks.fail._target_=lab.callbacks.Fail"
 
 
 @pytest.fixture
-def called(own, lab):
-    """A tiny run with callbacks of lab/callbacks.py, in a folder of a name."""
+def runs(main, lab):
+    """Tiny runs with callbacks of lab/callbacks.py."""
     (lab / "lab" / "callbacks.py").write_text(CALLBACKS)
+    words = (
+        "--config-dir lab/conf model=net data=mine train.max_steps=6 train.eval_every=3 "
+        "train.log_every=2 tracking=none"
+    )
+    return TypedRuns(main, lab, words)
 
-    def run(name, *typed):
-        done = own(*STEPS, *typed, f"hydra.run.dir={name}")
-        path = lab / name / "result.json"
-        return done, json.loads(path.read_text()) if path.exists() else {}
 
-    return run
+@pytest.fixture
+def stopped(runs):
+    """Tiny runs, of which one has failed in the fourth step; calls until then are forgotten."""
+    runs.fail(f"{NOTE} {FAIL} hydra.run.dir=run", status=1)
+    calls()
+    return runs
 
 
 def calls():
@@ -156,98 +162,78 @@ def calls():
     return found
 
 
-def last_model(folder):
-    return load(sorted(folder.glob("checkpoints/step-*.pt"))[-1])["model"]
-
-
-NOTE = "callbacks.note._target_=lab.callbacks.Note"
-
-
-def test_a_callback_sees_every_step_and_changes_none(called, lab):
-    _, plain = called("plain", "precision=16-mixed")
-    done, found = called("run", "precision=16-mixed", NOTE)
-    assert done.rc == 0, done.stderr
+def test_a_callback_sees_every_step_and_changes_none(runs):
+    plain = runs.train("precision=16-mixed", "plain")
+    run = runs.train(f"precision=16-mixed {NOTE}")
     seen = calls()
     assert [call[1] for call in seen if call[0] == "steps"] == [[1, 2], [3], [4], [5, 6]]
     assert [call[1] for call in seen if call[0] == "evaluation"] == [3, 6]
     assert "val/accuracy" in seen[2][2]
     (end,) = [call[1] for call in seen if call[0] == "end"]
     assert (end.step, end.planned_steps, end.reason) == (6, 6, "")
-    assert end.metrics == found["metrics"]
-    for key, value in last_model(lab / "plain").items():
-        assert torch.equal(value, last_model(lab / "run")[key])
-    assert plain["train_loss"] == found["train_loss"]
-    written = sorted(str(p.relative_to(lab / "run")) for p in (lab / "run").glob("callbacks/**/*"))
-    assert "callbacks/note/text-3.txt" in written
-    assert (lab / "run" / "callbacks/note/more/bytes").read_bytes() == b"x"
-    assert "own_callbacks" not in load(lab / "plain/checkpoints/step-00000006.pt")["callbacks"]
+    assert end.metrics == run.result["metrics"]
+    weights = run.content()["model"]
+    for key, value in plain.content()["model"].items():
+        assert torch.equal(value, weights[key])
+    assert plain.numbers == run.numbers
+    assert (run.folder / "callbacks/note/text-3.txt").exists()
+    assert (run.folder / "callbacks/note/more/bytes").read_bytes() == b"x"
+    assert "own_callbacks" not in plain.content()["callbacks"]
 
 
-def test_metrics_are_recorded_at_their_steps(called, lab):
-    done, _ = called(
-        *("run", "callbacks={note: {_target_: lab.callbacks.Note}}"),
-        "tracking._target_=runner.tracking.tracker.ProcessJournal",
-    )
-    assert done.rc == 0, done.stderr
-    rows = [json.loads(line) for line in (lab / "run/steps.jsonl").read_text().splitlines()]
+def test_metrics_are_recorded_at_their_steps(runs):
+    journal = "tracking._target_=runner.tracking.tracker.ProcessJournal"
+    run = runs.train(f"callbacks={{note:{{_target_:lab.callbacks.Note}}}} {journal}")
+    rows = [json.loads(line) for line in (run.folder / "steps.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
     doubled = {row["step"]: row["note/doubled"] for row in rows if "note/doubled" in row}
     assert doubled == {step: 2 * loss for step, loss in losses.items()}
-    assert {row["step"]: row["mine/count"] for row in rows if "mine/count" in row} == {
-        step: step for step in (2, 3, 4, 6)
-    }
+    counts = {row["step"]: row["mine/count"] for row in rows if "mine/count" in row}
+    assert counts == {step: step for step in (2, 3, 4, 6)}
 
 
-def test_state_is_resumed_and_what_is_new_or_gone_is_said(called, main, lab):
-    done, _ = called("run", NOTE, "callbacks.fail._target_=lab.callbacks.Fail")
-    assert done.rc == 1
-    calls()
-    resume = ("checkpoint.resume=run", "tracking=none")
-    done = main(*resume, "callbacks.fail.until=99", "callbacks.late._target_=lab.callbacks.Stop")
-    assert done.rc == 0, done.stderr
-    assert "callbacks.late begins here: the checkpoint has no state of it" in done.stdout
+def test_state_is_resumed_and_what_is_new_is_said(stopped):
+    late = "callbacks.late._target_=lab.callbacks.Stop"
+    run = stopped.resume(f"tracking=none callbacks.fail.until=99 {late}")
+    assert "callbacks.late begins here: the checkpoint has no state of it" in run.stdout
     seen = calls()
     assert seen[0] == ("load", 4, [4.0, 4.0], "torch.bfloat16")
-    assert "stopping, as asked at step 6 by callbacks.late: seen enough" in done.stdout
+    assert "stopping, as asked at step 6 by callbacks.late: seen enough" in run.stdout
     assert [call[1] for call in seen if call[0] == "steps"] == [[5, 6]]
 
 
-def test_several_yamls_are_chosen_together_and_resumed(called, main, lab):
+def test_several_yamls_are_chosen_together_and_resumed(runs, main, lab):
     folder = lab / "lab/conf/callbacks"
     folder.mkdir()
     (folder / "notes.yaml").write_text("# Mine\nnote:\n  _target_: lab.callbacks.Note\n")
     yaml = "# Mine\nfail:\n  _target_: lab.callbacks.Fail\n  until: 4\n"
     (folder / "fails.yaml").write_text(yaml)
-    done, _ = called("run", "callbacks=[notes,fails]")
-    assert done.rc == 1
-    assert "callbacks.fail.on_steps, called at step 4, fails" in done.stderr
+    message = runs.fail("callbacks=[notes,fails] hydra.run.dir=run", status=1)
+    assert "callbacks.fail.on_steps, called at step 4, fails" in message
     calls()
-    resume = ("--config-dir", "lab/conf", "checkpoint.resume=run", "tracking=none")
-    done = main(*resume, "callbacks.fail.until=99")
+    resume = "--config-dir lab/conf checkpoint.resume=run tracking=none callbacks.fail.until=99"
+    done = main(*resume.split())
     assert done.rc == 0, done.stderr
     assert "begins here" not in done.stdout
     assert calls()[0][:2] == ("load", 4)
 
 
-def test_a_removed_callback_is_said(called, main, lab):
-    done, _ = called("run", NOTE, "callbacks.fail._target_=lab.callbacks.Fail")
-    assert done.rc == 1
-    done = main("checkpoint.resume=run", "tracking=none", "callbacks=none")
-    assert done.rc == 0, done.stderr
+def test_a_removed_callback_is_said(stopped):
+    run = stopped.resume("tracking=none callbacks=none")
     for name in ("note", "fail"):
-        assert f"callbacks.{name} is not called any more: its state is dropped" in done.stdout
+        assert f"callbacks.{name} is not called any more: its state is dropped" in run.stdout
 
 
-@pytest.mark.parametrize(("hook", "at", "steps"), [("on_steps", 2, 3), ("on_evaluation", 3, 3)])
-def test_a_callback_stops_the_run(called, lab, hook, at, steps):
-    keys = (f"callbacks.stop.hook={hook}", f"callbacks.stop.at={at}")
-    done, found = called("run", "callbacks.stop._target_=lab.callbacks.Stop", *keys)
-    assert done.rc == 0, done.stderr
-    assert "by callbacks.stop: seen enough" in done.stdout
-    assert (found["status"], found["steps"], found["planned_steps"]) == ("finished", steps, 6)
+@pytest.mark.parametrize(("hook", "at"), [("on_steps", 2), ("on_evaluation", 3)])
+def test_a_callback_stops_the_run(runs, hook, at):
+    stop = f"callbacks.stop.hook={hook} callbacks.stop.at={at}"
+    run = runs.train(f"callbacks.stop._target_=lab.callbacks.Stop {stop}")
+    assert "by callbacks.stop: seen enough" in run.stdout
+    found = run.result
+    assert (found["status"], found["steps"], found["planned_steps"]) == ("finished", 3, 6)
     assert "val/accuracy" in found["metrics"]
     ((_, end),) = calls()
-    assert (end.step, end.reason) == (steps, "callbacks.stop: seen enough")
+    assert (end.step, end.reason) == (3, "callbacks.stop: seen enough")
 
 
 FAILED = "callbacks.fail.on_steps, called at step 4, fails: "
@@ -267,18 +253,14 @@ FAILED = "callbacks.fail.on_steps, called at step 4, fails: "
         ("state", "callbacks.fail.state_dict fails: TypeError: its state holds a object"),
     ],
 )
-def test_a_failing_callback_ends_the_run_after_a_checkpoint(called, lab, what, message):
-    keys = ("callbacks.fail._target_=lab.callbacks.Fail", f"callbacks.fail.what={what}")
-    done, _ = called("run", *keys)
-    assert done.rc == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Resume with: python -m runner --config-dir lab/conf checkpoint.resume=" in done.stderr
-    assert list((lab / "run").glob("checkpoints/step-*.pt"))
+def test_a_failing_callback_ends_the_run_after_a_checkpoint(runs, lab, what, message):
+    said = runs.fail(f"{FAIL} callbacks.fail.what={what}", status=1)
+    assert message in said
+    assert "Resume with: python -m runner --config-dir lab/conf checkpoint.resume=" in said
+    assert list(lab.glob("outputs/runs/*/checkpoints/step-*.pt"))
 
 
-def test_a_state_that_is_refused_is_reported(called, main):
-    called("run", "callbacks.fail._target_=lab.callbacks.Fail")
+def test_a_state_that_is_refused_is_reported(stopped, main):
     done = main("checkpoint.resume=run", "tracking=none", "callbacks.fail.what=load")
     assert done.rc == 1
     assert "callbacks.fail.load_state_dict fails: ValueError: of another version" in done.stderr
@@ -287,37 +269,34 @@ def test_a_state_that_is_refused_is_reported(called, main):
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("callbacks.a._target_=lab.callbacks.Misspelt", "has on_step, which is no hook. Hooks: "),
-        ("callbacks.a._target_=lab.callbacks.Misspelt", "Write on_evaluation(self, record, run)"),
-        ("callbacks.a._target_=lab.callbacks.Stranger", "is no callback. Derive it from runner."),
-        ("callbacks.a._target_=lab.callbacks.Idle", "has no hook of its own. Define one of: on_"),
-        ("callbacks.a._target_=lab.callbacks.Nothing", "does not import: lab.callbacks has no No"),
-        ("callbacks.a._target_=lab.callbacks.wrong", "what lab.callbacks.wrong returns is no call"),
-        ("callbacks.a={_target_: lab.callbacks.Note, goal: 1}", "callbacks.a.goal=1: lab.callback"),
-        ("callbacks.a=lab.callbacks.Note", "callbacks.a=lab.callbacks.Note does not fit. Allowed:"),
-        ("callbacks._target_=lab.callbacks.Note", "has no name. Callbacks are a mapping of names"),
-        ("callbacks.val._target_=lab.callbacks.Note", "val cannot name a callback"),
-        ("callbacks=watch", "A callback of your own is callbacks.<name>._target_="),
+        ("a._target_=lab.callbacks.Misspelt", "has on_step, which is no hook. Hooks: "),
+        ("a._target_=lab.callbacks.Misspelt", "Write on_evaluation(self, record, run)"),
+        ("a._target_=lab.callbacks.Stranger", "is no callback. Derive it from runner."),
+        ("a._target_=lab.callbacks.Idle", "has no hook of its own. Define one of: on_"),
+        ("a._target_=lab.callbacks.Nothing", "does not import: lab.callbacks has no No"),
+        ("a._target_=lab.callbacks.wrong", "what lab.callbacks.wrong returns is no call"),
+        ("a={_target_:lab.callbacks.Note,goal:1}", "callbacks.a.goal=1: lab.callback"),
+        ("a=lab.callbacks.Note", "callbacks.a=lab.callbacks.Note does not fit. Allowed:"),
+        ("_target_=lab.callbacks.Note", "has no name. Callbacks are a mapping of names"),
+        ("val._target_=lab.callbacks.Note", "val cannot name a callback"),
     ],
 )
-def test_wrong_callbacks_are_refused_before_training(called, typed, message):
-    done, found = called("run", typed)
-    assert done.rc == 2, done.stdout
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not found
+def test_wrong_callbacks_are_refused_before_training(runs, lab, typed, message):
+    assert message in runs.fail(f"callbacks.{typed}")
+    assert not list(lab.glob("outputs/runs/*/result.json"))
 
 
-def test_a_function_may_make_the_callback(called):
-    done, _ = called("run", "callbacks.a._target_=lab.callbacks.made", "callbacks.a.times=2")
-    assert done.rc == 0, done.stderr
+def test_a_choice_that_is_no_yaml_is_refused(runs):
+    assert "A callback of your own is callbacks.<name>._target_=" in runs.fail("callbacks=watch")
+
+
+def test_a_function_may_make_the_callback(runs):
+    runs.train("callbacks.a._target_=lab.callbacks.made callbacks.a.times=2")
     assert calls()
 
 
-def test_a_strangers_checkpoint_calls_no_callback(called, main, lab):
-    done, _ = called("run", "callbacks.fail._target_=lab.callbacks.Fail")
-    assert done.rc == 1
-    path = sorted((lab / "run").glob("checkpoints/step-*.pt"))[-1]
+def test_a_strangers_checkpoint_calls_no_callback(stopped, main, lab):
+    path = max((lab / "run").glob("checkpoints/step-*.pt"))
     content = torch.load(path, weights_only=True)
     content["spec"]["callbacks"]["fail"] = {"_target_": "subprocess.run", "args": ["touch", "no"]}
     torch.save(content, path)
@@ -326,23 +305,18 @@ def test_a_strangers_checkpoint_calls_no_callback(called, main, lab):
     assert "names callbacks.fail._target_=subprocess.run" in done.stderr
 
 
-@pytest.fixture
-def documented(main, root, lab):
-    """A command in a folder that has the files of the page."""
+def test_the_page_runs_in_a_sweep_too(main, root, lab):
     text = (root / "docs" / "own-callbacks.md").read_text()
     for path, content in re.findall(r"```\w+\n# (lab/\S+)\n(.*?)```", text, re.DOTALL):
         file = lab / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    return main
-
-
-def test_the_page_runs_in_a_sweep_too(documented, lab):
-    done = documented(
-        *("-m", "--config-dir", "lab/conf", "callbacks=watch", "callbacks.watch.goal=0.05,0.999"),
-        *("data=digits", "model=mlp", "train.max_steps=4", "train.eval_every=2", "tracking=none"),
-        *("hydra.sweep.dir=sweep", "hydra/launcher=basic"),
+    typed = (
+        "-m --config-dir lab/conf callbacks=watch callbacks.watch.goal=0.05,0.999 data=digits "
+        "model=mlp train.max_steps=4 train.eval_every=2 tracking=none hydra/launcher=basic "
+        "hydra.sweep.dir=sweep"
     )
+    done = main(*typed.split())
     assert done.rc == 0, done.stderr + done.stdout
     results = [json.loads((lab / f"sweep/{i}/result.json").read_text()) for i in (0, 1)]
     assert [result["steps"] for result in results] == [2, 4]

@@ -32,13 +32,10 @@ WARM = (
     "+scheduler.num_warmup_steps=2",
 )
 QUICK = (
-    "--config-dir",
-    "lab/conf",
-    "data=tiny",
-    "model=tiny_timm",
-    "train.batch_size=20",
-    "train.max_steps=2",
-    "tracking=none",
+    *(
+        "--config-dir lab/conf data=tiny model=tiny_timm train.batch_size=20 "
+        "train.max_steps=2 tracking=none"
+    ).split(),
     *WARM,
 )
 

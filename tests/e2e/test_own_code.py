@@ -1,6 +1,6 @@
 """A model, data and configs of one's own, from any folder."""
 
-import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,78 +9,77 @@ import pytest
 import torch
 
 RUNNER = Path(sys.executable).with_name("runner")
-needs_script = pytest.mark.skipif(
-    not RUNNER.exists(), reason="the console script `runner` is not installed"
+OWN = "--config-dir lab/conf model=net data=mine train.max_steps=3 tracking=none"
+EVALUATE = ("mode=evaluate", "tracking=none")
+
+
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        (f"{OWN} precision=16-mixed precision.keep_fp32=[head]", "16-mixed net mine"),
+        (f"{OWN} data=digits precision=bf16-true", "bf16-true net digits"),
+        (f"{OWN} model=mlp", "32-true mlp mine"),
+        (
+            "model=mlp model._target_=lab.nets.Net ~model.hidden ~model.input_shape "
+            "train.max_steps=3 tracking=none",
+            "32-true mlp digits",
+        ),
+    ],
+    ids=["both", "built-in data", "a built-in model", "no config"],
 )
-
-
-def script(*args, root, cwd, **env):
-    return subprocess.run(
-        [str(RUNNER), *args],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
-def test_a_model_and_data_of_ones_own(own, lab, result):
-    done = own("data=mine", "precision=16-mixed", "precision.keep_fp32=[head]")
+def test_own_code_trains(main, lab, result, typed, names):
+    done = main(*typed.split())
     assert done.rc == 0, done.stderr
-    assert "16-mixed net mine" in done.stdout
+    assert names in done.stdout
     assert result(lab)["step_ms"] > 0
 
 
-def test_a_model_of_ones_own_with_built_in_data(own):
-    assert own("data=digits", "precision=bf16-true").rc == 0
-
-
-def test_a_built_in_model_with_data_of_ones_own(main, lab):
-    done = main(
-        "--config-dir", "lab/conf", "data=mine", "model=mlp", "train.max_steps=2", "tracking=none"
-    )
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, inside, lab_writer):
+    """A folder with code of one's own, and a run with a checkpoint of each step."""
+    home = lab_writer(tmp_path_factory.mktemp("trained"))
+    with inside(home) as main:
+        done = main(*OWN.split(), "checkpoint.every_steps=1", "checkpoint.keep=9")
     assert done.rc == 0, done.stderr
+    return home
 
 
-def test_without_a_config_of_its_own(main, lab):
-    done = main(
-        "model._target_=lab.nets.Net",
-        "~model.hidden",
-        "~model.input_shape",
-        "model=mlp",
-        "train.max_steps=2",
-        "tracking=none",
-    )
+@pytest.fixture
+def folder(trained, tmp_path):
+    """Return the run's folder in a copy of what was trained."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    (found,) = tmp_path.glob("outputs/runs/*")
+    return found
+
+
+def test_a_checkpoint_is_evaluated_with_own_code(folder, main, tmp_path, result):
+    trained = result(tmp_path)["metrics"]
+    done = main(*EVALUATE, f"checkpoint={folder}")
     assert done.rc == 0, done.stderr
-    assert "mlp" in done.stdout
-
-
-def test_from_a_checkpoint(own, main, lab, result):
-    assert own("data=mine").rc == 0
-    trained = result(lab)
-    done = main("mode=evaluate", f"checkpoint={trained['folder']}", "tracking=none")
-    assert done.rc == 0, done.stderr
-    assert result(lab)["metrics"] == trained["metrics"]
+    assert result(tmp_path)["metrics"] == trained
     assert "32-true net mine" in done.stdout  # not what the command's defaults would name
 
 
-def test_from_a_checkpoint_whose_code_is_away(own, main, lab, result):
-    assert own("data=mine").rc == 0
-    (lab / "lab" / "nets.py").rename(lab / "lab" / "nets_.py")
-    for name in ("lab", "lab.nets"):
-        del sys.modules[name]
-    done = main("mode=evaluate", f"checkpoint={result(lab)['folder']}", "tracking=none")
+def test_a_checkpoint_whose_code_is_away(folder, main, tmp_path):
+    (tmp_path / "lab" / "nets.py").unlink()
+    done = main(*EVALUATE, f"checkpoint={folder}")
     assert done.rc == 2
     assert "lab.nets.Net does not import" in done.stderr
 
 
-def test_a_checkpoint_in_a_folder_with_an_odd_name(own, main, lab, result):
-    assert own().rc == 0
-    odd = lab / "lr=0.1, (best)"
-    Path(result(lab)["folder"]).rename(odd)
-    done = main("mode=evaluate", f"checkpoint={odd}", "tracking=none")
+def test_a_checkpoint_in_a_folder_with_an_odd_name(folder, main, tmp_path):
+    odd = folder.rename(tmp_path / "lr=0.1, (best)")
+    done = main(*EVALUATE, f"checkpoint={odd}")
     assert done.rc == 0, done.stderr
+
+
+def test_the_model_is_trained_not_copied(folder):
+    """The weights of the last checkpoint differ from those of the first."""
+    first, *_, last = (
+        torch.load(path, weights_only=True)["model"]["head.weight"]
+        for path in sorted(folder.glob("checkpoints/step-*.pt"))
+    )
+    assert not torch.equal(first, last)
 
 
 def test_help_shows_ones_own_configs(main, lab):
@@ -89,50 +88,22 @@ def test_help_shows_ones_own_configs(main, lab):
     assert "mine" in text
 
 
-def test_the_model_is_trained_not_copied(own, lab, result):
-    """The weights of a checkpoint differ from the seeded ones."""
-    assert own("train.max_steps=1").rc == 0
-    assert own("train.max_steps=5").rc == 0
-    weights = [
-        torch.load(path, weights_only=True)["model"]["head.weight"]
-        for path in sorted(lab.glob("outputs/runs/*/checkpoints/*.pt"))
-    ]
-    assert len(weights) == 2
-    assert not torch.equal(*weights)
-
-
-@needs_script
-def test_the_console_script_finds_code_in_the_working_directory(lab, root):
-    done = script(
-        "--config-dir",
-        "lab/conf",
-        "model=net",
-        "data=mine",
-        "train.max_steps=2",
-        "tracking=none",
-        root=root,
-        cwd=lab,
-    )
+@pytest.mark.skipif(not RUNNER.exists(), reason="the console script `runner` is not installed")
+def test_the_console_script_finds_code_in_the_working_directory(lab, clean):
+    command = [str(RUNNER), *OWN.split()]
+    done = subprocess.run(command, cwd=lab, env=clean, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "32-true net mine  finished" in done.stdout
 
 
-@needs_script
-def test_tab_completion(lab, root):
-    def offered(line, *args):
-        done = script(
-            *args,
-            "-sc",
-            "query=bash",
-            root=root,
-            cwd=lab,
-            COMP_LINE=f"runner {line}",
-            COMP_POINT=str(len(f"runner {line}")),
-        )
-        assert done.returncode == 0, done.stderr
+def test_tab_completion(main, root, monkeypatch):
+    def offered(line):
+        monkeypatch.setenv("COMP_LINE", f"runner {line}")
+        monkeypatch.setenv("COMP_POINT", str(len(f"runner {line}")))
+        done = main("-sc", "query=bash")
+        assert done.rc == 0, done.stderr
         return done.stdout.split()
 
-    assert offered("model=") == [
-        f"model={p.stem}" for p in sorted((root / "conf" / "model").glob("*.yaml"))
-    ]
+    models = sorted((root / "conf" / "model").glob("*.yaml"))
+    assert offered("model=") == [f"model={path.stem}" for path in models]
     assert offered("train.max_st") == ["train.max_steps="]

@@ -1,8 +1,7 @@
 """Data of a user's own: what a data target returns, and what its batches are made of."""
 
-import json
-
 import pytest
+from typed_runs import TypedRuns
 
 SETS = '''
 import os
@@ -74,20 +73,20 @@ def make(kind):
 
 
 @pytest.fixture
-def run(quick, tmp_path):
-    """A tiny run on one of the data sets above."""
+def runs(main, tmp_path):
+    """Tiny runs on the data sets above."""
     (tmp_path / "own_sets.py").write_text(SETS)
     config = tmp_path / "conf" / "data" / "own.yaml"
     config.parent.mkdir(parents=True)
     config.write_text("_target_: own_sets.make\nkind: ???\nmeta:\n  classes: 2\n")
-    return lambda *words: quick(
-        "--config-dir",
-        "conf",
-        "data=own",
-        "model.input_shape=[1,8,8]",
-        "train.batch_size=4",
-        *words,
+    words = (
+        "--config-dir conf data=own model=mlp model.hidden=[16] model.input_shape=[1,8,8] "
+        "train.max_steps=3 train.batch_size=4 train.log_every=2 tracking=none"
     )
+    return TypedRuns(main, tmp_path, words)
+
+
+RAGGED = "inputs of the shapes [1, 4, 8] and [1, "
 
 
 @pytest.mark.parametrize(
@@ -101,43 +100,28 @@ def run(quick, tmp_path):
         ("no_vals", ["the dict of val sets is empty"]),
         ("odd_names", ["a val set is called 'a/b'", "is called 'loss'", "is called 3, which"]),
         ("a_val", ["the val/unseen set is a NoLength; it needs"]),
-        (
-            "ragged",
-            [
-                "inputs of the shapes [1, 4, 8] and [1, ",
-                "Pad or crop them",
-                "batch(indices)",
-                "docs/own-code.md",
-            ],
-        ),
+        ("ragged", [RAGGED, "Pad or crop them", "batch(indices)", "docs/own-code.md"]),
         ("ragged_val", ["inputs of the shapes [1, 4, 8] and [1, 5, 8]"]),
         ("ragged train.num_workers=1 guard.data=ignore", ["inputs of the shapes [1, "]),
     ],
 )
-def test_a_data_set_that_cannot_be_used_gets_one_message(run, kind, parts):
-    done = run(*f"data.kind={kind}".split())
-    assert done.rc == 2, done
-    assert "Traceback" not in done.stderr + done.stdout
-    for part in parts:
-        assert part in done.stderr
+def test_a_data_set_that_cannot_be_used_gets_one_message(runs, kind, parts):
+    message = runs.fail(f"data.kind={kind}")
+    assert [part for part in parts if part not in message] == []
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own, from Python 3.12 on
-def test_loading_processes_gather_padded_batches(run, tmp_path):
-    losses = []
+def test_loading_processes_gather_padded_batches(runs, tmp_path):
+    found = []
     for workers in (0, 2):
         (tmp_path / "pids.txt").unlink(missing_ok=True)
-        done = run("data.kind=padded", f"train.num_workers={workers}", f"hydra.run.dir=w{workers}")
-        assert done.rc == 0, done.stderr
+        found.append(runs.train(f"data.kind=padded train.num_workers={workers}").numbers)
         assert len({*(tmp_path / "pids.txt").read_text().split()}) >= 1 + (workers > 0)
-        result = json.loads((tmp_path / f"w{workers}" / "result.json").read_text())
-        losses.append((result["train_loss"], result["metrics"]))
-    assert losses[0] == losses[1]
+    assert found[0] == found[1]
 
 
-def test_a_few_examples_of_data_that_make_their_own_batches(run):
-    done = run("data.kind=padded", "debug.overfit=4")
-    assert done.rc == 0, done.stderr
+def test_a_few_examples_of_data_that_make_their_own_batches(runs):
+    runs.train("data.kind=padded debug.overfit=4")
 
 
 def test_processes_that_have_nothing_to_load_are_named(quick):
@@ -146,55 +130,40 @@ def test_processes_that_have_nothing_to_load_are_named(quick):
     assert "train.num_workers=2 starts no process: data=digits is in memory" in done.stdout
 
 
-def test_several_validation_sets_and_test_sets(run, main, tmp_path):
-    done = run("data.kind=all", "train.max_steps=4", "train.early_stop=5", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
+def test_several_validation_sets_and_test_sets(runs):
+    run = runs.train("data.kind=all train.max_steps=4 train.early_stop=5")
     first = "validation sets: seen (8), unseen (8); runs are compared by val/accuracy of seen"
-    assert first in done.stdout
-    assert "test sets: near (8), far (8); evaluated once, at the end, with the last" in done.stdout
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    metrics = result["metrics"]
+    assert first in run.stdout
+    assert "test sets: near (8), far (8); evaluated once, at the end, with the last" in run.stdout
+    assert "test/far/loss" in run.stdout
+    metrics = run.result["metrics"]
     sets = ("val", "val/seen", "val/unseen", "test/near", "test/far")
     assert set(metrics) == {f"{name}/{key}" for name in sets for key in ("loss", "accuracy")}
     assert metrics["val/loss"] == metrics["val/seen/loss"] != metrics["val/unseen/loss"]
-    assert result["quality"] == "val/accuracy"
-    assert "test/far/loss" in done.stdout
-
-    done = main("mode=evaluate", "checkpoint=run", "tracking=none", "hydra.run.dir=evaluated")
-    assert done.rc == 0, done.stderr
-    evaluated = json.loads((tmp_path / "evaluated" / "result.json").read_text())
+    assert run.result["quality"] == "val/accuracy"
+    evaluated = runs.evaluate().result
     assert set(evaluated["metrics"]) == set(metrics)
     assert "val/unseen/loss" in evaluated["as_trained"]
 
 
-def test_a_test_set_changes_neither_training_nor_validation(run, tmp_path):
-    results = {}
-    for kind in ("pair", "test"):
-        done = run(f"data.kind={kind}", "seed=1", f"hydra.run.dir={kind}")
-        assert done.rc == 0, done.stderr
-        results[kind] = json.loads((tmp_path / kind / "result.json").read_text())
-    without, beside = (results[kind]["metrics"] for kind in ("pair", "test"))
-    assert without == {key: value for key, value in beside.items() if key.startswith("val/")}
-    assert set(beside) - set(without) == {"test/loss", "test/accuracy"}
-    assert results["pair"]["train_loss"] == results["test"]["train_loss"]
+def test_a_test_set_changes_neither_training_nor_validation(runs):
+    without = runs.train("data.kind=pair seed=1").result
+    beside = runs.train("data.kind=test seed=1").result
+    metrics = beside["metrics"]
+    assert without["metrics"] == {k: metrics[k] for k in metrics if k.startswith("val/")}
+    assert set(metrics) - set(without["metrics"]) == {"test/loss", "test/accuracy"}
+    assert without["train_loss"] == beside["train_loss"]
 
 
-def test_a_run_that_was_stopped_evaluates_the_test_set_when_it_ends(run, main, tmp_path):
-    whole = run("data.kind=test", "train.max_steps=6", "hydra.run.dir=whole")
-    assert whole.rc == 0, whole.stderr
-    done = run("data.kind=test", "train.max_steps=4", "hydra.run.dir=part")
-    assert done.rc == 0, done.stderr
-    done = main("checkpoint.resume=part", "train.max_steps=6")
-    assert done.rc == 0, done.stderr
-    assert done.stdout.count("\ntest  test/loss") == 1
-    ended, resumed = (
-        json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "part")
-    )
-    assert resumed["metrics"] == ended["metrics"]
+def test_a_run_that_was_stopped_evaluates_the_test_set_when_it_ends(runs):
+    whole = runs.train("data.kind=test train.max_steps=6", "whole")
+    runs.train("data.kind=test train.max_steps=4", "part")
+    resumed = runs.resume("train.max_steps=6", "part")
+    assert resumed.stdout.count(" test test/loss") == 1
+    assert resumed.result["metrics"] == whole.result["metrics"]
 
 
-def test_few_examples_leave_the_test_set_out(run):
-    done = run("data.kind=test", "debug.overfit=4")
-    assert done.rc == 0, done.stderr
-    assert "test set: not evaluated with debug.overfit" in done.stdout
-    assert "test/loss" not in done.stdout
+def test_few_examples_leave_the_test_set_out(runs):
+    run = runs.train("data.kind=test debug.overfit=4")
+    assert "test set: not evaluated with debug.overfit" in run.stdout
+    assert "test/loss" not in run.stdout

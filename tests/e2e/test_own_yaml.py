@@ -50,24 +50,23 @@ def documented(main, root, tmp_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
     (tmp_path / "lab" / "sets.py").write_text(SETS)
-    return lambda *typed: main("--config-dir", "lab/conf", "tracking=none", *typed)
+
+    def run(typed, *more):
+        return main(*f"--config-dir lab/conf tracking=none {typed}".split(), *more)
+
+    return run
 
 
 def test_transforms_in_yaml(documented):
-    done = documented("data=photos", "model=mlp", "train.max_steps=2", "train.batch_size=4")
+    done = documented("data=photos model=mlp train.max_steps=2 train.batch_size=4")
     assert done.rc == 0, done.stderr
     assert "32-true mlp photos" in done.stdout
 
 
 def test_metrics_in_yaml(documented, tmp_path):
     pytest.importorskip("torchmetrics")
-    done = documented(
-        "experiment=macro",
-        "data=digits",
-        "checkpoint.best=true",
-        "train.max_steps=2",
-        "hydra.run.dir=run",
-    )
+    macro = "experiment=macro data=digits checkpoint.best=true"
+    done = documented(f"{macro} train.max_steps=2 hydra.run.dir=run")
     assert done.rc == 0, done.stderr
     assert "runs are compared by val/multiclass_f1_score" in done.stdout
     assert "val/multiclass_recall/9" in (tmp_path / "run" / "result.json").read_text()
@@ -75,7 +74,7 @@ def test_metrics_in_yaml(documented, tmp_path):
 
 def test_a_wrong_transform_in_yaml(documented):
     node = "{_target_: torchvision.transforms.v2.Resize, sizes: [8, 8]}"
-    done = documented("data=photos", "model=mlp", f"data.transform.transforms=[{node}]")
+    done = documented("data=photos model=mlp", f"data.transform.transforms=[{node}]")
     assert done.rc == 2
     assert "Traceback" not in done.stderr
     assert "data.transform.transforms[0].sizes=[8, 8]: torchvision" in done.stderr
@@ -84,7 +83,7 @@ def test_a_wrong_transform_in_yaml(documented):
 
 def test_a_model_of_transformers_in_yaml(documented):
     pytest.importorskip("transformers")
-    done = documented("data=synthetic_tokens", "model=gpt2", "mode=plan", "model.config.n_layer=1")
+    done = documented("data=synthetic_tokens model=gpt2 mode=plan model.config.n_layer=1")
     assert done.rc == 0, done.stderr
     assert "plan: 32-true gpt2 synthetic_tokens" in done.stdout
 
@@ -118,8 +117,8 @@ def test_a_stream_of_hugging_face(documented, root, tmp_path):
     for name, count in (("rows", 20), ("held_out", 8)):
         rows = [json.dumps({"x": [i / 4, 1.0, -i, 2.0], "label": i % 2}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    words = ("data=lines", "model=net", "task=classification", "train.batch_size=8")
-    done = documented(*words, "train.max_steps=4", "train.eval_every=2")
+    words = "data=lines model=net task=classification train.batch_size=8"
+    done = documented(f"{words} train.max_steps=4 train.eval_every=2")
     assert done.rc == 0, done.stderr
     assert "the train set is a stream (IterableDataset), read in its own order" in done.stdout
     assert "epoch 2  step 4" in done.stdout
@@ -130,10 +129,10 @@ def test_an_own_preset_of_a_sweep_is_one(main, tmp_path):
     preset = tmp_path / "conf" / "experiment" / "grid.yaml"
     preset.parent.mkdir(parents=True)
     preset.write_text(
-        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  launcher:\n    n_jobs: 1\n"
-        "  sweeper:\n    params:\n      seed: 0,1\n"
+        "# @package _global_\ndefaults:\n  - override /hydra/launcher: basic\n\n"
+        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      seed: 0,1\n"
     )
-    tiny = ["model=mlp", "model.hidden=[4]", "train.max_steps=1", "tracking=none"]
-    done = main("--config-dir", str(preset.parents[1]), "experiment=grid", *tiny)
+    tiny = "experiment=grid model=mlp model.hidden=[4] train.max_steps=1 tracking=none"
+    done = main("--config-dir", "conf", *tiny.split())
     assert done.rc == 0, done.stderr
     assert "job 1" in done.stdout

@@ -1,6 +1,7 @@
 """Models that a precision, or PyTorch's kernels for it, cannot run: one message that names what
 works, and what it names then trains."""
 
+import json
 import re
 
 import pytest
@@ -74,23 +75,21 @@ class Blocks(nn.Module):
         return self.head(h)
 
 
-class Inline(nn.Module):
-    """The operation is in the model's own forward."""
-
+class Layers(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+
+class Inline(Layers):
+    """The operation is in the model's own forward."""
 
     def forward(self, x):
         h = self.layer(x.flatten(1))
         return self.head(torch.fft.irfft(torch.fft.rfft(h), n=64))
 
 
-class Widened(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
-
+class Widened(Layers):
     def forward(self, x):
         return self.head(self.layer(x.flatten(1)).float())
 
@@ -105,11 +104,7 @@ class Cube(torch.autograd.Function):
         return torch.fft.irfft(torch.fft.rfft(grad), n=64)
 
 
-class Backward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
-
+class Backward(Layers):
     def forward(self, x):
         return self.head(Cube.apply(self.layer(x.flatten(1))))
 
@@ -158,20 +153,7 @@ class Built(nn.Module):
         return self.head(self.layer(self.norm(self.conv(x)).flatten(1)).relu())
 
 
-class Lazy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.layer, self.head = nn.LazyConv2d(4, 3), nn.LazyLinear(64), nn.Linear(64, 10)
-
-    def forward(self, x):
-        return self.head(self.layer(self.conv(x).flatten(1)))
-
-
-class Keyword(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
-
+class Keyword(Layers):
     def forward(self, x):
         return self.head(input=self.layer(input=x.flatten(1)))
 
@@ -213,26 +195,18 @@ class NumpyLoss(Classification):
 
 @pytest.fixture
 def strange(main, tmp_path):
-    """A tiny run of one of the models above."""
+    """A tiny run of one of the models above, in tmp_path / "out"."""
     folder = tmp_path / "strange"
     (folder / "conf" / "model").mkdir(parents=True)
     (folder / "nets.py").write_text(NETS)
     (folder / "tasks.py").write_text(TASKS)
     (folder / "conf" / "model" / "net.yaml").write_text("_target_: strange.nets.Ops\n")
 
-    def run(net, *words):
-        name, *keys = net.split()
-        return main(
-            "--config-dir",
-            "strange/conf",
-            "model=net",
-            f"model._target_=strange.nets.{name}",
-            *keys,
-            "train.max_steps=2",
-            "train.batch_size=4",
-            "tracking=none",
-            *words,
-        )
+    def run(typed):
+        name, *words = typed.split()
+        own = f"--config-dir strange/conf model=net model._target_=strange.nets.{name}".split()
+        short = "train.max_steps=2 train.batch_size=4 tracking=none hydra.run.dir=out".split()
+        return main(*own, *short, *words)
 
     return run
 
@@ -245,23 +219,19 @@ KEEP_SPECTRAL = "precision.keep_fp32=[spectral]"
 
 FAILING = [
     (
-        "Ops +model.op=inverse",
-        "precision=bf16-true",
+        "Ops +model.op=inverse precision=bf16-true",
         ["It fails in op (Op), nets.py, line 1", NO_KERNEL, KEEP_OP, "precision=bf16-mixed"],
     ),
-    ("Ops +model.op=cholesky", TRUE16, [NO_KERNEL, KEEP_OP, "precision=16-mixed"]),
-    ("Ops +model.op=distances", FP8, [NO_KERNEL, KEEP_OP]),
-    ("Blocks +model.op=inverse", "precision=bf16-true", ["precision.keep_fp32=[blocks.*.op]"]),
+    (f"Ops +model.op=cholesky {TRUE16}", [NO_KERNEL, KEEP_OP, "precision=16-mixed"]),
+    (f"Ops +model.op=distances {FP8}", [NO_KERNEL, KEEP_OP]),
+    ("Blocks +model.op=inverse precision=bf16-true", ["precision.keep_fp32=[blocks.*.op]"]),
     (
-        "Blocks +model.op=inverse",
-        "precision=bf16-true precision.keep_fp32=[head]",
+        "Blocks +model.op=inverse precision=bf16-true precision.keep_fp32=[head]",
         ["precision.keep_fp32=[head,blocks.*.op]"],
     ),
-    ("Operator", "precision=bf16-true", [KEEP_SPECTRAL, "precision=bf16-mixed"]),
-    ("Operator", TRUE16, [KEEP_SPECTRAL, "precision=16-mixed"]),
+    ("Operator precision=bf16-true", [KEEP_SPECTRAL, "precision=bf16-mixed"]),
     (
-        "Inline",
-        "precision=bf16-true",
+        "Inline precision=bf16-true",
         [
             "It fails in Inline, nets.py",
             "Type precision=bf16-mixed",
@@ -269,14 +239,12 @@ FAILING = [
         ],
     ),
     (
-        "Widened",
-        "precision=bf16-true",
+        "Widened precision=bf16-true",
         ["Tensors of two dtypes meet there", "precision.keep_fp32=[head]"],
     ),
-    ("Widened", "precision=64-true", ["Leave out .float() and dtype= in the forward that calls"]),
+    ("Widened precision=64-true", ["Leave out .float() and dtype= in the forward that calls"]),
     (
-        "Ops +model.op=mask",
-        TRUE16,
+        f"Ops +model.op=mask {TRUE16}",
         [
             "beyond the range of float16, which ends at 65504",
             KEEP_OP,
@@ -284,16 +252,14 @@ FAILING = [
             "precision=bf16-true",
         ],
     ),
-    ("Ops +model.op=mask", "precision=16-mixed", [KEEP_OP, "precision=bf16-mixed"]),
-    ("Ops +model.op=detached", "precision=bf16-mixed", ["NumPy has no bfloat16", KEEP_OP]),
+    ("Ops +model.op=mask precision=16-mixed", [KEEP_OP, "precision=bf16-mixed"]),
+    ("Ops +model.op=detached precision=bf16-mixed", ["NumPy has no bfloat16", KEEP_OP]),
     (
-        "Recurrent",
-        "precision=16-mixed precision.cpu_float16=native",
+        "Recurrent precision=16-mixed precision.cpu_float16=native",
         ["It fails in rnn (LSTM)", "Type precision.cpu_float16="],
     ),
     (
-        "Built +model.dtype=float64",
-        "precision=bnb-nf4",
+        "Built +model.dtype=float64 precision=bnb-nf4",
         [
             "leaves what it does not convert as the model was built, here float64 (conv.weight",
             "computes in bfloat16",
@@ -301,39 +267,34 @@ FAILING = [
         ],
     ),
     (
-        "Built +model.dtype=float16",
-        "precision=bnb-int8",
+        "Built +model.dtype=float16 precision=bnb-int8",
         ["here float16", "or type precision.compute_dtype=float16"],
     ),
     (
-        "Built +model.dtype=bfloat16",
-        "precision=bnb-int8-training precision.compute_dtype=float32",
+        "Built +model.dtype=bfloat16 precision=bnb-int8-training precision.compute_dtype=float32",
         ["here bfloat16", "or type precision.compute_dtype=bfloat16"],
     ),
-    ("Built +model.dtype=float16", "precision=bf16-mixed", ["Build the model in float32"]),
-    ("Ops +model.op=train_mask", "precision=16-mixed", ["fails in step 1 with", KEEP_OP]),
-    ("Ops +model.op=train_fft", "precision=bf16-true", ["fails in step 1 with", KEEP_OP]),
+    ("Built +model.dtype=float16 precision=bf16-mixed", ["Build the model in float32"]),
+    ("Ops +model.op=train_mask precision=16-mixed", ["fails in step 1 with", KEEP_OP]),
+    ("Ops +model.op=train_fft precision=bf16-true", ["fails in step 1 with", KEEP_OP]),
     (
-        "Ops +model.op=numpy",
-        "precision=32-true",
+        "Ops +model.op=numpy precision=32-true",
         ["fails in step 1 with", "have no gradient", "x.detach().float().cpu().numpy()"],
     ),
-    ("Ops +model.op=numpy", "precision=bnb-nf4", ["have no gradient"]),
     (
-        "Keyword",
-        "task._target_=strange.tasks.NumpyLoss",
+        "Keyword task._target_=strange.tasks.NumpyLoss",
         ["It fails outside the model's forward, tasks.py, line 8", "have no gradient"],
     ),
-    ("Backward", "precision=bf16-true", ["fails in step 1 with", "nets.py, line", NO_KERNEL]),
-    ("Pair", "precision=bnb-nf4", ["The model returns a tuple of 2", "`return output[0]`"]),
-    ("Two", "precision=bnb-int8", ["Two.forward takes (a, b)"]),
-    ("Cut", FP8, ["has no gradient, so nothing can train"]),
+    ("Backward precision=bf16-true", ["fails in step 1 with", "nets.py, line", NO_KERNEL]),
+    ("Pair precision=bnb-nf4", ["The model returns a tuple of 2", "`return output[0]`"]),
+    ("Two precision=bnb-int8", ["Two.forward takes (a, b)"]),
+    (f"Cut {FP8}", ["has no gradient, so nothing can train"]),
 ]
 
 
-@pytest.mark.parametrize(("net", "typed", "parts"), FAILING)
-def test_a_model_that_a_precision_cannot_run_gets_one_message(strange, net, typed, parts):
-    done = strange(net, *typed.split())
+@pytest.mark.parametrize(("typed", "parts"), FAILING)
+def test_a_model_that_a_precision_cannot_run_gets_one_message(strange, typed, parts):
+    done = strange(typed)
     assert done.rc == 2, done
     assert "Traceback" not in done.stderr + done.stdout
     assert "that fit" not in done.stderr
@@ -342,44 +303,69 @@ def test_a_model_that_a_precision_cannot_run_gets_one_message(strange, net, type
 
 
 TRAINING = [
-    ("Ops +model.op=cholesky", f"{TRUE16} {KEEP_OP}"),
-    ("Ops +model.op=cholesky", "precision=16-mixed"),
-    ("Ops +model.op=inverse", "precision=bf16-mixed"),
-    ("Ops +model.op=distances", f"{FP8} {KEEP_OP}"),
-    ("Blocks +model.op=inverse", "precision=bf16-true precision.keep_fp32=[blocks.*.op]"),
-    ("Operator", f"precision=bf16-true {KEEP_SPECTRAL}"),
-    ("Operator", f"{TRUE16} {KEEP_SPECTRAL}"),
-    ("Inline", "precision=bf16-mixed"),
-    ("Widened", "precision=bf16-true precision.keep_fp32=[head]"),
-    ("Ops +model.op=mask", f"precision=16-mixed {KEEP_OP}"),
-    ("Ops +model.op=mask", "precision=bf16-true"),
-    ("Ops +model.op=detached", f"precision=bf16-mixed {KEEP_OP}"),
-    ("Recurrent", "precision=16-mixed precision.cpu_float16=float32_accumulate"),
-    ("Built +model.dtype=float16", "precision=bnb-nf4 precision.compute_dtype=float16"),
-    ("Built +model.dtype=bfloat16", "precision=bnb-int8"),
-    ("Built +model.dtype=float64", "precision=bf16-mixed"),
-    ("Built +model.dtype=float16", FP8),
-    ("Lazy", "precision=bnb-nf4"),
-    ("Lazy", "precision=bnb-int8 mode=plan"),
-    ("Keyword", "precision=bnb-fp4-dq"),
-    ("Keyword", "precision=bnb-int8"),
-    ("Keyword", "precision=bnb-int8-training"),
-    ("Keyword", FP8),
-    ("Keyword", "precision=float8-rowwise precision.emulate=true"),
+    (f"Ops +model.op=cholesky {TRUE16} {KEEP_OP}", "layer", "float16", "float16"),
+    (f"Ops +model.op=distances {FP8} {KEEP_OP}", "layer", "bfloat16", "float32"),
+    (
+        "Blocks +model.op=inverse precision=bf16-true precision.keep_fp32=[blocks.*.op]",
+        "blocks.0.layer",
+        "bfloat16",
+        "bfloat16",
+    ),
+    (f"Operator precision=bf16-true {KEEP_SPECTRAL}", "lift", "bfloat16", "bfloat16"),
+    ("Inline precision=bf16-mixed", "layer", "float32", "bfloat16"),
+    ("Widened precision=bf16-true precision.keep_fp32=[head]", "head", "float32", "float32"),
+    (f"Ops +model.op=mask precision=16-mixed {KEEP_OP}", "layer", "float32", "float16"),
+    (
+        "Recurrent precision=16-mixed precision.cpu_float16=float32_accumulate",
+        "rnn",
+        "float32",
+        "float16",
+    ),
+    (
+        "Built +model.dtype=float16 precision=bnb-nf4 precision.compute_dtype=float16",
+        "layer",
+        "float16 uint8",
+        "float16",
+    ),
 ]
+"""What messages name: model and words, then a module, its dtypes in store and in products."""
 
 
-@pytest.mark.parametrize(("net", "typed"), TRAINING)
-def test_what_the_messages_name_runs(strange, net, typed):
-    done = strange(net, *typed.split())
+@pytest.mark.parametrize(("typed", "module", "stores", "computes"), TRAINING)
+def test_what_a_message_names_trains_in_the_precision(
+    strange, tmp_path, typed, module, stores, computes
+):
+    done = strange(typed)
     assert done.rc == 0, done
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert 0 < result["train_loss"] < 10
+    table = json.loads((tmp_path / "out" / "dtypes.json").read_text())
+    (row,) = [row for row in table["data"] if row[0] == module]
+    found = dict(zip(table["columns"], row, strict=True))
+    assert (found["stores"], found["computes"]) == (stores, computes)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "bnb-fp4-dq",
+        "bnb-int8",
+        "bnb-int8-training",
+        FP8.removeprefix("precision="),
+        "float8-rowwise precision.emulate=true",
+    ],
+)
+def test_a_converted_layer_takes_its_input_by_keyword(strange, tmp_path, precision):
+    assert strange(f"Keyword precision={precision}").rc == 0
+    rows = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert "layer" in {row["module"] for row in rows if row["done"]}
 
 
 @pytest.mark.parametrize("precision", ["bnb-nf4", "bnb-int8"])
 def test_a_model_that_reads_its_converted_weights_trains_with_those_as_they_were(
     strange, precision
 ):
-    done = strange("Swin", f"precision={precision}")
+    done = strange(f"Swin precision={precision}")
     assert done.rc == 0, done
     assert re.search(
         r"attn\.qkv.*the model reads its weight and passes its forward by", done.stdout
@@ -387,7 +373,7 @@ def test_a_model_that_reads_its_converted_weights_trains_with_those_as_they_were
 
 
 def test_what_fails_after_steps_were_trained_is_a_failed_run(strange):
-    done = strange("Ops +model.op=late_fft", "precision=bf16-true")
+    done = strange("Ops +model.op=late_fft precision=bf16-true")
     assert done.rc == 1, done
     assert "Traceback" not in done.stderr + done.stdout
     assert "fails in step 2 with precision=bf16-true" in done.stderr

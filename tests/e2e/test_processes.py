@@ -8,8 +8,6 @@ import pytest
 from waiting import SECONDS, wait_for
 
 DIGITS = ("model=mlp", "train.log_every=1", "train.eval_every=100000")
-
-
 TORCHRUN = ("--standalone", "--nproc-per-node=2", "-m", "runner")
 
 
@@ -48,11 +46,12 @@ def few(dataset):
 def test_own_batches_order_and_test_sets_are_those_of_one_process(torchrun, main, lab):
     with (lab / "lab" / "data.py").open("a") as file:
         file.write(OWN_LOADING)
+    # Flags after the words: torchrun takes flags, too.
     words = (
-        *("--config-dir", "lab/conf", "model=mlp", "data=mine", "data._target_=lab.data.sets"),
-        *("data.collate=lab.data.pad", "data.sampler=lab.data.few", "train.batch_size=8"),
-        *("train.max_steps=5", "tracking=none"),
-    )
+        "model=mlp data=mine data._target_=lab.data.sets data.collate=lab.data.pad "
+        "data.sampler=lab.data.few train.batch_size=8 train.max_steps=5 tracking=none "
+        "-cn config -cd lab/conf"
+    ).split()
     assert main(*words, "hydra.run.dir=one").rc == 0
     process = torchrun(*words, "strategy=ddp", "hydra.run.dir=two")
     out, err = process.communicate(timeout=SECONDS)
@@ -73,18 +72,18 @@ def test_an_error_of_all_processes_is_printed_once(torchrun):
     assert not out
 
 
-ORDERS = (
-    ("--config-dir", "lab/conf", "model=net", "data=mine"),
-    ("model=net", "--config-dir=lab/conf", "data=mine"),
-    ("model=net", "data=mine", "-cn", "config", "-cd", "lab/conf"),
-)
+ORDERS = {
+    "flag first": "--config-dir lab/conf model=net data=mine",
+    "flag between": "model=net --config-dir=lab/conf data=mine",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS, ids=["flag first", "flag between", "flags last"])
+@pytest.mark.extended
+@pytest.mark.parametrize("order", ORDERS)
 def test_ones_own_code_runs_in_two_processes(torchrun, lab, order):
     more = ("strategy=ddp", "train.max_steps=2", "tracking=none")
-    process = torchrun(*order, *more)
+    process = torchrun(*ORDERS[order].split(), *more)
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err[-2000:]
     assert "32-true net mine" in out
@@ -92,28 +91,32 @@ def test_ones_own_code_runs_in_two_processes(torchrun, lab, order):
     assert (folder / "ranks" / "1" / "steps.jsonl").exists()
 
 
+EARLY = {
+    "no folder": ("--config-dir none/conf", "--config-dir=none/conf is no folder in"),
+    "a sweep": ("-m seed=0,1", "torchrun started 2 processes, and a sweep starts"),
+    "no key": ("lr=0.1", "lr=0.1 is not known"),
+}
+MORE_EARLY = ("a sweep", "no key")
+
+
 @pytest.mark.slow
-def test_an_error_before_the_config_is_printed_once(torchrun):
-    for typed, message in (
-        (("--config-dir", "none/conf", "strategy=ddp"), "--config-dir=none/conf is no folder in"),
-        (("-m", "seed=0,1", "strategy=ddp"), "torchrun started 2 processes, and a sweep starts"),
-        (("strategy=ddp", "lr=0.1"), "lr=0.1 is not known"),
-    ):
-        err = torchrun(*typed, "tracking=none").communicate(timeout=SECONDS)[1]
-        (line,) = errors(err)
-        assert message in line
-        assert "Unable to shutdown" not in err  # no process waits for one that has ended
+@pytest.mark.parametrize(
+    "case", ["no folder", *(pytest.param(c, marks=pytest.mark.extended) for c in MORE_EARLY)]
+)
+def test_an_error_before_the_config_is_printed_once(torchrun, case):
+    typed, message = EARLY[case]
+    process = torchrun(*typed.split(), "strategy=ddp", "tracking=none")
+    err = process.communicate(timeout=SECONDS)[1]
+    (line,) = errors(err)
+    assert message in line
+    assert "Unable to shutdown" not in err  # no process waits for one that has ended
 
 
 @pytest.mark.slow
 def test_a_stopped_run_continues_as_one_run_in_mlflow(torchrun, tmp_path, store, reader):
-    typed = (*DIGITS, "strategy=ddp", f"tracking.uri={store}", "tracking.experiment=processes")
-    process = torchrun(
-        *typed,
-        "train.max_steps=10000000",
-        "checkpoint.every_steps=5",
-        "hydra.run.dir=outputs/runs/it",
-    )
+    recorded = ("strategy=ddp", f"tracking.uri={store}", "tracking.experiment=processes")
+    endless = "train.max_steps=10000000 checkpoint.every_steps=5 hydra.run.dir=outputs/runs/it"
+    process = torchrun(*DIGITS, *recorded, *endless.split())
     folder = tmp_path / "outputs/runs/it"
     wait_for(lambda: [*folder.glob("checkpoints/step-*.pt")], process)
     os.kill(process.pid, signal.SIGTERM)
@@ -125,13 +128,7 @@ def test_a_stopped_run_continues_as_one_run_in_mlflow(torchrun, tmp_path, store,
     wait_for(lambda: [run.info.status for run in runs(reader())] == ["KILLED"])
 
     step = int(checkpoint.stem.removeprefix("step-"))
-    again = torchrun(
-        "strategy=ddp",
-        f"checkpoint.resume={folder}",
-        f"train.max_steps={step + 3}",
-        f"tracking.uri={store}",
-        "tracking.experiment=processes",
-    )
+    again = torchrun(*recorded, f"checkpoint.resume={folder}", f"train.max_steps={step + 3}")
     out, err = again.communicate(timeout=SECONDS)
     assert again.returncode == 0, err[-2000:]
     assert f"resumed at step {step} of {step + 3}" in out

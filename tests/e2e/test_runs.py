@@ -9,22 +9,29 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.config.resolve import flatten
-from runner.precision import registry
 from runner.tracking import journal as journals
 
 # An initial scale that overflows and a short interval: the scale falls, then rises and falls.
 SCALED = (
-    "precision=16-mixed",
-    "precision.loss_scale.init_scale=16777216",
-    "precision.loss_scale.growth_interval=2",
-)
-TINY = ("model=mlp", "model.hidden=[16]", "train.log_every=5", "train.eval_every=6")
+    "precision=16-mixed precision.loss_scale.init_scale=16777216 "
+    "precision.loss_scale.growth_interval=2"
+).split()
+TINY = "model=mlp model.hidden=[16] train.log_every=5 train.eval_every=6".split()
 STEPS = 12
-CPU = torch.device("cpu")
-SUPPORTED = [row.name for row in registry.supported_precisions(CPU) if row.runs]
-RUNS_HERE = [name for name in SUPPORTED if not registry.load_precision(name).trained_in]
-NOT_HERE = [row.name for row in registry.supported_precisions(CPU) if not row.runs]
-EXTRA = {"16-true": ["optimizer.eps=1e-4"]}
+NEEDS = """
+import torch
+from lab.nets import Net
+
+
+class Needs(Net):
+    def __init__(self, state, **sizes):
+        super().__init__(**sizes)
+        self.state = state
+
+    def forward(self, x):
+        assert getattr(torch, self.state)()
+        return super().forward(x)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +52,10 @@ def points(tracked, key):
     return sorted((point.step, point.value) for point in history)
 
 
+def metrics_of(folder):
+    return json.loads((folder / "result.json").read_text())["metrics"]
+
+
 def journal(folder):
     """(step, values) of every metric record that the run wrote."""
     return [
@@ -58,17 +69,13 @@ def in_journal(folder, key):
     return [(step, values[key]) for step, values in journal(folder) if key in values]
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "train/loss",
-        "train/lr",
-        "train/grad_norm",
-        "loss_scale/value",
-        "loss_scale/overflow",
-        "loss_scale/skipped_steps",
-    ],
+KEYS = (
+    "train/loss train/lr train/grad_norm loss_scale/value loss_scale/overflow "
+    "loss_scale/skipped_steps"
 )
+
+
+@pytest.mark.parametrize("key", KEYS.split())
 def test_every_step_is_stored_with_its_value(tracked, key):
     stored = points(tracked, key)
     assert [step for step, _ in stored] == list(range(1, STEPS + 1))
@@ -136,15 +143,8 @@ def test_tags_and_status(tracked):
 def test_artifacts(tracked, compose):
     folder, run, client = tracked
     names = {item.path for item in client.list_artifacts(run.info.run_id)}
-    assert names == {
-        "config.yaml",
-        "environment.json",
-        "conversion.json",
-        "dtypes.json",
-        "loss_scale.png",
-        "result.json",
-        "history.npz",
-    }
+    expected = "config.yaml environment.json conversion.json dtypes.json loss_scale.png"
+    assert names == {*expected.split(), "result.json", "history.npz"}
     for name in names - {"result.json"}:  # the folder's knows the run's id, too
         stored = Path(run.info.artifact_uri.removeprefix("file://")) / name
         assert stored.read_bytes() == (folder / name).read_bytes()
@@ -161,43 +161,22 @@ def test_the_result_is_that_of_the_metrics(tracked):
     assert outcome["run_id"] == tracked[1].info.run_id
 
 
-def test_a_run_that_fails_is_failed_in_the_store(lab, main, store, reader, run_named):
+def test_a_run_that_fails_is_failed_in_the_store_whose_note_repeats_it(
+    lab, main, store, reader, run_named
+):
     name = "fails on purpose"
-    done = main(
-        "--config-dir",
-        "lab/conf",
-        "model=net",
-        "model.fail_at=3",
-        "train.log_every=1",
-        f"tracking.uri={store}",
-        f"tracking.run_name={name}",
-    )
+    typed = "--config-dir lab/conf model=net model.fail_at=3 train.log_every=1".split()
+    done = main(*typed, f"tracking.uri={store}", f"tracking.run_name={name}")
     assert done.rc == 1
     assert "ArithmeticError: failed as it was told to" in done.stderr
     run = run_named(name)
     assert run.info.status == "FAILED"
     assert run.data.tags["error"] == "ArithmeticError: failed as it was told to"
     assert len(reader().get_metric_history(run.info.run_id, "train/loss")) == 2
-
-
-@pytest.mark.parametrize("name", RUNS_HERE)
-def test_every_precision_that_runs_here_trains(quick, tmp_path, result, name):
-    done = quick("accelerator=cpu", f"precision={name}", *EXTRA.get(name, []))
-    assert done.rc == 0, done.stderr
-    outcome = result(tmp_path)
-    assert outcome["precision"] == name
-    assert outcome["steps"] == 3
-    assert 0 < outcome["train_loss"] < 3
-    assert (outcome["loss_scale"] is not None) == (name == "16-mixed")
-    assert (Path(outcome["folder"]) / "loss_scale.png").exists() == (name == "16-mixed")
-
-
-@pytest.mark.parametrize("name", NOT_HERE)
-def test_a_precision_that_cannot_run_here_is_refused(quick, name):
-    done = quick("accelerator=cpu", f"precision={name}")
-    assert done.rc == 2
-    assert done.stderr.startswith(f"error: precision={name} ")
-    assert "Traceback" not in done.stderr
+    note = run.data.tags["mlflow.note.content"]
+    assert note.startswith("**FAILED**: ArithmeticError: failed as it was told to")
+    assert "--config-dir lab/conf" in note
+    assert "model.fail_at=3" in note
 
 
 def state_of_torch():
@@ -244,8 +223,18 @@ def test_evaluating_more_often_trains_the_same(own, tmp_path, result):
     assert result(tmp_path)["train_loss"] == seldom["train_loss"]
 
 
-def test_the_deterministic_run_is_allowed(quick):
-    assert quick("deterministic=true", "precision=bf16-mixed").rc == 0
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        ("deterministic=true", "are_deterministic_algorithms_enabled"),
+        ("debug=anomaly", "is_anomaly_enabled"),
+    ],
+)
+def test_a_run_computes_as_its_key_says(own, lab, word, state):
+    (lab / "lab" / "needs.py").write_text(NEEDS)
+    model = ("model._target_=lab.needs.Needs", f"+model.state={state}")
+    assert own(*model, word, "precision=bf16-mixed").rc == 0
+    assert "AssertionError" in own(*model).stderr
 
 
 def test_a_plan_trains_and_tracks_nothing(main, tmp_path):
@@ -258,29 +247,29 @@ def test_a_plan_trains_and_tracks_nothing(main, tmp_path):
     assert not [name for name in left if name.endswith(".pt")]
 
 
-def test_a_plan_of_a_precision_that_cannot_run_here_is_refused(main):
-    assert main("mode=plan", "model=mlp", "accelerator=cpu", "precision=tf32").rc == 2
-
-
 @pytest.mark.parametrize("how", ["file", "folder", "run id"])
-def test_a_checkpoint_is_evaluated_by_name_at_any_precision(tracked, main, store, result, how):
+def test_a_checkpoint_is_evaluated_by_name(tracked, main, store, result, how):
     folder, run, _ = tracked
     where = {
         "folder": folder,
         "run id": run.info.run_id,
         "file": folder / "checkpoints" / f"step-{STEPS:08d}.pt",
     }[how]
-    trained = json.loads((folder / "result.json").read_text())["metrics"]
     # The model is not named: the checkpoint knows it.
     command = ("mode=evaluate", f"checkpoint={where}", f"tracking.uri={store}")
     done = main(*command, "precision=16-mixed")
     assert done.rc == 0, done.stderr
     outcome = result(Path.cwd())
-    assert outcome["metrics"] == trained
+    assert outcome["metrics"] == metrics_of(folder)
     assert outcome["steps"] == STEPS
-    assert main(*command, "precision=bf16-true").rc == 0
-    assert result(Path.cwd())["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.05)
-    assert result(Path.cwd())["metrics"] != trained
+
+
+def test_a_checkpoint_is_evaluated_in_another_precision(tracked, main, result):
+    typed = ("mode=evaluate", f"checkpoint={tracked[0]}", "precision=bf16-true", "tracking=none")
+    assert main(*typed).rc == 0
+    found, trained = result(Path.cwd())["metrics"], metrics_of(tracked[0])
+    assert found["val/loss"] == pytest.approx(trained["val/loss"], rel=0.05)
+    assert found != trained
 
 
 def test_an_evaluation_is_stored_at_the_checkpoints_step(tracked, main, store, reader, result):
@@ -292,11 +281,31 @@ def test_an_evaluation_is_stored_at_the_checkpoints_step(tracked, main, store, r
     assert run.info.status == "FINISHED"
 
 
-@pytest.mark.parametrize("preset", ["smoke", "overfit", "anomaly", "profile"])
-def test_every_debug_preset_runs(quick, tmp_path, preset):
-    done = quick(f"debug={preset}", "train.max_steps=4", "train.eval_every=4")
-    assert done.rc == 0, done.stderr
-    assert bool(list(tmp_path.glob("outputs/runs/*/profile.txt"))) == (preset == "profile")
+@pytest.fixture
+def debugged(main, tmp_path, result):
+    """Return the result of a run with a debug preset."""
+
+    def run(*typed):
+        done = main("model=mlp", "tracking=none", *typed)
+        assert done.rc == 0, done.stderr
+        return result(tmp_path)
+
+    return run
+
+
+def test_smoke_takes_four_steps(debugged):
+    assert debugged("debug=smoke")["steps"] == 4
+
+
+def test_overfitting_learns_its_few_examples(debugged):
+    found = debugged("debug=overfit", "train.max_steps=100", "optimizer.lr=0.01")
+    assert found["metrics"]["val/accuracy"] == 1.0
+    assert found["metrics"]["val/loss"] < 0.05
+
+
+def test_a_profile_is_left_in_the_folder(debugged):
+    folder = Path(debugged("debug=profile", "train.max_steps=4")["folder"])
+    assert {"profile.txt", "profile.json"} <= {path.name for path in folder.iterdir()}
 
 
 def test_early_stop_ends_a_run_before_its_last_step(quick, tmp_path, result):
@@ -307,15 +316,8 @@ def test_early_stop_ends_a_run_before_its_last_step(quick, tmp_path, result):
 
 def test_failed_jobs_leave_no_model_in_memory(own):
     """Six jobs that fail with a 50 MB model: the last starts with no more than the second."""
-    done = own(
-        "model.width=180000",
-        "model.fail_at=1",
-        "-m",
-        "seed=0,1,2,3,4,5",
-        "train.batch_size=2",
-        "optimizer=sgd",
-        "hydra/launcher=basic",
-    )
+    sweep = "-m seed=0,1,2,3,4,5 train.batch_size=2 optimizer=sgd hydra/launcher=basic"
+    done = own("model.width=180000", "model.fail_at=1", *sweep.split())
     assert done.rc == 1
     assert done.stderr.count("failed as it was told to") >= 6
     from lab.nets import RSS

@@ -43,16 +43,11 @@ hub: {hf_token: canary-hub-7}
 meta: {input: [1, 2, 2], classes: 2}
 """
 OWN = (
-    "--config-dir",
-    "conf",
-    "data=mine",
     "data.api_key='canary key,6'",
-    "model=mlp",
-    "model.hidden=[4]",
-    "train.max_steps=2",
-    "train.log_every=1",
-    "accelerator=cpu",
-    "checkpoint.safetensors=true",
+    *(
+        "--config-dir conf data=mine model=mlp model.hidden=[4] train.max_steps=2 "
+        "train.log_every=1 accelerator=cpu checkpoint.safetensors=true"
+    ).split(),
 )
 
 
@@ -109,26 +104,30 @@ def test_a_run_and_its_record(cli, home, empty_store):
     assert (run / "journal.jsonl").stat().st_mode & 0o077 == 0
 
 
-def test_a_run_that_fails_and_one_that_is_resumed(cli, home):
-    done = cli(*OWN, "tracking=none", env={**ENVIRONMENT, "FAIL": "1"})
+@pytest.fixture
+def inside_home(main, home, monkeypatch):
+    """A command inside this process, with the environment's secrets."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    return lambda *typed: main(*typed, "tracking=none")
+
+
+def test_a_run_that_fails_and_one_that_is_resumed(inside_home, home, monkeypatch):
+    with monkeypatch.context() as failing:
+        failing.setenv("FAIL", "1")
+        done = inside_home(*OWN)
     assert done.rc == 1
     assert "ArithmeticError" in done.stderr
     assert not shows_secret(done)
-    assert cli(*OWN, "tracking=none", env=ENVIRONMENT).rc == 0
+    assert inside_home(*OWN).rc == 0
     (path,) = home.glob("outputs/runs/*/checkpoints/*.pt")
     assert torch.load(path, weights_only=True)["spec"]["data"]["api_key"] == "***"
     assert holders(home) == set()
-    again = (
-        "--config-dir",
-        "conf",
-        f"checkpoint.resume={path}",
-        "train.max_steps=4",
-        "tracking=none",
-    )
-    done = cli(*again, env=ENVIRONMENT)
+    again = ("--config-dir", "conf", f"checkpoint.resume={path}", "train.max_steps=4")
+    done = inside_home(*again)
     assert done.rc == 2
     assert "does not hold the secret data.api_key. Type data.api_key=<value>" in done.stderr
-    done = cli(*again, "data=mine", "data.api_key='canary key,6'", env=ENVIRONMENT)
+    done = inside_home(*again, "data=mine", "data.api_key='canary key,6'")
     assert done.rc == 0, done.stderr
     assert "resumed at step 2 of 4" in done.stdout
     assert not shows_secret(done)
@@ -147,16 +146,19 @@ def test_a_sweep(cli, home):
     assert "data.api_key=***" in (folder / "sweep.json").read_text()
 
 
-def test_what_is_typed_wrongly(cli, home):
-    for typed in (
+@pytest.mark.parametrize(
+    "typed",
+    [
         "data.hf_token=canary-13",
         "+nosuch.password=canary-14",
         "seed=canary-env-token-1",
         "data.api_key=canary,15",
         "tracking.uri=foo://ann:canary-16@h",
         "+data.api_key='canary 17'",
-    ):
-        done = cli(*OWN, "tracking=none", typed, env=ENVIRONMENT)
-        assert done.rc, typed
-        assert not shows_secret(done), done
+    ],
+)
+def test_what_is_typed_wrongly(inside_home, home, typed):
+    done = inside_home(*OWN, typed)
+    assert done.rc
+    assert not shows_secret(done), done
     assert holders(home) == set()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from waiting import SECONDS, wait_for
 
-PHASES = '''
+CODE = '''
 """Code that prints where it is, and stays there."""
 
 import ctypes
@@ -69,7 +69,7 @@ class Slow(Net):
             time.sleep(0.01)
         return super().forward(x)
 '''
-SHORT = ("train.max_steps=8", "train.eval_every=4", "train.log_every=1", "train.batch_size=4")
+SHORT = "train.max_steps=8 train.eval_every=4 train.log_every=1 train.batch_size=4".split()
 ENDLESS = ("train.max_steps=10000000", "train.log_every=1", "train.eval_every=100000")
 
 
@@ -79,19 +79,10 @@ def start(tmp_path, start_command, lab_writer):
 
     def run(name, *typed, where="nowhere", fresh=False):
         folder = lab_writer(tmp_path / name)
-        (folder / "lab" / "phases.py").write_text(PHASES)
-        process = start_command(
-            "--config-dir",
-            "lab/conf",
-            "model=net",
-            "data=mine",
-            "model._target_=lab.phases.Slow",
-            f"+model.where={where}",
-            "hydra.run.dir=outputs/runs/it",
-            *typed,
-            cwd=folder,
-            fresh=fresh,
-        )
+        (folder / "lab" / "phases.py").write_text(CODE)
+        model = ("model=net", "model._target_=lab.phases.Slow", f"+model.where={where}")
+        own = ("--config-dir", "lab/conf", "data=mine", "hydra.run.dir=outputs/runs/it")
+        process = start_command(*own, *model, *typed, cwd=folder, fresh=fresh)
         return process, folder
 
     return run
@@ -153,56 +144,52 @@ def test_a_signal_leaves_a_checkpoint_and_a_killed_run(start, store, reader, run
         assert step == last > 5
 
 
+PHASES = {
+    "imports": ("tracking=none", [None]),
+    "evaluation": ("{store} +data.val=400", [4]),
+    "loading": (
+        "tracking=none data._target_=lab.phases.hung train.num_workers=2 data.shuffle=false",
+        range(1, 8),
+    ),
+    "store": ("tracking.uri=http://127.0.0.1:1 tracking.log_model=false", [8]),
+}
+MORE_PHASES = {
+    "reading": ("tracking=none data._target_=lab.phases.slow_to_read", [None]),
+    "constructor": ("{store}", [None]),
+    "export": ("{store}", [8]),
+}
+"""By phase: what is typed, and the steps that the checkpoint may have that a signal leaves."""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_signal_in_every_phase(start, store, run_named):
+@pytest.mark.parametrize(
+    "phases", [PHASES, pytest.param(MORE_PHASES, marks=pytest.mark.extended)], ids=["some", "more"]
+)
+def test_a_signal_in_every_phase(start, store, run_named, phases):
     """Each is waited for by what the process itself shows, never by the clock."""
-
-    def stored(name):
-        return f"tracking.uri={store}", f"tracking.run_name={name}"
-
-    away = ("tracking.uri=http://127.0.0.1:1", "tracking.log_model=false")
-    phases = {
-        "imports": start("imports", *SHORT, "tracking=none", fresh=True),
-        "reading": start(
-            "reading", *SHORT, "data._target_=lab.phases.slow_to_read", "tracking=none"
-        ),
-        "building": start("building", *SHORT, *stored("building"), where="constructor"),
-        "evaluation": start(
-            "evaluation", *SHORT, *stored("evaluation"), "+data.val=400", where="evaluation"
-        ),
-        "loading": start(
-            "loading",
-            *SHORT,
-            "data._target_=lab.phases.hung",
-            "train.num_workers=2",
-            "data.shuffle=false",
-            "tracking=none",
-        ),
-        "export": start("export", *SHORT, *stored("export"), where="export"),
-        "store": start("store", *SHORT, *away),
-    }
-    reached = {name: (folder / "here").exists for name, (_, folder) in phases.items()}
-    imports = Path(f"/proc/{phases['imports'][0].pid}/maps")
-    reached["imports"] = lambda: "libtorch_cpu" in imports.read_text()
-    reached["store"] = (phases["store"][1] / "outputs/runs/it/checkpoints/step-00000008.pt").exists
-    for number, (name, (process, _)) in enumerate(phases.items()):
-        wait_for(reached[name], process)
+    started = {}
+    for name, (typed, _) in phases.items():
+        words = typed.format(store=f"tracking.uri={store} tracking.run_name={name}")
+        started[name] = start(name, *SHORT, *words.split(), where=name, fresh=name == "imports")
+    for number, (name, (process, folder)) in enumerate(started.items()):
+        wait_for(reached(name, process, folder), process)
         sent = (signal.SIGINT, signal.SIGTERM)[number % 2]
         os.killpg(process.pid, sent)
         assert last_error(process, sent) == f"error: Stopped by {sent.name}.", name
-    steps = {name: checkpoint_step(folder) for name, (_, folder) in phases.items()}
-    assert steps.pop("loading") > 0
-    assert steps == {
-        "imports": None,
-        "reading": None,
-        "building": None,
-        "evaluation": 4,
-        "export": 8,
-        "store": 8,
-    }
-    for name in ("building", "evaluation", "export"):
-        wait_for(is_killed(run_named, name))
+    for name, (typed, steps) in phases.items():
+        assert checkpoint_step(started[name][1]) in steps, name
+        if "{store}" in typed:
+            wait_for(is_killed(run_named, name))
+
+
+def reached(name, process, folder):
+    """Return a function that tells whether a process has reached a phase."""
+    if name == "imports":
+        return lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text()
+    if name == "store":
+        return (folder / "outputs/runs/it/checkpoints/step-00000008.pt").exists
+    return (folder / "here").exists
 
 
 @pytest.mark.slow
@@ -218,17 +205,18 @@ def test_a_second_ctrl_c_ends_a_step_that_does_not(start):
 
 @pytest.mark.slow
 def test_a_command_that_is_typed_again_continues(start):
-    """As a job script does it that Slurm starts anew."""
-    often = ("checkpoint.resume=auto", "checkpoint.every_steps=5")
-    typed = (*ENDLESS, "tracking=none", *often)
+    """As a job script does it that Slurm starts anew: its warning, then the end of the terminal."""
+    typed = (*ENDLESS, "tracking=none", "checkpoint.resume=auto", "checkpoint.every_steps=5")
     process, folder = start("again", *typed)
     wait_for(lambda: newest_step(folder) > 0, process)
-    os.killpg(process.pid, signal.SIGUSR1)
-    assert last_error(process, signal.SIGUSR1).endswith("SIGUSR1.")
+    os.killpg(process.pid, signal.SIGUSR2)
+    assert last_error(process, signal.SIGUSR2).endswith("SIGUSR2.")
+    assert process.returncode == 140
     step = newest_step(folder)
     process, _ = start("again", *typed)
     wait_for(lambda: newest_step(folder) > step, process)
-    os.killpg(process.pid, signal.SIGTERM)
-    out, _ = process.communicate(timeout=SECONDS)
+    os.killpg(process.pid, signal.SIGHUP)
+    out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, err.splitlines()[-1]) == (129, "error: Stopped by SIGHUP.")
     assert f"resumed at step {step} of" in out
     assert newest_step(folder) > step

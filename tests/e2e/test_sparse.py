@@ -1,10 +1,9 @@
 """Embeddings with sparse gradients train as in plain PyTorch, or are refused in one message."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
+from typed_runs import TypedRuns
 
 NET = """
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 
 
 class Bag(nn.Module):
-    def __init__(self, bag=False):
+    def __init__(self, bag=False, sparse=True):
         super().__init__()
-        self.table = (nn.EmbeddingBag if bag else nn.Embedding)(32, 8, sparse=True)
+        self.table = (nn.EmbeddingBag if bag else nn.Embedding)(32, 8, sparse=sparse)
         self.head = nn.Linear(8, 4)
         self.bag = bag
 
@@ -28,37 +27,27 @@ def sets():
     rows = torch.utils.data.TensorDataset(x, x[:, 0] % 4)
     return rows, rows
 """
-PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.lr=0.5")
+PLAIN = "optimizer=sgd optimizer.momentum=0 optimizer.weight_decay=0 optimizer.lr=0.5"
 
 
 @pytest.fixture
-def sparse(main, tmp_path):
+def runs(main, tmp_path):
     (tmp_path / "rows.py").write_text(NET)
     for group, text in (
-        ("model", "_target_: rows.Bag\nbag: false\n"),
+        ("model", "_target_: rows.Bag\nbag: false\nsparse: true\n"),
         ("data", "_target_: rows.sets\n"),
     ):
         path = tmp_path / "conf" / group / "own.yaml"
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    return lambda *words: main(
-        "--config-dir",
-        "conf",
-        "model=own",
-        "data=own",
-        "tracking=none",
-        "data.shuffle=false",
-        "train.batch_size=16",
-        "train.max_steps=5",
-        "train.log_every=1",
-        "train.eval_every=1",
-        "hydra.run.dir=out",
-        "accelerator=cpu",
-        *words,
+    words = (
+        "--config-dir conf model=own data=own tracking=none data.shuffle=false "
+        "train.batch_size=16 train.max_steps=5 train.log_every=1 train.eval_every=1 accelerator=cpu"
     )
+    return TypedRuns(main, tmp_path, words)
 
 
-def losses_by_hand(tmp_path, scaled, accumulate=1):
+def losses_by_hand(scaled):
     """The same training in plain PyTorch, with gradients clipped to a norm of 0.1."""
     space = {}
     exec(NET, space)
@@ -86,48 +75,44 @@ def losses_by_hand(tmp_path, scaled, accumulate=1):
 
 
 @pytest.mark.parametrize(
-    "precision", [("precision=32-true",), ("precision=16-mixed", "precision.loss_scale.fixed=1024")]
+    "precision", ["precision=32-true", "precision=16-mixed precision.loss_scale.fixed=1024"]
 )
-def test_it_trains_as_by_hand(sparse, tmp_path, precision):
-    done = sparse(*PLAIN, *precision, "train.clip_norm=0.1", "init.weights=null")
-    assert done.rc == 0, done.stderr
-    losses = losses_by_hand(tmp_path, "16-mixed" in precision[0])
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert result["train_loss"] == pytest.approx(losses[-1], rel=1e-3)
+def test_it_trains_as_by_hand(runs, precision):
+    run = runs.train(f"{PLAIN} {precision} train.clip_norm=0.1 init.weights=null")
+    losses = losses_by_hand("16-mixed" in precision)
+    assert run.result["train_loss"] == pytest.approx(losses[-1], rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "typed",
     [
-        (*PLAIN, "precision=bf16-true"),
-        (*PLAIN, "optimizer.momentum=0.9", "train.accumulate=2", "train.batch_size=4"),
-        (*PLAIN, "model.bag=true"),
-        ("optimizer=adagrad", "precision=bf16-mixed"),
+        f"{PLAIN} precision=bf16-true",
+        f"{PLAIN} optimizer.momentum=0.9 train.accumulate=2 train.batch_size=4",
+        f"{PLAIN} model.bag=true",
+        "optimizer=adagrad precision=bf16-mixed",
     ],
 )
-def test_it_trains(sparse, words):
-    done = sparse(*words)
-    assert done.rc == 0, done.stderr
+def test_it_trains_as_with_dense_gradients(runs, typed):
+    sparse = runs.train(typed).result["train_loss"]
+    dense = runs.train(f"{typed} model.sparse=false").result["train_loss"]
+    assert sparse == pytest.approx(dense, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("typed", "parts"),
-    [
-        (
-            "",
-            [
-                "optimizer: AdamW refuses the sparse gradients of table.weight",
-                "Type optimizer=sgd optimizer.weight_decay=0",
-                "sparse=False",
-            ],
-        ),
-        ("optimizer=sgd", ["SGD refuses the sparse gradients of table.weight"]),
-        ("optimizer=sgd optimizer.weight_decay=0 +optimizer.fused=true", ["fused", "sparse"]),
-    ],
-)
-def test_an_optimizer_that_refuses_is_reported(sparse, typed, parts):
-    done = sparse(*typed.split())
-    assert done.rc == 2, done
-    assert "Traceback" not in done.stderr
-    for part in parts:
-        assert part in done.stderr
+REFUSED = [
+    (
+        "",
+        [
+            "optimizer: AdamW refuses the sparse gradients of table.weight",
+            "Type optimizer=sgd optimizer.weight_decay=0",
+            "sparse=False",
+        ],
+    ),
+    ("optimizer=sgd", ["SGD refuses the sparse gradients of table.weight"]),
+    ("optimizer=sgd optimizer.weight_decay=0 +optimizer.fused=true", ["fused", "sparse"]),
+]
+
+
+@pytest.mark.parametrize(("typed", "parts"), REFUSED)
+def test_an_optimizer_that_refuses_is_reported(runs, typed, parts):
+    message = runs.fail(typed)
+    assert [part for part in parts if part not in message] == []

@@ -17,13 +17,8 @@ from safetensors.torch import save_file
 pytestmark = pytest.mark.slow
 
 QUICK = (
-    "model=mlp",
-    "model.hidden=[4]",
-    "train.max_steps=2",
-    "train.log_every=1",
-    "tracking=none",
-    "accelerator=cpu",
-)
+    "model=mlp model.hidden=[4] train.max_steps=2 train.log_every=1 tracking=none accelerator=cpu"
+).split()
 CANARY = "touched"
 EVIL = f"""from pathlib import Path
 Path({CANARY!r}).touch()
@@ -31,17 +26,10 @@ from torch import nn
 class Net(nn.Module): pass
 def call(*args, **kwargs): pass
 """
-BATCH = {
-    "why": "a test",
-    "steps": [2, 2],
-    "micro_batches": [[0, 1]],
-    "loss_scale": None,
-    "begun": 0,
-    "precision": "32-true",
-    "model": "mlp",
-    "data": "digits",
-    "seed": 0,
-}
+BATCH = (
+    '{"why": "a test", "steps": [2, 2], "micro_batches": [[0, 1]], "loss_scale": null, "begun": 0, '
+    '"precision": "32-true", "model": "mlp", "data": "digits", "seed": 0}'
+)
 HOSTILE = {
     "a module in the folder": {"model": {"_target_": "theirs.evil.Net"}},
     "a module in a package": {"model": {"_target_": "theirs.pack.evil.Net"}},
@@ -74,6 +62,14 @@ WAYS = {
 }
 UNREAD = {"evaluate": ("optimizer", "scheduler", "callbacks"), "weights": None}
 """Groups that a way does not take from the file; weights bring their adapter alone."""
+FEW = ("a module in the folder", "one of Python", "a precision", "an adapter", "a hook")
+"""What each way meets; resume reads all groups, and meets everything."""
+CASES = [pytest.param(way, HOSTILE if way == "resume" else FEW, id=way) for way in WAYS]
+MORE_CASES = [
+    pytest.param(way, HOSTILE.keys() - FEW, id=f"{way}, more", marks=pytest.mark.extended)
+    for way in WAYS
+    if way != "resume"
+]
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +102,16 @@ def stranger(inside, tmp_path_factory):
             torch.save(content, path)
             (folder / "config.yaml").write_text(yaml.safe_dump(config))
             (folder / "guard").mkdir()
-            (folder / "guard" / "batch-000002.json").write_text(json.dumps(BATCH))
+            (folder / "guard" / "batch-000002.json").write_text(BATCH)
 
         yield main, write
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_a_strangers_run_names_is_not_called(stranger, way):
+@pytest.mark.parametrize(("way", "names"), [*CASES, *MORE_CASES])
+def test_what_a_strangers_run_names_is_not_called(stranger, way, names):
     main, write = stranger
-    for name, changes in HOSTILE.items():
+    for name in names:
+        changes = HOSTILE[name]
         write(changes)
         done = main(*WAYS[way])
         assert not Path(CANARY).exists(), (name, done)
@@ -144,7 +141,7 @@ def test_no_spelling_of_an_interpolation_is_resolved(stranger, way, monkeypatch)
         assert "canary-1" not in done.stdout + done.stderr
 
 
-SWEEP = ["python", "-m", "runner", "-m", *QUICK, "seed=0,1"]
+SWEEP = ["python", "-m", "runner", "-m", *QUICK, "seed=0,1", "hydra/launcher=basic"]
 COMMANDS = {
     "a call": [*SWEEP, "~model", f"+model={{_target_: os.system, command: 'touch {CANARY}'}}"],
     "an import": [*SWEEP, "model._target_=theirs.evil.Net"],
@@ -154,20 +151,21 @@ COMMANDS = {
 }
 
 
+def write_sweep(command, **more):
+    """Write a stranger's sweep of a command into the working directory."""
+    folder = Path("outputs/sweeps/theirs")
+    folder.mkdir(parents=True)
+    manifest = {"id": "x", "command": command, "cwd": str(Path.cwd()), **more}
+    (folder / "sweep.json").write_text(json.dumps(manifest))
+    return folder
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("signature", ["", "0" * 64])
 def test_a_strangers_sweep_is_not_resumed(stranger, name, signature):
     main, write = stranger
     write({})
-    manifest = {
-        "id": "x",
-        "command": COMMANDS[name],
-        "cwd": str(Path.cwd()),
-        "signature": signature,
-    }
-    folder = Path("outputs/sweeps/theirs")
-    folder.mkdir(parents=True)
-    (folder / "sweep.json").write_text(json.dumps(manifest))
+    folder = write_sweep(COMMANDS[name], signature=signature)
     for typed in ("sweep.resume=last", f"sweep.resume={folder}"):
         done = main(typed)
         assert done.rc == 2, done
@@ -180,10 +178,7 @@ def test_a_strangers_sweep_is_not_resumed(stranger, name, signature):
 def test_a_sweep_whose_command_is_typed_is_resumed(stranger):
     main, write = stranger
     write({})
-    folder = Path("outputs/sweeps/theirs")
-    folder.mkdir(parents=True)
-    manifest = {"id": "x", "command": SWEEP, "cwd": str(Path.cwd())}
-    (folder / "sweep.json").write_text(json.dumps(manifest))
+    folder = write_sweep(SWEEP)
     done = main(*SWEEP[3:], f"sweep.resume={folder}")
     assert done.rc == 0, done.stderr
     assert len([*folder.glob("*/result.json")]) == 2
@@ -195,10 +190,7 @@ def test_a_sweep_whose_command_is_typed_is_resumed(stranger):
 def test_reports_call_nothing(stranger, command):
     main, write = stranger
     write(HOSTILE["a module in the folder"])
-    folder = Path("outputs/sweeps/theirs")
-    folder.mkdir(parents=True)
-    manifest = {"id": "x", "command": COMMANDS["a call"], "cwd": str(Path.cwd())}
-    (folder / "sweep.json").write_text(json.dumps(manifest))
+    folder = write_sweep(COMMANDS["a call"])
     shutil.copytree("theirs", folder / "0")
     if command == "report":
         main("report", str(folder))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -22,32 +23,25 @@ from lab.nets import Net
 
 
 class Gate(Net):
-    """Waits in its sixth step for a file, where it was built as the one that waits."""
+    """Waits from its sixth step on for a file, where it was built as the one that waits."""
 
     def __init__(self, waits: int, seed: int, **sizes) -> None:
         super().__init__(**sizes)
         self.waits = waits == seed
 
     def forward(self, x):
-        if self.training and self.calls == 5 and self.waits:
+        if self.training and self.calls >= 5 and self.waits:
             Path("waits").touch()
             while not Path("go").exists():
                 time.sleep(0.02)
+            time.sleep(0.1)  # a signal to the sweep reaches its job a little later
         return super().forward(x)
 '''
 YAML = "_target_: lab.gate.Gate\nclasses: ${data.meta.classes}\nwaits: 1\nseed: ${seed}\n"
 SWEEP = (
-    "--config-dir",
-    "lab/conf",
-    "model=gate",
-    "data=mine",
-    "train.max_steps=12",
-    "train.eval_every=4",
-    "train.log_every=1",
-    "precision=16-mixed",
-    "-m",
-    "seed=0,1,2",
-)
+    "--config-dir lab/conf model=gate data=mine train.max_steps=12 train.eval_every=4 "
+    "train.log_every=1 precision=16-mixed -m seed=0,1,2"
+).split()
 
 
 @pytest.fixture
@@ -101,7 +95,8 @@ def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, 
     done = main("sweep.resume=last", uri, "tracking.patience=30")
     assert done.rc == 0, done.stderr
     assert "finished before" in done.stdout
-    assert "resumed at step 6 of 12" in done.stdout
+    (step,) = re.findall(r"resumed at step (\d+) of 12", done.stdout)
+    assert 6 <= int(step) < 12
     assert (folder / "0" / "result.json").read_bytes() == before
     results = [json.loads((folder / str(n) / "result.json").read_text()) for n in range(3)]
     assert [r["status"] for r in results] == ["finished"] * 3
@@ -109,7 +104,7 @@ def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, 
     assert [r["run_id"] for r in results[:2]] == ids
     resumed = final_state(folder)
     shutil.rmtree(folder)
-    assert main(*SWEEP, "tracking.log_model=false", uri).rc == 0
+    assert main(*SWEEP, "tracking.log_model=false", "hydra/launcher=basic", uri).rc == 0
     (whole,) = lab.glob("outputs/sweeps/*")
     assert resumed == final_state(whole)
     with warnings.catch_warnings():
@@ -142,11 +137,9 @@ def test_a_killed_sweep_restarts_jobs_without_a_checkpoint(interrupted, main, la
     assert "failed" not in report.stdout
 
 
-def test_a_resumed_sweep_runs_failed_jobs_again_and_no_finished_ones(main, lab, tmp_path):
-    """In one process: jobs that failed are run again, finished and diverged ones are not."""
+def test_failed_jobs_are_run_again_and_finished_or_diverged_ones_are_not(main, lab):
     (lab / "go").touch()
-    tiny = (*SWEEP, "tracking=none", "hydra/launcher=basic")
-    assert main(*tiny).rc == 0
+    assert main(*SWEEP, "tracking=none", "hydra/launcher=basic").rc == 0
     (folder,) = lab.glob("outputs/sweeps/*")
     for number, change in enumerate([{"diverged": True, "status": "failed"}, {"status": "failed"}]):
         path = folder / str(number) / "result.json"
@@ -155,14 +148,8 @@ def test_a_resumed_sweep_runs_failed_jobs_again_and_no_finished_ones(main, lab, 
     assert done.stdout.count(" before\n") == 2
     assert "diverged before" in done.stdout
     assert "resumed at step 12 of 12" in done.stdout
-
-
-def test_a_single_job_of_a_sweep_is_not_resumed(main, lab):
-    (lab / "go").touch()
-    assert main(*SWEEP, "seed=0,1", "train.max_steps=2", "tracking=none").rc == 0
-    (folder,) = lab.glob("outputs/sweeps/*")
-    done = main(f"checkpoint.resume={folder / '0'}", "train.max_steps=3", "tracking=none")
-    assert (done.rc, f"Type sweep.resume={folder}" in done.stderr) == (2, True)
+    alone = main(f"checkpoint.resume={folder / '0'}", "train.max_steps=13", "tracking=none")
+    assert (alone.rc, f"Type sweep.resume={folder}" in alone.stderr) == (2, True)
 
 
 def test_sweeps_that_cannot_be_resumed_are_refused(main, lab):
@@ -193,16 +180,10 @@ def test_sweeps_that_cannot_be_resumed_are_refused(main, lab):
 )
 def test_a_search_finds_its_trials_again(main, tmp_path):
     asked = (
-        "model=mlp",
-        "model.hidden=[8]",
-        "train.max_steps=3",
-        "tracking=none",
-        "-m",
-        "hydra/sweeper=optuna",
-        "optimizer.lr=interval(0.0005,0.05)",
-        "hydra.sweeper.n_trials=3",
-        "hydra.sweeper.sampler.seed=0",
-    )
+        "model=mlp model.hidden=[8] train.max_steps=3 tracking=none -m hydra/launcher=basic "
+        "hydra/sweeper=optuna optimizer.lr=interval(0.0005,0.05) hydra.sweeper.n_trials=3 "
+        "hydra.sweeper.sampler.seed=0"
+    ).split()
     assert main(*asked).rc == 0
     (folder,) = tmp_path.glob("outputs/sweeps/*")
     best = (folder / "optimization_results.yaml").read_text()

@@ -15,18 +15,11 @@ def swept(tmp_path_factory, inside, store, reader, lab_writer):
     sweep's folder, the parent run, its children in the order of their jobs, the client)."""
     folder = lab_writer(tmp_path_factory.mktemp("sweep"))
     with inside(folder) as main:
-        done = main(
-            "--config-dir",
-            "lab/conf",
-            "model=net",
-            "data=mine",
-            "train.max_steps=3",
-            "-m",
-            "precision=32,'16'",
-            "model.fail_at=null,2",
-            f"tracking.uri={store}",
-            "tracking.experiment=sweeps",
+        typed = (
+            "--config-dir lab/conf model=net data=mine train.max_steps=3 -m precision=32,'16' "
+            "model.fail_at=null,2 tracking.experiment=sweeps"
         )
+        done = main(*typed.split(), f"tracking.uri={store}")
     client = reader()
     runs = client.search_runs([client.get_experiment_by_name("sweeps").experiment_id])
     (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
@@ -97,15 +90,26 @@ def test_the_report_is_rebuilt_from_the_folder_or_from_mlflow_alone(
     assert Path(kept).read_text() == wanted
 
 
-def test_old_names_of_precisions_and_flags_in_any_place(quick, tmp_path):
-    done = quick("--multirun", "precision=32,'16',\"bf16\"")
+@pytest.fixture
+def sweep(quick):
+    """A sweep of tiny runs inside this process."""
+    return lambda *args: quick("-m", "hydra/launcher=basic", *args)
+
+
+def test_old_names_in_a_sweep_whose_jobs_begin_from_the_same_state(quick, tmp_path):
+    """The last job repeats the first, after those in other precisions."""
+    done = quick("hydra/launcher=basic", "--multirun", "precision=32,'16',\"bf16\",32-true")
     assert done.rc == 0, done.stderr
-    names = [job["precision"] for job in job_results(tmp_path)]
-    assert names == ["32-true", "16-mixed", "bf16-mixed"]
+    first, *others, last = job_results(tmp_path)
+    names = [job["precision"] for job in (first, *others, last)]
+    assert names == ["32-true", "16-mixed", "bf16-mixed", "32-true"]
+    for key in ("train_loss", "metrics"):
+        assert first[key] == last[key]
+        assert all(job[key] != first[key] for job in others)
 
 
-def test_unavailable_precisions_are_reported_apart_from_failures(quick, tmp_path):
-    done = quick("-m", "accelerator=cpu", "precision=tf32,bf16-mixed")
+def test_unavailable_precisions_are_reported_apart_from_failures(sweep, tmp_path):
+    done = sweep("accelerator=cpu", "precision=tf32,bf16-mixed")
     assert done.rc == 2
     (line,) = [row for row in done.stdout.splitlines() if row.startswith("│ tf32 ")]
     assert "unavailable" in line
@@ -113,11 +117,11 @@ def test_unavailable_precisions_are_reported_apart_from_failures(quick, tmp_path
     assert "Traceback" not in done.stderr
     (result,) = tmp_path.glob("outputs/sweeps/*/0/result.json")
     assert json.loads(result.read_text())["status"] == "unavailable"
-    assert quick("-m", "accelerator=cpu", "precision=tf32,16-true").rc == 1  # its eps is refused
+    assert sweep("accelerator=cpu", "precision=tf32,16-true").rc == 1  # its eps is refused
 
 
-def test_a_wrong_value_in_one_job_fails_that_job_only(quick):
-    done = quick("-m", "precision.keep_fp32=[nothing],[head]")
+def test_a_wrong_value_in_one_job_fails_that_job_only(sweep):
+    done = sweep("precision.keep_fp32=[nothing],[head]")
     assert done.rc == 1
     assert "nothing matches no module of the model" in done.stderr
     assert "Traceback" not in done.stderr
@@ -127,37 +131,29 @@ def test_a_wrong_value_in_one_job_fails_that_job_only(quick):
 
 
 @pytest.mark.parametrize("typed", ["precision=32-true,nonsense", "seed=0,x", "nosuch=1,2"])
-def test_a_wrong_override_stops_the_sweep_before_its_first_job(quick, tmp_path, typed):
-    done = quick("-m", typed)
+def test_a_wrong_override_stops_the_sweep_before_its_first_job(sweep, tmp_path, typed):
+    done = sweep(typed)
     assert done.rc == 2
     assert "is not known" in done.stderr or "does not fit" in done.stderr
     assert not list(tmp_path.glob("outputs/sweeps/*/*/result.json"))
 
 
-def test_jobs_begin_from_the_same_state(quick, tmp_path):
-    """The third job repeats the first, after one in another precision."""
-    assert quick("-m", "precision=32-true,16-true,32-true", "optimizer=sgd").rc == 0
-    jobs = job_results(tmp_path)
-    assert jobs[0]["train_loss"] == jobs[2]["train_loss"] != jobs[1]["train_loss"]
-    assert jobs[0]["metrics"] == jobs[2]["metrics"] != jobs[1]["metrics"]
-
-
-def test_a_job_can_be_typed_again(quick, tmp_path):
+def test_a_job_can_be_typed_again(sweep, quick, tmp_path):
     values = ("hydra.sweep.subdir=job-${hydra.job.num}", "seed=${hydra:job.num}")
-    assert quick("-m", "precision=32-true,bf16-mixed", *values).rc == 0
-    (sweep,) = tmp_path.glob("outputs/sweeps/*")
-    folder = sweep / "job-1"
+    assert sweep("precision=32-true,bf16-mixed", *values).rc == 0
+    (swept,) = tmp_path.glob("outputs/sweeps/*")
+    folder = swept / "job-1"
     result = RunResult.read(folder)
     assert result.seed == 1
-    other = (sweep / "job-0/result.json").read_bytes()
+    other = (swept / "job-0/result.json").read_bytes()
 
-    again = quick("precision=bf16-mixed", *values, f"hydra.sweep.dir={sweep}", "hydra.job.num=1")
+    again = quick("precision=bf16-mixed", *values, f"hydra.sweep.dir={swept}", "hydra.job.num=1")
     assert again.rc == 0, again.stderr
     assert "job 1: " in again.stdout
     repeated = RunResult.read(folder)
     assert repeated.seconds != result.seconds
     assert (repeated.label, repeated.train_loss) == ("bf16-mixed", result.train_loss)
-    assert (sweep / "job-0/result.json").read_bytes() == other
+    assert (swept / "job-0/result.json").read_bytes() == other
 
 
 def test_a_number_of_a_job_alone_is_no_sweep(quick, tmp_path):
@@ -180,12 +176,12 @@ def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):
     assert names == ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 
 
-def test_a_job_interrupted_by_ctrl_c_ends_the_sweep(quick, tmp_path, monkeypatch):
+def test_a_job_interrupted_by_ctrl_c_ends_the_sweep(sweep, tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("runner.modes.run.run", stop)
-    done = quick("-m", "seed=0,1,2", "hydra/launcher=basic")
+    done = sweep("seed=0,1,2")
     assert done.rc == 130
     (only,) = tmp_path.glob("outputs/sweeps/*/*/result.json")
     assert json.loads(only.read_text())["status"] == "stopped"
@@ -200,7 +196,7 @@ def test_a_store_that_cannot_be_stops_a_sweep_before_its_first_job(main):
 
 
 def test_a_sweep_of_plans_tracks_nothing(main, tmp_path):
-    done = main("-m", "mode=plan", "precision=32,16", "model=mlp")
+    done = main("-m", "hydra/launcher=basic", "mode=plan", "precision=32,16", "model=mlp")
     assert done.rc == 0, done.stderr
     assert "16-mixed" in done.stdout
     assert not (tmp_path / "outputs" / "mlflow.db").exists()

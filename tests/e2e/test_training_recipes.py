@@ -1,38 +1,59 @@
-"""Commands and yamls of docs/training.md, which run as they stand there."""
+"""Commands and yamls of docs/training.md, which run as they stand there and have their effect."""
 
 import re
 import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 from run_folders import job_results
+from typed_runs import TypedRuns
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 COMMANDS = re.findall(r"^    python -m runner (.*)$", PAGE, re.MULTILINE)
 YAMLS = re.findall(r"```yaml\n# lab/conf/(\w+)/(\w+)\.yaml\n(.*?)```", PAGE, re.DOTALL)
-SHORT = ("train.max_steps=2", "train.batch_size=8", "debug.overfit=16", "tracking=none")
+SHORT = "train.max_steps=20 train.batch_size=4 debug.overfit=4 tracking=none"
+SAID = {
+    "optimizer.groups": "heads: 2 at lr 0.01",
+    "no_decay_on": "no weight decay on ",
+    "scheduler.warmup": "the learning rate warms up for ",
+    "train.freeze": "frozen: ",
+}
+"""By a word of a command: what the run says of it."""
+SAID_OF_YAMLS = {
+    "tuned": "heads: 2 at lr 0.003, embeddings: 2 at lr 0.0003",
+    "two": "at lr 0.001, body: ",
+    "hold_then_cosine": "",
+    "plateau": "ReduceLROnPlateau follows val/accuracy (max) in the evaluations",
+}
+
+
+@pytest.fixture
+def runs(main, tmp_path):
+    return TypedRuns(main, tmp_path, SHORT)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands_of_the_page_run(main, command):
-    done = main(*shlex.split(command), *SHORT)
-    assert done.rc == 0, done.stderr
+def test_the_commands_of_the_page_have_their_effect(runs, command):
+    runs.words += shlex.split(command)
+    run = runs.train()
+    assert [text for word, text in SAID.items() if word in command and text not in run.stdout] == []
+    content = run.content()
+    assert ("train.ema" in command) == ("average" in content)
+    assert ("clip_value" in command) == (content["spec"]["train"]["clip_value"] == 0.5)
 
 
 @pytest.mark.parametrize(("group", "name", "text"), YAMLS)
-def test_the_yamls_of_the_page_run(main, tmp_path, group, name, text):
-    assert yaml.safe_load(text)
+def test_the_yamls_of_the_page_have_their_effect(runs, tmp_path, group, name, text):
     path = tmp_path / "lab" / "conf" / group / f"{name}.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    done = main("--config-dir", "lab/conf", f"{group}={name}", "model=vit", *SHORT)
-    assert done.rc == 0, done.stderr
+    run = runs.train(f"--config-dir lab/conf {group}={name} model=vit")
+    assert SAID_OF_YAMLS[name] in run.stdout
 
 
-def test_a_sweep_over_a_recipe_names_its_jobs_as_they_were_typed(main, tmp_path):
+def test_a_sweep_over_a_recipe_names_its_jobs_as_they_were_typed(runs, tmp_path):
     swept = "optimizer.no_decay_on=norms_and_biases,null"
-    done = main("-m", "hydra/launcher=basic", swept, "model=mlp", "model.hidden=[8]", *SHORT)
+    done = runs(f"-m hydra/launcher=basic {swept} model=mlp model.hidden=[8]")
     assert done.rc == 0, done.stderr
     overrides = [result["overrides"] for result in job_results(tmp_path)]
     assert "optimizer.no_decay_on=norms_and_biases" in overrides[0]

@@ -6,21 +6,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch import nn
 
 GPT = (
-    "accelerator=cpu",
-    "model=gpt",
-    "model.layers=2",
-    "model.heads=1",
-    "model.width=16",
-    "model.dropout=0.1",
-    "data=synthetic_tokens",
-    "data.count=60",
-    "data.context=8",
-    "train.batch_size=16",
-    "train.epochs=2",
-    "tracking=none",
-)
+    "accelerator=cpu model=gpt model.layers=2 model.heads=1 model.width=16 model.dropout=0.1 "
+    "data=synthetic_tokens data.count=60 data.context=8 train.batch_size=16 train.epochs=2 "
+    "tracking=none"
+).split()
+COMPILED = ("model.dropout=0", "train.compile=regional")
 
 
 def run(main, name, *args):
@@ -42,54 +35,84 @@ def kinds(name):
     return [row[:2] for row in rows]
 
 
-@pytest.mark.slow
-def test_compiled_blocks(main, cli):
-    """In a process of its own: torch warns while it compiles, which is no error there."""
+def loss_in(name):
+    return json.loads((Path(name) / "result.json").read_text())["metrics"]["val/loss"]
+
+
+def check_compiled(main):
+    """Check that the run in the folder compiled did what a run that is not compiled does."""
     wanted, weights = run(main, "plain", "model.dropout=0")
-    done = cli(*GPT, "model.dropout=0", "train.compile=regional", "hydra.run.dir=compiled")
-    assert done.rc == 0, done.stderr
-    found = json.loads(Path("compiled/result.json").read_text())
-    assert found["metrics"]["val/loss"] == pytest.approx(wanted["metrics"]["val/loss"], abs=1e-4)
+    assert loss_in("compiled") == pytest.approx(wanted["metrics"]["val/loss"], abs=1e-4)
     (saved,) = Path("compiled").glob("checkpoints/step-*.pt")
     assert list(torch.load(saved, weights_only=True)["model"]) == list(weights)
     assert kinds("compiled") == kinds("plain")
-    done = cli(
-        "mode=evaluate",
-        "checkpoint=compiled",
-        "accelerator=cpu",
-        "tracking=none",
-        "train.compile=regional",
-        "train.batch_size=16",
-        "hydra.run.dir=again",
-    )
+    assert "rounding between fused" not in Path("plain/dtypes.json").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own while it compiles
+def test_compiled_blocks(main, monkeypatch):
+    """Without inductor, whose C++ takes a minute to compile; the next test has it."""
+    compile_, compiled = nn.Module.compile, []
+
+    def traced(self, mode=None, options=None, **more):
+        compiled.append(type(self).__name__)
+        compile_(self, backend="eager", **more)
+
+    monkeypatch.setattr(nn.Module, "compile", traced)
+    run(main, "compiled", *COMPILED)
+    torch.compiler.reset()
+    assert compiled == ["Block", "Block"]
+    check_compiled(main)
+
+
+@pytest.fixture
+def compiled(cli):
+    """A run with compiled blocks, in a process of its own: torch warns while it compiles, which is
+    no error there."""
+    done = cli(*GPT, *COMPILED, "hydra.run.dir=compiled")
     assert done.rc == 0, done.stderr
-    again = json.loads(Path("again/result.json").read_text())
-    assert again["metrics"]["val/loss"] == pytest.approx(found["metrics"]["val/loss"], abs=1e-5)
 
 
 @pytest.mark.slow
-def test_compiled_code_that_rounds_as_eager_code(main, cli):
-    """The rounding stands in the first lines, in dtypes.json, in the result and in the report."""
-    run(main, "plain")
-    typed = ("precision=bf16-true", "train.compile=regional", "train.compile_rounding=eager,fused")
-    done = cli(*GPT, "model.dropout=0", "-m", *typed, "hydra.sweep.dir=compiled")
+@pytest.mark.extended
+@pytest.mark.usefixtures("compiled")
+def test_blocks_compiled_by_inductor(main):
+    check_compiled(main)
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+@pytest.mark.usefixtures("main", "compiled")
+def test_a_compiled_evaluation(cli):
+    typed = "mode=evaluate checkpoint=compiled accelerator=cpu tracking=none train.batch_size=16"
+    done = cli(*typed.split(), "train.compile=regional", "hydra.run.dir=again")
+    assert done.rc == 0, done.stderr
+    assert loss_in("again") == pytest.approx(loss_in("compiled"), abs=1e-5)
+
+
+def test_the_rounding_of_compiled_code_is_named_everywhere(main, monkeypatch):
+    """In the first lines, in dtypes.json, in the result and in the report.
+
+    training/test_compile_rounding.py shows what it computes; nothing is compiled here.
+    """
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
+    typed = "-m precision=bf16-true train.compile_rounding=eager,fused hydra/launcher=basic"
+    done = main(*GPT, *COMPILED, *typed.split(), "hydra.sweep.dir=swept")
     assert done.rc == 0, done.stderr
     roundings = ("eager", "fused")
     for job, rounding in enumerate(roundings):
-        folder = Path("compiled") / str(job)
-        result = json.loads((folder / "result.json").read_text())
-        assert result["fused_rounding"] == rounding
+        folder = Path("swept") / str(job)
+        assert json.loads((folder / "result.json").read_text())["fused_rounding"] == rounding
         assert f"rounding between fused operations: {rounding}" in done.stdout
         table = json.loads((folder / "dtypes.json").read_text())
         assert table["columns"][-1] == "rounding between fused operations"
         held = {row[0]: row[-1] for row in table["data"]}
         assert held["blocks.0"] == held["blocks.1.expand"] == rounding
         assert held["(model)"] == held["head"] == "not compiled"
-    report = " ".join(Path("compiled/report.md").read_text().split())
+    report = " ".join(Path("swept/report.md").read_text().split())
     assert "Rounding between fused operations" in report
     names = [f"{rounding}: bf16-true train.compile_rounding={rounding}" for rounding in roundings]
     assert "; ".join(names) in report
-    assert "rounding between fused" not in Path("plain/dtypes.json").read_text()
 
 
 def test_activations_computed_twice(main, plain):

@@ -10,7 +10,9 @@ import tiny_models
 import torch
 import transformers
 from peft import PeftModel
+from run_folders import only_run
 from safetensors.torch import load_file, save_file
+from typed_runs import TypedRuns
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 MLP = ("model=mlp", "model.hidden=[64]", "train.max_steps=3", "debug.overfit=32", "tracking=none")
@@ -28,7 +30,23 @@ def test_the_commands_of_the_page_run_one_after_another(main, tmp_path, monkeypa
     exec(code, {})
 
 
-def test_the_yaml_of_the_page_starts_from_a_file_with_other_names(main, tmp_path, trained):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, inside):
+    """Folder of a run that left model.safetensors."""
+    folder = tmp_path_factory.mktemp("trained")
+    with inside(folder) as main:
+        done = main(*MLP, "checkpoint.safetensors=true", "hydra.run.dir=run")
+    assert done.rc == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.fixture
+def runs(main, tmp_path):
+    """Tiny runs of the same model."""
+    return TypedRuns(main, tmp_path, " ".join(MLP))
+
+
+def test_the_yaml_of_the_page_starts_from_a_file_with_other_names(runs, tmp_path, trained):
     (text,) = re.findall(r"```yaml\n# lab/conf/experiment/tune.yaml\n(.*?)```", PAGE, re.DOTALL)
     path = tmp_path / "lab" / "conf" / "experiment" / "tune.yaml"
     path.parent.mkdir(parents=True)
@@ -36,129 +54,103 @@ def test_the_yaml_of_the_page_starts_from_a_file_with_other_names(main, tmp_path
     state = load_file(trained / "model.safetensors")
     named = {f"module.backbone.{name}": value for name, value in state.items()}
     torch.save(named, tmp_path / "net.pth")
-    done = main("--config-dir", "lab/conf", "experiment=tune", *MLP)
-    assert done.rc == 0, done.stderr
-    assert "weights: 2 of 4 tensors from net.pth (torch.save); fresh: head.weight" in done.stdout
+    run = runs.train("--config-dir lab/conf experiment=tune")
+    assert "weights: 2 of 4 tensors from net.pth (torch.save); fresh: head.weight" in run.stdout
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, inside):
-    """Folder of a run that left model.safetensors."""
-    folder = tmp_path_factory.mktemp("trained")
-    with inside(folder) as main:
-        done = main(*MLP, "checkpoint.safetensors=true")
-    assert done.rc == 0, done.stderr
-    (run,) = folder.glob("outputs/runs/*")
-    return run
-
-
-def newest(folder):
-    return max(folder.glob("outputs/runs/*"))
-
-
-def test_a_run_starts_from_its_own_safetensors(main, tmp_path, trained):
-    done = main(*MLP, f"init.weights={trained}/model.safetensors", "optimizer.lr=0")
-    assert done.rc == 0, done.stderr
-    assert f"weights: 4 of 4 tensors from {trained}/model.safetensors (safetensors)" in done.stdout
-    record = json.loads((newest(tmp_path) / "init_weights.json").read_text())
+def test_a_run_starts_from_its_own_safetensors(runs, trained):
+    run = runs.train(f"init.weights={trained}/model.safetensors optimizer.lr=0")
+    assert f"weights: 4 of 4 tensors from {trained}/model.safetensors (safetensors)" in run.stdout
+    record = json.loads((run.folder / "init_weights.json").read_text())
     assert record["fresh"] == []
     assert len(record["loaded"]) == 4
-    saved = torch.load(next(newest(tmp_path).glob("checkpoints/*.pt")), weights_only=True)
+    saved = run.content()["model"]
     for name, value in load_file(trained / "model.safetensors").items():
-        assert torch.equal(saved["model"][name], value)
+        assert torch.equal(saved[name], value)
 
 
-def test_a_skipped_head_is_said_and_the_resumed_run_needs_no_file(main, tmp_path, trained):
+def test_a_skipped_head_is_said_and_the_resumed_run_needs_no_file(runs, tmp_path, trained):
     state = load_file(trained / "model.safetensors")
     state = {f"module.{name}": value for name, value in state.items() if "head" not in name}
     save_file(state, tmp_path / "body.safetensors")
-    words = ("init.weights=body.safetensors", "init.rename={module:null}")
-    refused = main(*MLP, *words)
-    assert refused.rc == 2
-    assert "Type 'init.skip=[head]'" in refused.stderr
-    done = main(*MLP, *words, "init.skip=[head]")
-    assert done.rc == 0, done.stderr
-    assert "; fresh: head.weight, head.bias" in done.stdout
+    typed = "init.weights=body.safetensors init.rename={module:null}"
+    assert "Type 'init.skip=[head]'" in runs.fail(typed)
+    assert "; fresh: head.weight, head.bias" in runs.train(f"{typed} init.skip=[head]").stdout
     (tmp_path / "body.safetensors").unlink()
-    resumed = main(f"checkpoint.resume={newest(tmp_path)}", "train.max_steps=5", "tracking=none")
-    assert resumed.rc == 0, resumed.stderr
+    runs.resume("train.max_steps=5 tracking=none")
 
 
-def test_a_runs_own_checkpoint_can_be_tuned_to_other_classes(main, trained):
-    words = (*MLP, f"init.weights={trained}", "model.classes=12")
-    assert "2 of another shape" in main(*words).stderr
-    assert main(*words, "init.skip=[head]").rc == 0
+def test_a_runs_own_checkpoint_can_be_tuned_to_other_classes(runs, trained):
+    typed = f"init.weights={trained} model.classes=12"
+    assert "2 of another shape" in runs.fail(typed)
+    runs.train(f"{typed} init.skip=[head]")
 
 
-def test_a_plan_compares_names_without_training(main, trained):
-    words = (*MLP, "mode=plan", f"init.weights={trained}/model.safetensors")
-    done = main(*words)
+def test_a_plan_compares_names_without_training(runs, trained):
+    typed = f"mode=plan init.weights={trained}/model.safetensors"
+    done = runs(typed)
     assert done.rc == 0, done.stderr
     assert "weights: 4 of 4 tensors" in done.stdout
-    assert "of another shape" in main(*words, "model.hidden=[32]").stderr
+    assert "of another shape" in runs.fail(f"{typed} model.hidden=[32]")
 
 
-def test_an_adapter_is_added_to_packed_weights_of_a_file_without_a_warning(main, trained):
-    words = (*MLP, "precision=bnb-nf4", "adapter=lora")
-    done = main(*words, f"init.weights={trained}/model.safetensors")
-    assert done.rc == 0, done.stderr
-    assert "warning: the frozen weights" not in done.stdout
-    assert "warning: the frozen weights" in main(*words).stdout
+def test_an_adapter_is_added_to_packed_weights_of_a_file_without_a_warning(runs, trained):
+    typed = "precision=bnb-nf4 adapter=lora"
+    run = runs.train(f"{typed} init.weights={trained}/model.safetensors")
+    assert "warning: the frozen weights" not in run.stdout
+    assert "warning: the frozen weights" in runs.train(typed).stdout
 
 
-def test_a_fresh_head_that_an_adapter_freezes_is_warned_of(main, trained):
-    words = (*MLP, "adapter=lora", f"init.weights={trained}", "init.skip=[head]")
-    done = main(*words)
-    assert "warning: init.skip leaves head at random values" in done.stdout
-    assert "adapter.train=[head]" in done.stdout
-    assert "warning" not in main(*words, "adapter.train=[head]").stdout
+def test_a_fresh_head_that_an_adapter_freezes_is_warned_of(runs, trained):
+    typed = f"adapter=lora init.weights={trained} init.skip=[head]"
+    run = runs.train(typed)
+    assert "warning: init.skip leaves head at random values" in run.stdout
+    assert "adapter.train=[head]" in run.stdout
+    assert "warning" not in runs.train(f"{typed} adapter.train=[head]").stdout
 
 
-def test_the_jobs_of_a_sweep_start_from_one_file(main, trained):
-    words = (*MLP, "hydra/launcher=basic", f"init.weights={trained}/model.safetensors")
-    done = main("-m", *words, "precision=32-true,bf16-true")
+def test_the_jobs_of_a_sweep_start_from_one_file(runs, trained):
+    start = f"init.weights={trained}/model.safetensors"
+    done = runs(f"-m hydra/launcher=basic {start} precision=32-true,bf16-true")
     assert done.rc == 0, done.stderr
     assert done.stdout.count("weights: 4 of 4 tensors") == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("typed", "message"),
     [
         ("init.skip=[head]", "init.skip applies to init.weights, which is not given"),
         ("init.weights=x init.skip=[[a]]", "init.skip=[['a']] does not fit"),
         ("init.weights=x init.rename={a:[b]}", "does not fit. Allowed: prefixes of names"),
         ("init.weights=x init.rename=a", "error: init.rename=a does not fit"),
-        ("mode=evaluate checkpoint={file}", "holds weights alone"),
-        ("mode=evaluate checkpoint={file} init.weights=x", "Leave init.weights= out"),
-        ("checkpoint.resume={file}", "holds weights alone"),
+        ("mode=evaluate checkpoint=FILE", "holds weights alone"),
+        ("mode=evaluate checkpoint=FILE init.weights=x", "Leave init.weights= out"),
+        ("checkpoint.resume=FILE", "holds weights alone"),
+        ("checkpoint.pretrained=true", "made a MLP, which is no model of transformers"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(main, trained, words, message):
-    done = main(*MLP, *words.replace("{file}", f"{trained}/model.safetensors").split())
-    assert done.rc == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_keys_that_do_not_fit_are_refused(runs, trained, typed, message):
+    assert message in runs.fail(typed.replace("FILE", f"{trained}/model.safetensors"))
 
 
 # Out
 
 
 @pytest.fixture
-def tuned(main, tmp_path, result):
-    """Train a tiny GPT-2 of a local folder, and return its result."""
-    words = tiny_models.typed("gpt2", tmp_path)
-    base = tmp_path / "base"
+def tuned(main, tmp_path):
+    """Train a tiny GPT-2 of the local folder base."""
+    typed = tiny_models.typed("gpt2", tmp_path)
     model = tiny_models.build("gpt2")
     model.config.use_cache = True
-    model.save_pretrained(base)
-    words = [f"model.path={base}" if w.startswith("model.config=") else w for w in words]
+    model.save_pretrained(tmp_path / "base")
+    runs = TypedRuns(main, tmp_path, "train.max_steps=3 optimizer.lr=0.1 tracking=none")
+    runs.words += from_folder(typed, tmp_path / "base")
+    return runs.train
 
-    def train(*more):
-        done = main(*words, "train.max_steps=3", "optimizer.lr=0.1", "tracking=none", *more)
-        assert done.rc == 0, done.stderr
-        return result(tmp_path)
 
-    return train
+def from_folder(typed, folder):
+    """Return the words of a model, which now is that of a folder of transformers'."""
+    return [f"model.path={folder}" if w.startswith("model.config=") else w for w in typed]
 
 
 @torch.no_grad()
@@ -172,41 +164,42 @@ def validation_loss(model):
     return total / count
 
 
+def base_in(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bnb-nf4", 2e-3)])
 def test_peft_loads_the_adapter_of_a_run_onto_its_base(tuned, tmp_path, precision, tolerance):
-    found = tuned(f"precision={precision}", "adapter=lora", "adapter.train=[transformer.ln_f]")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    run = tuned(f"precision={precision} adapter=lora adapter.train=[transformer.ln_f]")
+    base = base_in(tmp_path / "base")
     before = validation_loss(base)
-    model = PeftModel.from_pretrained(base, Path(found["folder"]) / "adapter")
     # Of packed weights the base here is the one before it was packed.
-    loss = validation_loss(model)
-    assert loss == pytest.approx(found["metrics"]["val/loss"], rel=tolerance)
+    loss = validation_loss(PeftModel.from_pretrained(base, run.folder / "adapter"))
+    assert loss == pytest.approx(run.result["metrics"]["val/loss"], rel=tolerance)
     assert abs(loss - before) > 2 * tolerance * loss
 
 
 @pytest.mark.parametrize(
-    "words",
+    "typed",
     [
-        ["adapter.init=pissa"],
-        ["adapter.init=olora", "adapter.use_rslora=true"],
-        ["adapter.use_dora=true", "adapter.init=pissa_niter_16", "train.ema=0.5"],
+        "adapter.use_dora=true adapter.init=pissa_niter_16 train.ema=0.5",
+        pytest.param("adapter.init=pissa", marks=pytest.mark.extended),
+        pytest.param("adapter.init=olora adapter.use_rslora=true", marks=pytest.mark.extended),
     ],
-    ids=str,
 )
-def test_the_adapter_of_a_changed_base_fits_the_original_one(tuned, tmp_path, words):
-    found = tuned("adapter=lora", "adapter.rank=4", *words, "checkpoint.pretrained=true")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+def test_the_adapter_of_a_changed_base_fits_the_original_one(tuned, tmp_path, typed):
+    run = tuned(f"adapter=lora adapter.rank=4 {typed} checkpoint.pretrained=true")
+    base = base_in(tmp_path / "base")
     before = validation_loss(base)
-    model = PeftModel.from_pretrained(base, Path(found["folder"]) / "adapter")
-    wanted = pytest.approx(found["metrics"]["val/loss"], rel=1e-5)
-    assert validation_loss(model) == wanted
-    assert validation_loss(model) != pytest.approx(before, rel=1e-4)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(Path(found["folder"]) / "pretrained")
-    assert validation_loss(merged) == wanted
+    loss = validation_loss(PeftModel.from_pretrained(base, run.folder / "adapter"))
+    wanted = pytest.approx(run.result["metrics"]["val/loss"], rel=1e-5)
+    assert loss == wanted
+    assert loss != pytest.approx(before, rel=1e-4)
+    assert validation_loss(base_in(run.folder / "pretrained")) == wanted
 
 
 def test_the_python_of_the_page_loads_the_adapter(tuned, tmp_path, monkeypatch):
-    tuned("adapter=lora", "hydra.run.dir=outputs/runs/first")
+    tuned("adapter=lora", "outputs/runs/first")
     (tmp_path / "models").mkdir()
     (tmp_path / "base").rename(tmp_path / "models" / "tiny")
     monkeypatch.chdir(tmp_path)
@@ -219,64 +212,50 @@ def test_the_python_of_the_page_loads_the_adapter(tuned, tmp_path, monkeypatch):
 
 
 def test_no_adapter_folder_is_written_where_it_is_not_asked_for(tuned):
-    folder = Path(tuned("adapter=lora", "checkpoint.adapter=false")["folder"])
-    assert not (folder / "adapter").exists()
+    assert not (tuned("adapter=lora checkpoint.adapter=false").folder / "adapter").exists()
 
 
-FORMATS = pytest.mark.parametrize(
-    ("words", "tolerance", "dtype"),
+@pytest.mark.parametrize(
+    ("typed", "tolerance", "dtype"),
     [
-        (["precision=32-true"], 1e-6, torch.float32),
-        (["precision=bf16-true"], 2e-2, torch.bfloat16),
-        (["precision=32-true", "adapter=lora", "train.ema=0.5"], 1e-5, torch.float32),
-        (["precision=bnb-nf4", "adapter=lora"], 2e-3, torch.float32),
-        (["precision=32-true", "adapter=lora", "adapter.use_dora=true"], 1e-5, torch.float32),
-        (["precision=transformer-engine", "precision.emulate=true"], 3e-2, torch.bfloat16),
+        ("precision=32-true", 1e-6, torch.float32),
+        ("precision=bf16-true", 2e-2, torch.bfloat16),
+        ("precision=bnb-nf4 adapter=lora", 2e-3, torch.float32),
+        ("precision=transformer-engine precision.emulate=true", 3e-2, torch.bfloat16),
+        pytest.param(
+            *("adapter=lora train.ema=0.5", 1e-5, torch.float32), marks=pytest.mark.extended
+        ),
+        pytest.param(
+            *("adapter=lora adapter.use_dora=true", 1e-5, torch.float32), marks=pytest.mark.extended
+        ),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-
-
-@FORMATS
-def test_from_pretrained_loads_the_folder_of_a_run(tuned, words, tolerance, dtype):
-    found = tuned(*words, "checkpoint.pretrained=true")
-    folder = Path(found["folder"]) / "pretrained"
+def test_from_pretrained_loads_the_folder_of_a_run(tuned, typed, tolerance, dtype):
+    run = tuned(f"{typed} checkpoint.pretrained=true")
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True
+        run.folder / "pretrained", output_loading_info=True
     )
     assert not any(report.values())
     assert model.dtype is dtype
     assert model.config.use_cache
-    assert validation_loss(model) == pytest.approx(found["metrics"]["val/loss"], rel=tolerance)
+    wanted = run.result["metrics"]["val/loss"]
+    assert validation_loss(model) == pytest.approx(wanted, rel=tolerance)
 
 
-def test_a_run_starts_from_the_folder_of_another(tuned, main, tmp_path, result):
-    found = tuned("checkpoint.pretrained=true")
-    folder = f"{found['folder']}/pretrained"
-    words = tiny_models.typed("gpt2", tmp_path)
-    short = ("tracking=none", "train.max_steps=1", "optimizer.lr=0")
-    done = main(*words, *short, f"init.weights={folder}")
-    assert done.rc == 0, done.stderr
-    assert "(safetensors)" in done.stdout
-    from_weights = result(tmp_path)["metrics"]
-    assert from_weights == pytest.approx(found["metrics"], rel=1e-6)
-    words = [f"model.path={folder}" if w.startswith("model.config=") else w for w in words]
-    done = main(*words, *short)
-    assert done.rc == 0, done.stderr
-    assert result(tmp_path)["metrics"] == from_weights
-
-
-def test_the_files_of_a_tokenizer_are_copied(tuned, tmp_path):
-    (tmp_path / "base").mkdir(exist_ok=True)
-    (tmp_path / "base" / "tokenizer.json").write_text("{}")
-    folder = Path(tuned("checkpoint.pretrained=true")["folder"]) / "pretrained"
-    assert (folder / "tokenizer.json").read_text() == "{}"
-
-
-def test_a_model_of_no_library_has_no_such_folder(main):
-    done = main(*MLP, "checkpoint.pretrained=true")
-    assert done.rc == 2
-    assert "made a MLP, which is no model of transformers" in done.stderr
+def test_a_run_starts_from_the_folder_of_another(tuned, main, tmp_path):
+    tokenizer = tmp_path / "base" / "tokenizer.json"
+    tokenizer.write_text("{}")
+    first = tuned("checkpoint.pretrained=true")
+    folder = first.folder / "pretrained"
+    assert (folder / "tokenizer.json").read_text() == "{}"  # it is copied
+    typed = tiny_models.typed("gpt2", tmp_path)
+    runs = TypedRuns(main, tmp_path, "tracking=none train.max_steps=1 optimizer.lr=0")
+    runs.words += [*typed, f"init.weights={folder}"]
+    second = runs.train(name="second")
+    assert "(safetensors)" in second.stdout
+    assert second.result["metrics"] == pytest.approx(first.result["metrics"], rel=1e-6)
+    runs.words = [*runs.words[:3], *from_folder(typed, folder)]
+    assert runs.train(name="third").result["metrics"] == second.result["metrics"]
 
 
 def test_a_model_that_computes_its_loss_is_in_mlflow_without_labels(main, tmp_path, empty_store):
@@ -285,7 +264,7 @@ def test_a_model_that_computes_its_loss_is_in_mlflow_without_labels(main, tmp_pa
     done = main(*words, "train.max_steps=1", "task=model_loss", f"tracking.uri={uri}")
     assert done.rc == 0, done.stderr
     assert "not in MLflow" not in done.stdout
-    program = torch.export.load(newest(tmp_path) / "model" / "model.pt2").module()
+    program = torch.export.load(only_run(tmp_path) / "model" / "model.pt2").module()
     fields = {name: t for name, t in tiny_models.batches("gpt2")[0].items() if name != "labels"}
     with torch.no_grad():
         assert program(fields)["logits"].shape == (4, 12, 96)
