@@ -138,7 +138,6 @@ def check(main, compose, records, tmp_path):
     return compare
 
 
-EMULATED = "precision.emulate=true"
 SMALL_SCALE = "precision.loss_scale.init_scale=1e9 precision.loss_scale.growth_interval=3"
 
 
