@@ -25,7 +25,8 @@ def advised(tmp_path_factory, inside, store, reader):
     """(what was printed, the sweep's folder, the parent run, its children, the client)."""
     folder = tmp_path_factory.mktemp("advise")
     with inside(folder) as main:
-        done = main(*WORDS, f"tracking.uri={store}", "tracking.experiment=advise")
+        tracked = (f"tracking.uri={store}", "tracking.experiment=advise")
+        done = main(*WORDS, *tracked, "hydra/launcher=basic")
     client = reader()
     runs = client.search_runs([client.get_experiment_by_name("advise").experiment_id])
     (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
