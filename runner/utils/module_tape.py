@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ class ModuleTape(ExitStack):
         """
         attributes = vars(module)
         earlier = attributes.get(key)
-        attributes[key] = forward
+        # The fields of a batch that a model takes are read from the signature of its forward.
+        attributes[key] = update_wrapper(forward, getattr(module, key))
 
         def restore() -> None:
             del attributes[key]

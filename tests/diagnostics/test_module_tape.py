@@ -1,6 +1,7 @@
 """Each watcher of modules, on each kind of call: it changes no bit, and leaves nothing behind."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -128,3 +129,10 @@ def test_a_recomputed_forward_is_told_where_it_is_asked_for():
         tape.watch_calls("", model.blocks[0], end=lambda *_: notes.append(1), recomputed=True)
         step(model)
     assert len(notes) == 2
+
+
+def test_a_replaced_forward_has_the_arguments_of_its_own():
+    net = Net()
+    with ModuleTape() as tape:
+        tape.replace_forward(net, lambda *args, **kwargs: None)
+        assert [*inspect.signature(net.forward).parameters] == ["x"]

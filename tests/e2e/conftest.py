@@ -3,8 +3,10 @@
 import json
 import warnings
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from run_folders import write_files
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # mlflow's imports, not ours
@@ -100,11 +102,7 @@ OWN = ("--config-dir", "lab/conf", "model=net", "train.max_steps=3", "train.log_
 
 def write_lab(folder):
     """A user's folder with code and configs of its own."""
-    for name, text in FILES.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
+    return write_files(folder, FILES)
 
 
 @pytest.fixture
@@ -163,3 +161,29 @@ def read_result(folder):
 @pytest.fixture(scope="session")
 def result():
     return read_result
+
+
+class FinishedRun(NamedTuple):
+    """What a command printed, the folder of its run, and its result."""
+
+    done: Any
+    folder: Path
+    result: dict
+
+
+@pytest.fixture(scope="session")
+def run_once(tmp_path_factory, inside):
+    """Run a command once for all tests that need it. They change only copies of its folder."""
+    finished = {}
+
+    def run(*words):
+        if words not in finished:
+            folder = write_lab(tmp_path_factory.mktemp("once"))
+            with inside(folder) as main:
+                done = main(*words)
+            assert done.rc == 0, done.stderr
+            result = read_result(folder)
+            finished[words] = FinishedRun(done, Path(result["folder"]), result)
+        return finished[words]
+
+    return run

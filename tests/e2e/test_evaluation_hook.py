@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from refusals import check_refused
+from run_folders import write_files
 
 from runner.checkpoint.checkpoint_file import load
 
@@ -114,10 +116,11 @@ def test_the_hook_sees_the_averaged_weights(hooked, lab):
 
 def test_each_set_has_its_metrics_its_call_and_its_folder(hooked, lab):
     pytest.importorskip("torchmetrics")
-    (lab / "lab" / "sets.py").write_text(
+    code = (
         "from lab.data import Rows\n\n\ndef sets(count):\n"
         "    return Rows(count), {'seen': Rows(20), 'unseen': Rows(30)}, Rows(10)\n"
     )
+    write_files(lab, {"lab/sets.py": code})
     done, found = hooked(
         "run",
         "data._target_=lab.sets.sets",
@@ -189,25 +192,24 @@ def test_runs_are_compared_by_a_number_of_the_hook(hooked, main, lab):
 
 
 @pytest.mark.parametrize(
-    ("keys", "status", "message"),
+    ("hook", "more", "status", "message"),
     [
-        (["lab.hooks.away"], 2, "task.after_evaluation=lab.hooks.away does not import"),
-        (["3"], 2, "task.after_evaluation=3 does not fit. Allowed: a dotted path"),
-        (["{_target_: lab.hooks.Write}"], 2, "task.after_evaluation.text is needed by lab.hooks"),
-        (["{_target_: builtins.dict}"], 2, "gives a dict, which cannot be called"),
-        (["lab.hooks.a_list"], 1, "returns a list. Return a mapping of names to numbers"),
-        (["lab.hooks.a_text"], 1, "returns 'bleu': str. Return numbers by names"),
-        (["lab.hooks.the_loss"], 1, "returns loss, and val/loss is a metric of the evaluation"),
+        ("lab.hooks.away", "", 2, "task.after_evaluation=lab.hooks.away does not import"),
+        ("3", "", 2, "task.after_evaluation=3 does not fit. Allowed: a dotted path"),
+        ("{_target_: lab.hooks.Write}", "", 2, "task.after_evaluation.text is needed by lab.hooks"),
+        ("{_target_: builtins.dict}", "", 2, "gives a dict, which cannot be called"),
+        ("lab.hooks.a_list", "", 1, "returns a list. Return a mapping of names to numbers"),
+        ("lab.hooks.a_text", "", 1, "returns 'bleu': str. Return numbers by names"),
+        ("lab.hooks.the_loss", "", 1, "returns loss, and val/loss is a metric of the evaluation"),
         (
-            ["lab.hooks.note", "task.quality=bleu", "task.direction=maximize"],
+            "lab.hooks.note",
+            "task.quality=bleu task.direction=maximize",
             2,
             "task.quality=val/bleu is not recorded here. Type task.quality=<name>, one of: "
             "val/loss, val/accuracy, val/largest, val/steps",
         ),
     ],
 )
-def test_wrong_hooks(hooked, keys, status, message):
-    done, _ = hooked("run", f"task.after_evaluation={keys[0]}", *keys[1:])
-    assert done.rc == status, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_hooks(hooked, hook, more, status, message):
+    done, _ = hooked("run", f"task.after_evaluation={hook}", *more.split())
+    check_refused(done, message, status=status)

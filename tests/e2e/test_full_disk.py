@@ -5,7 +5,7 @@ import re
 import subprocess
 
 import pytest
-from run_folders import only_run
+from run_folders import only_run, write_files
 
 pytestmark = pytest.mark.slow
 
@@ -54,24 +54,17 @@ YAML = (
     "# Mine\n_target_: lab.fills.Fills\nclasses: ${data.meta.classes}\nat: 0\nleft: 0\nonly: ''\n"
 )
 RUN = (
-    "--config-dir",
-    "lab/conf",
-    "model=fills",
-    "data=mine",
-    "train.batch_size=8",
-    "train.log_every=2",
-    "train.max_steps=12",
-    "precision=16-mixed",
-)
+    "--config-dir lab/conf model=fills data=mine train.batch_size=8 train.log_every=2 "
+    "train.max_steps=12 precision=16-mixed"
+).split()
+FILES = {"lab/fills.py": FILLS, "lab/conf/model/fills.yaml": YAML}
 FULL = "No space left on device"
 
 
 @pytest.fixture
 def small(small, lab_writer):
     """A folder of a user's on a file system of 2 MiB."""
-    (lab_writer(small) / "lab" / "fills.py").write_text(FILLS)
-    (small / "lab" / "conf" / "model" / "fills.yaml").write_text(YAML)
-    return small
+    return write_files(lab_writer(small), FILES)
 
 
 @pytest.fixture

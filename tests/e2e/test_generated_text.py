@@ -1,6 +1,7 @@
 """A hook of the user's generates text with a language model; MLflow shows it and its picture."""
 
 import pytest
+from run_folders import write_files
 
 pytest.importorskip("transformers")
 pytest.importorskip("torchmetrics")
@@ -14,32 +15,24 @@ def run_of_docs(root, main, tmp_path):
     """A command in a folder that has the hook of the page."""
     page = (root / "docs" / "own-code.md").read_text()
     code = page.partition("```python\n# lab/samples.py\n")[2].partition("```")[0]
-    (tmp_path / "lab").mkdir()
-    (tmp_path / "lab" / "samples.py").write_text(code)
+    write_files(tmp_path, {"lab/samples.py": code})
     return main
 
 
 def test_the_text_and_the_picture_are_among_the_artifacts(run_of_docs, tmp_path, empty_store):
     uri = empty_store(tmp_path / "mlflow.db")
+    words = (
+        "model=hf model.kind=causal_lm data=synthetic_tokens data.vocab=64 task=language "
+        "data.count=40 data.context=12 train.batch_size=8 precision=bf16-mixed train.max_steps=2 "
+        "train.eval_every=2 task.after_evaluation=lab.samples.generate tracking.log_model=false "
+        "hydra.run.dir=run"
+    ).split()
     done = run_of_docs(
-        "model=hf",
+        *words,
         f"model.config={GPT2}",
-        "model.kind=causal_lm",
-        "data=synthetic_tokens",
-        "data.vocab=64",
-        "task=language",
-        "data.count=40",
-        "data.context=12",
-        "train.batch_size=8",
-        "task.after_evaluation=lab.samples.generate",
         "task.metrics={top5: {_target_: torchmetrics.classification.MulticlassAccuracy, "
         "num_classes: 64, top_k: 5}}",
-        "precision=bf16-mixed",
-        "train.max_steps=2",
-        "train.eval_every=2",
-        "tracking.log_model=false",
         f"tracking.uri={uri}",
-        "hydra.run.dir=run",
     )
     assert done.rc == 0, done.stderr
     from mlflow import MlflowClient

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from run_folders import only_run
+from refusals import check_refused, message_table
+from run_folders import job_results, only_run, only_sweep, write_files
 
 from runner.config.invocation import Invocation
 from runner.data.loader import Loader
@@ -106,29 +107,22 @@ meta:
   input: [1, 8, 8]
   classes: 2
 """
+FILES = {
+    "lab/faults.py": FAULTS,
+    "lab/conf/model/faulty.yaml": MODEL,
+    "lab/conf/data/faulty.yaml": DATA,
+}
 OWN = (
-    "--config-dir",
-    "lab/conf",
-    "model=faulty",
-    "data=faulty",
-    "tracking=none",
-    "train.batch_size=8",
-    "train.log_every=4",
-    "train.max_steps=12",
-)
+    "--config-dir lab/conf model=faulty data=faulty tracking=none train.batch_size=8 "
+    "train.log_every=4 train.max_steps=12"
+).split()
 NAN = ("model.factor=nan", "model.at=6")
 forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch's own
 
 
 @pytest.fixture
 def faults(lab):
-    for name, text in (
-        ("faults.py", FAULTS),
-        ("conf/model/faulty.yaml", MODEL),
-        ("conf/data/faulty.yaml", DATA),
-    ):
-        (lab / "lab" / name).write_text(text)
-    return lab
+    return write_files(lab, FILES)
 
 
 @pytest.fixture
@@ -136,12 +130,31 @@ def faulty(faults, main):
     return lambda *args: main(*OWN, *args)
 
 
-def check_stopped(done, *parts):
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, inside, store, lab_writer):
+    """A run that a loss of nan ended in step 6: (what was printed, the user's folder)."""
+    folder = write_files(lab_writer(tmp_path_factory.mktemp("stopped")), FILES)
+    tracked = ("tracking=mlflow", f"tracking.uri={store}", "tracking.experiment=guards")
+    with inside(folder) as main:
+        return main(*OWN, *NAN, "checkpoint.every_steps=2", *tracked), folder
+
+
+@pytest.fixture
+def replay(stopped, inside, tmp_path):
+    """Replay its batch, in a folder of the test's own."""
+
+    def run(*words):
+        with inside(stopped[1]) as main:
+            done = main("--config-dir", "lab/conf", *words, f"hydra.run.dir={tmp_path}/again")
+        assert done.rc == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def check_ended(done, *parts):
     """Check that a guard ended a run with a message that has these parts."""
-    assert done.rc == 1
-    assert "Traceback" not in done.stderr
-    for part in parts:
-        assert part in done.stderr
+    check_refused(done, *parts, status=1)
 
 
 def samples(step, size=8, count=60):
@@ -149,16 +162,16 @@ def samples(step, size=8, count=60):
     return samples_of_step(loader, 1, step).micro_batches
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(faults, cli):
-    done = cli(*OWN, *NAN, "checkpoint.every_steps=2")
-    check_stopped(
+def test_a_loss_that_is_not_finite_ends_the_run(stopped):
+    done, folder = stopped
+    check_ended(
         done,
         "error: guard.non_finite: the loss is nan at step 6.",
         "optimizer.lr=0.0001 or train.clip_norm=1.0",
         "guard.non_finite=warn",
         "debug=replay batch=outputs/runs/",
     )
-    out = only_run(faults)
+    out = only_run(folder)
     (saved,) = out.glob("checkpoints/*.pt")
     assert saved.name == "step-00000004.pt"
     assert f"init.weights=outputs/runs/{out.name}/checkpoints/step-00000004.pt" in done.stderr
@@ -172,24 +185,45 @@ def test_a_loss_that_is_not_finite_ends_the_run(faults, cli):
     assert "the loss is nan at step 6" in result["error"]
 
 
-def test_a_replay_finds_the_planted_module(faulty, faults):
-    faulty(*NAN)
-    (batch,) = (only_run(faults) / "guard").iterdir()
-    done = faulty(
-        *NAN,
-        "model.at=1",
-        "debug=replay",
-        f"batch={batch}",
-        "precision=bf16-mixed",
-        "hydra.run.dir=again",
-    )
-    assert done.rc == 0, done.stderr
-    assert "replay of step 6: 8 samples, weights: those before the step" in done.stdout
+def test_the_store_has_the_reason_and_the_batch(stopped, reader):
+    client = reader()
+    (run,) = client.search_runs([client.get_experiment_by_name("guards").experiment_id])
+    assert run.info.status == "FAILED"
+    assert run.data.tags["error"].startswith("Diverged: guard.non_finite: the loss is nan at step")
+    files = [file.path for file in client.list_artifacts(run.info.run_id)]
+    assert "result.json" in files
+    guards = [file.path for file in client.list_artifacts(run.info.run_id, "guard")]
+    assert guards == ["guard/batch-000006.json"]
+
+
+def test_a_replay_finds_the_planted_module(stopped, replay, tmp_path):
+    (batch,) = (only_run(stopped[1]) / "guard").iterdir()
+    words = (*OWN[2:], *NAN, "model.at=1", "precision=bf16-mixed")
+    printed = replay(*words, "debug=replay", f"batch={batch}")
+    assert "replay of step 6: 8 samples, weights: those before the step" in printed
     assert "It begins in the forward, at the output of body.2 (bfloat16), in 32-true as well" in (
-        done.stdout
+        printed
     )
-    assert re.search(r"body\.2 +│ Times +│ output +│ bfloat16 +│ 0 +│ 100\.0%", done.stdout)
-    assert not list((faults / "again").glob("checkpoints/*"))
+    assert re.search(r"body\.2 +│ Times +│ output +│ bfloat16 +│ 0 +│ 100\.0%", printed)
+    assert not list((tmp_path / "again").glob("checkpoints/*"))
+
+
+def test_a_replay_has_the_weights_of_the_step(stopped, replay):
+    done, folder = stopped
+    command = next(line for line in done.stderr.splitlines() if "debug=replay" in line)
+    again = shlex.split(command)[6:]
+    found = "It begins in the forward, at the output of body.2 (float32)"
+    for words in (again, ["debug=replay", again[-1]]):
+        printed = replay(*words)
+        assert "trains 1 steps again, from /" in printed
+        assert "checkpoints/step-00000004.pt" in printed
+        assert found in printed
+    checkpoints = only_run(folder) / "checkpoints"
+    checkpoints.rename(folder / "kept")
+    printed = replay("debug=replay", again[-1])
+    (folder / "kept").rename(checkpoints)
+    assert "trains 5 steps again, from the beginning" in printed
+    assert found in printed
 
 
 def test_a_replay_compares_from_the_buffers_before_the_step(faulty, faults):
@@ -201,49 +235,26 @@ def test_a_replay_compares_from_the_buffers_before_the_step(faulty, faults):
     assert "at the output of body.2 (bfloat16), in 32-true as well" in done.stdout, done.stdout
 
 
-def test_a_replay_has_the_weights_of_the_step(faults, cli):
-    first = cli(*OWN, *NAN, "checkpoint.every_steps=2").stderr
-    out, own = only_run(faults), ["--config-dir", "lab/conf", "hydra.run.dir=again"]
-    again = shlex.split(next(t for t in first.splitlines() if "debug=replay" in t))[6:]
-    for words in (again, ["debug=replay", again[-1]]):
-        done = cli(*own, *words)
-        assert done.rc == 0, done.stderr
-        assert "trains 1 steps again, from /" in done.stdout
-        assert "checkpoints/step-00000004.pt" in done.stdout
-        assert "It begins in the forward, at the output of body.2 (float32)" in done.stdout
-    next(out.glob("checkpoints/*")).unlink()
-    done = cli(*own, "debug=replay", again[-1])
-    assert "trains 5 steps again, from the beginning" in done.stdout
-    assert "It begins in the forward, at the output of body.2 (float32)" in done.stdout
-
-
 HOOK = """
 def score(model, info):
     # Better once, then worse: the schedule lowers the rate.
     return {"score": -float(info.step != 1)}
 """
 FOLLOWED = (
-    "task.after_evaluation=lab.hooks.score",
-    "task.quality=score",
-    "task.direction=maximize",
-    "scheduler=constant",
-    "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
-    "+scheduler.patience=0",
-    "train.eval_every=1",
+    "task.after_evaluation=lab.hooks.score task.quality=score task.direction=maximize "
+    "scheduler=constant scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau "
+    "+scheduler.patience=0 train.eval_every=1"
 )
 
 
-@pytest.mark.parametrize("keys", [(), FOLLOWED], ids=["plain", "a schedule follows a hook"])
+@pytest.mark.parametrize(
+    "keys",
+    ["precision=16-mixed guard.overflow_steps=1", FOLLOWED],
+    ids=["a loss scale", "a schedule that follows a hook"],
+)
 def test_a_replay_trains_to_the_very_bits(faulty, faults, compose, keys):
     (faults / "lab" / "hooks.py").write_text(HOOK)
-    faulty(
-        *NAN,
-        *keys,
-        "checkpoint.every_steps=5",
-        "checkpoint.keep=9",
-        "precision=16-mixed",
-        "guard.overflow_steps=1",
-    )
+    faulty(*NAN, *keys.split(), "checkpoint.every_steps=5", "checkpoint.keep=9")
     out = only_run(faults)
     batch = next((out / "guard").iterdir())
     path = out / "checkpoints" / "step-00000005.pt"
@@ -282,22 +293,9 @@ def test_weights_that_are_not_finite_replace_no_good_ones(faulty, faults):
     assert saved.name == "step-00000004.pt"
 
 
-def test_the_store_has_the_reason_and_the_batch(faulty, store, reader):
-    done = faulty(*NAN, "tracking=mlflow", f"tracking.uri={store}", "tracking.experiment=guards")
-    assert done.rc == 1
-    client = reader()
-    (run,) = client.search_runs([client.get_experiment_by_name("guards").experiment_id])
-    assert run.info.status == "FAILED"
-    assert run.data.tags["error"].startswith("Diverged: guard.non_finite: the loss is nan at step")
-    assert [f.path for f in client.list_artifacts(run.info.run_id, "guard")] == [
-        "guard/batch-000006.json"
-    ]
-    assert "result.json" in [f.path for f in client.list_artifacts(run.info.run_id)]
-
-
 def test_overflows_in_a_row_end_the_run_with_its_last_good_state(faulty, faults):
     done = faulty("precision=16-mixed", "precision.loss_scale.fixed=1e30", "guard.overflow_steps=5")
-    check_stopped(
+    check_ended(
         done,
         "guard.overflow: 5 steps in a row overflowed, up to step 5",
         "Try precision.loss_scale.fixed=null",
@@ -306,47 +304,43 @@ def test_overflows_in_a_row_end_the_run_with_its_last_good_state(faulty, faults)
     assert list(only_run(faults).glob("checkpoints/*.pt"))
 
 
-def test_a_scale_at_its_floor_warns(faulty):
-    done = faulty("precision=16-mixed", "precision.loss_scale.init_scale=0.5")
-    assert done.rc == 0
-    assert "warning: the loss scale fell to 0.5 at step 1" in done.stdout
+SPIKE = "model.factor=1e4 model.at=25 train.max_steps=28"
+WARNINGS = message_table(f"""
+precision=16-mixed precision.loss_scale.init_scale=0.5 => the loss scale fell to 0.5 at step 1
+{SPIKE} guard.spike=warn => the loss leapt to
+data.fault=rotten guard.data=warn guard.non_finite=ignore => sample 17 of the train set: its inputs
+""")
 
 
-@pytest.mark.parametrize(("action", "rc"), [("warn", 0), ("stop", 1), ("ignore", 0)])
-def test_a_spike(faulty, action, rc):
-    done = faulty("model.factor=1e4", "model.at=25", "train.max_steps=28", f"guard.spike={action}")
-    assert done.rc == rc
-    assert ("the loss leapt to" in done.stdout + done.stderr) == (action != "ignore")
+@pytest.mark.parametrize(("words", "parts"), WARNINGS)
+def test_a_warning_lets_the_run_finish(faulty, words, parts):
+    done = faulty(*words.split())
+    assert done.rc == 0, done.stderr
+    assert any("warning: " in line and parts[0] in line for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("fault", "parts"),
-    [
-        ("rotten", ["sample 17 of the train set: its inputs are not finite", "guard.data=warn"]),
-        (
-            "label",
-            [
-                "sample 17 of the train set: label 12 is outside the 2 classes (0 to 1)",
-                "data.meta.classes=13",
-            ],
-        ),
-    ],
-)
-def test_data_are_looked_at_before_training(faulty, faults, fault, parts):
-    check_stopped(faulty(f"data.fault={fault}"), *parts)
+def test_a_spike_stops_a_run_or_is_ignored(faulty):
+    check_ended(faulty(*SPIKE.split(), "guard.spike=stop"), "the loss leapt to")
+    ignored = faulty(*SPIKE.split(), "guard.spike=ignore")
+    assert ignored.rc == 0
+    assert "the loss leapt to" not in ignored.stdout + ignored.stderr
+
+
+FOUND = message_table("""
+data.fault=rotten => sample 17 of the train set: its inputs are not finite | guard.data=warn
+data.fault=label => sample 17 of the train set: label 12 is outside the 2 classes (0 to 1)
+    data.meta.classes=13
+""")
+
+
+@pytest.mark.parametrize(("word", "parts"), FOUND)
+def test_data_are_looked_at_before_training(faulty, faults, word, parts):
+    check_ended(faulty(word), *parts)
     assert not list(only_run(faults).glob("checkpoints/*"))
 
 
-def test_doubtful_data_can_be_trained_on(faulty):
-    done = faulty("data.fault=rotten", "guard.data=warn", "guard.non_finite=ignore")
-    assert done.rc == 0
-    assert "warning: data: sample 17 of the train set: its inputs are not finite." in done.stdout
-
-
 def test_an_empty_split_is_named(faulty):
-    done = faulty("data.val=0")
-    assert done.rc == 2
-    assert "data: the val set is empty" in done.stderr
+    check_refused(faulty("data.val=0"), "data: the val set is empty")
 
 
 def step_of(sample):
@@ -356,7 +350,7 @@ def step_of(sample):
 def test_a_label_that_was_not_checked_is_reported_at_its_step(faulty, faults):
     done = faulty("data.fault=label", "guard.data=ignore")
     step = step_of(17)
-    check_stopped(
+    check_ended(
         done,
         f"error: At step {step}: Target 12 is out of bounds. Sample 17: label 12 is "
         "outside the 2 classes",
@@ -375,7 +369,7 @@ def test_a_late_device_assertion_is_searched_for_in_the_steps_before(faulty):
         f"model.at={step}",
         "model.crash='CUDA error: device-side assert triggered'",
     )
-    check_stopped(
+    check_ended(
         done,
         f"At one of steps 1 to {step}: CUDA error: device-side assert triggered. Sample 17: "
         "label 12 is outside the 2 classes",
@@ -392,18 +386,17 @@ def test_another_error_keeps_its_traceback(faulty):
 
 def check_worker_death(done, faults, *parts):
     """Check that a process died over sample 17."""
-    check_stopped(
-        done, "A process that loads the train set for step", "train.num_workers=0", *parts
-    )
+    check_ended(done, "A process that loads the train set for step", "train.num_workers=0", *parts)
     (path,) = (only_run(faults) / "guard").iterdir()
     batch = json.loads(path.read_text())
     assert 17 in [index for micro in batch["micro_batches"] for index in micro]
     assert "Traceback" in (only_run(faults) / "error.txt").read_text()
 
 
-@pytest.mark.parametrize("fault", ["exit", "kill"])
-def test_a_process_that_dies_while_training_is_reported_with_its_samples(faults, cli, fault):
-    done = cli(*OWN, f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1")
+@forks
+@pytest.mark.parametrize("fault", ["kill", pytest.param("exit", marks=pytest.mark.extended)])
+def test_a_process_that_dies_while_training_is_reported_with_its_samples(faulty, faults, fault):
+    done = faulty(f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1")
     check_worker_death(done, faults, "DataLoader worker (pid")
 
 
@@ -417,7 +410,7 @@ def test_a_death_that_torch_reports_late_is_explained(faulty, monkeypatch):
 
     monkeypatch.setattr(training_errors, "precision_advice", interrupted)
     done = faulty("model.crash='a bug of my own'", "train.num_workers=1")
-    check_stopped(done, "DataLoader worker (pid 17) is killed by signal", "train.num_workers=0")
+    check_ended(done, "DataLoader worker (pid 17) is killed by signal", "train.num_workers=0")
 
 
 @forks
@@ -431,31 +424,36 @@ def test_a_process_that_raises_names_its_batch(faulty, faults):
 @forks
 def test_a_process_that_dies_in_the_first_batches_is_reported(faulty):
     done = faulty("data.fault=raise", "train.num_workers=1")
-    check_stopped(
+    check_ended(
         done, "A process that loads the train set's first batches failed: ValueError: sample 17"
     )
 
 
+LABEL = "In the evaluation of the {} set: Target 12 is out of bounds. Sample 17: "
+RAISE = "A process that loads the {} set failed: ValueError: sample 17 is broken"
+
+
 @forks
-@pytest.mark.parametrize("where", ["val", "test"])
 @pytest.mark.parametrize(
-    ("fault", "workers", "message"),
+    ("fault", "where", "workers", "message"),
     [
-        ("label", 0, "In the evaluation of the {} set: Target 12 is out of bounds. Sample 17: "),
-        ("raise", 1, "A process that loads the {} set failed: ValueError: sample 17 is broken"),
+        ("label", "val", 0, LABEL),
+        ("raise", "test", 1, RAISE),
+        pytest.param("label", "test", 0, LABEL, marks=pytest.mark.extended),
+        pytest.param("raise", "val", 1, RAISE, marks=pytest.mark.extended),
     ],
 )
 def test_a_fault_in_an_evaluation_is_named_by_its_set(faulty, where, fault, workers, message):
     words = ("guard.data=ignore", "train.max_steps=1", f"train.num_workers={workers}")
     done = faulty(f"data.fault={fault}", f"data.where={where}", *words)
-    check_stopped(done, message.format(f"{where}/bad"), "error.txt")
+    check_ended(done, message.format(f"{where}/bad"), "error.txt")
 
 
 def test_a_sweep_continues_and_reports_the_jobs_that_diverged(faults, main):
-    done = main(*OWN, "model.at=3", "-m", "model.factor=1.0,nan,0.5", "train.max_steps=4")
+    words = ("-m", "model.factor=1.0,nan,0.5", "train.max_steps=4", "hydra/launcher=basic")
+    done = main(*OWN, "model.at=3", *words)
     assert done.rc == 1
-    (out,) = faults.glob("outputs/sweeps/*")
-    results = [json.loads((out / str(i) / "result.json").read_text()) for i in range(3)]
+    results = job_results(faults)
     assert [(r["status"], r["diverged"]) for r in results] == [
         ("finished", False),
         ("failed", True),
@@ -463,7 +461,7 @@ def test_a_sweep_continues_and_reports_the_jobs_that_diverged(faults, main):
     ]
     assert results[1]["device"]
     assert results[1]["train_loss"] is not None
-    report = (out / "report.md").read_text()
+    report = (only_sweep(faults) / "report.md").read_text()
     assert "guard.non_finite: the loss is nan at step 3" in report
     assert "Diverged: 32-true model.factor=nan" in done.stdout
 

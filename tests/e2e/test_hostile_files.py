@@ -16,6 +16,8 @@ import pytest
 from hostile import cases, ended_well
 from hypothesis import given
 from hypothesis import strategies as st
+from run_folders import only_sweep
+from tiers import counts, crossed
 
 from runner.checkpoint import checkpoint_file
 from runner.diagnostics import saved_batch
@@ -26,13 +28,8 @@ from runner.utils.errors import ConfigError
 from runner.utils.layout import HISTORY
 
 QUICK = (
-    "model=mlp",
-    "model.hidden=[4]",
-    "train.max_steps=2",
-    "train.log_every=1",
-    "tracking=none",
-    "accelerator=cpu",
-)
+    "model=mlp model.hidden=[4] train.max_steps=2 train.log_every=1 tracking=none accelerator=cpu"
+).split()
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=5), part),
@@ -52,8 +49,7 @@ def swept(inside, tmp_path_factory):
     with inside(tmp_path_factory.mktemp("files")) as main:
         done = main(*QUICK, "-m", "seed=0,1", "hydra/launcher=basic")
         assert done.rc == 0, done.stderr
-        (folder,) = Path("outputs/sweeps").resolve().glob("*")
-        yield main, folder
+        yield main, only_sweep(Path.cwd())
 
 
 @pytest.fixture
@@ -82,22 +78,25 @@ def spoil(path, how, data):
     path.write_bytes(bytes(raw))
 
 
-@cases(25)
-@given(
-    name=st.sampled_from(("sweep.json", "0/result.json")),
-    data=st.data(),
-    how=st.sampled_from(("cut", "flip", "pickle", "json", "field", "field")),
-)
-def test_a_report_of_spoilt_files(swept, name, how, data):
+@counts(6, 25)
+def test_a_report_of_spoilt_files(swept, count):
     main, folder = swept
-    path = folder / name
-    before = path.read_bytes()
-    try:
-        spoil(path, how, data)
-        ended_well(main("report", str(folder)))
-    finally:
-        path.write_bytes(before)
-    assert not Path(CANARY).exists()
+    names = st.sampled_from(("sweep.json", "0/result.json"))
+    ways = st.sampled_from(("cut", "flip", "pickle", "json", "field", "field"))
+
+    @cases(count)
+    @given(names, st.data(), ways)
+    def check(name, data, how):
+        path = folder / name
+        before = path.read_bytes()
+        try:
+            spoil(path, how, data)
+            ended_well(main("report", str(folder)))
+        finally:
+            path.write_bytes(before)
+        assert not Path(CANARY).exists()
+
+    check()
 
 
 def metrics(value):
@@ -158,11 +157,13 @@ ARCHIVES = {
 }
 
 
-@pytest.mark.parametrize("kind", ARCHIVES)
-def test_a_history_of_anything(swept, copy, kind):
+@pytest.mark.parametrize(("reader", "kind"), crossed(["a run", "a report"], ARCHIVES))
+def test_a_history_of_anything(swept, copy, reader, kind):
     (copy / "0" / HISTORY).write_bytes(ARCHIVES[kind]())
-    done = swept[0]("report", str(copy))
-    ended_well(done)
+    if reader == "a run":
+        history.from_folder(copy / "0")
+    else:  # it draws its charts, for seconds
+        ended_well(swept[0]("report", str(copy)))
     assert not Path(CANARY).exists()
     assert not (copy.parent / "touched.npy").exists()
 
@@ -180,12 +181,8 @@ KINDS = {
     "secret": lambda path: path.symlink_to("/etc/shadow"),
 }
 PLACES = (
-    "sweep.json",
-    "0/result.json",
-    "0/history.npz",
-    "0/journal.jsonl",
-    "0/checkpoints/step-00000002.pt",
-)
+    "0/result.json 0/checkpoints/step-00000002.pt sweep.json 0/history.npz 0/journal.jsonl"
+).split()
 
 
 @contextmanager
@@ -204,8 +201,7 @@ def in_time():
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "kind"), crossed(PLACES, KINDS))
 def test_no_file_at_all(swept, copy, place, kind):
     path = copy / place
     path.unlink(missing_ok=True)
@@ -219,10 +215,10 @@ def test_no_file_at_all(swept, copy, place, kind):
     assert done.rc == 2 or path.suffix != ".pt"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "typed", ["batch={} debug=replay", "init.weights={}", "data=text data.path={}"]
-)
+TYPED = ("batch={} debug=replay", "init.weights={}", "data=text data.path={}")
+
+
+@pytest.mark.parametrize(("typed", "kind"), crossed(TYPED, KINDS))
 def test_no_file_where_one_is_typed(swept, tmp_path, typed, kind):
     KINDS[kind](tmp_path / "it")
     with in_time():
@@ -231,9 +227,12 @@ def test_no_file_where_one_is_typed(swept, tmp_path, typed, kind):
     assert done.rc == 2
 
 
-def test_a_checkpoint_whose_members_lead_elsewhere(tmp_path):
-    path = tmp_path / "evil.pt"
-    path.write_bytes(zipped("../../touched"))
+def test_a_checkpoint_whose_members_lead_elsewhere(tmp_path, monkeypatch):
+    folder = tmp_path / "above" / "folder"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    (folder / "evil.pt").write_bytes(zipped("../../touched"))
     with pytest.raises(ConfigError):
-        checkpoint_file.load(path)
-    assert not list(tmp_path.parent.rglob("touched"))
+        checkpoint_file.load(folder / "evil.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["above"]
+    assert [path.name for path in (tmp_path / "above").rglob("*")] == ["folder", "evil.pt"]

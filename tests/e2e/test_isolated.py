@@ -1,6 +1,5 @@
 """hydra/launcher=isolated: jobs that die in every way, sweeps that are stopped; none stays."""
 
-import json
 import os
 import signal
 import time
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_folders import job_results, write_files
 from waiting import SECONDS, wait_for
 
 from runner.utils.stop_signals import COALESCE_SECONDS
@@ -87,61 +87,42 @@ class Slow(Net):
 '''
 YAML = "# Mine\n_target_: lab.deadly.Deadly\nclasses: ${data.meta.classes}\nhow: well\n"
 TINY = (
-    "--config-dir",
-    "lab/conf",
-    "data=mine",
-    "train.max_steps=3",
-    "train.log_every=1",
-    "hydra/launcher=isolated",
-)
+    "--config-dir lab/conf data=mine train.max_steps=3 train.log_every=1 "
+    "hydra/launcher=isolated model=deadly -m"
+).split()
 WAYS = {
     "exits": "Its process ended with exit status 3 before it wrote a result.",
     "killed": "Its process was ended by SIGKILL",
     "segfault": "Its process was ended by SIGSEGV. Last lines: Fatal Python error: Segmentation",
     "memory": "Out of memory in step 2 on ",
     "raises": "ArithmeticError: failed as it was told to",
-    "orphaned": "The fork server was killed, and this job with it.",
     "leaves_a_child": "Its process ended with exit status 3 before it wrote a result.",
     "well": "",
 }
 
 
-def write_deadly(folder):
-    (folder / "lab" / "deadly.py").write_text(DEADLY)
-    (folder / "lab" / "conf" / "model" / "deadly.yaml").write_text(YAML)
-    return folder
-
-
-def results(folder):
-    paths = sorted(folder.glob("outputs/sweeps/*/*/result.json"), key=lambda p: int(p.parent.name))
-    return [json.loads(path.read_text()) for path in paths]
+FILES = {"lab/deadly.py": DEADLY, "lab/conf/model/deadly.yaml": YAML}
 
 
 @pytest.fixture(scope="module")
 def deaths(tmp_path_factory, inside, store, reader, lab_writer):
     """A job of each way to die, one after the other: (what was printed, the jobs' results, their
     runs and the parent in the store)."""
-    folder = write_deadly(lab_writer(tmp_path_factory.mktemp("deaths")))
+    folder = write_files(lab_writer(tmp_path_factory.mktemp("deaths")), FILES)
+    tracked = (f"tracking.uri={store}", "tracking.experiment=deaths")
     with inside(folder) as main:
-        done = main(
-            *TINY,
-            "model=deadly",
-            "-m",
-            f"model.how={','.join(WAYS)}",
-            f"tracking.uri={store}",
-            "tracking.experiment=deaths",
-        )
+        done = main(*TINY, f"model.how={','.join(WAYS)}", *tracked)
     client = reader()
     runs = client.search_runs([client.get_experiment_by_name("deaths").experiment_id])
     (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
     children = {Path(run.data.tags["output_dir"]).name: run for run in runs if run is not parent}
-    return done, results(folder), [children[str(n)] for n in range(len(WAYS))], parent
+    return done, job_results(folder), [children[str(n)] for n in range(len(WAYS))], parent
 
 
 def test_a_job_that_dies_is_a_failed_one_and_the_others_run(deaths):
     done, jobs, *_ = deaths
     assert done.rc == 1
-    assert [job["status"] for job in jobs] == ["failed"] * 7 + ["finished"]
+    assert [job["status"] for job in jobs] == ["failed"] * 6 + ["finished"]
     for job, said in zip(jobs, WAYS.values(), strict=True):
         assert job["error"].startswith(said)
         assert "".join(job["error"].split()) in "".join(done.stdout.split())
@@ -153,14 +134,14 @@ def test_a_job_that_dies_is_a_failed_one_and_the_others_run(deaths):
 
 def test_the_store_knows_how_each_ended(deaths):
     _, jobs, runs, parent = deaths
-    assert [run.info.status for run in runs] == ["FAILED"] * 7 + ["FINISHED"]
+    assert [run.info.status for run in runs] == ["FAILED"] * 6 + ["FINISHED"]
     for job, run in zip(jobs, runs[:3], strict=False):
         assert run.data.tags["error"] == job["error"]
         assert "Its process" in run.data.tags["mlflow.note.content"]
         assert run.data.metrics["train/loss"] > 0
         assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert parent.info.status == "FAILED"
-    assert parent.data.tags["error"] == "7 of 8 jobs did not finish."
+    assert parent.data.tags["error"] == "6 of 7 jobs did not finish."
 
 
 def test_the_report_names_the_reasons(deaths):
@@ -172,20 +153,28 @@ def test_the_report_names_the_reasons(deaths):
 
 
 def test_several_at_once_in_lines_of_their_own(cli, lab):
-    write_deadly(lab)
-    done = cli(
-        *TINY,
-        "model=deadly",
-        "-m",
-        "model.how=well,killed,raises,well",
-        "hydra.launcher.n_jobs=3",
-        "tracking=none",
-    )
+    write_files(lab, FILES)
+    words = ("model.how=well,killed,raises,well", "hydra.launcher.n_jobs=3", "tracking=none")
+    done = cli(*TINY, *words)
     assert done.rc == 1
-    assert [job["status"] for job in results(lab)] == ["finished", "failed", "failed", "finished"]
+    assert [job["status"] for job in job_results(lab)] == [
+        "finished",
+        "failed",
+        "failed",
+        "finished",
+    ]
     for number in range(4):
         assert f"[job {number}] job {number}: " in done.stdout
     assert "[job 2] ArithmeticError: failed as it was told to" in done.stderr
+
+
+def test_a_fork_server_that_is_killed_costs_its_job_only(cli, lab):
+    write_files(lab, FILES)
+    done = cli(*TINY, "model.how=orphaned,well", "tracking=none")
+    assert done.rc == 1
+    killed, well = job_results(lab)
+    assert killed["error"].startswith("The fork server was killed, and this job with it.")
+    assert well["status"] == "finished"
 
 
 def test_what_a_job_leaves_running_ends_with_it(deaths):
@@ -210,18 +199,9 @@ def sweep(tmp_path, start_command, lab_writer):
     """Start a sweep of endless jobs in a folder and a process group of its own."""
 
     def start(name, *args):
-        folder = write_deadly(lab_writer(tmp_path / name))
-        process = start_command(
-            *TINY,
-            "model=deadly",
-            "model._target_=lab.deadly.Slow",
-            "train.max_steps=10000000",
-            "train.eval_every=100000",
-            "-m",
-            "seed=0,1",
-            *args,
-            cwd=folder,
-        )
+        folder = write_files(lab_writer(tmp_path / name), FILES)
+        endless = "train.max_steps=10000000 train.eval_every=100000 model._target_=lab.deadly.Slow"
+        process = start_command(*TINY, *endless.split(), "seed=0,1", *args, cwd=folder)
         return process, folder
 
     return start
@@ -257,7 +237,7 @@ def test_signals_to_a_sweep(sweep, store, reader):
         assert len(pids(folder)) == 2
         wait_for(lambda folder=folder: all(map(gone, pids(folder))))
         if name != "SIGKILL":
-            (result,) = results(folder)  # the second job has not begun
+            (result,) = job_results(folder)  # the second job has not begun
             assert result["status"] == "stopped"
             said = {"twice": "Interrupted.", "blocks": "Its process was ended by SIGKILL"}
             assert result["error"].startswith(said.get(name, f"Stopped by {name}."))

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import sysconfig
 import time
-import warnings
 from pathlib import Path
 
 import psutil
 import pytest
-from serving import Server
+from refusals import check_refused
+from run_folders import job_results, only_sweep, write_files
 from waiting import SECONDS, wait_for
 
 JOBS = '''
@@ -47,9 +47,6 @@ class Job(Net):
     def killed(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def raises(self):
-        raise ArithmeticError("failed as it was told to")
-
     def lost(self):
         """With the process that was started for it, as when a machine fails."""
         psutil.Process(os.getppid()).parent().kill()
@@ -61,15 +58,7 @@ class Job(Net):
             time.sleep(0.02)
 '''
 YAML = "# Mine\n_target_: lab.jobs.Job\nclasses: ${data.meta.classes}\nhow: well\n"
-TINY = (
-    "--config-dir",
-    "lab/conf",
-    "model=job",
-    "data=mine",
-    "train.max_steps=12",
-    "train.log_every=1",
-    "-m",
-)
+TINY = ("--config-dir lab/conf model=job data=mine train.max_steps=12 train.log_every=1 -m").split()
 SLURM = '''#!{python}
 """A cluster of this one machine, as far as submitit asks it for something."""
 import os
@@ -111,21 +100,13 @@ elif command == "sacct":
 
 @pytest.fixture
 def jobs(lab):
-    (lab / "lab" / "jobs.py").write_text(JOBS)
-    (lab / "lab" / "conf" / "model" / "job.yaml").write_text(YAML)
-    return lab
+    return write_files(lab, {"lab/jobs.py": JOBS, "lab/conf/model/job.yaml": YAML})
 
 
 @pytest.fixture
 def begin(jobs, start_command):
     """Start a sweep as a process."""
     return lambda *args, **how: start_command(*TINY, *args, **how)
-
-
-def results(folder):
-    (sweep,) = folder.glob("outputs/sweeps/*")
-    paths = sorted(sweep.glob("*/result.json"), key=lambda path: int(path.parent.name))
-    return [json.loads(path.read_text()) for path in paths]
 
 
 def living(folder):
@@ -150,27 +131,12 @@ def slurm(tmp_path, monkeypatch):
     return home
 
 
-@pytest.fixture
-def server(tmp_path_factory, empty_store):
-    """The address of `mlflow server`, with its first answer pending."""
-    folder = tmp_path_factory.mktemp("server")
-    running = Server(folder, empty_store(folder / "mlflow.db"))
-    running.start(wait=False)
-    yield running.url
-    running.stop()
-
-
 @pytest.mark.slow
-def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, server):
+def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, store, reader):
     """One job is killed, and one gets the signal of its time limit in its sixth step."""
-    sweep = begin(
-        "launcher=slurm",
-        "hydra.launcher.partition=gpu",
-        "hydra.launcher.cpus_per_task=1",
-        "model.how=killed,waits",
-        f"tracking.uri={server}",
-        "tracking.log_model=false",
-    )
+    tracked = (f"tracking.uri={store}", "tracking.experiment=slurm", "tracking.log_model=false")
+    given = ("hydra.launcher.partition=gpu", "hydra.launcher.cpus_per_task=1")
+    sweep = begin("launcher=slurm", *given, "model.how=killed,waits", *tracked)
     wait_for(lambda: [*jobs.glob("waits-*")], sweep)
     (waiting,) = [
         process
@@ -185,64 +151,68 @@ def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, server):
     assert sweep.returncode == 1, stderr
     assert "Traceback" not in stderr
     assert "--partition=gpu" in (slurm / "script").read_text()
-    told = results(jobs)
-    assert [job["status"] for job in told] == ["failed", "finished"]
-    assert [job["label"] for job in told] == [
-        f"32-true model.how={how}" for how in ("killed", "waits")
+    found = job_results(jobs)
+    assert [job["status"] for job in found] == ["failed", "finished"]
+    assert [job["label"] for job in found] == [
+        "32-true model.how=killed",
+        "32-true model.how=waits",
     ]
-    assert told[0]["error"].startswith("Its process was ended by SIGKILL")
-    assert "(1 of " in told[1]["device"]
+    assert found[0]["error"].startswith("Its process was ended by SIGKILL")
+    assert "(1 of " in found[1]["device"]
     assert "│ 32-true model.how=waits  │ finished │" in stdout
-    (folder,) = jobs.glob("outputs/sweeps/*")
+    folder = only_sweep(jobs)
     assert (folder / "report.html").exists()
     assert json.loads((folder / "sweep.json").read_text())["jobs"] == 2
     logs = "".join(path.read_text() for path in folder.glob(".submitit/*/*_1_0_log.out"))
     assert re.search(r"resumed at step \d+ of 12", logs)
     assert not [*folder.glob(".submitit/**/*.pkl")]
-    _check_store(server, told)
+    _check_store(reader(), found)
 
 
-def _check_store(server, told):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from mlflow import MlflowClient
-
-        client = MlflowClient(server)
-        experiment = client.get_experiment_by_name("precision-runner").experiment_id
-        runs = {run.info.run_id: run for run in client.search_runs([experiment])}
-    (parent,) = [run for run in runs.values() if run.data.tags.get("role") == "sweep"]
+def _check_store(client, found):
+    experiment = client.get_experiment_by_name("slurm").experiment_id
+    runs = client.search_runs([experiment])
+    (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
     assert parent.info.status == "FAILED"
     assert len(runs) == 3  # the job that was started twice is one run
-    children = [run for run in runs.values() if run is not parent]
+    children = [run for run in runs if run is not parent]
     children.sort(key=lambda run: int(Path(run.data.tags["output_dir"]).name))
     assert [run.info.status for run in children] == ["FAILED", "FINISHED"]
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
-    assert children[0].data.tags["error"] == told[0]["error"]
+    assert children[0].data.tags["error"] == found[0]["error"]
     points = client.get_metric_history(children[1].info.run_id, "train/loss")
     assert sorted(point.step for point in points) == list(range(1, 13))
 
 
-@pytest.mark.slow
-def test_a_signal_stops_joblibs_jobs_and_the_sweep_is_resumed(begin, jobs, cli):
-    sweep = begin("launcher=joblib", "seed=0,1,2", "model.how=waits", "tracking=none")
-    wait_for(lambda: len([*jobs.glob("waits-*")]) == 2, sweep)
-    sweep.send_signal(signal.SIGTERM)  # to no other process
-    (folder,) = jobs.glob("outputs/sweeps/*")
-    wait_for((folder / "stop").exists)
+def stop(sweep, jobs):
+    """Send SIGTERM to a sweep's own process, let its jobs go on, and return what it prints."""
+    sweep.send_signal(signal.SIGTERM)
+    wait_for((only_sweep(jobs) / "stop").exists)
     (jobs / "go").touch()
     stdout, stderr = sweep.communicate(timeout=SECONDS)
     assert sweep.returncode == 143, stderr
     assert "Traceback" not in stderr
-    told = results(jobs)
-    assert [job["error"].partition(".")[0] for job in told[:2]] == ["Stopped by SIGTERM"] * 2
-    assert {job["status"] for job in told} == {"stopped"}
-    assert f"sweep.resume=outputs/sweeps/{folder.name}" in stdout
     wait_for(lambda: not living(jobs))
+    return stdout
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_a_signal_stops_joblibs_jobs_and_the_sweep_is_resumed(begin, jobs, cli):
+    sweep = begin("launcher=joblib", "seed=0,1,2", "model.how=waits", "tracking=none")
+    wait_for(lambda: len([*jobs.glob("waits-*")]) == 2, sweep)
+    stdout = stop(sweep, jobs)
+    found = job_results(jobs)
+    assert [job["error"].partition(".")[0] for job in found[:2]] == ["Stopped by SIGTERM"] * 2
+    assert {job["status"] for job in found} == {"stopped"}
+    folder = only_sweep(jobs)
+    assert f"sweep.resume=outputs/sweeps/{folder.name}" in stdout
     again = cli(f"sweep.resume={folder}")
     assert again.rc == 0, again.stderr
-    assert [job["status"] for job in results(jobs)] == ["finished"] * 3
+    found = job_results(jobs)
+    assert [job["status"] for job in found] == ["finished"] * 3
     assert len(re.findall(r"resumed at step \d+ of 12", again.stdout)) == 2
-    assert [job["label"] for job in results(jobs)] == [f"32-true seed={n}" for n in range(3)]
+    assert [job["label"] for job in found] == [f"32-true seed={n}" for n in range(3)]
 
 
 @pytest.fixture(scope="session")
@@ -254,17 +224,9 @@ def with_ray(root):
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
         python, (packages,) = home / "bin" / "python", home.glob("lib/python*/site-packages")
         (packages / "around.pth").write_text(sysconfig.get_path("purelib"))
+        install = "-m pip install --quiet hydra-ray-launcher -c".split()
         done = subprocess.run(
-            [
-                python,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "-c",
-                root / "constraints.txt",
-                "hydra-ray-launcher",
-            ],
+            [python, *install, root / "constraints.txt"],
             capture_output=True,
             text=True,
             timeout=600,
@@ -277,32 +239,25 @@ def with_ray(root):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_ray_cluster_runs_jobs_and_is_stopped(begin, jobs, with_ray):
     sweep = begin("launcher=ray", "model.how=well,waits", "tracking=none", python=with_ray)
     wait_for(lambda: [*jobs.glob("waits-*")], sweep)
-    (folder,) = jobs.glob("outputs/sweeps/*")
-    wait_for(lambda: len(results(jobs)) == 1)
-    sweep.send_signal(signal.SIGTERM)
-    wait_for((folder / "stop").exists)
-    (jobs / "go").touch()
-    stdout, stderr = sweep.communicate(timeout=SECONDS)
-    assert sweep.returncode == 143, stderr
-    assert "Traceback" not in stderr
-    told = results(jobs)
-    assert [job["status"] for job in told] == ["finished", "stopped"]
-    assert [job["label"] for job in told] == [
-        f"32-true model.how={how}" for how in ("well", "waits")
-    ]
-    assert [*folder.glob("1/checkpoints/step-*.pt")]
+    wait_for(lambda: len(job_results(jobs)) == 1)
+    stdout = stop(sweep, jobs)
+    found = job_results(jobs)
+    assert [job["status"] for job in found] == ["finished", "stopped"]
+    assert [job["label"] for job in found] == [f"32-true model.how={h}" for h in ("well", "waits")]
+    assert [*only_sweep(jobs).glob("1/checkpoints/step-*.pt")]
     assert "│ 32-true model.how=well  │ finished │" in stdout
-    wait_for(lambda: not living(jobs))
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_job_lost_with_its_process_is_reported_and_the_others_run(main, jobs):
     done = main(*TINY, "launcher=submitit_local", "model.how=lost,well", "tracking=none")
     assert done.rc == 1, done.stderr
-    lost, well = results(jobs)
+    lost, well = job_results(jobs)
     assert (lost["status"], well["status"]) == ("failed", "finished")
     assert lost["error"].startswith("Its LocalJob ")
     assert "32-true model.how=lost: Its LocalJob" in done.stdout
@@ -354,10 +309,7 @@ def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkey
 )
 def test_what_a_launcher_cannot_do_is_one_message(quick, monkeypatch, typed, said, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = quick("-m", *typed.split(), "seed=0,1")
-    assert done.rc == 2, done.stdout
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    check_refused(quick("-m", *typed.split(), "seed=0,1"), said)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from run_folders import job_results
+from run_folders import job_results, only_sweep
 
 from runner.modes.result import RunResult
 from runner.sweeps.manifest import Manifest
@@ -14,8 +14,7 @@ from runner.sweeps.sweep_resume import resumed_numbers
 def swept(quick, tmp_path):
     """The folder of a finished sweep over precision and seed."""
     assert quick("-m", "precision=32-true,bf16-mixed", "seed=0,1").rc == 0
-    (folder,) = tmp_path.glob("outputs/sweeps/*")
-    return folder
+    return only_sweep(tmp_path)
 
 
 REFUSED = {
@@ -33,7 +32,7 @@ def test_longer_lists_add_jobs_and_keep_those_that_are_there(swept, main, tmp_pa
         refused = main(f"sweep.resume={swept}", word)
         assert (refused.rc, message in refused.stderr) == (2, True), refused.stderr
     assert (swept / "sweep.json").read_bytes() == manifest
-    done = main(f"sweep.resume={swept}", "seed=0,1,2", "precision=32,bf16,'16'")
+    done = main(f"sweep.resume={swept}", "seed=0,1,2", "precision=32,bf16,64")
     assert done.rc == 0, done.stderr
     assert done.stdout.count("finished before") == 4
     assert [(swept / str(n) / "result.json").read_bytes() for n in range(4)] == before
@@ -41,7 +40,7 @@ def test_longer_lists_add_jobs_and_keep_those_that_are_there(swept, main, tmp_pa
     assert labels[4:] == [
         "32-true seed=2",
         "bf16-mixed seed=2",
-        *(f"16-mixed seed={seed}" for seed in range(3)),
+        *(f"64-true seed={seed}" for seed in range(3)),
     ]
     report = (swept / "report.md").read_text()
     assert "9 of 9 jobs finished" in report
@@ -50,7 +49,7 @@ def test_longer_lists_add_jobs_and_keep_those_that_are_there(swept, main, tmp_pa
     again = main(f"sweep.resume={swept}")
     assert (again.rc, again.stdout.count("finished before")) == (0, 9)
     command = json.loads((swept / "sweep.json").read_text())["command"]
-    assert {"precision=32-true,bf16-mixed,16-mixed", "seed=0,1,2"} < {*command}
+    assert {"precision=32-true,bf16-mixed,64-true", "seed=0,1,2"} < {*command}
 
 
 @pytest.mark.parametrize("word", ["mode=advise", "launcher=joblib", "sweep=search"])

@@ -2,24 +2,18 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from refusals import check_refused
+from run_folders import job_results, only_sweep, write_files
 
-MLP = ("accelerator=cpu", "model=mlp", "model.hidden=[64]", "data=digits", "train.log_every=5")
+MLP = "accelerator=cpu model=mlp model.hidden=[64] data=digits train.log_every=5".split()
 TEXT = "It was the best of times, it was the worst of times. " * 40
 GPT = (
-    "accelerator=cpu",
-    "model=gpt",
-    "model.layers=1",
-    "model.width=64",
-    "data=text",
-    "data.path=text.txt",
-    "data.context=8",
-    "train.max_steps=2",
-    "train.batch_size=8",
-)
+    "accelerator=cpu model=gpt model.layers=1 model.width=64 data=text data.path=text.txt "
+    "data.context=8 train.max_steps=2 train.batch_size=8"
+).split()
 SWEPT = ("bnb-nf4", "bnb-int8", "16-true")
 # MiB of 64 x 64 and 64 x 10 weights in nf4 (half a byte each, a float32 per 64 of them and a table
 # of 16), with float32 biases, by hand.
@@ -31,69 +25,52 @@ PLAIN = (NUMBERS + BIASES) * 4 / 2**20
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, inside, result):
-    """A trained model in float32: (its folder, its result)."""
-    folder = tmp_path_factory.mktemp("base")
-    with inside(folder) as main:
-        done = main(*MLP, "tracking=none", "train.max_steps=40", "train.eval_every=40")
-    assert done.rc == 0, done.stderr
-    outcome = result(folder)
-    return Path(outcome["folder"]), outcome
+def base(run_once):
+    """A trained model in float32."""
+    return run_once(*MLP, "tracking=none", "train.max_steps=40", "train.eval_every=40")
 
 
 @pytest.fixture(scope="module")
 def swept(base, tmp_path_factory, inside):
-    """Its evaluation in three other precisions: (what was printed, the results, the folder)."""
+    """Its evaluation in three other precisions: (what was printed, the results, the report)."""
     folder = tmp_path_factory.mktemp("swept")
+    typed = ("mode=evaluate", f"checkpoint={base.folder}", f"precision={','.join(SWEPT)}")
     with inside(folder) as main:
-        done = main(
-            "-m",
-            "hydra/launcher=basic",
-            "mode=evaluate",
-            f"checkpoint={base[0]}",
-            "accelerator=cpu",
-            f"precision={','.join(SWEPT)}",
-            "tracking=none",
-        )
+        done = main("-m", "hydra/launcher=basic", "accelerator=cpu", "tracking=none", *typed)
     assert done.rc == 0, done.stderr
-    (out,) = folder.glob("outputs/sweeps/*")
-    return done, [json.loads((out / str(i) / "result.json").read_text()) for i in range(3)], out
+    return done, job_results(folder), (only_sweep(folder) / "report.md").read_text()
 
 
 @pytest.fixture(scope="module")
-def gpt(tmp_path_factory, inside, store, reader, result):
-    """Text in nf4, tracked: (what was printed, its folder, its MLflow run, the client)."""
-    folder = tmp_path_factory.mktemp("gpt")
-    (folder / "text.txt").write_text(TEXT)
+def gpt(tmp_path_factory, inside, store, reader):
+    """Text in nf4, tracked: (what was printed, its result, conversion.json, its MLflow run)."""
+    folder = write_files(tmp_path_factory.mktemp("gpt"), {"text.txt": TEXT})
     with inside(folder) as main:
-        done = main(*GPT, "precision=bnb-nf4", f"tracking.uri={store}")
+        done = main(*GPT, "precision=bnb-nf4", f"tracking.uri={store}", "hydra.run.dir=run")
     assert done.rc == 0, done.stderr
-    outcome, client = result(folder), reader()
-    return done, Path(outcome["folder"]), client.get_run(outcome["run_id"]), client
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory, inside, result):
-    """Folders of short trainings in packed precisions, each trained once."""
-    made = {}
-
-    def train(name, *more):
-        if (name, more) not in made:
-            folder = tmp_path_factory.mktemp("packed")
-            with inside(folder) as main:
-                done = main(*MLP, "tracking=none", "train.max_steps=3", f"precision={name}", *more)
-            assert done.rc == 0, done.stderr
-            made[name, more] = Path(result(folder)["folder"])
-        return made[name, more]
-
-    return train
+    outcome = json.loads((folder / "run" / "result.json").read_text())
+    rows = json.loads((folder / "run" / "conversion.json").read_text())
+    return done, outcome, rows, reader().get_run(outcome["run_id"])
 
 
 @pytest.fixture
-def evaluate(main):
-    return lambda folder, *more: main(
-        "mode=evaluate", f"checkpoint={folder}", "accelerator=cpu", "tracking=none", *more
-    )
+def packed(run_once):
+    """A short training in a precision, once for all tests."""
+    short = (*MLP, "tracking=none", "train.max_steps=3", "optimizer.lr=0.01")
+    return lambda name, *more: run_once(*short, f"precision={name}", *more)
+
+
+@pytest.fixture
+def evaluate(main, tmp_path, result):
+    """Return what an evaluation of a checkpoint prints, and its result."""
+
+    def run(folder, *more):
+        typed = ("mode=evaluate", f"checkpoint={folder}", "accelerator=cpu", "tracking=none")
+        done = main(*typed, *more)
+        assert done.rc == 0, done.stderr
+        return done.stdout, result(tmp_path)
+
+    return run
 
 
 def cells(text, corner):
@@ -112,84 +89,64 @@ def cells(text, corner):
 # One checkpoint at several precisions
 
 
-def test_the_sweep_prints_one_table_with_what_the_precisions_cost_and_save(base, swept):
-    done, results, _ = swept
-    rows = cells(done.stdout, "job")
+@pytest.mark.parametrize("place", ["terminal", "report"])
+def test_a_sweep_has_one_table_of_what_the_precisions_cost_and_save(base, swept, place):
+    done, results, report = swept
+    rows = cells(done.stdout if place == "terminal" else report, "job")
     assert list(rows) == list(SWEPT)
-    accuracy = base[1]["metrics"]["val/accuracy"]
-    for name, outcome in zip(SWEPT, results, strict=True):
-        row, found = rows[name], outcome["metrics"]["val/accuracy"]
+    before = base.result["metrics"]
+    for name, outcome, size in zip(SWEPT, results, (NF4, INT8, PLAIN / 2), strict=True):
+        row, found = rows[name], outcome["metrics"]
+        change = found["val/accuracy"] - before["val/accuracy"]
         assert row["status"] == "finished"
-        assert float(row["val/accuracy"]) == pytest.approx(found, rel=1e-3)
-        assert float(row["change"]) == pytest.approx(found - accuracy, abs=1e-4)
+        assert float(row["val/accuracy"]) == pytest.approx(found["val/accuracy"], rel=1e-3)
+        assert float(row["change"]) == pytest.approx(change, abs=1e-4)
         assert row["change"][0] in "+-"
-        loss = outcome["metrics"]["val/loss"] - base[1]["metrics"]["val/loss"]
+        loss = found["val/loss"] - before["val/loss"]
         assert float(row["loss change"]) == pytest.approx(loss, rel=1e-3)
-    sizes = dict(zip(SWEPT, (NF4, INT8, PLAIN / 2), strict=True))
-    for name, size in sizes.items():
-        assert float(rows[name]["weights MiB"]) == pytest.approx(size, rel=1e-3), name
-        assert rows[name]["saved"] == f"{1 - size / PLAIN:.0%}", name
+        assert float(row["weights MiB"]) == pytest.approx(size, rel=1e-3), name
+        assert row["saved"] == f"{1 - size / PLAIN:.0%}", name
     assert [rows[name]["converted"] for name in SWEPT] == ["2/2", "2/2", ""]
 
 
 def test_the_results_hold_the_same(base, swept):
-    _, results, _ = swept
-    for outcome, size, converted in zip(
-        results, (NF4, INT8, PLAIN / 2), ("2/2", "2/2", ""), strict=True
-    ):
-        assert outcome["weights_mib"] == pytest.approx(size, rel=1e-9)
+    results = swept[1]
+    assert [r["weights_mib"] for r in results] == pytest.approx([NF4, INT8, PLAIN / 2], rel=1e-9)
+    assert [r["converted"] for r in results] == ["2/2", "2/2", ""]
+    for outcome in results:
         assert outcome["plain_weights_mib"] == pytest.approx(PLAIN, rel=1e-9)
-        assert outcome["converted"] == converted
-        assert outcome["as_trained"] == base[1]["metrics"]
+        assert outcome["as_trained"] == base.result["metrics"]
         assert outcome["trained_in"] == "32-true"
         assert outcome["steps"] == 40
-    assert base[1]["as_trained"] == {}
-    assert base[1]["trained_in"] == ""
+    assert base.result["as_trained"] == {}
+    assert base.result["trained_in"] == ""
 
 
 def test_every_precision_computes_in_its_own_numbers(base, swept):
-    losses = [base[1]["metrics"]["val/loss"], *(r["metrics"]["val/loss"] for r in swept[1])]
+    losses = [outcome["metrics"]["val/loss"] for outcome in (base.result, *swept[1])]
     assert len(set(losses)) == 4
     assert losses[1:] == pytest.approx([losses[0]] * 3, rel=0.1)
 
 
-def test_the_report_has_the_columns(base, swept):
-    _, results, out = swept
-    rows = cells((out / "report.md").read_text(), "job")
-    assert list(rows) == list(SWEPT)
-    for row, outcome in zip(rows.values(), results, strict=True):
-        assert float(row["weights MiB"]) == pytest.approx(outcome["weights_mib"], rel=1e-3)
-        assert row["converted"] == outcome["converted"]
-        assert row["saved"].endswith("%")
-        assert float(row["change"]) == pytest.approx(
-            outcome["metrics"]["val/accuracy"] - base[1]["metrics"]["val/accuracy"], abs=1e-4
-        )
-    page = (out / "report.html").read_text()
-    assert "<th>weights MiB</th>" in page
-    assert "<th>loss change</th>" in page
+def test_the_same_data_are_compared_with_the_training(base, evaluate):
+    printed, found = evaluate(base.folder)
+    assert found["precision"] == "32-true"  # the checkpoint's own
+    assert found["as_trained"] == found["metrics"]
+    assert "in 32-true; change +0" in printed
 
 
-def test_the_same_data_are_compared_with_the_training(base, evaluate, tmp_path, result):
-    done = evaluate(base[0], "precision=32-true")
-    assert done.rc == 0, done.stderr
-    assert result(tmp_path)["as_trained"] == result(tmp_path)["metrics"]
-    assert "in 32-true; change +0" in done.stdout
-
-
-def test_other_data_are_not_compared_with_the_training(base, evaluate, tmp_path, result):
-    done = evaluate(base[0], "precision=bnb-int8", "data=digits", "data.seed=1")
-    assert done.rc == 0, done.stderr
-    assert result(tmp_path)["as_trained"] == {}
-    assert result(tmp_path)["trained_in"] == "32-true"
-    assert "as trained" not in done.stdout
+def test_other_data_are_not_compared_with_the_training(base, evaluate):
+    printed, found = evaluate(base.folder, "precision=bnb-int8", "data=digits", "data.seed=1")
+    assert found["as_trained"] == {}
+    assert found["trained_in"] == "32-true"
+    assert "as trained" not in printed
 
 
 # What a conversion tells
 
 
 def test_the_console_names_what_was_converted_and_what_was_not(gpt):
-    done, *_ = gpt
-    lines = [line.strip() for line in done.stdout.splitlines()]
+    lines = [line.strip() for line in gpt[0].stdout.splitlines()]
     assert (
         "converted 4 of 6 layers, 49,152 of 66,048 matrix weights (74 %): "
         "blocks.0.attention.qkv, blocks.0.attention.projection," in lines[1]
@@ -200,9 +157,8 @@ def test_the_console_names_what_was_converted_and_what_was_not(gpt):
     ) in lines
 
 
-def test_the_conversion_is_written_whole(gpt):
-    _, folder, run, client = gpt
-    rows = json.loads((folder / "conversion.json").read_text())
+def test_the_conversion_is_written_whole(gpt, reader):
+    _, outcome, rows, _ = gpt
     names = ["attention.qkv", "attention.projection", "expand", "contract"]
     assert [(row["module"], row["elements"]) for row in rows if not row["done"]] == [
         ("token_embedding", 256 * 64),
@@ -221,11 +177,11 @@ def test_the_conversion_is_written_whole(gpt):
     done = [row for row in rows if row["done"]]
     assert [row["module"] for row in done] == [f"blocks.0.{name}" for name in names]
     assert [row["converted"] for row in done] == [64 * 64 * times for times in (3, 1, 4, 4)]
-    assert "conversion.json" in {a.path for a in client.list_artifacts(run.info.run_id)}
+    assert "conversion.json" in {a.path for a in reader().list_artifacts(outcome["run_id"])}
 
 
-def test_the_store_has_the_counts_as_tags_and_the_size_as_a_metric(gpt):
-    _, folder, run, client = gpt
+def test_the_store_has_the_counts_as_tags_and_the_size_as_a_metric(gpt, reader):
+    _, outcome, _, run = gpt
     assert run.data.tags["precision"] == "bnb-nf4"
     assert run.data.tags["converted"] == "4/6"
     assert run.data.tags["converted_weights"] == "49152/66048"
@@ -233,8 +189,7 @@ def test_the_store_has_the_counts_as_tags_and_the_size_as_a_metric(gpt):
     trains = 256 * 64 + 8 * 64 + 3 * 2 * 64 + (3 * 64 + 64 + 4 * 64 + 64)
     frozen = 64 * 64 * (3 + 1 + 4 + 4)
     assert run.data.tags["trainable"] == f"{trains}/{trains + frozen}"
-    (point,) = client.get_metric_history(run.info.run_id, "memory/weights_mib")
-    outcome = json.loads((folder / "result.json").read_text())
+    (point,) = reader().get_metric_history(run.info.run_id, "memory/weights_mib")
     assert point.value == outcome["weights_mib"] < outcome["plain_weights_mib"]
 
 
@@ -243,9 +198,8 @@ def test_a_run_that_converts_nothing_and_freezes_nothing_has_no_such_tags(
 ):
     assert main(*MLP, "train.max_steps=1", f"tracking.uri={store}").rc == 0
     outcome = result(tmp_path)
-    assert not {"converted", "converted_weights", "trainable"} & set(
-        reader().get_run(outcome["run_id"]).data.tags
-    )
+    tags = reader().get_run(outcome["run_id"]).data.tags
+    assert not {"converted", "converted_weights", "trainable"} & set(tags)
     assert outcome["converted"] == ""
     assert outcome["weights_mib"] == outcome["plain_weights_mib"]
 
@@ -253,71 +207,66 @@ def test_a_run_that_converts_nothing_and_freezes_nothing_has_no_such_tags(
 # Packed checkpoints
 
 
-@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-int8"])
-def test_a_packed_checkpoint_evaluates_as_it_was_trained(packed, evaluate, tmp_path, result, name):
-    folder = packed(name)
-    trained = json.loads((folder / "result.json").read_text())["metrics"]
-    done = evaluate(folder, f"precision={name}")
-    assert done.rc == 0, done.stderr
-    assert result(tmp_path)["metrics"] == trained
-    size = {"bnb-nf4": NF4, "bnb-int8": INT8}[name]
-    assert result(tmp_path)["weights_mib"] == pytest.approx(size, rel=1e-9)
-    done = evaluate(folder, "precision=32-true")
-    assert done.rc == 0, done.stderr
-    assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.02)
-    assert result(tmp_path)["trained_in"] == name
-    assert result(tmp_path)["weights_mib"] == pytest.approx(PLAIN)
+@pytest.mark.parametrize(("name", "size"), [("bnb-nf4", NF4), ("bnb-int8", INT8)])
+def test_a_packed_checkpoint_evaluates_as_it_was_trained(packed, evaluate, name, size):
+    folder, trained = packed(name).folder, packed(name).result["metrics"]
+    _, found = evaluate(folder, f"precision={name}")
+    assert found["metrics"] == trained
+    assert found["weights_mib"] == pytest.approx(size, rel=1e-9)
+    _, plain = evaluate(folder, "precision=32-true")
+    assert plain["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.02)
+    assert plain["trained_in"] == name
+    assert plain["weights_mib"] == pytest.approx(PLAIN)
 
 
-def test_a_packed_checkpoint_is_refused_by_another_packing(packed, evaluate):
-    done = evaluate(packed("bnb-nf4"), "precision=bnb-int8")
-    assert done.rc == 2
-    assert "packed as bnb-nf4" in done.stderr
-    assert "precision=bf16-mixed" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_packed_checkpoint_is_refused_by_another_packing(packed, main):
+    folder = packed("bnb-nf4").folder
+    done = main("mode=evaluate", f"checkpoint={folder}", "precision=bnb-int8", "tracking=none")
+    check_refused(done, "packed as bnb-nf4", "precision=bf16-mixed")
+    done = main(*MLP, "tracking=none", "precision=bnb-int8", f"init.weights={folder}")
+    check_refused(done, "would round them a second time")
+
+
+def test_a_packed_run_starts_from_its_own_weights(packed, main, tmp_path, result):
+    before = packed("bnb-nf4")
+    typed = ("tracking=none", "train.max_steps=1", "precision=bnb-nf4", "optimizer.lr=0")
+    done = main(*MLP, *typed, f"init.weights={before.folder}")
+    assert done.rc == 0, done.stderr
+    assert result(tmp_path)["metrics"] == before.result["metrics"]
 
 
 @pytest.mark.parametrize(
-    ("name", "gone", "told"),
-    [("bnb-nf4", "head.weight.absmax", "head.weight"), ("bnb-int8", "head.SCB", "head.SCB")],
+    ("name", "gone", "told", "to"),
+    [
+        ("bnb-nf4", "head.weight.absmax", "head.weight", "bnb-nf4"),
+        ("bnb-nf4", "head.weight.absmax", "head.weight", "32-true"),
+        ("bnb-int8", "head.SCB", "head.SCB", "bnb-int8"),
+        ("bnb-int8", "head.SCB", "head.SCB", "32-true"),
+    ],
 )
-@pytest.mark.parametrize("to", ["", "32-true"], ids=["packed", "plain"])
-def test_a_checkpoint_that_lost_a_scale_is_refused(
-    packed, evaluate, tmp_path, name, gone, told, to
-):
-    (path,) = packed(name).glob("checkpoints/*.pt")
+def test_a_checkpoint_that_lost_a_scale_is_refused(packed, main, tmp_path, name, gone, told, to):
+    (path,) = packed(name).folder.glob("checkpoints/*.pt")
     content = torch.load(path, weights_only=True)
     del content["model"][gone]
-    torch.save(content, tmp_path / "broken.pt")
-    done = evaluate(tmp_path / "broken.pt", f"precision={to or name}")
-    assert done.rc == 2
-    assert done.stderr.startswith(f"error: checkpoint={tmp_path / 'broken.pt'} ")
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
+    broken = tmp_path / "broken.pt"
+    torch.save(content, broken)
+    done = main("mode=evaluate", f"checkpoint={broken}", f"precision={to}", "tracking=none")
+    check_refused(done, told)
+    assert done.stderr.startswith(f"error: checkpoint={broken} ")
 
 
 def test_a_model_with_nothing_left_to_train_is_refused(lab, main):
-    (lab / "lab" / "bare.py").write_text(
+    code = (
         "from torch import nn\n\n\ndef bare(classes):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes, bias=False))\n"
     )
-    (lab / "lab" / "conf" / "model" / "bare.yaml").write_text(
-        "# Bare\n_target_: lab.bare.bare\nclasses: ${data.meta.classes}\n"
-    )
-    command = (
-        "--config-dir",
-        "lab/conf",
-        "model=bare",
-        "accelerator=cpu",
-        "tracking=none",
-        "train.max_steps=1",
-    )
-    done = main(*command, "precision=bnb-nf4")
-    assert done.rc == 2
-    for part in ("adapter=lora", "precision=bnb-int8-training", "precision.ignore_modules="):
-        assert part in done.stderr
-    assert "Traceback" not in done.stderr
-    assert main(*command, "precision=bnb-nf4", "adapter=lora").rc == 0
+    config = "# Bare\n_target_: lab.bare.bare\nclasses: ${data.meta.classes}\n"
+    write_files(lab, {"lab/bare.py": code, "lab/conf/model/bare.yaml": config})
+    command = "--config-dir lab/conf model=bare accelerator=cpu tracking=none train.max_steps=1"
+    done = main(*command.split(), "precision=bnb-nf4")
+    others = ("adapter=lora", "precision=bnb-int8-training", "precision.ignore_modules=")
+    check_refused(done, *others)
+    assert main(*command.split(), "precision=bnb-nf4", "adapter=lora").rc == 0
 
 
 # Adapters
@@ -325,15 +274,8 @@ def test_a_model_with_nothing_left_to_train_is_refused(lab, main):
 
 @pytest.mark.parametrize("name", ["32-true", "bnb-nf4"])
 def test_an_adapter_trains_with_an_8_bit_optimizer(main, tmp_path, store, reader, result, name):
-    done = main(
-        *MLP,
-        "adapter=lora",
-        "optimizer=adamw8bit",
-        "optimizer.lr=0.01",
-        "train.max_steps=40",
-        f"precision={name}",
-        f"tracking.uri={store}",
-    )
+    words = "adapter=lora optimizer=adamw8bit optimizer.lr=0.01 train.max_steps=40".split()
+    done = main(*MLP, *words, f"precision={name}", f"tracking.uri={store}")
     assert done.rc == 0, done.stderr
     additions = 8 * (64 + 64) + 8 * (64 + 10)
     outcome = result(tmp_path)
@@ -345,138 +287,99 @@ def test_an_adapter_trains_with_an_8_bit_optimizer(main, tmp_path, store, reader
     assert outcome["train_loss"] < 0.9 * first
 
 
-def test_a_tuned_model_is_evaluated_packed_and_merged(packed, evaluate, tmp_path, result):
-    folder = packed("bnb-nf4", "adapter=lora", "optimizer.lr=0.01")
-    trained = json.loads((folder / "result.json").read_text())["metrics"]
-    assert evaluate(folder, "precision=bnb-nf4").rc == 0  # the checkpoint knows its adapter
-    assert result(tmp_path)["metrics"] == trained
-    done = evaluate(folder, "precision=32-true")
-    assert done.rc == 0, done.stderr
-    merged = result(tmp_path)
+LOFTQ = "adapter.rank=4 adapter.init=loftq"
+PISSA = "adapter.use_dora=true adapter.rank=4 adapter.init=pissa"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "other", "size"),
+    [
+        ("bnb-nf4", "", "32-true", PLAIN),
+        ("bnb-nf4", LOFTQ, "32-true", PLAIN),
+        ("32-true", PISSA, "bnb-int8", INT8),
+    ],
+)
+def test_a_tuned_model_is_evaluated_as_it_was_trained_and_merged(
+    packed, evaluate, name, options, other, size
+):
+    """Where it leaves its packing its adapter is merged, and before it is packed."""
+    tuned = packed(name, "adapter=lora", *options.split())
+    trained = tuned.result["metrics"]
+    assert tuned.result["converted"] == ("2/2" if name == "bnb-nf4" else "")
+    assert evaluate(tuned.folder)[1]["metrics"] == trained  # the checkpoint knows its adapter
+    _, merged = evaluate(tuned.folder, f"precision={other}")
     assert merged["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.02)
-    assert merged["weights_mib"] == pytest.approx(PLAIN)
+    assert merged["weights_mib"] == pytest.approx(size)
 
 
-def test_a_model_tuned_from_the_packing_error_is_evaluated_packed_and_merged(
-    packed, evaluate, tmp_path, result
+@pytest.mark.parametrize(
+    "name", ["bf16-true", pytest.param("bf16-mixed", marks=pytest.mark.extended)]
+)
+def test_an_unpacked_tuned_model_gives_its_own_numbers_in_its_own_precision(packed, evaluate, name):
+    tuned = packed(name, "adapter=lora")
+    loss = tuned.result["metrics"]["val/loss"]
+    assert evaluate(tuned.folder)[1]["metrics"] == tuned.result["metrics"]
+    _, other = evaluate(tuned.folder, "precision=32-true")
+    assert other["metrics"]["val/loss"] == pytest.approx(loss, rel=0.02)
+
+
+def test_an_adapter_is_merged_into_the_initial_weights_of_a_run_without_one(
+    packed, main, tmp_path, result
 ):
-    words = ("adapter=lora", "adapter.rank=4", "adapter.init=loftq", "optimizer.lr=0.01")
-    folder = packed("bnb-nf4", *words)
-    outcome = json.loads((folder / "result.json").read_text())
-    assert outcome["converted"] == "2/2"
-    trained = outcome["metrics"]
-    assert evaluate(folder, "precision=bnb-nf4").rc == 0
-    assert result(tmp_path)["metrics"] == trained
-    assert evaluate(folder, "precision=32-true").rc == 0
-    assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.02)
-
-
-def test_a_model_tuned_from_a_changed_base_is_merged_before_it_is_packed(
-    packed, evaluate, main, tmp_path, result
-):
-    words = ("adapter=lora", "adapter.use_dora=true", "adapter.rank=4", "optimizer.lr=0.01")
-    folder = packed("32-true", *words, "adapter.init=pissa")
-    trained = json.loads((folder / "result.json").read_text())["metrics"]
-    assert evaluate(folder).rc == 0
-    assert result(tmp_path)["metrics"] == trained
-    assert evaluate(folder, "precision=bnb-int8").rc == 0
-    assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=0.02)
-    # As the initial weights of a run without an adapter it is merged, too.
-    done = main(*MLP, "tracking=none", f"init.weights={folder}", "optimizer.lr=0")
+    tuned = packed("32-true", "adapter=lora", *PISSA.split())
+    done = main(*MLP, "tracking=none", f"init.weights={tuned.folder}", "optimizer.lr=0")
     assert done.rc == 0, done.stderr
-    assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(trained["val/loss"], rel=1e-4)
+    loss = tuned.result["metrics"]["val/loss"]
+    assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(loss, rel=1e-4)
 
 
 def test_a_checkpoint_from_before_the_newer_keys_of_an_adapter_keeps_its_adapter(
-    packed, evaluate, tmp_path, result
+    packed, evaluate, tmp_path
 ):
-    folder = packed("bnb-nf4", "adapter=lora", "optimizer.lr=0.01")
-    trained = json.loads((folder / "result.json").read_text())["metrics"]
-    (path,) = (folder / "checkpoints").glob("step-*.pt")
+    tuned = packed("bnb-nf4", "adapter=lora")
+    (path,) = (tuned.folder / "checkpoints").glob("step-*.pt")
     content = torch.load(path)
     for key in ("use_dora", "use_rslora", "init"):
         del content["spec"]["adapter"][key]
-    torch.save(content, path)
-    done = evaluate(folder, "precision=bnb-nf4")
-    assert done.rc == 0, done.stderr
-    assert result(tmp_path)["metrics"] == trained
-
-
-@pytest.mark.parametrize("name", ["bf16-true", "bf16-mixed"])
-def test_an_unpacked_tuned_model_gives_its_own_numbers_in_its_own_precision(
-    packed, evaluate, tmp_path, result, name
-):
-    folder = packed(name, "adapter=lora", "optimizer.lr=0.01")
-    trained = json.loads((folder / "result.json").read_text())["metrics"]
-    done = evaluate(folder)  # in the precision of the training
-    assert done.rc == 0, done.stderr
-    assert result(tmp_path)["metrics"] == trained
-    assert evaluate(folder, "precision=32-true").rc == 0
-
-
-def test_a_bad_adapter_is_refused_with_every_problem(main):
-    done = main(*MLP, "tracking=none", "adapter=lora", "adapter.rank=0", "adapter.dropout=1")
-    assert done.rc == 2
-    assert "adapter.rank=0" in done.stderr
-    assert "adapter.dropout=1" in done.stderr
-    assert "Traceback" not in done.stderr
+    torch.save(content, tmp_path / "old.pt")
+    _, found = evaluate(tmp_path / "old.pt")
+    assert found["metrics"] == tuned.result["metrics"]
 
 
 # Plans
 
 
+LORA = 8 * (784 + 4096) + 8 * (4096 + 10)
+
+
 @pytest.mark.parametrize(
     ("precision", "adapter", "trains"),
     [
-        ("bnb-nf4", "none", 1024 + 10),
-        ("bnb-int8", "none", 1024 + 10),
-        ("bnb-nf4", "lora", 8 * (784 + 1024) + 8 * (1024 + 10)),
-        ("32-true", "lora", 8 * (784 + 1024) + 8 * (1024 + 10)),
+        ("bnb-int8", "none", 4096 + 10),
+        ("32-true", "lora", LORA),
+        pytest.param("bnb-nf4", "none", 4096 + 10, marks=pytest.mark.extended),
+        pytest.param("bnb-nf4", "lora", LORA, marks=pytest.mark.extended),
     ],
 )
 def test_a_plan_counts_what_would_train(main, precision, adapter, trains):
-    done = main(
-        "mode=plan",
-        "accelerator=cpu",
-        "model=mlp",
-        "data=mnist",
-        "model.hidden=[1024]",
-        f"precision={precision}",
-        f"adapter={adapter}",
-    )
-    assert done.rc == 0, done.stderr
-    every = 1024 * 785 + 10 * 1025 + (trains if adapter == "lora" else 0)
-    assert f"{every:,} ({trains:,} trainable)" in done.stdout
-    assert ("converted 2 of 2 layers" in done.stdout) == (precision != "32-true")
-
-
-def test_a_plan_prints_the_packed_size(main):
-    done = main(
-        "mode=plan",
-        "accelerator=cpu",
-        "model=mlp",
-        "data=mnist",
-        "model.hidden=[4096]",
-        "precision=bnb-int8",
-    )
+    words = "mode=plan accelerator=cpu model=mlp data=mnist model.hidden=[4096]".split()
+    done = main(*words, f"precision={precision}", f"adapter={adapter}")
     assert done.rc == 0, done.stderr
     numbers, biases = 4096 * 794, 4096 + 10
-    packed, plain = (numbers + 8 * biases) / 2**20, (numbers + biases) * 4 / 2**20
-    assert f"{packed:.1f} MiB (float32: {plain:.1f})" in done.stdout
+    every = numbers + biases + (trains if adapter == "lora" else 0)
+    assert f"{every:,} ({trains:,} trainable)" in done.stdout
+    assert ("converted 2 of 2 layers" in done.stdout) == (precision != "32-true")
+    if precision == "bnb-int8":
+        packed, plain = (numbers + 8 * biases) / 2**20, (numbers + biases) * 4 / 2**20
+        assert f"{packed:.1f} MiB (float32: {plain:.1f})" in done.stdout
 
 
 def test_a_plan_leaves_the_whole_conversion(main, tmp_path):
-    done = main(
-        "mode=plan",
-        *GPT[:4],
-        "data=synthetic_tokens",
-        "data.count=80",
-        "model.layers=4",
-        "precision=bnb-int8",
-    )
+    words = "mode=plan data=synthetic_tokens data.count=80 model.layers=4 precision=bnb-int8"
+    done = main(*GPT[:4], *words.split(), "hydra.run.dir=plan")
     assert done.rc == 0, done.stderr
-    (path,) = tmp_path.glob("outputs/runs/*/conversion.json")
-    names = [row["module"] for row in json.loads(path.read_text()) if row["done"]]
+    rows = json.loads((tmp_path / "plan" / "conversion.json").read_text())
+    names = [row["module"] for row in rows if row["done"]]
     assert len(names) == 16
     assert all(name in done.stdout.replace("\n", "") for name in names)
 
@@ -489,21 +392,3 @@ def test_the_optimizer_state_is_reported(main, tmp_path, result):
     eight = 64 * 64 * 2 + 2 * 4096 / 256 * 4 + 2 * 256 * 4  # codes, scales and tables
     assert state == pytest.approx((wide + eight) / 2**20, rel=0.02)
     assert f"{state:.4g} MiB" in done.stdout
-
-
-def test_a_packed_run_resumes_from_its_own_weights(main, tmp_path):
-    done = main(*MLP, "tracking=none", "train.max_steps=3", "precision=bnb-nf4")
-    assert done.rc == 0, done.stderr
-    (run,) = tmp_path.glob("outputs/runs/*")
-    done = main(
-        *MLP, "tracking=none", "train.max_steps=3", "precision=bnb-nf4", f"init.weights={run}"
-    )
-    assert done.rc == 0, done.stderr
-    done = main(*MLP, "tracking=none", "precision=bnb-int8", f"init.weights={run}")
-    assert done.rc == 2
-    assert "would round them a second time" in done.stderr
-
-
-def test_an_evaluation_takes_the_checkpoints_own_precision(base, evaluate, tmp_path, result):
-    assert evaluate(base[0]).rc == 0
-    assert result(tmp_path)["precision"] == "32-true"

@@ -18,33 +18,15 @@ with warnings.catch_warnings():
 
 # A float16 GPT with dropout, shuffling, accumulation and a loss scale that moves.
 OVERRIDES = (
-    "model=gpt",
-    "data=text",
-    "model.layers=1",
-    "model.width=32",
-    "model.heads=2",
-    "model.dropout=0.2",
-    "data.context=16",
-    "train.batch_size=4",
-    "train.accumulate=2",
-    "train.log_every=5",
-    "train.eval_every=500",
-    "precision=16-mixed",
-    "scheduler=cosine",
-    "precision.loss_scale.growth_interval=20",
-    "checkpoint.every_steps=10",
-    "checkpoint.keep=2",
-    "tracking.log_model=false",
-    "data.val_fraction=0.001",
-)
+    "model=gpt data=text model.layers=1 model.width=32 model.heads=2 model.dropout=0.2 "
+    "data.context=16 data.val_fraction=0.001 train.batch_size=4 train.accumulate=2 "
+    "train.log_every=5 train.eval_every=500 precision=16-mixed scheduler=cosine "
+    "precision.loss_scale.growth_interval=20 checkpoint.every_steps=10 checkpoint.keep=2 "
+    "tracking.log_model=false"
+).split()
 METRICS = (
-    "train/loss",
-    "train/lr",
-    "train/grad_norm",
-    "loss_scale/value",
-    "loss_scale/overflow",
-    "val/loss",
-)
+    "train/loss train/lr train/grad_norm loss_scale/value loss_scale/overflow val/loss"
+).split()
 
 
 class Comparison(NamedTuple):

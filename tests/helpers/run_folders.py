@@ -1,7 +1,16 @@
-"""Find what commands write under outputs/."""
+"""Write a user's files, and find what commands write under outputs/."""
 
 import json
 from pathlib import Path
+
+
+def write_files(folder, files):
+    """Write texts to paths below a folder, and return the folder."""
+    for name, text in files.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
 
 
 def only_run(folder):
@@ -16,7 +25,14 @@ def finished_run(folder):
     return found.parent
 
 
+def only_sweep(folder):
+    """Return the folder of the only sweep below a working directory."""
+    (found,) = Path(folder).glob("outputs/sweeps/*")
+    return found
+
+
 def job_results(folder, sweeps="outputs/sweeps/*"):
-    """Return the results of all jobs of the sweeps below a working directory, as dictionaries."""
-    paths = sorted(Path(folder).glob(f"{sweeps}/*/result.json"))
-    return [json.loads(path.read_text()) for path in paths]
+    """Return the results of a working directory's sweeps, in the order of the jobs' numbers."""
+    paths = Path(folder).glob(f"{sweeps}/*/result.json")
+    in_order = sorted(paths, key=lambda path: int(path.parent.name))
+    return [json.loads(path.read_text()) for path in in_order]
