@@ -17,8 +17,8 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import unpack_state_dict
-from runner.training.parameter_groups import matching_names
 from runner.utils.errors import ConfigError
+from runner.utils.modules import select_modules
 from runner.utils.tensors import dtype_name
 from runner.utils.terminal import quote_command
 
@@ -106,7 +106,7 @@ def load_selected(
     own = model.state_dict(keep_vars=True)
     where = f"nothing in the model or in {spec.init.weights}"
     every = dict.fromkeys([*own, *weights])
-    skipped = matching_names("init.skip", spec.init.skip, every, where)
+    skipped = select_modules("init.skip", spec.init.skip, every, where)
     selected = {name: value for name, value in weights.items() if name not in skipped}
     missing = _missing_names(own, weights, skipped)
     unexpected = [name for name in selected if name not in own]

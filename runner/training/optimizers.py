@@ -88,10 +88,7 @@ def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     """
     if "_target_" in node:
         return [("optimizer", node)]
-    nodes: list[tuple[str, Mapping[str, Any]]] = []
-    for name, part in node.items():
-        if isinstance(part, Mapping):
-            nodes.append((f"optimizer.{name}", part))
+    nodes = [(f"optimizer.{k}", part) for k, part in node.items() if isinstance(part, Mapping)]
     # One that takes every parameter comes last, or it would leave none to the others. Checkpoints
     # hold the optimizers in this order.
     return sorted(nodes, key=lambda item: item[1].get("match") is None)
@@ -99,11 +96,8 @@ def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
 
 def embedding_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of embedding tables, also those that another layer shares."""
-    parameters: set[nn.Parameter] = set()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            parameters.update(module.parameters())
-    return parameters
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return {p for table in tables for p in table.parameters()}
 
 
 def build_optimizer(

@@ -284,11 +284,11 @@ def load_schedule(schedule: Any, saved: Mapping[str, Any], current_keys: Sequenc
     """
     if isinstance(schedule, WarmUp):
         schedule.load_state_dict(saved)
-        if schedule.schedule is not None:
-            load_schedule(schedule.schedule, saved["schedule"], current_keys)
-        return
+        schedule = schedule.schedule
+        saved = saved["schedule"]
     if isinstance(schedule, EvaluationSchedule):
-        load_schedule(schedule.schedule, saved, current_keys)
+        schedule = schedule.schedule
+    if schedule is None:
         return
     parts = [*plain_schedules(schedule)]
     settings: list[dict[str, Any]] = []

@@ -173,10 +173,7 @@ class TrainState:
     @cached_property
     def trainable_parameters(self) -> list[Tensor]:
         """Return the parameters that the optimizers update, in the optimizers' order."""
-        params: list[Tensor] = []
-        for scheduled in self.optimizers:
-            params.extend(scheduled.params)
-        return params
+        return [p for scheduled in self.optimizers for p in scheduled.params]
 
     @cached_property
     def complex_parameters(self) -> list[Tensor]:

@@ -273,11 +273,9 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
             if scheduled.scheduler is not None:
                 # The checkpoint's state holds the length of the run before, and train.epochs may be
                 # larger now.
-                current_keys = [*RUN_LENGTH_KEYWORDS]
-                for key, value in spec.scheduler.items():
-                    if theirs["scheduler"].get(key) != value:
-                        current_keys.append(key)
-                load_schedule(scheduled.scheduler, scheduler, current_keys)
+                before = theirs["scheduler"]
+                typed = [key for key, v in spec.scheduler.items() if before.get(key) != v]
+                load_schedule(scheduled.scheduler, scheduler, [*RUN_LENGTH_KEYWORDS, *typed])
             # After the schedule, whose state holds the learning rates that it continues from.
             _apply_hyperparameters(scheduled.optimizer, scheduled.scheduler, changed)
     except MISFIT_ERRORS as error:

@@ -71,8 +71,6 @@ class CausalLM(Language):
     the labels int64 [B, T] and the last logits do not count.
     """
 
-    takes = "logits [B, T, V]"
-
     def aligned(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, V] and the tokens [B, T] that they predict, -100 for the last."""
         logits, tokens = super().aligned(output, target)
@@ -104,7 +102,6 @@ class Seq2Seq(Language):
     [B, T, V] are aligned with the labels int64 [B, T].
     """
 
-    takes = "logits [B, T, V]"
     passes_target = True
 
 
