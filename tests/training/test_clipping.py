@@ -83,9 +83,8 @@ def test_both_parts_of_a_complex_gradient_are_clipped():
 def test_the_key_reaches_the_step_and_lbfgs_refuses_it():
     model = regression_net()
     precision = registry.load_precision("32-true")
-    spec = RunSpec(
-        train=TrainSpec(clip_value=0.25), optimizer={"_target_": "torch.optim.SGD", "lr": 0.1}
-    )
+    sgd = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    spec = RunSpec(train=TrainSpec(clip_value=0.25), optimizer=sgd)
     state = build_state(TrainingSetup(spec, precision, Regression(), CPU), model, 5)
     assert (state.clip_value, state.clip_norm) == (0.25, None)
     lbfgs = RunSpec(train=spec.train, optimizer={"_target_": "torch.optim.LBFGS"})

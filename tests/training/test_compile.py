@@ -95,53 +95,40 @@ def test_patterns_choose_the_outermost(patterns, expected):
 
 
 @pytest.mark.parametrize(
-    ("train", "precision", "device", "parts"),
+    ("train", "precision", "message"),
     [
         (
             {"compile": "reduce-overhead"},
             "32-true",
-            CPU,
-            [
-                "train.compile=reduce-overhead replays CUDA graphs",
-                "on cpu",
-                "Type train.compile=de",
-            ],
+            "compile=reduce-overhead replays CUDA graphs, .*on cpu.* Type train.compile=default",
         ),
         (
             {"compile": "max-autotune", "accumulate": 2},
             "32-true",
-            CUDA,
-            ["train.compile=max-autotune", "do not add up", "train.accumulate=1"],
+            "compile=max-autotune .*do not add up.*train.accumulate=1",
         ),
         (
             {"compile": True},
             "transformer-engine",
-            CPU,
-            [
-                "train.compile=true",
-                "precision=transformer-engine scales by past steps",
-                "Type precision=transformer-engine-current",
-            ],
+            "compile=true .*=transformer-engine scales by past steps.*=transformer-engine-current",
         ),
         (
             {"activation_checkpointing": True},
             "transformer-engine-float16",
-            CPU,
-            ["train.activation_checkpointing=true computes forwards twice", "scales by past steps"],
+            "activation_checkpointing=true computes forwards twice.* scales by past steps",
         ),
         (
             {"activation_checkpointing": ["blokcs"]},
             "32-true",
-            CPU,
-            ["train.activation_checkpointing: blokcs matches no module", "blocks"],
+            "train.activation_checkpointing: blokcs matches no module.* blocks",
         ),
     ],
 )
-def test_options_that_cannot_work_are_refused(train, precision, device, parts):
-    with pytest.raises(ConfigError) as error:
+def test_options_that_cannot_work_are_refused(train, precision, message):
+    device = CUDA if "accumulate" in train else CPU
+    with pytest.raises(ConfigError, match=message) as error:
         check_compile_options(spec(**train), registry.load_precision(precision), device, gpt())
-    (problem,) = error.value.problems
-    assert [part for part in parts if part not in problem] == []
+    assert len(error.value.problems) == 1
 
 
 @pytest.mark.parametrize("train", [{"compile": "regional"}, {"activation_checkpointing": True}])
@@ -150,16 +137,16 @@ def test_a_model_without_repeated_blocks_is_refused(train):
         check_compile_options(spec(**train), PLAIN, CPU, MLP([8], 2, [4, 4]))
 
 
+def test_what_can_work_is_allowed():
+    current = registry.load_precision("transformer-engine-current")
+    check_compile_options(spec(compile=True, activation_checkpointing=True), current, CPU, gpt())
+
+
 def test_a_machine_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setattr(shaping.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler.*apt install g\+\+"):
         check_compile_options(spec(compile=True), PLAIN, CPU, gpt())
     check_compile_options(spec(), PLAIN, CPU, gpt())
-
-
-def test_scales_that_do_not_remember_may_be_compiled():
-    precision = registry.load_precision("transformer-engine-current")
-    check_compile_options(spec(compile=True, activation_checkpointing=True), precision, CPU, gpt())
 
 
 # What is compiled.

@@ -39,11 +39,14 @@ class Gate(nn.Module):
         return F.silu(x * self.weight) * self.weight + x
 
 
+def spec_of(**train):
+    return replace(RunSpec(), train=TrainSpec(**train))
+
+
 def run_gate(dtype, **train):
     """Return the output and the gradient of a Gate, compiled as a run would."""
     model = Gate(dtype)
-    spec = replace(RunSpec(), train=TrainSpec(**train))
-    prepare_model(spec, PLAIN, CPU, model)
+    prepare_model(spec_of(**train), PLAIN, CPU, model)
     x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
     output = model(x)
     output.sum().backward()
@@ -57,7 +60,9 @@ def different_share(some, others):
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")  # torch's own while it compiles
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.extended)]
+)
 def test_compiled_elements_equal_the_eager_ones(dtype):
     """In one process and with torch's cache on: each rounding has its own compiled code."""
     from torch._inductor import config
@@ -83,7 +88,7 @@ def options(monkeypatch):
 
 @pytest.mark.parametrize("mode", [True, "default", "regional", "max-autotune-no-cudagraphs"])
 def test_a_mode_keeps_its_options(options, mode):
-    spec = replace(RunSpec(), train=TrainSpec(compile=mode, compile_rounding="eager"))
+    spec = spec_of(compile=mode, compile_rounding="eager")
     prepare_model(spec, PLAIN, CPU, GPT(16, 8, layers=2, heads=2, width=16))
     own = {"max_autotune": True, "coordinate_descent_tuning": True}
     expected = {**(own if mode == "max-autotune-no-cudagraphs" else {}), EAGER_ROUNDING: True}
@@ -92,8 +97,7 @@ def test_a_mode_keeps_its_options(options, mode):
 
 
 def test_fused_asks_for_nothing(options):
-    spec = replace(RunSpec(), train=TrainSpec(compile="max-autotune"))
-    prepare_model(spec, PLAIN, CPU, Gate(torch.float32))
+    prepare_model(spec_of(compile="max-autotune"), PLAIN, CPU, Gate(torch.float32))
     assert options == [{"mode": "max-autotune", "options": None, "dynamic": False}]
 
 
@@ -118,6 +122,6 @@ def test_the_modules_that_are_compiled():
 
 def test_a_tpu_is_refused(monkeypatch):
     monkeypatch.setattr("runner.training.compile.is_tpu", lambda device: True)
-    spec = replace(RunSpec(), train=TrainSpec(compile=True, compile_rounding="eager"))
+    spec = spec_of(compile=True, compile_rounding="eager")
     with pytest.raises(ConfigError, match=r"a TPU has its own. Type train.compile_rounding=fused"):
         check_compile_options(spec, PLAIN, CPU, Gate(torch.float32))

@@ -24,27 +24,15 @@ TOKENS = torch.randint(40, (3, 7), generator=torch.Generator().manual_seed(0))
 
 def gpt2():
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=40,
-        n_positions=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(config).eval()
 
 
 def llama():
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
     return transformers.LlamaForCausalLM(config).eval()
 
 

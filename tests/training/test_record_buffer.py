@@ -1,6 +1,6 @@
 """Bringing records from the device to the host."""
 
-from time import perf_counter
+from time import perf_counter, time
 
 import pytest
 import torch
@@ -46,6 +46,7 @@ def test_records_are_exact_and_in_order():
     total = (pending[-1].ended_at - started) * 1e3
     assert sum(r.step_ms for r in records) == pytest.approx(total)
     assert all(r.step_ms > 0 for r in records)
+    assert abs(records[-1].time_ms - 1000 * time()) < 100_000
 
 
 def test_float64_comes_over_whole():
