@@ -245,10 +245,10 @@ class Lora:
             if type(module).__name__ == "NonDynamicallyQuantizableLinear":
                 continue
             if name in shared and self.modules is not None:
+                others = ", ".join(shared[name])
                 raise ConfigError(
-                    f"adapter.modules names {name}, which shares its weight with "
-                    f"{', '.join(shared[name])}: what is added to one would be merged into both. "
-                    "Leave it out."
+                    f"adapter.modules names {name}, which shares its weight with {others}: what is "
+                    "added to one would be merged into both. Leave it out."
                 )
             if name not in shared and name not in bypassed:
                 chosen.append(name)

@@ -68,10 +68,8 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
         reason = precision.no_recompute_reason
         yield f"{typed.lower()} compiles forwards, and precision={precision.name} {reason}"
     if mode == "reduce-overhead" and device.type != "cuda":
-        yield (
-            f"{typed} replays CUDA graphs, and this run is on {device.type}. "
-            "Type train.compile=default."
-        )
+        where = f"on {device.type}"
+        yield f"{typed} replays CUDA graphs, and this run is {where}. Type train.compile=default."
     if mode in CUDA_GRAPH_MODES and device.type == "cuda" and spec.train.accumulate > 1:
         yield (
             f"{typed} replays CUDA graphs, in whose memory gradients of several micro-batches do "

@@ -298,10 +298,7 @@ def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
                 f"The checkpoint's model has other values: type {quote_command(words)}, or in "
                 "mode=evaluate leave model= out."
             )
-    return (
-        "Take the checkpoint's own model: in mode=evaluate leave model= out, elsewhere type its "
-        "model=."
-    )
+    return "Take the checkpoint's own model: in mode=evaluate leave model= out, else type its own."
 
 
 def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.device) -> None:

@@ -112,8 +112,7 @@ def restore(
     except MISFIT_ERRORS as error:
         raise ConfigError(
             f"checkpoint.resume={saved.path} was not written by this runner: "
-            f"{type(error).__name__}: {error}. Type init.weights=<it> to start a new run from its "
-            "weights."
+            f"{type(error).__name__}: {error}. Type init.weights=<it> to start from its weights."
         ) from error
     return notes
 

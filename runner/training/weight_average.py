@@ -131,11 +131,8 @@ class WeightAverage:
 
     def describe(self) -> str:
         """Return one line about what is averaged and what its metrics are."""
-        size = tensor_bytes(*self.tensors()) / MIB
-        return (
-            f"val/... are those of the averaged weights (train.ema={self.decay:g}; "
-            f"{size:.1f} MiB more)"
-        )
+        facts = f"train.ema={self.decay:g}; {tensor_bytes(*self.tensors()) / MIB:.1f} MiB more"
+        return f"val/... are those of the averaged weights ({facts})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by the names that the model's state dict has; not copied."""

@@ -31,7 +31,10 @@ OPTIMIZERS = {
     "adamw4bit": ("optimizer=adamw4bit",),
     "lbfgs": ("optimizer=lbfgs",),
 }
-EVERYWHERE = ("sgd", "adam", "adamw", "rmsprop", "muon")
+EVERYWHERE = [
+    *("adamw", "muon"),
+    *(pytest.param(name, marks=pytest.mark.extended) for name in ("sgd", "adam", "rmsprop")),
+]
 MLP = ("model=mlp", "model.hidden=[72,4]", "tracking=none")
 
 
