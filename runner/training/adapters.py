@@ -11,6 +11,7 @@ differ by the rounding of the additions.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, final
 
@@ -51,6 +52,7 @@ def build_adapter(node: Mapping[str, Any]) -> "Lora | None":
 
 
 @final
+@dataclass(eq=False)
 class Lora:
     """Low-rank additions to linear layers, made by peft.
 
@@ -71,28 +73,29 @@ class Lora:
         Unavailable: peft is not installed.
     """
 
-    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
-        self,
-        rank: int = 8,
-        alpha: float = 16.0,
-        dropout: float = 0.0,
-        modules: Sequence[str] | None = None,
-        train: Sequence[str] = (),
-        use_dora: bool = False,
-        use_rslora: bool = False,
-        init: str = "default",
-    ) -> None:
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    modules: Sequence[str] | None = None
+    train: Sequence[str] = ()
+    use_dora: bool = False
+    use_rslora: bool = False
+    init: str = "default"
+    _plain_weights: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         limits = (
-            ("rank", rank, rank >= 1, "1 and up"),
-            ("alpha", alpha, alpha > 0, "above 0"),
-            ("dropout", dropout, 0 <= dropout < 1, "0 and up, below 1"),
+            ("rank", self.rank >= 1, "1 and up"),
+            ("alpha", self.alpha > 0, "above 0"),
+            ("dropout", 0 <= self.dropout < 1, "0 and up, below 1"),
         )
         problems: list[str] = []
-        for key, value, fits, allowed in limits:
+        for key, fits, allowed in limits:
             if not fits:
+                value = getattr(self, key)
                 problems.append(f"adapter.{key}={value} is out of range. Allowed: {allowed}.")
-        if init not in INITS:
-            problems.append(f"adapter.init={init} is not known. Allowed: {', '.join(INITS)}.")
+        if self.init not in INITS:
+            problems.append(f"adapter.init={self.init} is not known. Allowed: {', '.join(INITS)}.")
         if problems:
             raise ConfigError(*problems)
         if find_spec("peft") is None:
@@ -100,15 +103,6 @@ class Lora:
                 "adapter=lora needs peft, which is not installed.",
                 'Type pip install "precision-runner[lora]".',
             )
-        self.rank = rank
-        self.alpha = alpha
-        self.dropout = dropout
-        self.modules = modules
-        self.train = train
-        self.use_dora = use_dora
-        self.use_rslora = use_rslora
-        self.init = init
-        self._plain_weights: dict[str, Tensor] = {}
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a precision in which the adapter cannot be added."""
