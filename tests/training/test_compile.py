@@ -95,36 +95,20 @@ def test_patterns_choose_the_outermost(patterns, expected):
 
 
 @pytest.mark.parametrize(
-    ("train", "precision", "message"),
+    ("precision", "train", "message"),
     [
+        ("32-true", {"compile": "reduce-overhead"}, "CUDA graphs, .*on cpu.* train.compile=def"),
+        ("32-true", {"compile": "max-autotune", "accumulate": 2}, "not add up.*train.accumulate=1"),
+        ("transformer-engine", {"compile": True}, "past steps.*=transformer-engine-current"),
         (
-            {"compile": "reduce-overhead"},
-            "32-true",
-            "compile=reduce-overhead replays CUDA graphs, .*on cpu.* Type train.compile=default",
-        ),
-        (
-            {"compile": "max-autotune", "accumulate": 2},
-            "32-true",
-            "compile=max-autotune .*do not add up.*train.accumulate=1",
-        ),
-        (
-            {"compile": True},
-            "transformer-engine",
-            "compile=true .*=transformer-engine scales by past steps.*=transformer-engine-current",
-        ),
-        (
-            {"activation_checkpointing": True},
             "transformer-engine-float16",
+            {"activation_checkpointing": True},
             "activation_checkpointing=true computes forwards twice.* scales by past steps",
         ),
-        (
-            {"activation_checkpointing": ["blokcs"]},
-            "32-true",
-            "train.activation_checkpointing: blokcs matches no module.* blocks",
-        ),
+        ("32-true", {"activation_checkpointing": ["blokcs"]}, "blokcs matches no module.* blocks"),
     ],
 )
-def test_options_that_cannot_work_are_refused(train, precision, message):
+def test_options_that_cannot_work_are_refused(precision, train, message):
     device = CUDA if "accumulate" in train else CPU
     with pytest.raises(ConfigError, match=message) as error:
         check_compile_options(spec(**train), registry.load_precision(precision), device, gpt())
@@ -156,18 +140,9 @@ def test_a_kind_of_block_is_compiled_once(counter):
     assert (counter.frame_count, counter.modes) == (1, [None] * 3)
 
 
-class Widening(nn.Module):
-    """Blocks of one class, each wider than the block before it."""
-
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.Sequential(*(Widens(width) for width in range(1, blocks + 1)))
-
-    def forward(self, x):
-        return self.blocks(x)
-
-
 class Widens(nn.Module):
+    """A block that is wider than the block before it."""
+
     def __init__(self, width):
         super().__init__()
         self.wider = nn.Linear(width, width + 1)
@@ -177,7 +152,8 @@ class Widens(nn.Module):
 
 
 def test_blocks_of_many_kinds_are_all_compiled(counter):
-    prepare(Widening(10), compile="regional")(torch.ones(4, 1))
+    blocks = nn.Sequential(*(Widens(width) for width in range(1, 11)))
+    prepare(blocks, compile="regional")(torch.ones(4, 1))
     assert counter.frame_count == 10  # torch's own limit is 8, then it stays eager
 
 
@@ -213,20 +189,6 @@ def test_a_probe_leaves_what_is_compiled_alone(counter):
 
 
 # What is computed twice.
-class SavedTensors:
-    """Context that counts the bytes that autograd keeps for the backward, without parameters."""
-
-    def __init__(self, model):
-        self.params = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.bytes = 0
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor):
-        if tensor.untyped_storage().data_ptr() not in self.params:
-            self.bytes += tensor.nbytes
-        return tensor
-
-
 def run_step(model, precision, context=None):
     """Loss and gradients of a step with dropout."""
     model, _ = precision.convert(model)
@@ -287,13 +249,22 @@ def test_the_second_forward_leaves_the_statistics_of_batch_norms():
 
 
 def test_activation_checkpointing_saves_fewer_bytes_for_the_backward():
-    found = []
-    for what in (False, True):
+    def saved_bytes(what):
+        """The bytes that autograd keeps for the backward, without parameters."""
         model = prepare(gpt(layers=4), activation_checkpointing=what)
-        saved = SavedTensors(model)
-        run_step(model, PLAIN, saved.hooks)
-        found.append(saved.bytes)
-    assert found[1] < found[0] / 4
+        saved = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
+        sizes = []
+
+        def pack(tensor):
+            sizes.append(saved.get(tensor.untyped_storage().data_ptr(), tensor.nbytes))
+            return tensor
+
+        run_step(
+            model, PLAIN, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        )
+        return sum(sizes)
+
+    assert saved_bytes(True) < saved_bytes(False) / 4
 
 
 def test_a_copy_computes_with_its_own_weights():
@@ -340,8 +311,7 @@ def test_compiled_and_computed_twice(counter):
     assert torch.equal(loss, wanted)
     loss.backward()
     wanted.backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
+    torch.testing.assert_close(*([p.grad for p in m.parameters()] for m in (model, plain)))
     assert counter.frame_count == 1
 
 

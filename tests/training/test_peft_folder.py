@@ -144,22 +144,18 @@ def test_a_folder_from_a_start_in_the_base_has_the_weights_that_peft_converts_to
         torch.testing.assert_close(value.abs(), wanted[name].abs(), rtol=1e-4, atol=1e-5)
 
 
-def unpacked(model, packed):
-    """A plain model with the weights that a packed one stands for."""
-    for name, module in packed.named_modules():
-        if hasattr(module, "unpacked_weight"):
-            plain = model.get_submodule(name.removesuffix(".base_layer"))
-            plain.weight = nn.Parameter(module.unpacked_weight())
-    return model
-
-
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_an_adapter_of_packed_weights_fits_the_packed_and_the_unpacked_base(tmp_path, make):
     model, policy = adapted(make, "bnb-nf4")
     write_adapter(model, model.state_dict(), tmp_path, {})
     packed = PeftModel.from_pretrained(policy.convert(make(), CPU)[0], tmp_path).eval()
     torch.testing.assert_close(logits(packed), logits(model), rtol=1e-5, atol=1e-6)
-    plain = PeftModel.from_pretrained(unpacked(make(), model), tmp_path).eval()
+    base = make()
+    for name, module in model.named_modules():
+        if hasattr(module, "unpacked_weight"):
+            layer = base.get_submodule(name.removesuffix(".base_layer"))
+            layer.weight = nn.Parameter(module.unpacked_weight())
+    plain = PeftModel.from_pretrained(base, tmp_path).eval()
     # The packed layers compute in bfloat16, the plain ones in float32.
     error = (logits(plain) - logits(model)).norm() / logits(model).norm()
     assert error < 0.02

@@ -199,22 +199,6 @@ def test_a_run_evaluates_saves_and_exports_the_average(quick, tmp_path):
         assert f"{value:.4g}" in evaluated.stdout, key
 
 
-def test_a_stopped_run_and_a_whole_one_evaluate_the_same(quick, tmp_path):
-    losses = "tracking._target_=runner.tracking.tracker.ProcessJournal"
-    assert quick(*EMA, losses, "hydra.run.dir=whole", "train.max_steps=6").rc == 0
-    assert quick(*EMA, losses, "hydra.run.dir=parts", "train.max_steps=3").rc == 0
-    done = quick("checkpoint.resume=parts", losses, "train.max_steps=6")
-    assert done.rc == 0, done.stderr
-    contents = []
-    for name in ("whole", "parts"):
-        path = tmp_path / name / "checkpoints" / "step-00000006.pt"
-        contents.append(checkpoint_file.load(path))
-    one, other = contents
-    assert one["metrics"] == other["metrics"]
-    for name, average in one["average"]["weights"].items():
-        assert torch.equal(average, other["average"]["weights"][name])
-
-
 @pytest.mark.parametrize("decay", [0.0, 1.0, -0.5, math.nan, 2.0])
 def test_a_decay_that_is_none_is_refused(decay):
     (problem,) = TrainSpec(ema=decay).problems()
