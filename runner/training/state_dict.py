@@ -350,14 +350,12 @@ def _load_optimizer(
                 casts.add((value.dtype, dtype))
             if loaded[key].dtype != dtype:
                 loaded[key] = value.clone().to(loaded[key].device, dtype)
-    notes = [
-        f"the optimizer's state is cast from {dtype_name(old)} to {dtype_name(new)}"
-        for old, new in casts
-    ]
+    notes: list[str] = []
+    for old, new in casts:
+        notes.append(f"the optimizer's state is cast from {dtype_name(old)} to {dtype_name(new)}")
     for key in sorted(dropped):
-        notes.append(
-            f"the checkpoint's {key.replace('_', ' ')}s are dropped: precision.update has changed"
-        )
+        what = f"the checkpoint's {key.replace('_', ' ')}s"
+        notes.append(f"{what} are dropped: precision.update has changed")
     return notes
 
 

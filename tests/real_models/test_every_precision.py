@@ -228,9 +228,8 @@ def test_what_a_conversion_claims_is_what_ran(trained, name, precision):
     plain = architectures.build(name)
     _check_count(json.loads((folder / "conversion.json").read_text()), ran, model, plain)
     table = json.loads((folder / "dtypes.json").read_text())
-    _check_dtypes(
-        [dict(zip(table["columns"], row, strict=True)) for row in table["data"]], ran, model
-    )
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    _check_dtypes(rows, ran, model)
     (first, *_), _ = by_hand(name, "32-true")
     assert metrics[1]["train/loss"] == pytest.approx(first, rel=NOISE.get(precision, 0.1))
     assert metrics[STEPS]["val/loss"] == pytest.approx(evaluated(name, precision, model), rel=1e-6)
@@ -238,9 +237,7 @@ def test_what_a_conversion_claims_is_what_ran(trained, name, precision):
 
 def _check_count(rows, ran, model, plain):
     claimed = {row["module"]: row["converted"] for row in rows if row["done"] and row["elements"]}
-    ours = [
-        path for path, module in model.named_modules() if is_converted(module) and module in ran
-    ]
+    ours = {path for path, m in model.named_modules() if is_converted(m) and m in ran}
     found = {path: sum(held_by(plain.get_submodule(path)).values()) for path in ours}
     assert claimed == {path: count for path, count in found.items() if count}  # not a norm
     assert sum(row["elements"] for row in rows) == sum(matrices(plain).values())

@@ -34,9 +34,8 @@ def seeded(seed=0):
 def by_peft(init=True, **variant):
     """The same net with the same adapter, by peft alone."""
     model = seeded()
-    config = peft.LoraConfig(
-        r=RANK, lora_alpha=8, target_modules=LAYERS, init_lora_weights=init, **variant
-    )
+    usual = {"r": RANK, "lora_alpha": 8, "target_modules": LAYERS}
+    config = peft.LoraConfig(**usual, init_lora_weights=init, **variant)
     peft.inject_adapter_in_model(config, model)
     return model
 

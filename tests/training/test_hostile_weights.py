@@ -95,9 +95,8 @@ def packaged(folder):
 def legacy_mnist(folder):
     for name in ("training.pt", "test.pt"):
         bomb(folder / "MNIST" / "processed" / name)
-    return build_group(
-        "data", {"_target_": "runner.data.datasets.mnist.mnist", "root": str(folder)}
-    )
+    node = {"_target_": "runner.data.datasets.mnist.mnist", "root": str(folder)}
+    return build_group("data", node)
 
 
 def plain_pickle_of_timm(folder):
@@ -169,9 +168,8 @@ def test_weights_of_libraries_that_are_tensors_are_loaded(tmp_path):
     torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
     target = "transformers.BertForMaskedLM.from_pretrained"
     model = build(target, pretrained_model_name_or_path=str(tmp_path))
-    assert torch.equal(
-        model.bert.embeddings.word_embeddings.weight, saved.bert.embeddings.word_embeddings.weight
-    )
+    words, wanted = (m.bert.embeddings.word_embeddings.weight for m in (model, saved))
+    assert torch.equal(words, wanted)
 
 
 def test_ones_own_code_reads_its_files_as_it_says(tmp_path, monkeypatch):

@@ -47,9 +47,8 @@ def mlp():
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
 
 
-BATCHES = st.lists(
-    st.lists(st.integers(1, LONGEST), min_size=1, max_size=3), min_size=2, max_size=5
-)
+LENGTHS = st.lists(st.integers(1, LONGEST), min_size=1, max_size=3)
+BATCHES = st.lists(LENGTHS, min_size=2, max_size=5)
 
 
 @settings(max_examples=10, deadline=None)

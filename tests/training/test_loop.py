@@ -24,9 +24,8 @@ from runner.utils.stop_signals import Stopped
 
 def data(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(
-        torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
-    )
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, torch.randint(3, (count,), generator=generator))
 
 
 def loader(count=10, size=4, *, shuffle=True, seed=0):
@@ -269,9 +268,8 @@ def test_a_partial_batch_weighs_what_it_should(size):
     inputs, target = dataset.tensors
     with torch.no_grad():
         output = state.model.eval()(inputs)
-    assert metrics["val/loss"] == pytest.approx(
-        nn.functional.cross_entropy(output, target).item(), rel=1e-6
-    )
+    loss = nn.functional.cross_entropy(output, target).item()
+    assert metrics["val/loss"] == pytest.approx(loss, rel=1e-6)
     assert metrics["val/accuracy"] == (output.argmax(1) == target).double().mean().item()
 
 

@@ -214,10 +214,8 @@ def test_lbfgs(compose):
 def split(model, node):
     named = dict(model.named_parameters())
     by_id = {id(p): n for n, p in named.items()}
-    return {
-        key: [by_id[id(p)] for p in params]
-        for key, _, params in parameters_by_optimizer(node, model, named)
-    }
+    rows = parameters_by_optimizer(node, model, named)
+    return {key: [by_id[id(p)] for p in params] for key, _, params in rows}
 
 
 def test_muon_takes_the_hidden_matrices():

@@ -132,13 +132,11 @@ def test_a_folder_from_a_start_in_the_base_has_the_weights_that_peft_converts_to
     trained = {f"base_model.model.{name}": value for name, value in model.state_dict().items()}
     own = {name: value for name, value in trained.items() if ".start_" not in name}
     theirs.load_state_dict(own, strict=True)
-    theirs.save_pretrained(
-        tmp_path / "theirs", path_initial_model_for_weight_conversion=str(tmp_path / "start")
-    )
+    start = {"path_initial_model_for_weight_conversion": str(tmp_path / "start")}
+    theirs.save_pretrained(tmp_path / "theirs", **start)
     write_adapter(model, model.state_dict(), tmp_path / "ours", {}, "pissa")
-    found, wanted = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")
-    )
+    folders = (tmp_path / "ours", tmp_path / "theirs")
+    found, wanted = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert found.keys() == wanted.keys()
     for name, value in found.items():
         torch.testing.assert_close(value.abs(), wanted[name].abs(), rtol=1e-4, atol=1e-5)

@@ -58,9 +58,8 @@ def test_float64_comes_over_whole():
 
 
 def test_skipped_steps_are_counted_across_blocks():
-    state = small_state(
-        "16-mixed", lr=0.0, loss_scale={"init_scale": 2.0**30, "growth_interval": 50}
-    )
+    scale = {"init_scale": 2.0**30, "growth_interval": 50}
+    state = small_state("16-mixed", lr=0.0, loss_scale=scale)
     skipped, overflows = 0, []
     for _ in range(5):
         pending = [train_step(state, [regression_batch(4)]) for _ in range(5)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from states import CPU
+from states import CPU, are_equal
 from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
@@ -59,6 +59,18 @@ def save(state, spec):
     course = state_dict.state_dict(state, ())
     content = copy.deepcopy(checkpoint_state_dict(state, spec, resume_state=course))
     return LoadedCheckpoint(Path("x.pt"), content)
+
+
+def resume_halfway(spec, split=2, steps=2):
+    """The states of a run and of one that was resumed at a step, whose weights are equal."""
+    straight = train(begin(spec), split)
+    saved = save(straight, spec)
+    train(straight, steps)
+    continued = begin(spec, saved)
+    assert state_dict.restore(continued, saved, spec, ()) == []
+    train(continued, steps)
+    assert are_equal(straight.model.parameters(), continued.model.parameters())
+    return straight, continued
 
 
 def dtypes_in(value):

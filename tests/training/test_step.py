@@ -34,9 +34,8 @@ def training_state(
         optimizer = OPTIMIZERS[kind](part.parameters())
         halved = LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
         driven.append(ScheduledOptimizer(optimizer, halved))
-    return TrainState(
-        model, precision, task or Regression(), precision.scale(CPU), driven, CPU, clip
-    )
+    task = task or Regression()
+    return TrainState(model, precision, task, precision.scale(CPU), driven, CPU, clip)
 
 
 def snapshot(state):
@@ -142,9 +141,8 @@ def test_a_skipped_step_changes_nothing_but_the_scale(kind, clip):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_schedule_counts_applied_steps_and_the_rate_is_the_one_in_force(kind):
-    state = training_state(
-        "16-mixed", kinds=[kind], loss_scale={"init_scale": 2.0**26, "growth_interval": 3}
-    )
+    scale = {"init_scale": 2.0**26, "growth_interval": 3}
+    state = training_state("16-mixed", kinds=[kind], loss_scale=scale)
     rates, applied = [], 0
     for _ in range(30):
         before = [p.detach().clone() for p in state.trainable_parameters]
@@ -258,10 +256,8 @@ def test_clipping_mixed_dtypes_in_one_step(clip):
     assert [g.dtype for g in given] == [torch.bfloat16] * 2 + [torch.float32] * 2
     total = math.sqrt(sum(g.double().square().sum().item() for g in given))
     assert clip is None or total == pytest.approx(clip, rel=2e-2)
-    train_step(
-        training_state("bf16-true", clip=clip, keep_fp32=["2"], kinds=["adamw-fused"]),
-        [regression_batch(4)],
-    )
+    fused = training_state("bf16-true", clip=clip, keep_fp32=["2"], kinds=["adamw-fused"])
+    train_step(fused, [regression_batch(4)])
 
 
 def test_a_loss_that_reaches_no_parameter_is_refused():

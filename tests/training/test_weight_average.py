@@ -6,7 +6,8 @@ import pytest
 import torch
 from run_folders import finished_run
 from safetensors.torch import load_file
-from test_state_dict import MLP, begin, save, train
+from states import are_equal
+from test_state_dict import MLP, begin, resume_halfway, save, train
 from torch import nn
 
 from runner.checkpoint import checkpoint_file
@@ -61,7 +62,7 @@ def test_a_step_that_the_loss_scale_skips_leaves_the_average_as_it_is(compose):
     before = averages(state)
     train(state)
     assert state.step == 2
-    assert all(map(torch.equal, before, averages(state)))
+    assert are_equal(before, averages(state))
     while torch.equal(before[0], state.average.tensors()[0]):
         train(state)
         assert state.step < 40
@@ -89,37 +90,29 @@ def test_in_its_context_the_model_has_the_average_and_then_the_same_weights(comp
         for p, average in zip(params, state.average.tensors(), strict=True):
             assert torch.equal(p, average.to(p.dtype))
             assert not torch.equal(p, before[0])
-    assert all(map(torch.equal, params, before))
+    assert are_equal(params, before)
 
 
 @pytest.mark.parametrize("name", ["32-true", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("split", [1, 3])
 def test_a_resume_continues_the_average_bit_by_bit(compose, name, split):
     spec = compose(*MLP, f"precision={name}", "optimizer.eps=1e-4", f"train.ema={DECAY}")
-    straight = train(begin(spec), split)
-    saved = save(straight, spec)
-    train(straight, 2)
-    resumed = begin(spec, saved)
-    assert state_dict.restore(resumed, saved, spec, ()) == []
-    train(resumed, 2)
-    assert all(map(torch.equal, averages(straight), averages(resumed)))
-    assert all(map(torch.equal, straight.trainable_parameters, resumed.trainable_parameters))
+    straight, resumed = resume_halfway(spec, split)
+    assert are_equal(averages(straight), averages(resumed))
 
 
 def test_a_resume_with_and_without_an_average_says_so(compose):
     with_it = compose(*MLP, f"train.ema={DECAY}")
     without = compose(*MLP)
     saved = save(train(begin(with_it)), with_it)
-    assert state_dict.restore(begin(without, saved), saved, without, ()) == [
-        "the checkpoint's averaged weights are dropped"
-    ]
+    (note,) = state_dict.restore(begin(without, saved), saved, without, ())
+    assert note == "the checkpoint's averaged weights are dropped"
     plain = save(train(begin(without)), without)
     assert "average" not in plain.content
     state = begin(with_it, plain)
-    assert state_dict.restore(state, plain, with_it, ()) == [
-        "the average of the weights begins here: the checkpoint holds none"
-    ]
-    assert all(map(torch.equal, averages(state), state.trainable_parameters))
+    (note,) = state_dict.restore(state, plain, with_it, ())
+    assert note == "the average of the weights begins here: the checkpoint holds none"
+    assert are_equal(averages(state), state.trainable_parameters)
 
 
 def test_an_average_of_other_weights_is_refused(compose):
@@ -230,5 +223,5 @@ def test_packed_weights_are_not_averaged(compose):
 def test_a_run_without_an_average_takes_the_steps_that_it_took_before(compose):
     plain = train(begin(compose(*MLP)), 2)
     averaged = train(begin(compose(*MLP, f"train.ema={DECAY}")), 2)
-    assert all(map(torch.equal, plain.trainable_parameters, averaged.trainable_parameters))
+    assert are_equal(plain.trainable_parameters, averaged.trainable_parameters)
     assert plain.average is None

@@ -86,19 +86,17 @@ def test_a_callback_that_the_first_run_had_not_begins_with_no_history(main, inte
     assert restored["early_stopping"] == EarlyStopping("val/accuracy", "max", 3).state_dict()
 
 
-@pytest.mark.parametrize("key", IN_EVERY_RUN.values())
-def test_a_checkpoint_without_the_state_of_a_callback_of_every_run_is_refused(
-    key, main, interrupted
-):
+def test_a_checkpoint_without_the_state_of_a_callback_of_every_run_is_refused(main, interrupted):
     folder, _ = interrupted()
     path = locate.find_checkpoint(str(folder))
     content = torch.load(path, weights_only=True)
-    del content["callbacks"][key]
-    torch.save(content, path)
-    done = main(f"checkpoint.resume={path}", "train.max_steps=14")
-    assert done.rc == 2
-    assert f"callbacks.{key}" in done.stderr
-    assert "init.weights" in done.stderr
+    for key in IN_EVERY_RUN.values():
+        others = {name: state for name, state in content["callbacks"].items() if name != key}
+        torch.save({**content, "callbacks": others}, path)
+        done = main(f"checkpoint.resume={path}", "train.max_steps=14")
+        assert done.rc == 2
+        assert f"callbacks.{key}" in done.stderr
+        assert "init.weights" in done.stderr
 
 
 def test_the_keys_of_the_callbacks_are_those_of_the_checkpoints_that_users_have():

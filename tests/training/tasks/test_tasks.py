@@ -18,11 +18,8 @@ TEXT = torch.randn(4, 5, 7, generator=GENERATOR)
 TOKENS = torch.randint(7, (4, 5), generator=GENERATOR)
 NUMBERS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]])
 WANTED = torch.tensor([[1.0, 1.0], [3.0, 2.0], [5.0, 8.0]])
-QUALITIES = {
-    Classification: ("val/accuracy", "max"),
-    Language: ("val/loss", "min"),
-    Regression: ("val/loss", "min"),
-}
+LOSS = ("val/loss", "min")
+QUALITIES = {Classification: ("val/accuracy", "max"), Language: LOSS, Regression: LOSS}
 
 
 ENTROPY, TEXT_ENTROPY = F.cross_entropy(LOGITS, TARGET), F.cross_entropy(TEXT.mT, TOKENS)
