@@ -87,13 +87,8 @@ def test_every_step_comes_once_in_order_with_true_numbers(log_every):
     assert [s.lr for s in found] == pytest.approx([0.1 * 0.9**i for i in range(9)])
     assert all(s.step_ms > 0 for s in found)
     assert [(e.step, e.epoch) for e in evaluations(records)] == [(3, 1), (6, 2), (9, 3)]
-
-
-def test_the_numbers_do_not_depend_on_the_flushing():
-    wanted = [(s.step, s.loss, s.grad_norm) for s in steps(run(epochs=2, log_every=1)[0])]
-    for log_every in (2, 100):
-        found = steps(run(epochs=2, log_every=log_every)[0])
-        assert [(s.step, s.loss, s.grad_norm) for s in found] == wanted
+    wanted = steps(run(epochs=3, log_every=1)[0])  # the numbers do not depend on the blocks
+    assert [(s.loss, s.grad_norm) for s in found] == [(s.loss, s.grad_norm) for s in wanted]
 
 
 @pytest.mark.parametrize(
