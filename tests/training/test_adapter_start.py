@@ -120,10 +120,16 @@ def converted(name, node):
     return model, precision, None
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *CONVERTED])
-def test_dora_leaves_the_function_as_it_was(name):
+@pytest.mark.parametrize(
+    ("name", "dora"),
+    [
+        *((name, True) for name in (*PLAIN, *CONVERTED)),
+        *((name, False) for name in ("32-true", "16-mixed", *PACKED)),
+    ],
+)
+def test_an_adapter_leaves_the_function_as_it_was(name, dora):
     plain, precision, _ = converted(name, {})
-    model, _, _ = converted(name, {**LORA, "use_dora": True})
+    model, _, _ = converted(name, {**LORA, "use_dora": dora})
     assert torch.equal(outputs(model, precision), outputs(plain, precision))
 
 

@@ -256,14 +256,6 @@ def test_the_config_makes_one_with_its_values(compose):
 # In every precision
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_the_function_is_the_same_at_the_start(name):
-    plain, precision, _ = built(name, {})
-    model, _, _ = built(name, LORA)
-    assert adapted(model) == ["layers.0", "layers.1", "head"]
-    assert torch.equal(outputs(model, precision), outputs(plain, precision))
-
-
 @pytest.mark.parametrize(
     ("name", "node"),
     [*((name, LORA) for name in PRECISIONS), ("32-true", DORA), ("16-mixed", DORA)],
