@@ -156,7 +156,7 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
     library = sys.modules.get("peft.tuners.lora")
     if library is None:
         return {}
-    modules = model.named_modules()
+    modules: list[tuple[str, Any]] = [*model.named_modules()]
     layers = {name: layer for name, layer in modules if isinstance(layer, library.LoraLayer)}
     return {name: layer for name, layer in layers.items() if "default" in layer.lora_A}
 
