@@ -69,15 +69,6 @@ def modules_that_run():
         handle.remove()
 
 
-def converts(precision):
-    return precision.startswith(CONVERTS)
-
-
-def matrices(model):
-    """Elements of each parameter of two dimensions or more, shared ones once, by hand."""
-    return {id(p): p.numel() for p in model.parameters() if p.ndim >= 2}
-
-
 def held_by(module):
     """Elements of a module's own parameters of two dimensions or more."""
     return {id(p): p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2}
@@ -213,7 +204,7 @@ CONVERSIONS = [
     (name, precision)
     for name in ARCHITECTURES
     for precision in (*TRAINED, *FROZEN)
-    if precision in EVERYWHERE or (name == "gpt2" and converts(precision))
+    if precision in EVERYWHERE or (name == "gpt2" and precision.startswith(CONVERTS))
     if name != "torchvision-segmentation"  # it has convolutions alone
 ]
 # Its attention reads weights without calling their layers: one precision of each other layer kind.
@@ -240,7 +231,8 @@ def _check_count(rows, ran, model, plain):
     ours = {path for path, m in model.named_modules() if is_converted(m) and m in ran}
     found = {path: sum(held_by(plain.get_submodule(path)).values()) for path in ours}
     assert claimed == {path: count for path, count in found.items() if count}  # not a norm
-    assert sum(row["elements"] for row in rows) == sum(matrices(plain).values())
+    matrices = [p for p in plain.parameters() if p.ndim >= 2]
+    assert sum(row["elements"] for row in rows) == sum(p.numel() for p in matrices)
     assert all(row["why"] for row in rows if not row["done"])
 
 

@@ -81,10 +81,6 @@ def additions(*names):
     return {f"{name}.{part}" for name in names for part in ADDITIONS}
 
 
-def is_addition(key):
-    return key.endswith(ADDITIONS)
-
-
 def shake(model, seed=1):
     """Move everything that trains, as a training would."""
     generator = torch.Generator().manual_seed(seed)
@@ -117,48 +113,38 @@ def outputs(model, precision, seed=2):
 # Where the additions go
 
 
-def test_every_linear_layer_gets_one_and_nothing_else_trains():
-    model = Net()
-    Lora(rank=3).add(model, torch.float32)
-    assert adapted(model) == ["layers.0", "layers.1", "head"]
-    assert trainable(model) == additions("layers.0", "layers.1", "head")
-    shapes = {n: list(p.shape) for n, p in model.named_parameters() if n.startswith("head.lora")}
-    assert shapes == {f"head.{ADDITIONS[0]}": [3, 64], f"head.{ADDITIONS[1]}": [3, 3]}
-
-
-def test_a_tied_head_and_the_projection_of_an_attention_get_none():
-    model = Tied()
-    Lora().add(model, torch.float32)
-    assert adapted(model) == ["body"]
-    assert trainable(model) == additions("body")
-    assert model.head.weight is model.words.weight
-    assert model(torch.arange(6)[None]).shape == (1, 6, 6)
-
-
-def test_layers_that_share_a_bias_or_have_two_names_get_none():
+def sharing():
+    """Two layers that share a bias, a layer of two names, and one of its own."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].bias = model[0].bias
     model.first = model.second = nn.Linear(4, 4)
-    Lora().add(model, torch.float32)
-    assert adapted(model) == ["2"]
+    return model
 
 
 @pytest.mark.parametrize(
-    ("patterns", "names"),
+    ("make", "patterns", "names"),
     [
-        (["layers.1"], ["layers.1"]),
-        (["layers.1*"], ["layers.1", "layers.10", "layers.11"]),
-        (["a+b"], ["a+b"]),
-        (["(c|d)"], ["(c|d)"]),
-        (["outer", "aab"], ["outer.layers.0", "outer.layers.1", "aab"]),
-        (["*.layers.1"], ["layers.1", "outer.layers.1"]),
+        (Net, None, ["layers.0", "layers.1", "head"]),
+        (Tied, None, ["body"]),  # neither a tied head nor the projection of an attention
+        (sharing, None, ["2"]),
+        (Names, ["layers.1"], ["layers.1"]),
+        (Names, ["layers.1*"], ["layers.1", "layers.10", "layers.11"]),
+        (Names, ["a+b"], ["a+b"]),
+        (Names, ["(c|d)"], ["(c|d)"]),
+        (Names, ["outer", "aab"], ["outer.layers.0", "outer.layers.1", "aab"]),
+        (Names, ["*.layers.1"], ["layers.1", "outer.layers.1"]),
     ],
-    ids=str,
 )
-def test_patterns_choose_by_the_segments_of_a_name(patterns, names):
-    model = Names()
-    Lora(modules=patterns).add(model, torch.float32)
+def test_chosen_linear_layers_get_an_addition_and_nothing_else_trains(make, patterns, names):
+    model = make()
+    Lora(rank=3, modules=patterns).add(model, torch.float32)
     assert adapted(model) == names
+    assert trainable(model) == additions(*names)
+    for name in names:
+        layer = model.get_submodule(name)
+        down, up = (layer.get_parameter(part) for part in ADDITIONS)
+        assert down.shape == (3, layer.in_features)
+        assert up.shape == (layer.out_features, 3)
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,9 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def spec_of(where, target="Net", **init):
-    node = {"_target_": f"{__name__}.{target}"}
-    return RunSpec(model=node, init=InitSpec(weights=str(where), **init))
-
-
 def start(where, precision="32-true", target="Net", **init):
-    spec = spec_of(where, target, **init)
+    node = {"_target_": f"{__name__}.{target}"}
+    spec = RunSpec(model=node, init=InitSpec(weights=str(where), **init))
     torch.manual_seed(5)
     policy = registry.load_precision(precision)
     return build_model(spec, policy, CPU, start=read_initial_weights(spec))
