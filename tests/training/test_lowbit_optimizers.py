@@ -6,6 +6,7 @@ import pytest
 import torch
 from states import CPU, are_equal
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from runner.config.schema import RunSpec
 from runner.config.targets import check_targets
@@ -91,11 +92,7 @@ def low(state):
 
 
 def all_tensors(values):
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, dict | list | tuple):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from all_tensors(value)
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 # What keeps how many bits
