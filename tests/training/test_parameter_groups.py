@@ -268,15 +268,27 @@ def test_an_adapters_additions_can_be_frozen_by_their_names(compose):
     ("patterns", "message"),
     [
         ("[layer.0]", "train.freeze: layer.0 matches no parameter of the model. Nearest names: l"),
+        ("[0]", "train.freeze: 0 matches no parameter of the model."),
         ("['*']", "train.freeze=[*] leaves nothing to train: it freezes all 6 parameters of the"),
-        ("[0]", "train.freeze=[0] does not fit. Allowed: names, as in [blocks,head]."),
-        ("[[1]]", "does not fit. Allowed: names, as in [blocks,head]."),
-        ("layers", "train.freeze=layers does not fit. Allowed: a list, as in [a,b]."),
     ],
 )
 def test_patterns_that_cannot_be_meant_are_refused(compose, patterns, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         begin(compose(*MLP, f"train.freeze={patterns}"))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ("[[1]]", "does not fit. Allowed: names, as in [blocks,head]."),
+        ("layers", "train.freeze=layers does not fit. Allowed: a list, as in [a,b]."),
+    ],
+)
+def test_values_that_are_no_patterns_are_refused(quick, patterns, message):
+    done = quick(f"train.freeze={patterns}")
+    assert done.rc == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_run_says_how_much_is_frozen_and_resumes_with_the_same_patterns(quick, tmp_path):
