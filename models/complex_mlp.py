@@ -72,9 +72,8 @@ class ComplexMLP(nn.Module):
                 f"ComplexMLP needs widths of 1 or more, got input_shape={list(input_shape)}, "
                 f"hidden={list(hidden)}, classes={classes}"
             )
-        self.layers = nn.ModuleList(
-            nn.Sequential(ComplexLinear(a, b), ModReLU(b)) for a, b in pairwise(widths)
-        )
+        layers = (nn.Sequential(ComplexLinear(a, b), ModReLU(b)) for a, b in pairwise(widths))
+        self.layers = nn.ModuleList(layers)
         self.head = ComplexLinear(widths[-1], classes)
 
     def forward(self, signals: Tensor) -> Tensor:

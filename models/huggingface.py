@@ -114,9 +114,8 @@ def _pretrained(
             f"path={folder} needs code of its own (auto_map in config.json), which is not run. "
             "Give a model whose class transformers has, or a _target_ of your own"
         )
-    has_safetensors = any(folder.glob("*.safetensors")) or any(
-        folder.glob("*.safetensors.index.json")
-    )
+    files = (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json"))
+    has_safetensors = bool(files)
     # A package's pickled weights were installed with it; transformers reads tensors alone of them
     # (weights_only).
     if not (has_safetensors or is_packaged):

@@ -72,8 +72,8 @@ def torchvision_any(
     """
     options = dict(options or {})
     _check_options(options)
-    builder = _builder(name)
     kind = _kind(name)
+    builder = torchvision.models.get_model_builder(name)
     channels = _channels(name, kind, input_shape, options)
     keywords = {**_options(name, builder, input_shape), **options}
     make = partial(_make, name, builder, keywords, channels)
@@ -110,26 +110,22 @@ def _check_taken(name: str, builder: Any, model_class: type, options: Mapping[st
         )
 
 
-def _builder(name: str) -> Any:
-    """Return the function that builds a model.
+def _kind(name: str) -> Any:
+    """Return the module of torchvision that lists a model.
 
     Raises:
         ValueError: torchvision has no such model, or it has no classes; close matches are listed.
     """
-    known = [model for kind in _KINDS for model in torchvision.models.list_models(module=kind)]
+    known: dict[str, Any] = {}
+    for kind in _KINDS:
+        known |= dict.fromkeys(torchvision.models.list_models(module=kind), kind)
     if name in known:
-        return torchvision.models.get_model_builder(name)
+        return known[name]
     close = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
-    what = "no model of images or videos with classes"
     raise ValueError(
-        f"torchvision has {what} {name!r}; "
-        f"{'close matches' if close else 'some of them'}: {', '.join(close or known[:5])}"
+        f"torchvision has no model of images or videos with classes {name!r}; "
+        f"{'close matches' if close else 'some of them'}: {', '.join(close or [*known][:5])}"
     )
-
-
-def _kind(name: str) -> Any:
-    """Return the module of torchvision that lists a model."""
-    return next(kind for kind in _KINDS if name in torchvision.models.list_models(module=kind))
 
 
 def _channels(
@@ -178,25 +174,18 @@ def _make(
     try:
         model = builder(weights=None, num_classes=classes, **keywords)
     except AssertionError as problem:  # torchvision's vision transformers check sizes so
-        shape = keywords.get("image_size") or keywords.get("input_size")
-        raise ValueError(f"{name} refuses images of {_size_text(shape)}: {problem}") from problem
+        size = keywords.get("image_size") or keywords.get("input_size")
+        height, width = size if isinstance(size, tuple) else (size, size)
+        raise ValueError(f"{name} refuses images of {height} x {width}: {problem}") from problem
     except (TypeError, ValueError) as problem:
+        typed = {key: value for key, value in keywords.items() if key not in _OWN_OPTIONS}
         raise ValueError(
-            f"torchvision cannot build {name} with options={_without_defaults(keywords)}: "
-            f"{problem}. It takes {_taken(builder)}"
+            f"torchvision cannot build {name} with options={typed}: {problem}. It takes "
+            f"{_taken(builder)}"
         ) from problem
     if channels != 3:
         _adapt(model, channels)
     return model
-
-
-def _size_text(size: Any) -> str:
-    height, width = size if isinstance(size, tuple) else (size, size)
-    return f"{height} x {width}"
-
-
-def _without_defaults(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in keywords.items() if key not in _OWN_OPTIONS}
 
 
 def _taken(builder: Any) -> str:
@@ -243,13 +232,16 @@ def load_except_head(
     own = model.state_dict()
     differing = [name for name in saved if name in own and saved[name].shape != own[name].shape]
     head = _head_names(own, other_head) if differing else set()
-    problems = [_shape_problem(name, saved, own) for name in differing if name not in head]
-    skipped = head if differing else set()
+    problems: list[str] = []
+    for name in differing:
+        if name not in head:
+            here = list(own[name].shape)
+            problems.append(f"{name} has the shape {list(saved[name].shape)}, and here {here}")
     result = model.load_state_dict(
-        {name: value for name, value in saved.items() if name not in {*skipped, *differing}},
+        {name: value for name, value in saved.items() if name not in {*head, *differing}},
         strict=False,
     )
-    missing = [name for name in result.missing_keys if name not in {*skipped, *differing}]
+    missing = [name for name in result.missing_keys if name not in {*head, *differing}]
     if missing:
         problems.append(f"it lacks {_listed(missing)}")
     if result.unexpected_keys:
@@ -259,11 +251,11 @@ def load_except_head(
             f"weights={file} do not fit the model: {'; '.join(problems)}. Give a file of this "
             "model, or the model.name= and model.options= that it was made with"
         )
-    if skipped:
+    if head:
         log.warning(
             "model.weights: the head keeps its random weights, because the file's is for other "
             "classes: %s",
-            _listed(sorted(skipped)),
+            _listed(sorted(head)),
         )
 
 
@@ -319,10 +311,6 @@ def _head_names(own: Mapping[str, Tensor], other_head: Callable[[], nn.Module]) 
     with torch.device("meta"):
         other = other_head().state_dict()
     return {name for name in own if own[name].shape != other[name].shape}
-
-
-def _shape_problem(name: str, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    return f"{name} has the shape {list(saved[name].shape)}, and here {list(own[name].shape)}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -10,8 +10,8 @@ differ by the rounding of the additions.
 """
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, final
 
@@ -46,61 +46,17 @@ Source: peft, LoraConfig.init_lora_weights, which finds it equivalent to the exa
 """
 
 
-class Adapter(ABC):
-    """Base class: changes a model after its conversion and before its optimizer is built."""
-
-    @abstractmethod
-    def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
-        """Freeze the model and add trainable parameters.
-
-        The model's outputs stay the same, up to rounding where the additions take over a part of
-        the base weights (adapter.init=pissa, olora). Additions that start from the error of packed
-        weights (adapter.init=loftq) move the outputs towards those of the plain weights.
-
-        Args:
-            model: changed in place.
-            dtype: of the additions.
-            bypassed: names of layers whose forward the model never calls; they get no addition.
-        """
-
-    def check_precision(self, precision: Precision) -> None:
-        """Raise ConfigError for a precision in which the adapter cannot be added."""
-
-    def read_plain_weights(self, model: nn.Module, bypassed: Collection[str] = ()) -> None:
-        """Keep what add() needs of the weights that the conversion is about to pack.
-
-        Called before the conversion, and not where a checkpoint's values follow.
-
-        Args:
-            model: unchanged.
-            bypassed: as for add().
-        """
-
-    def add_for_checkpoint(
-        self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()
-    ) -> None:
-        """Add as add() does, in a model whose values a checkpoint replaces afterwards.
-
-        Nothing has to be computed from the weights. Names and shapes are those of add().
-        """
-        self.add(model, dtype, bypassed)
-
-    @abstractmethod
-    def merge(self, model: nn.Module) -> None:
-        """Add the trained additions to the plain weights and remove them, in place.
-
-        Parameters that add() froze stay frozen.
-        """
-
-
-def build_adapter(node: Mapping[str, Any]) -> Adapter | None:
+def build_adapter(node: Mapping[str, Any]) -> "Lora | None":
     """Build the adapter of a config node; None where it names none."""
     return instantiate(node) if node.get("_target_") else None
 
 
 @final
-class Lora(Adapter):
+@dataclass(eq=False)
+class Lora:
     """Low-rank additions to linear layers, made by peft.
+
+    They are added to a model after its conversion and before its optimizer is built.
 
     Args:
         rank: of each addition.
@@ -117,28 +73,29 @@ class Lora(Adapter):
         Unavailable: peft is not installed.
     """
 
-    def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
-        self,
-        rank: int = 8,
-        alpha: float = 16.0,
-        dropout: float = 0.0,
-        modules: Sequence[str] | None = None,
-        train: Sequence[str] = (),
-        use_dora: bool = False,
-        use_rslora: bool = False,
-        init: str = "default",
-    ) -> None:
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    modules: Sequence[str] | None = None
+    train: Sequence[str] = ()
+    use_dora: bool = False
+    use_rslora: bool = False
+    init: str = "default"
+    _plain_weights: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         limits = (
-            ("rank", rank, rank >= 1, "1 and up"),
-            ("alpha", alpha, alpha > 0, "above 0"),
-            ("dropout", dropout, 0 <= dropout < 1, "0 and up, below 1"),
+            ("rank", self.rank >= 1, "1 and up"),
+            ("alpha", self.alpha > 0, "above 0"),
+            ("dropout", 0 <= self.dropout < 1, "0 and up, below 1"),
         )
         problems: list[str] = []
-        for key, value, fits, allowed in limits:
+        for key, fits, allowed in limits:
             if not fits:
+                value = getattr(self, key)
                 problems.append(f"adapter.{key}={value} is out of range. Allowed: {allowed}.")
-        if init not in INITS:
-            problems.append(f"adapter.init={init} is not known. Allowed: {', '.join(INITS)}.")
+        if self.init not in INITS:
+            problems.append(f"adapter.init={self.init} is not known. Allowed: {', '.join(INITS)}.")
         if problems:
             raise ConfigError(*problems)
         if find_spec("peft") is None:
@@ -146,17 +103,9 @@ class Lora(Adapter):
                 "adapter=lora needs peft, which is not installed.",
                 'Type pip install "precision-runner[lora]".',
             )
-        self.rank = rank
-        self.alpha = alpha
-        self.dropout = dropout
-        self.modules = modules
-        self.train = train
-        self.use_dora = use_dora
-        self.use_rslora = use_rslora
-        self.init = init
-        self._plain_weights: dict[str, Tensor] = {}
 
     def check_precision(self, precision: Precision) -> None:
+        """Raise ConfigError for a precision in which the adapter cannot be added."""
         if self.init in CHANGES_BASE and precision.freezes:
             raise ConfigError(
                 f"adapter.init={self.init} moves a part of each weight into the addition, and "
@@ -172,6 +121,14 @@ class Lora(Adapter):
             )
 
     def read_plain_weights(self, model: nn.Module, bypassed: Collection[str] = ()) -> None:
+        """Keep what add() needs of the weights that the conversion is about to pack.
+
+        Called before the conversion, and not where a checkpoint's values follow.
+
+        Args:
+            model: unchanged.
+            bypassed: as for add().
+        """
         if self.init != "loftq":
             return
         for name in self._chosen_layers(model, bypassed):
@@ -181,6 +138,17 @@ class Lora(Adapter):
             self._plain_weights[name] = matrix
 
     def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
+        """Freeze the model and add trainable parameters.
+
+        The model's outputs stay the same, up to rounding where the additions take over a part of
+        the base weights (adapter.init=pissa, olora). Additions that start from the error of packed
+        weights (adapter.init=loftq) move the outputs towards those of the plain weights.
+
+        Args:
+            model: changed in place.
+            dtype: of the additions.
+            bypassed: names of layers whose forward the model never calls; they get no addition.
+        """
         for name in self._chosen_layers(model, bypassed):
             layer = model.get_submodule(name)
             if self.use_dora:
@@ -201,6 +169,10 @@ class Lora(Adapter):
     def add_for_checkpoint(
         self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()
     ) -> None:
+        """Add as add() does, in a model whose values a checkpoint replaces afterwards.
+
+        Nothing has to be computed from the weights. Names and shapes are those of add().
+        """
         with suppress_import_warnings():
             from peft import LoraConfig, inject_adapter_in_model
 
@@ -219,13 +191,9 @@ class Lora(Adapter):
             init_lora_weights="gaussian" if self.init == "gaussian" else True,
         )
         # Looked up before peft renames the modules that it wraps.
-        trained_in_full: list[nn.Parameter] = []
-        packed: list[str] = []
-        for name in sorted(trained):
-            module = model.get_submodule(name)
-            trained_in_full.extend(module.parameters())
-            codes = [p for p in module.parameters(recurse=False) if not p.is_floating_point()]
-            packed.extend([name] * len(codes))
+        modules = {name: model.get_submodule(name) for name in sorted(trained)}
+        trained_in_full = [p for module in modules.values() for p in module.parameters()]
+        packed = [name for name, module in modules.items() if _holds_codes(module)]
         if packed:
             raise ConfigError(
                 f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot "
@@ -271,10 +239,10 @@ class Lora(Adapter):
             if type(module).__name__ == "NonDynamicallyQuantizableLinear":
                 continue
             if name in shared and self.modules is not None:
+                others = ", ".join(shared[name])
                 raise ConfigError(
-                    f"adapter.modules names {name}, which shares its weight with "
-                    f"{', '.join(shared[name])}: what is added to one would be merged into both. "
-                    "Leave it out."
+                    f"adapter.modules names {name}, which shares its weight with {others}: what is "
+                    "added to one would be merged into both. Leave it out."
                 )
             if name not in shared and name not in bypassed:
                 chosen.append(name)
@@ -287,6 +255,10 @@ class Lora(Adapter):
         return chosen
 
     def merge(self, model: nn.Module) -> None:
+        """Add the trained additions to the plain weights and remove them, in place.
+
+        Parameters that add() froze stay frozen.
+        """
         with suppress_import_warnings():
             from peft.tuners.lora import LoraLayer
 
@@ -297,6 +269,10 @@ class Lora(Adapter):
                 setattr(model.get_submodule(parent), attribute, module.get_base_layer())
         # peft leaves its config on the model, where its other functions would find it.
         vars(model).pop("peft_config", None)
+
+
+def _holds_codes(module: nn.Module) -> bool:
+    return not all(p.is_floating_point() for p in module.parameters(recurse=False))
 
 
 def check_rank(init: str, rank: int, name: str, matrix: Tensor) -> None:

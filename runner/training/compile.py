@@ -68,10 +68,8 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
         reason = precision.no_recompute_reason
         yield f"{typed.lower()} compiles forwards, and precision={precision.name} {reason}"
     if mode == "reduce-overhead" and device.type != "cuda":
-        yield (
-            f"{typed} replays CUDA graphs, and this run is on {device.type}. "
-            "Type train.compile=default."
-        )
+        where = f"on {device.type}"
+        yield f"{typed} replays CUDA graphs, and this run is {where}. Type train.compile=default."
     if mode in CUDA_GRAPH_MODES and device.type == "cuda" and spec.train.accumulate > 1:
         yield (
             f"{typed} replays CUDA graphs, in whose memory gradients of several micro-batches do "
@@ -177,12 +175,11 @@ def outermost_modules(model: nn.Module, patterns: Any) -> list[nn.Module]:
     patterns = [patterns] if isinstance(patterns, str) else patterns
     names = {name for name, module in model.named_modules()}
     matches = select_modules("train.activation_checkpointing", patterns, names)
-    with_forward: set[str] = set()
-    for name in matches:
-        if not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
-            with_forward.add(name)
+    modules = {name: model.get_submodule(name) for name in matches}
+    containers = nn.ModuleList | nn.ModuleDict
+    with_forward = {n for n, module in modules.items() if not isinstance(module, containers)}
     # An inner module would be computed a third time, inside the second forward of the outer one.
-    return [model.get_submodule(name) for name in sorted(outermost_names(with_forward))]
+    return [modules[name] for name in sorted(outermost_names(with_forward))]
 
 
 def _checkpointing_class(
@@ -202,11 +199,11 @@ def _checkpointing_class(
         # A compiled graph holds both forwards, in one context.
         if torch.compiler.is_compiling():
             return checkpoint(original, *args, use_reentrant=False, **kwargs)
-        contexts = partial(both_contexts, self)
-        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    def both_contexts(block: nn.Module) -> tuple[Any, Any]:
-        return nullcontext(), _second_forward(block, second_context())
+        def contexts() -> tuple[Any, Any]:
+            return nullcontext(), _second_forward(self, second_context())
+
+        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

@@ -69,7 +69,7 @@ def evaluate(
             added = state.task.added_metrics
             values = {} if added is None else added.values()
             for name in sorted(metrics.keys() & values.keys()):
-                short = _short(name)
+                short = name.removeprefix("val/")
                 raise ConfigError(
                     f"task.metrics: {short} has the name of a metric that the task records itself, "
                     f"{name}. Give it another one: task.metrics={{my_{short}: {{_target_: ...}}}}."
@@ -164,13 +164,10 @@ def evaluate_sets(
         if split == "val" and not metrics:
             metrics.update(values)
         if split == "test" or name:
-            metrics |= {f"{label}/{_short(key)}": value for key, value in values.items()}
+            metrics |= {
+                f"{label}/{key.removeprefix('val/')}": value for key, value in values.items()
+            }
     return metrics
-
-
-def _short(metric: str) -> str:
-    """Return a validation metric's name without `val/`."""
-    return metric.removeprefix("val/")
 
 
 class Stagnation:

@@ -17,8 +17,8 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import unpack_state_dict
-from runner.training.parameter_groups import matching_names
 from runner.utils.errors import ConfigError
+from runner.utils.modules import select_modules
 from runner.utils.tensors import dtype_name
 from runner.utils.terminal import quote_command
 
@@ -106,13 +106,11 @@ def load_selected(
     own = model.state_dict(keep_vars=True)
     where = f"nothing in the model or in {spec.init.weights}"
     every = dict.fromkeys([*own, *weights])
-    skipped = matching_names("init.skip", spec.init.skip, every, where)
+    skipped = select_modules("init.skip", spec.init.skip, every, where)
     selected = {name: value for name, value in weights.items() if name not in skipped}
     missing = _missing_names(own, weights, skipped)
     unexpected = [name for name in selected if name not in own]
-    other_shapes = [
-        name for name in selected if name in own and not _fits(own[name], selected[name])
-    ]
+    other_shapes = [n for n, v in selected.items() if n in own and not _fits(own[n], v)]
     if missing or unexpected or other_shapes:
         raise _misfit(spec, own, selected, missing, unexpected, other_shapes)
     try:
@@ -350,11 +348,10 @@ def shortest_patterns(names: Collection[str], every: Collection[str]) -> list[st
         every: all names; those that are not to be covered are among them.
     """
     covered = set(names)
-    others = [name for name in every if name not in covered]
     # Every prefix of a name that is kept.
-    outside = {
-        ".".join(name.split(".")[:n]) for name in others for n in range(1, name.count(".") + 2)
-    }
+    outside: set[str] = set()
+    for name in set(every) - covered:
+        outside |= {name, *(name[:i] for i, character in enumerate(name) if character == ".")}
     patterns: dict[str, None] = {}
     for name in names:
         segments = name.split(".")

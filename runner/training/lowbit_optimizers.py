@@ -122,14 +122,8 @@ class BlockwiseAdam(Blockwise):
         weight_decay: float = 0.0,
         min_8bit_size: int = 4096,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            min_8bit_size=min_8bit_size,
-        )
+        settings = {"weight_decay": weight_decay, "min_8bit_size": min_8bit_size}
+        super().__init__(params, lr=lr, betas=betas, eps=eps, **settings)
 
 
 class BlockwiseAdamW(BlockwiseAdam):
@@ -158,9 +152,8 @@ class BlockwiseLion(Blockwise):
         weight_decay: float = 0.0,
         min_8bit_size: int = 4096,
     ) -> None:
-        super().__init__(
-            params, lr=lr, betas=betas, weight_decay=weight_decay, min_8bit_size=min_8bit_size
-        )
+        size = {"min_8bit_size": min_8bit_size}
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, **size)
 
 
 class WrappedAdamW(Optimizer):

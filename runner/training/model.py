@@ -298,10 +298,7 @@ def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
                 f"The checkpoint's model has other values: type {quote_command(words)}, or in "
                 "mode=evaluate leave model= out."
             )
-    return (
-        "Take the checkpoint's own model: in mode=evaluate leave model= out, elsewhere type its "
-        "model=."
-    )
+    return "Take the checkpoint's own model: in mode=evaluate leave model= out, else type its own."
 
 
 def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
@@ -319,13 +316,16 @@ def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.devic
         ConfigError: no example can be had, the forward fails or does not reach every lazy layer.
         NotImplementedError: the forward fails on the meta device.
     """
-    if not any(map(is_lazy, _tensors(model))):
+    names = _lazy_layers(model)
+    if not names:
         return
-    inputs = _example(spec, device, _names(model))
+    inputs = _example(spec, device, names)
     dtypes = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
     inputs = cast_nest(inputs, dtypes[0] if dtypes else torch.get_default_dtype())
+    modes = {module: module.training for module in model.modules()}
+    model.eval()  # in which norms keep their statistics
     try:
-        with torch.no_grad(), _evaluating(model):
+        with torch.no_grad():
             call_model(model, inputs)
     except RunnerError:
         raise
@@ -334,32 +334,32 @@ def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.devic
             raise NotImplementedError("lazy layers of this model need real numbers") from error
         shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
         raise ConfigError(
-            f"model: the lazy layers {_names(model)} take their sizes from a first forward, which "
-            f"fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
+            f"model: the lazy layers {_lazy_layers(model)} take their sizes from a first forward, "
+            f"which fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
             "layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= whose "
             "examples the model takes."
         ) from error
-    if any(map(is_lazy, _tensors(model))):
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    names = _lazy_layers(model)
+    if names:
         raise ConfigError(
-            f"model: the lazy layers {_names(model)} are not called by a forward in evaluation "
-            "mode, from which they would take their sizes. Give them their sizes (nn.Linear in "
-            "place of nn.LazyLinear)."
+            f"model: the lazy layers {names} are not called by a forward in evaluation mode, from "
+            "which they would take their sizes. Give them their sizes (nn.Linear in place of "
+            "nn.LazyLinear)."
         )
 
 
-def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
-    return chain(module.parameters(recurse), module.buffers(recurse))
-
-
-def _names(model: nn.Module) -> str:
-    """Return the names of the layers that are still lazy, three at most, for messages."""
-    found = [
-        name or "(the model itself)"
-        for name, module in model.named_modules()
-        if any(map(is_lazy, _tensors(module, recurse=False)))
-    ]
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{', '.join(found[:3])}{more}"
+def _lazy_layers(model: nn.Module) -> str:
+    """Return the names of the layers that are still lazy, three at most; empty without any."""
+    lazy: list[str] = []
+    for name, module in model.named_modules():
+        tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+        if any(map(is_lazy, tensors)):
+            lazy.append(name or "(the model itself)")
+    more = f" and {len(lazy) - 3} more" if len(lazy) > 3 else ""
+    return f"{', '.join(lazy[:3])}{more}"
 
 
 def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
@@ -382,18 +382,6 @@ def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
         loader = build_run_loaders(replace(spec, train=few), data, _CPU).train
         inputs, _ = next(loader.epoch(0))
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put modules in evaluation mode, where norms keep their statistics; restore it after."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def starts_random(node: Mapping[str, Any]) -> bool:

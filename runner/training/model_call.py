@@ -1,6 +1,7 @@
 """Call a model with the inputs of a batch: as one argument, as positional ones or as keywords."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from inspect import Parameter, Signature, signature
 from typing import Any
 from weakref import ref
@@ -8,22 +9,6 @@ from weakref import ref
 from torch import Tensor, nn
 
 from runner.data.batch_layout import KeywordInputs, PositionalInputs
-
-
-class _LastCall:
-    """The names that were passed in the last call with fields: those of the next, nearly always.
-
-    The model is not kept alive.
-    """
-
-    def __init__(self) -> None:
-        self.model: Any = lambda: None
-        self.key: tuple[Any, ...] = ()
-        self.names: tuple[str, ...] | None = None
-        self.takes_all = False
-
-
-_LAST_CALL = _LastCall()
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -47,7 +32,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         names = _names_for(model, inputs)
         # A call with keywords makes a dict anyway; no other one is made for it.
-        if _LAST_CALL.takes_all:
+        if names is not None and len(names) == len(inputs):
             return model(**inputs)
         if names is not None:
             return model(**{name: inputs[name] for name in names})
@@ -90,28 +75,29 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 def _names_for(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the names that are given as keywords; None where the dict is one argument."""
-    last = _LAST_CALL
-    key = (type(inputs), *inputs)
-    # A signature takes 20 µs to read, in every step.
-    if last.model() is not model or last.key != key:
-        fields = tuple(inputs)
-        parameters = signature(plain_module(model).forward).parameters
-        last.names = fields
-        if type(inputs) is KeywordInputs:
-            # Of a dict batch, further fields are left out. A wrapper `forward(self, **inputs)` gets
-            # every field, and `forward(self, inputs)` the dict. Hugging Face's models have names
-            # and **kwargs, into which no other field belongs.
-            kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-            keywords = {name for name, p in parameters.items() if p.kind in kinds}
-            names = tuple(name for name in fields if name in keywords)
-            takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
-            last.names = names or (fields if takes_any else None)
-        else:
-            try:
-                Signature([*parameters.values()]).bind(**dict.fromkeys(fields))
-            except TypeError:
-                last.names = None
-        last.takes_all = last.names == fields
-        last.model = ref(model)
-        last.key = key
-    return last.names
+    # A signature takes 20 µs to read, in every step. A reference does not keep the model alive.
+    return _taken_names(ref(model), type(inputs), tuple(inputs))
+
+
+@lru_cache(maxsize=8)
+def _taken_names(
+    model: "ref[nn.Module]", kind: type, fields: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    """Return what _names_for returns for a mapping of a type with these fields."""
+    owner = model()
+    assert owner is not None  # the caller holds it
+    parameters = signature(plain_module(owner).forward).parameters
+    if kind is KeywordInputs:
+        # Of a dict batch, further fields are left out. A wrapper `forward(self, **inputs)` gets
+        # every field, and `forward(self, inputs)` the dict. Hugging Face's models have names and
+        # **kwargs, into which no other field belongs.
+        kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        keywords = {name for name, p in parameters.items() if p.kind in kinds}
+        names = tuple(name for name in fields if name in keywords)
+        takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+        return names or (fields if takes_any else None)
+    try:
+        Signature([*parameters.values()]).bind(**dict.fromkeys(fields))
+    except TypeError:
+        return None
+    return fields

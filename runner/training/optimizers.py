@@ -1,8 +1,7 @@
 """Build optimizers and schedulers, and distribute the parameters among them."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -88,10 +87,7 @@ def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     """
     if "_target_" in node:
         return [("optimizer", node)]
-    nodes: list[tuple[str, Mapping[str, Any]]] = []
-    for name, part in node.items():
-        if isinstance(part, Mapping):
-            nodes.append((f"optimizer.{name}", part))
+    nodes = [(f"optimizer.{k}", part) for k, part in node.items() if isinstance(part, Mapping)]
     # One that takes every parameter comes last, or it would leave none to the others. Checkpoints
     # hold the optimizers in this order.
     return sorted(nodes, key=lambda item: item[1].get("match") is None)
@@ -99,11 +95,8 @@ def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
 
 def embedding_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of embedding tables, also those that another layer shares."""
-    parameters: set[nn.Parameter] = set()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            parameters.update(module.parameters())
-    return parameters
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return {p for table in tables for p in table.parameters()}
 
 
 def build_optimizer(
@@ -186,8 +179,7 @@ def build_scheduled_optimizers(
         raise ConfigError(
             f"Nothing is left to train: precision={precision.name} freezes the weights that it "
             "quantises, and the model has no other trainable parameter. Type adapter=lora, "
-            "precision=bnb-int8-training, or precision.ignore_modules=[<module>] for one that "
-            "trains."
+            "precision=bnb-int8-training, or precision.ignore_modules=[<module that trains>]."
         )
     embeddings = embedding_parameters(model)
     sparse = sparse_parameters(model)
@@ -227,11 +219,8 @@ def state_dtype(key: str, node: Mapping[str, Any]) -> torch.dtype | None:
     if name is None:
         return None
     if not isinstance(name, str) or name not in STATE_DTYPES:
-        allowed = ", ".join(STATE_DTYPES)
-        raise ConfigError(
-            f"{key}.state_dtype={name} is not known. Allowed: {allowed}, or null for the "
-            "optimizer's own."
-        )
+        allowed = f"{', '.join(STATE_DTYPES)}, or null for the optimizer's own"
+        raise ConfigError(f"{key}.state_dtype={name} is not known. Allowed: {allowed}.")
     return STATE_DTYPES[name]
 
 
@@ -248,11 +237,8 @@ def describe_state_dtypes(
         dtype = state_dtype(key, part)
         if dtype is None:
             continue
-        name = type(scheduled.optimizer).__name__
-        yield (
-            f"{key}.state_dtype: {name} keeps its state in {dtype_name(dtype)}, and computes its "
-            "steps in float32"
-        )
+        does = f"{type(scheduled.optimizer).__name__} keeps its state in {dtype_name(dtype)}"
+        yield f"{key}.state_dtype: {does}, and computes its steps in float32"
         stuck = stuck_averages(dtype, scheduled.optimizer)
         if stuck:
             yield (
@@ -304,34 +290,26 @@ def _build_checked(
     takes_fused = "fused" in signature(locate(node["_target_"])).parameters
     if takes_fused and not node.get("fused"):
         chosen["fused"] = False
-
-    build = partial(build_optimizer, key, chosen, embeddings=embeddings)
-    first_table = next(iter(tables.values()))
-    _check_sparse(key, build, list(tables), first_table.dtype)
-    return build(params)
+    _check_sparse(key, chosen, tables)
+    return build_optimizer(key, chosen, params, embeddings)
 
 
-def _check_sparse(
-    key: str,
-    build: Callable[[list[nn.Parameter]], Optimizer],
-    names: Collection[str],
-    dtype: torch.dtype,
-) -> None:
+def _check_sparse(key: str, node: Mapping[str, Any], tables: Mapping[str, nn.Parameter]) -> None:
     """Raise ConfigError where an optimizer refuses sparse gradients.
 
     Args:
-        key: of the optimizer's node.
-        build: makes the optimizer of parameters.
-        names: of the parameters whose gradients are sparse.
-        dtype: of the tables.
+        key: of its node.
+        node: its target and keywords.
+        tables: by name, the parameters whose gradients are sparse.
     """
     # torch's optimizers refuse them in a step only, when a model and its data have been loaded. So
     # two steps are tried here on a table of two rows; the second one uses the state of the first.
     invariants = torch.sparse.check_sparse_tensor_invariants
     if not invariants.is_enabled():
         invariants.disable()  # else torch warns of the tensors that its own optimizers make
+    dtype = next(iter(tables.values())).dtype
     table = nn.Parameter(torch.zeros(2, 2, dtype=dtype))
-    optimizer = build([table])
+    optimizer = build_optimizer(key, node, [table])
     # LBFGS flattens all gradients to one vector, and its step needs a function of the loss.
     if isinstance(optimizer, torch.optim.LBFGS):
         return
@@ -346,7 +324,7 @@ def _check_sparse(
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
             f"{key}: {type(optimizer).__name__} refuses the sparse gradients of "
-            f"{', '.join(names)}: {reason}. Type optimizer=sgd optimizer.weight_decay=0 or "
+            f"{', '.join(tables)}: {reason}. Type optimizer=sgd optimizer.weight_decay=0 or "
             "optimizer=adagrad optimizer.weight_decay=0, or build the embedding with sparse=False."
         ) from error
 

@@ -5,8 +5,7 @@ exempts parameters from weight decay, `optimizer.layer_decay` lowers the learnin
 block of a model to the first, and `train.freeze` freezes parameters.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
@@ -17,7 +16,7 @@ from runner.config.targets import GROUP_KEYS, locate, runner_keys
 from runner.precision.layers.conv1d import linear_classes
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
-from runner.utils.modules import matches_pattern, repeated_blocks
+from runner.utils.modules import matches_pattern, nearest_names, repeated_blocks, select_modules
 from runner.utils.tensors import MIB, tensor_bytes
 
 NORMS_AND_BIASES = "norms_and_biases"
@@ -143,7 +142,11 @@ def _owners(
                 f"{', '.join(matches[:4])}. The first match wins. Put it before them."
             )
         if not matches:
-            raise ConfigError(_no_match(f"{key}.groups: match={_typed(match)}", match, named))
+            raise ConfigError(
+                f"{key}.groups: match={_typed(match)} matches no parameter that it could take. "
+                f"Nearest names: {nearest_names(_patterns(match)[0], named)}. Name a parameter or "
+                "a module; `*` stands for any part of one segment."
+            )
         owners.update(dict.fromkeys(free, i))
     return {name: owners.get(name, len(entries)) for name in named}
 
@@ -152,23 +155,18 @@ def _exempt(
     key: str, patterns: Any, model: nn.Module, named: Mapping[str, nn.Parameter]
 ) -> set[str]:
     """Return the names of the parameters without weight decay."""
-    exempt: set[str] = set()
-    for pattern in _patterns(patterns):
-        if pattern == NORMS_AND_BIASES:
-            # A model without norms and biases, as one whose adapter alone trains, is no mistake.
-            for name, param in named.items():
-                owner, _, short = name.rpartition(".")
-                is_norm = type(model.get_submodule(owner)).__name__.endswith("Norm")
-                # BatchNorm2d and InstanceNorm2d end otherwise; theirs are vectors, as are most
-                # norms'.
-                if param.ndim <= 1 or short == "bias" or is_norm:
-                    exempt.add(name)
-            continue
-        matches = [name for name in named if matches_pattern(pattern, name)]
-        if not matches:
-            problem = _no_match(f"{key}.no_decay_on={pattern}", pattern, named)
-            raise ConfigError(f"{problem} {NORMS_AND_BIASES} stands for all norms and biases.")
-        exempt.update(matches)
+    typed = _patterns(patterns)
+    others = [pattern for pattern in typed if pattern != NORMS_AND_BIASES]
+    nothing = f"no parameter, and {NORMS_AND_BIASES} stands for all norms and biases"
+    exempt = select_modules(f"{key}.no_decay_on", others, named, nothing)
+    # A model without norms and biases, as one whose adapter alone trains, is no mistake.
+    if NORMS_AND_BIASES in typed:
+        for name, param in named.items():
+            owner, _, short = name.rpartition(".")
+            is_norm = type(model.get_submodule(owner)).__name__.endswith("Norm")
+            # BatchNorm2d and InstanceNorm2d end otherwise; theirs are vectors, as are most norms'.
+            if param.ndim <= 1 or short == "bias" or is_norm:
+                exempt.add(name)
     return exempt
 
 
@@ -200,53 +198,6 @@ def _depths(key: str, model: nn.Module) -> dict[str, int]:
         depth = depth_of_block.get(id(p), depth)
         depths[name] = depth
     return depths
-
-
-def matching_names(
-    key: str, patterns: Sequence[Any], names: Collection[str], nothing: str
-) -> dict[str, None]:
-    """Return the names of parameters that patterns match, in order.
-
-    Args:
-        key: the config key, for the message.
-        patterns: as the user wrote them.
-        names: of parameters.
-        nothing: says in the message what a pattern matches that matches none of them.
-
-    Raises:
-        ConfigError: a pattern matches no name.
-    """
-    matches: dict[str, None] = {}
-    problems: list[str] = []
-    for pattern in map(str, patterns):
-        of_pattern = [name for name in names if matches_pattern(pattern, name)]
-        matches |= dict.fromkeys(of_pattern)
-        if not of_pattern:
-            problems.append(
-                f"{key}: {pattern} matches {nothing}. Nearest names: "
-                f"{nearest_names(pattern, names)}. `*` stands for any part of one segment."
-            )
-    if problems:
-        raise ConfigError(*problems)
-    return matches
-
-
-def nearest_names(pattern: str, named: Collection[str]) -> str:
-    """Return the names of parameters and of their modules that are most like a pattern."""
-    names = dict.fromkeys(named)
-    for name in named:
-        segments = name.split(".")
-        names |= dict.fromkeys(".".join(segments[:depth]) for depth in range(1, len(segments)))
-    near = get_close_matches(pattern, list(names), n=4, cutoff=0.4) or [*named][:6]
-    return ", ".join(near)
-
-
-def _no_match(setting: str, match: Any, named: Collection[str]) -> str:
-    near = nearest_names(_patterns(match)[0], named)
-    return (
-        f"{setting} matches no parameter that it could take. Nearest names: {near}. "
-        "Name a parameter or a module; `*` stands for any part of one segment."
-    )
 
 
 def _typed(match: Any) -> str:
@@ -376,7 +327,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     named = dict(model.named_parameters())
     had_trainable = any(p.requires_grad for p in named.values())
-    for name in matching_names("train.freeze", patterns, named, "no parameter of the model"):
+    for name in select_modules("train.freeze", patterns, named, "no parameter of the model"):
         # Codes of packed weights are integers, which never train.
         if named[name].requires_grad:
             named[name].requires_grad_(False)

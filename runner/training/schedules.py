@@ -164,8 +164,7 @@ def build_scheduler(
                 if mode not in (None, direction):
                     raise ConfigError(
                         f"scheduler.mode={mode} contradicts the task, of whose quality the "
-                        f"{direction} is the best. Leave scheduler.mode out, or type "
-                        f"scheduler.mode={direction}."
+                        f"{direction} is the best. Type scheduler.mode={direction} or null."
                     )
                 own_node = {**own_node, "mode": direction}
             schedule = EvaluationSchedule(_build("scheduler", own_node, optimizer, 1, rates))
@@ -241,9 +240,8 @@ def check_scheduler(node: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"scheduler: {part['_target_']} needs {', '.join(needed)} in each step(), and "
                 "schedules here follow the optimizer's steps, or alone, with step(metrics), the "
-                "evaluations. Type "
-                "scheduler=cosine, scheduler=linear or scheduler=onecycle, or the _target_ of "
-                "another torch.optim.lr_scheduler class."
+                "evaluations. Type scheduler=cosine, scheduler=linear or scheduler=onecycle, or "
+                "the _target_ of another torch.optim.lr_scheduler class."
             )
 
 
@@ -284,11 +282,11 @@ def load_schedule(schedule: Any, saved: Mapping[str, Any], current_keys: Sequenc
     """
     if isinstance(schedule, WarmUp):
         schedule.load_state_dict(saved)
-        if schedule.schedule is not None:
-            load_schedule(schedule.schedule, saved["schedule"], current_keys)
-        return
+        schedule = schedule.schedule
+        saved = saved["schedule"]
     if isinstance(schedule, EvaluationSchedule):
-        load_schedule(schedule.schedule, saved, current_keys)
+        schedule = schedule.schedule
+    if schedule is None:
         return
     parts = [*plain_schedules(schedule)]
     settings: list[dict[str, Any]] = []

@@ -63,9 +63,8 @@ def build_state(
     if total_steps is not None:
         if not setup.strategy.shards:
             wrapped = setup.strategy.wrap(model, setup.device)
-        optimizers = build_scheduled_optimizers(
-            spec, model, precision, total_steps, setup.task.direction
-        )
+        direction = setup.task.direction
+        optimizers = build_scheduled_optimizers(spec, model, precision, total_steps, direction)
     average = None
     if optimizers and spec.train.ema is not None:
         average = WeightAverage(model, [part.params for part in optimizers], spec.train.ema)

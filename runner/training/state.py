@@ -173,10 +173,7 @@ class TrainState:
     @cached_property
     def trainable_parameters(self) -> list[Tensor]:
         """Return the parameters that the optimizers update, in the optimizers' order."""
-        params: list[Tensor] = []
-        for scheduled in self.optimizers:
-            params.extend(scheduled.params)
-        return params
+        return [p for scheduled in self.optimizers for p in scheduled.params]
 
     @cached_property
     def complex_parameters(self) -> list[Tensor]:
@@ -191,9 +188,8 @@ class TrainState:
     @cached_property
     def takes_closure(self) -> bool:
         """Return whether the only optimizer evaluates the loss by itself, as LBFGS does."""
-        return len(self.optimizers) == 1 and isinstance(
-            self.optimizers[0].optimizer, torch.optim.LBFGS
-        )
+        kinds = [type(scheduled.optimizer) for scheduled in self.optimizers]
+        return len(kinds) == 1 and issubclass(kinds[0], torch.optim.LBFGS)
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the optimizers' state."""

@@ -112,8 +112,7 @@ def restore(
     except MISFIT_ERRORS as error:
         raise ConfigError(
             f"checkpoint.resume={saved.path} was not written by this runner: "
-            f"{type(error).__name__}: {error}. Type init.weights=<it> to start a new run from its "
-            "weights."
+            f"{type(error).__name__}: {error}. Type init.weights=<it> to start from its weights."
         ) from error
     return notes
 
@@ -273,11 +272,9 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
             if scheduled.scheduler is not None:
                 # The checkpoint's state holds the length of the run before, and train.epochs may be
                 # larger now.
-                current_keys = [*RUN_LENGTH_KEYWORDS]
-                for key, value in spec.scheduler.items():
-                    if theirs["scheduler"].get(key) != value:
-                        current_keys.append(key)
-                load_schedule(scheduled.scheduler, scheduler, current_keys)
+                before = theirs["scheduler"]
+                typed = [key for key, v in spec.scheduler.items() if before.get(key) != v]
+                load_schedule(scheduled.scheduler, scheduler, [*RUN_LENGTH_KEYWORDS, *typed])
             # After the schedule, whose state holds the learning rates that it continues from.
             _apply_hyperparameters(scheduled.optimizer, scheduled.scheduler, changed)
     except MISFIT_ERRORS as error:
@@ -353,14 +350,12 @@ def _load_optimizer(
                 casts.add((value.dtype, dtype))
             if loaded[key].dtype != dtype:
                 loaded[key] = value.clone().to(loaded[key].device, dtype)
-    notes = [
-        f"the optimizer's state is cast from {dtype_name(old)} to {dtype_name(new)}"
-        for old, new in casts
-    ]
+    notes: list[str] = []
+    for old, new in casts:
+        notes.append(f"the optimizer's state is cast from {dtype_name(old)} to {dtype_name(new)}")
     for key in sorted(dropped):
-        notes.append(
-            f"the checkpoint's {key.replace('_', ' ')}s are dropped: precision.update has changed"
-        )
+        what = f"the checkpoint's {key.replace('_', ' ')}s"
+        notes.append(f"{what} are dropped: precision.update has changed")
     return notes
 
 

@@ -161,9 +161,8 @@ def _plain_step(
     # flag per optimizer, and over all processes, which must skip a step together.
     found_infs = [strategy.reduce_found_inf(state.scale.unscale(part)) for part in grads]
     # The norms of this process's shards.
-    norms = clip_gradients(
-        [*chain(*grads)], state.clip_norm, state.clip_value, strategy.reduce_norms
-    )
+    every = [*chain(*grads)]
+    norms = clip_gradients(every, state.clip_norm, state.clip_value, strategy.reduce_norms)
     # The schedule of the step before waits for its found-inf flag until here, where the device has
     # long passed it. It must advance before the learning rate is recorded and used.
     for scheduled in state.optimizers:

@@ -131,19 +131,14 @@ class WeightAverage:
 
     def describe(self) -> str:
         """Return one line about what is averaged and what its metrics are."""
-        size = tensor_bytes(*self.tensors()) / MIB
-        return (
-            f"val/... are those of the averaged weights (train.ema={self.decay:g}; "
-            f"{size:.1f} MiB more)"
-        )
+        facts = f"train.ema={self.decay:g}; {tensor_bytes(*self.tensors()) / MIB:.1f} MiB more"
+        return f"val/... are those of the averaged weights ({facts})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by the names that the model's state dict has; not copied."""
         weights: dict[str, Tensor] = {}
-        pairs = zip(self._every(self._weights), self.tensors(), strict=True)
-        for weight, average in pairs:
-            for name in self._names[id(weight)]:
-                weights[name] = average
+        for weight, average in zip(self._every(self._weights), self.tensors(), strict=True):
+            weights |= dict.fromkeys(self._names[id(weight)], average)
         return {"decay": self.decay, "weights": weights}
 
     @torch.no_grad()
@@ -185,8 +180,5 @@ def with_averaged_weights(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return this process's shards of sharded tensors and the others as they are, detached."""
-    local = []
-    for tensor in tensors:
-        shard = tensor.to_local() if is_sharded(tensor) else tensor
-        local.append(shard.detach())
-    return local
+    shards = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
+    return [shard.detach() for shard in shards]

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -30,36 +31,46 @@ def _matches_prefix(segments: Sequence[str], path: Sequence[str]) -> bool:
     return all(fnmatchcase(part, segment) for segment, part in pairs)
 
 
-def select_modules(key: str, patterns: Sequence[str], names: Iterable[str]) -> set[str]:
+def select_modules(
+    key: str, patterns: Iterable[Any], names: Iterable[str], nothing: str = "no module of the model"
+) -> set[str]:
     """Return the names that any pattern matches.
 
     Args:
         key: the config key, for the message.
         patterns: as the user wrote them.
-        names: dotted module names of the model, the empty one of the model itself included.
+        names: dotted names of the model's modules, the empty one of the model itself included; or
+            of its parameters.
+        nothing: says in the message what a pattern matches that matches none of them.
 
     Raises:
         ConfigError: a pattern matches no name.
     """
     names = list(names)
-    # A module's name may be a number, as in [0,1], which YAML reads as such.
-    patterns = [str(pattern) for pattern in patterns]
     selected: set[str] = set()
     problems = []
-    for pattern in patterns:
+    # A module's name may be a number, as in [0,1], which YAML reads as such.
+    for pattern in map(str, patterns):
         matches = {name for name in names if matches_pattern(pattern, name)}
         if not matches:
-            near = get_close_matches(pattern, names, n=4, cutoff=0.4)
-            if not near:
-                near = [name for name in names if name][:8]
             problems.append(
-                f"{key}: {pattern} matches no module of the model. "
-                f"Nearest names: {', '.join(near) or '*'}. `*` stands for any part of one segment."
+                f"{key}: {pattern} matches {nothing}. Nearest names: "
+                f"{nearest_names(pattern, names)}. `*` stands for any part of one segment."
             )
         selected |= matches
     if problems:
         raise ConfigError(*problems)
     return selected
+
+
+def nearest_names(pattern: str, names: Iterable[str]) -> str:
+    """Return the names of parameters or modules, and of what holds them, most like a pattern."""
+    candidates = dict.fromkeys(names)
+    for name in [*candidates]:
+        segments = name.split(".")
+        candidates |= dict.fromkeys(".".join(segments[:depth]) for depth in range(1, len(segments)))
+    near = get_close_matches(pattern, [*candidates], n=4, cutoff=0.4)
+    return ", ".join(near or [name for name in names if name][:6]) or "*"
 
 
 def outermost_names(names: Collection[str]) -> set[str]:

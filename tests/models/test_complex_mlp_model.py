@@ -81,13 +81,8 @@ def fit(dtype, steps=40):
     model = ComplexMLP([8], 4)
     model = widen(model) if dtype == torch.float64 else model
     (x, y), (vx, vy) = ([t.to(dtype) for t in split.tensors] for split in signals())
-    optimizer = torch.optim.LBFGS(
-        model.parameters(),
-        history_size=100,
-        tolerance_grad=0,
-        tolerance_change=0,
-        line_search_fn="strong_wolfe",
-    )
+    exact = {"history_size": 100, "tolerance_grad": 0, "tolerance_change": 0}
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", **exact)
 
     def closure():
         optimizer.zero_grad()

@@ -48,14 +48,11 @@ def test_residual_projections_start_smaller():
         assert block.expand.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
-def test_tying_is_a_choice():
+def test_tying_is_a_choice_and_only_plain_layers_hold_parameters():
     tied, free = GPT(64, 16), GPT(64, 16, tie_weights=False)
     assert tied.head.weight is tied.token_embedding.weight
     assert free.head.weight is not free.token_embedding.weight
-
-
-def test_only_plain_layers_hold_parameters():
-    owners = {type(m) for m in GPT(64, 16).modules() if list(m.parameters(recurse=False))}
+    owners = {type(m) for m in tied.modules() if list(m.parameters(recurse=False))}
     assert owners == {nn.Linear, nn.LayerNorm, nn.Embedding}
 
 

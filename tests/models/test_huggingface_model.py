@@ -19,20 +19,20 @@ GPT2 = {
 }
 BERT = {
     "model_type": "bert",
-    "hidden_size": 16,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
-    "intermediate_size": 16,
     "vocab_size": 20,
+    "hidden_size": 16,
+    "intermediate_size": 16,
 }
 T5 = {
     "model_type": "t5",
-    "d_model": 16,
     "num_layers": 1,
     "num_heads": 2,
+    "vocab_size": 20,
+    "d_model": 16,
     "d_kv": 8,
     "d_ff": 16,
-    "vocab_size": 20,
     "decoder_start_token_id": 0,
 }
 

@@ -22,9 +22,8 @@ def test_gives_logits_in_training(name, channels):
 
 def test_adapted_convolution_keeps_its_geometry_and_scale():
     adapted, plain = (torchvision_any("squeezenet1_1", 7, [c, 64, 64]) for c in (2, 3))
-    new, old = (
-        next(m for m in model.modules() if isinstance(m, nn.Conv2d)) for model in (adapted, plain)
-    )
+    both = (adapted, plain)
+    new, old = (next(m for m in net.modules() if isinstance(m, nn.Conv2d)) for net in both)
     assert new.weight.shape == (64, 2, 3, 3)
     assert (new.stride, new.padding, new.bias is None) == (old.stride, old.padding, False)
     assert new.weight.std().item() == pytest.approx(old.weight.std().item(), rel=0.2)

@@ -24,22 +24,22 @@ STEPS = 2
 BATCH = 4
 RATE = 0.01
 NATIVE = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+TE = ("current", "block", "mxfp8", "nvfp4", "float16")
 EMULATED = (
-    "tf32",
-    "transformer-engine",
-    "transformer-engine-current",
-    "transformer-engine-block",
-    "transformer-engine-mxfp8",
-    "transformer-engine-nvfp4",
-    "transformer-engine-float16",
-    "float8-tensorwise",
-    "float8-rowwise",
-    "float8-rowwise-hp",
+    *("tf32", "transformer-engine", *(f"transformer-engine-{recipe}" for recipe in TE)),
+    *("float8-tensorwise", "float8-rowwise", "float8-rowwise-hp"),
 )
 TRAINED = (*NATIVE, *EMULATED, "bnb-int8-training", "qat-int4", "qat-int8", "qat-nvfp4")
 FROZEN = ("bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-fp4-dq", "bnb-int8")
 """Packed weights do not train; norms, biases and embeddings do."""
 CONVERTS = ("transformer-engine", "float8-", "bnb-", "qat-")
+
+
+PLAIN_RUN = (
+    *("optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0", "optimizer.weight_decay=0"),
+    *(f"train.max_steps={STEPS}", f"train.batch_size={BATCH}", "data.shuffle=false"),
+    *("accelerator=cpu", "checkpoint.final=false"),
+)
 
 
 class Memory(NoTracker):
@@ -69,15 +69,6 @@ def modules_that_run():
         handle.remove()
 
 
-def converts(precision):
-    return precision.startswith(CONVERTS)
-
-
-def matrices(model):
-    """Elements of each parameter of two dimensions or more, shared ones once, by hand."""
-    return {id(p): p.numel() for p in model.parameters() if p.ndim >= 2}
-
-
 def held_by(module):
     """Elements of a module's own parameters of two dimensions or more."""
     return {id(p): p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2}
@@ -89,20 +80,7 @@ def trained(compose, tmp_path):
 
     def trained(name, precision, *overrides):
         emulate = ["precision.emulate=true"] if precision in EMULATED else []
-        spec = compose(
-            f"precision={precision}",
-            *emulate,
-            "optimizer=sgd",
-            f"optimizer.lr={RATE}",
-            "optimizer.momentum=0",
-            "optimizer.weight_decay=0",
-            f"train.max_steps={STEPS}",
-            f"train.batch_size={BATCH}",
-            "data.shuffle=false",
-            "accelerator=cpu",
-            "checkpoint.final=false",
-            *overrides,
-        )
+        spec = compose(f"precision={precision}", *emulate, *PLAIN_RUN, *overrides)
         spec = replace(
             spec,
             model={"_target_": "architectures.build", "name": name},
@@ -186,14 +164,7 @@ def by_hand(name, precision):
     return losses, mean_loss(name, output, val.tensors[1])
 
 
-TOLERANCE = {
-    "64-true": 1e-9,
-    "32-true": 1e-5,
-    "bf16-mixed": 2e-2,
-    "16-mixed": 5e-3,
-    "bf16-true": 3e-2,
-    "16-true": 1e-2,
-}
+TOLERANCE = dict(zip(NATIVE, (1e-9, 1e-5, 2e-2, 5e-3, 3e-2, 1e-2), strict=True))
 
 
 THOROUGH = ("gpt2", "torchvision-swin")
@@ -208,7 +179,17 @@ NATIVE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "precision"), NATIVE_CASES)
+def pairwise(cases, everywhere):
+    """Mark cases `extended` but for each architecture once and gpt2 in each precision."""
+    marked = []
+    for name, precision in cases:
+        turn = everywhere[[*ARCHITECTURES].index(name) % len(everywhere)]
+        marks = [] if name == "gpt2" or precision == turn else [pytest.mark.extended]
+        marked.append(pytest.param(name, precision, marks=marks))
+    return marked
+
+
+@pytest.mark.parametrize(("name", "precision"), pairwise(NATIVE_CASES, NATIVE_EVERYWHERE))
 def test_losses_are_those_of_a_plain_loop(trained, name, precision):
     _, metrics, *_ = trained(name, precision)
     losses, validation = by_hand(name, precision)
@@ -223,7 +204,7 @@ CONVERSIONS = [
     (name, precision)
     for name in ARCHITECTURES
     for precision in (*TRAINED, *FROZEN)
-    if precision in EVERYWHERE or (name == "gpt2" and converts(precision))
+    if precision in EVERYWHERE or (name == "gpt2" and precision.startswith(CONVERTS))
     if name != "torchvision-segmentation"  # it has convolutions alone
 ]
 # Its attention reads weights without calling their layers: one precision of each other layer kind.
@@ -232,15 +213,14 @@ NOISE = {"transformer-engine-nvfp4": 0.2, "bnb-fp4": 0.2, "bnb-fp4-dq": 0.2}
 """How far the first loss may be from float32's, relative; 0.1 elsewhere."""
 
 
-@pytest.mark.parametrize(("name", "precision"), CONVERSIONS)
+@pytest.mark.parametrize(("name", "precision"), pairwise(CONVERSIONS, EVERYWHERE))
 def test_what_a_conversion_claims_is_what_ran(trained, name, precision):
     folder, metrics, ran, model = trained(name, precision)
     plain = architectures.build(name)
     _check_count(json.loads((folder / "conversion.json").read_text()), ran, model, plain)
     table = json.loads((folder / "dtypes.json").read_text())
-    _check_dtypes(
-        [dict(zip(table["columns"], row, strict=True)) for row in table["data"]], ran, model
-    )
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    _check_dtypes(rows, ran, model)
     (first, *_), _ = by_hand(name, "32-true")
     assert metrics[1]["train/loss"] == pytest.approx(first, rel=NOISE.get(precision, 0.1))
     assert metrics[STEPS]["val/loss"] == pytest.approx(evaluated(name, precision, model), rel=1e-6)
@@ -248,12 +228,11 @@ def test_what_a_conversion_claims_is_what_ran(trained, name, precision):
 
 def _check_count(rows, ran, model, plain):
     claimed = {row["module"]: row["converted"] for row in rows if row["done"] and row["elements"]}
-    ours = [
-        path for path, module in model.named_modules() if is_converted(module) and module in ran
-    ]
+    ours = {path for path, m in model.named_modules() if is_converted(m) and m in ran}
     found = {path: sum(held_by(plain.get_submodule(path)).values()) for path in ours}
     assert claimed == {path: count for path, count in found.items() if count}  # not a norm
-    assert sum(row["elements"] for row in rows) == sum(matrices(plain).values())
+    matrices = [p for p in plain.parameters() if p.ndim >= 2]
+    assert sum(row["elements"] for row in rows) == sum(p.numel() for p in matrices)
     assert all(row["why"] for row in rows if not row["done"])
 
 

@@ -34,9 +34,8 @@ def seeded(seed=0):
 def by_peft(init=True, **variant):
     """The same net with the same adapter, by peft alone."""
     model = seeded()
-    config = peft.LoraConfig(
-        r=RANK, lora_alpha=8, target_modules=LAYERS, init_lora_weights=init, **variant
-    )
+    usual = {"r": RANK, "lora_alpha": 8, "target_modules": LAYERS}
+    config = peft.LoraConfig(**usual, init_lora_weights=init, **variant)
     peft.inject_adapter_in_model(config, model)
     return model
 
@@ -77,12 +76,6 @@ def test_forward_and_step_are_those_of_peft_by_hand(variant):
     assert all(torch.equal(value, state[key]) for key, value in ours.state_dict().items())
 
 
-def test_rslora_scales_by_the_root_of_the_rank():
-    model = seeded()
-    Lora(rank=3, alpha=6.0, use_rslora=True).add(model, torch.float32)
-    assert model.head.scaling["default"] == pytest.approx(6 / 3**0.5)
-
-
 @pytest.mark.parametrize("words", [{}, {"use_dora": True}, {"use_rslora": True}], ids=str)
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_a_start_from_the_base_is_that_of_peft_by_hand(init, words):
@@ -108,25 +101,17 @@ def test_pissa_starts_with_the_largest_singular_vectors(init):
             down = layer.lora_A["default"].weight.double()
             up = layer.lora_B["default"].weight.double()
             roots = (values[:RANK] / 4).sqrt()
-            torch.testing.assert_close(
-                (down * right[:RANK]).sum(1).abs(), roots, rtol=1e-5, atol=1e-6
-            )
-            torch.testing.assert_close(
-                (up * left[:, :RANK]).sum(0).abs(), roots, rtol=1e-5, atol=1e-6
-            )
-            torch.testing.assert_close(down.norm(dim=1), roots, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(up.norm(dim=0), roots, rtol=1e-5, atol=1e-6)
+            along = [(down * right[:RANK]).sum(1).abs(), (up * left[:, :RANK]).sum(0).abs()]
+            for length in (*along, down.norm(dim=1), up.norm(dim=0)):
+                torch.testing.assert_close(length, roots, rtol=1e-5, atol=1e-6)
 
 
 # In every precision
 
 
 def converted(name, node):
-    options = {"emulate": True} if name.startswith(("float8", "transformer")) else {}
-    return built(name, node) if not options else _emulated(name, node)
-
-
-def _emulated(name, node):
+    if not name.startswith(("float8", "transformer")):
+        return built(name, node)
     precision = registry.load_precision(name, emulate=True)
     model, _ = precision.convert(seeded())
     if node:
@@ -135,10 +120,16 @@ def _emulated(name, node):
     return model, precision, None
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *CONVERTED])
-def test_dora_leaves_the_function_as_it_was(name):
+@pytest.mark.parametrize(
+    ("name", "dora"),
+    [
+        *((name, True) for name in (*PLAIN, *CONVERTED)),
+        *((name, False) for name in ("32-true", "16-mixed", *PACKED)),
+    ],
+)
+def test_an_adapter_leaves_the_function_as_it_was(name, dora):
     plain, precision, _ = converted(name, {})
-    model, _, _ = converted(name, {**LORA, "use_dora": True})
+    model, _, _ = converted(name, {**LORA, "use_dora": dora})
     assert torch.equal(outputs(model, precision), outputs(plain, precision))
 
 
@@ -146,9 +137,16 @@ def distance(found, wanted):
     return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("init", CHANGES_BASE)
-@pytest.mark.parametrize("name", [*PLAIN, *CONVERTED])
+STARTS = [(init, dora) for init in CHANGES_BASE for dora in (False, True)]
+STARTED = [
+    # Each precision with two of the six starts, and each start in three of the nine precisions.
+    pytest.param(name, *start, marks=[pytest.mark.extended] * ((i - j) % 3 != 0))
+    for i, name in enumerate((*PLAIN, *CONVERTED))
+    for j, start in enumerate(STARTS)
+]
+
+
+@pytest.mark.parametrize(("name", "init", "dora"), STARTED)
 def test_a_start_from_the_base_leaves_the_function_up_to_rounding(name, init, dora):
     plain, precision, _ = converted(name, {})
     model, _, _ = converted(name, {**LORA, "init": init, "use_dora": dora})
@@ -195,22 +193,6 @@ def test_loftq_leaves_layers_that_are_not_packed_with_an_addition_of_zero():
 # Training
 
 
-@pytest.mark.parametrize("name", ["32-true", "16-mixed"])
-def test_a_step_of_dora_changes_magnitudes_and_additions_only(name):
-    model, precision, _ = built(name, {**LORA, "use_dora": True})
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        outputs(model, precision).float().square().mean().backward()
-        optimizer.step()
-    after = model.state_dict()
-    changed = {key for key in after if not torch.equal(after[key], before[key])}
-    parts = ("lora_A.default", "lora_B.default", "lora_magnitude_vector.default")
-    assert changed == {f"{layer}.{part}.weight" for layer in LAYERS for part in parts}
-
-
 def test_the_start_is_kept_frozen_beside_the_addition():
     model = by_runner(init="pissa")
     start = {name: p for name, p in model.named_parameters() if ".start_" in name}
@@ -236,40 +218,25 @@ def test_for_a_checkpoint_nothing_is_computed_and_the_names_are_the_same(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "init", "parts"),
+    ("name", "init", "message"),
     [
-        ("bnb-nf4", "pissa", ["precision=bnb-nf4 packs", "Type adapter.init=loftq"]),
-        ("bnb-int8", "olora", ["precision=bnb-int8 packs", "Allowed here: default, gaussian, lof"]),
-        ("32-true", "loftq", ["precision=32-true packs no", "Type adapter.init=pissa"]),
-        ("bnb-int8-training", "loftq", ["packs no weights"]),
+        ("bnb-nf4", "pissa", "init=pissa .*precision=bnb-nf4 packs .*Type adapter.init=loftq"),
+        ("bnb-int8", "olora", "init=olora .*precision=bnb-int8 packs .*Allowed here: default, ga"),
+        ("32-true", "loftq", "init=loftq .*precision=32-true packs no.*Type adapter.init=pissa"),
+        ("bnb-int8-training", "loftq", "init=loftq .*packs no weights"),
     ],
 )
-def test_a_start_that_the_precision_cannot_have_is_refused(name, init, parts):
-    with pytest.raises(ConfigError) as caught:
+def test_a_start_that_the_precision_cannot_have_is_refused(name, init, message):
+    with pytest.raises(ConfigError, match=message):
         Lora(init=init).check_precision(registry.load_precision(name))
-    assert f"adapter.init={init}" in str(caught.value)
-    assert all(part in str(caught.value) for part in parts), caught.value
 
 
 def test_every_other_start_is_allowed():
-    allowed = {
-        name: [init for init in INITS if _is_allowed(init, registry.load_precision(name))]
-        for name in ("bf16-mixed", "float8-rowwise", "bnb-fp4")
-    }
-    plain = ["default", "gaussian", *CHANGES_BASE]
-    assert allowed == {
-        "bf16-mixed": plain,
-        "float8-rowwise": plain,
-        "bnb-fp4": ["default", "gaussian", "loftq"],
-    }
-
-
-def _is_allowed(init, precision):
-    try:
-        Lora(init=init).check_precision(precision)
-    except ConfigError:
-        return False
-    return True
+    plain = ("default", "gaussian", *CHANGES_BASE)
+    packed = ("default", "gaussian", "loftq")
+    for name, allowed in (("bf16-mixed", plain), ("float8-rowwise", plain), ("bnb-fp4", packed)):
+        for init in allowed:
+            Lora(init=init).check_precision(registry.load_precision(name))
 
 
 def test_an_unknown_start_is_refused_with_the_known_ones():
@@ -283,9 +250,8 @@ def test_an_unknown_start_is_refused_with_the_known_ones():
 def test_a_rank_above_the_number_of_singular_vectors_is_refused_before_anything_changes(init):
     model = seeded()
     lora = Lora(rank=4, init=init)
-    change = lora.read_plain_weights if init == "loftq" else None
     with pytest.raises(ConfigError, match=rf"init={init} takes 4 .*of head, 64 -> 3, has 3\. Type"):
-        change(model) if change else lora.add(model, torch.float32)
+        lora.read_plain_weights(model) if init == "loftq" else lora.add(model, torch.float32)
     assert type(model.head) is nn.Linear
     assert model.head.weight.requires_grad
 

@@ -1,5 +1,7 @@
 """Low-rank additions: where they go, what trains, and what remains after they are merged."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -15,8 +17,10 @@ from runner.training.optimizers import build_scheduled_optimizers
 from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
+PARTS = ("weight", "bias")
 ADDITIONS = ("lora_A.default.weight", "lora_B.default.weight")
 LORA = {"_target_": "runner.training.adapters.Lora", "rank": 2, "alpha": 8.0}
+DORA = {**LORA, "use_dora": True}
 PRECISIONS = ("32-true", "bf16-true", "16-mixed", "bnb-nf4", "bnb-int8")
 
 
@@ -77,10 +81,6 @@ def additions(*names):
     return {f"{name}.{part}" for name in names for part in ADDITIONS}
 
 
-def is_addition(key):
-    return key.endswith(ADDITIONS)
-
-
 def shake(model, seed=1):
     """Move everything that trains, as a training would."""
     generator = torch.Generator().manual_seed(seed)
@@ -113,66 +113,48 @@ def outputs(model, precision, seed=2):
 # Where the additions go
 
 
-def test_every_linear_layer_gets_one_and_nothing_else_trains():
-    model = Net()
-    Lora(rank=3).add(model, torch.float32)
-    assert adapted(model) == ["layers.0", "layers.1", "head"]
-    assert trainable(model) == additions("layers.0", "layers.1", "head")
-    shapes = {n: list(p.shape) for n, p in model.named_parameters() if n.startswith("head.lora")}
-    assert shapes == {f"head.{ADDITIONS[0]}": [3, 64], f"head.{ADDITIONS[1]}": [3, 3]}
-
-
-def test_a_tied_head_and_the_projection_of_an_attention_get_none():
-    model = Tied()
-    Lora().add(model, torch.float32)
-    assert adapted(model) == ["body"]
-    assert trainable(model) == additions("body")
-    assert model.head.weight is model.words.weight
-    assert model(torch.arange(6)[None]).shape == (1, 6, 6)
-
-
-def test_layers_that_share_a_bias_only_get_none():
+def sharing():
+    """Two layers that share a bias, a layer of two names, and one of its own."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].bias = model[0].bias
-    Lora().add(model, torch.float32)
-    assert adapted(model) == ["2"]
+    model.first = model.second = nn.Linear(4, 4)
+    return model
 
 
 @pytest.mark.parametrize(
-    ("patterns", "names"),
+    ("make", "patterns", "names"),
     [
-        (["layers.1"], ["layers.1"]),
-        (["layers.1*"], ["layers.1", "layers.10", "layers.11"]),
-        (["a+b"], ["a+b"]),
-        (["(c|d)"], ["(c|d)"]),
-        (["outer", "aab"], ["outer.layers.0", "outer.layers.1", "aab"]),
-        (["*.layers.1"], ["layers.1", "outer.layers.1"]),
+        (Net, None, ["layers.0", "layers.1", "head"]),
+        (Tied, None, ["body"]),  # neither a tied head nor the projection of an attention
+        (sharing, None, ["2"]),
+        (Names, ["layers.1"], ["layers.1"]),
+        (Names, ["layers.1*"], ["layers.1", "layers.10", "layers.11"]),
+        (Names, ["a+b"], ["a+b"]),
+        (Names, ["(c|d)"], ["(c|d)"]),
+        (Names, ["outer", "aab"], ["outer.layers.0", "outer.layers.1", "aab"]),
+        (Names, ["*.layers.1"], ["layers.1", "outer.layers.1"]),
     ],
-    ids=str,
 )
-def test_patterns_choose_by_the_segments_of_a_name(patterns, names):
-    model = Names()
-    Lora(modules=patterns).add(model, torch.float32)
+def test_chosen_linear_layers_get_an_addition_and_nothing_else_trains(make, patterns, names):
+    model = make()
+    Lora(rank=3, modules=patterns).add(model, torch.float32)
     assert adapted(model) == names
-
-
-def test_the_rest_of_a_chosen_models_layers_is_frozen_too():
-    model = Net()
-    Lora(modules=["layers.1"]).add(model, torch.float32)
-    assert trainable(model) == additions("layers.1")
+    assert trainable(model) == additions(*names)
+    for name in names:
+        layer = model.get_submodule(name)
+        down, up = (layer.get_parameter(part) for part in ADDITIONS)
+        assert down.shape == (3, layer.in_features)
+        assert up.shape == (layer.out_features, 3)
 
 
 @pytest.mark.parametrize(
     ("patterns", "more"),
     [
+        ([], set()),
         (["norm"], {"norm.weight", "norm.bias"}),
-        (["head"], {"head.weight"}),
-        (
-            ["*.0", "norm"],
-            {"layers.0.base_layer.weight", "layers.0.base_layer.bias", "norm.weight", "norm.bias"},
-        ),
+        (["head", "*.0"], {"head.weight", *(f"layers.0.base_layer.{p}" for p in PARTS)}),
     ],
-    ids=["norm", "head", "both"],
+    ids=str,
 )
 def test_named_modules_also_train_in_full(patterns, more):
     model = Net()
@@ -182,9 +164,8 @@ def test_named_modules_also_train_in_full(patterns, more):
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "bnb-int8"])
 def test_packed_weights_that_are_named_to_train_are_refused(name):
-    model, _ = registry.load_precision(name).convert(
-        nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
-    )
+    plain = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    model, _ = registry.load_precision(name).convert(plain)
     with pytest.raises(ConfigError, match=r"names 0, whose weight is quantised .*modules=\[0\]"):
         Lora(train=["0"]).add(model, torch.float32)
     assert type(model[1]) is nn.LayerNorm
@@ -201,28 +182,14 @@ def test_a_norm_inside_a_linear_layer_is_refused():
 # Refusals
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"rank": 0},
-        {"rank": -1},
-        {"alpha": 0},
-        {"alpha": -2.0},
-        {"dropout": 1},
-        {"dropout": -0.1},
-        {"rank": 0, "alpha": 0, "dropout": 1},
-    ],
-)
-def test_each_value_out_of_range_is_refused_with_its_key(values):
-    with pytest.raises(ConfigError) as caught:
-        Lora(**values)
-    for problem, (key, value) in zip(caught.value.problems, values.items(), strict=True):
-        assert problem.startswith(f"adapter.{key}={value} is out of range. Allowed: ")
-
-
-def test_values_on_the_edge_are_allowed():
-    Lora(rank=1, alpha=1e-6, dropout=0).add(Net(), torch.float32)
-    Lora(dropout=0.999).add(Net(), torch.float32)
+def test_each_value_out_of_range_is_refused_with_its_key():
+    edges = {"rank": 1, "alpha": 1e-6, "dropout": 0}
+    Lora(**edges).add(Net(), torch.float32)
+    for values in ({"rank": 0, "alpha": 0, "dropout": 1}, {"alpha": -2.0, "dropout": -0.1}):
+        with pytest.raises(ConfigError) as caught:
+            Lora(**{**edges, **values})
+        for problem, (key, value) in zip(caught.value.problems, values.items(), strict=True):
+            assert problem.startswith(f"adapter.{key}={value} is out of range. Allowed: ")
 
 
 @pytest.mark.parametrize("key", ["modules", "train"])
@@ -243,7 +210,6 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(key):
         (Net(), [], r"adapter\.modules=\[\]"),
         (Tied(), ["attention"], r"adapter\.modules=\['attention'\]"),
     ],
-    ids=["convolution", "root", "norm", "empty", "attention"],
 )
 def test_a_model_with_nothing_to_adapt_is_refused(model, patterns, what):
     before = trainable(model)
@@ -263,13 +229,9 @@ def test_without_peft_it_says_what_to_install(monkeypatch):
     assert caught.value.exit_status == 2
 
 
-def test_a_config_without_a_target_makes_no_adapter(compose):
-    assert adapters.build_adapter({}) is None
-    assert adapters.build_adapter({"_target_": None}) is None
-    assert adapters.build_adapter(compose("model=mlp").adapter) is None
-
-
 def test_the_config_makes_one_with_its_values(compose):
+    for node in ({}, {"_target_": None}, compose("model=mlp").adapter):
+        assert adapters.build_adapter(node) is None
     spec = compose("model=mlp", "adapter=lora", "adapter.rank=3", "adapter.train=[head]")
     made = adapters.build_adapter(spec.adapter)
     assert isinstance(made, Lora)
@@ -280,19 +242,13 @@ def test_the_config_makes_one_with_its_values(compose):
 # In every precision
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_the_function_is_the_same_at_the_start(name):
-    plain, precision, _ = built(name, {})
-    model, _, _ = built(name, LORA)
-    assert adapted(model) == ["layers.0", "layers.1", "head"]
-    assert torch.equal(outputs(model, precision), outputs(plain, precision))
-
-
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_training_changes_the_additions_only(name):
-    model, precision, spec = built(name, LORA)
+@pytest.mark.parametrize(
+    ("name", "node"),
+    [*((name, LORA) for name in PRECISIONS), ("32-true", DORA), ("16-mixed", DORA)],
+)
+def test_training_changes_the_additions_only(name, node):
+    model, precision, spec = built(name, node)
     (driven,) = build_scheduled_optimizers(spec, model, precision, steps=2)
-    assert len(driven.params) == 6
     before = {key: value.clone() for key, value in model.state_dict().items()}
     first = outputs(model, precision).detach().clone()
     for _ in range(2):
@@ -302,7 +258,10 @@ def test_training_changes_the_additions_only(name):
     after = model.state_dict()
     assert after.keys() == before.keys()
     changed = {key for key in after if not torch.equal(after[key], before[key])}
-    assert changed == additions("layers.0", "layers.1", "head")
+    layers = ("layers.0", "layers.1", "head")
+    magnitudes = {f"{layer}.lora_magnitude_vector.default.weight" for layer in layers}
+    assert changed == additions(*layers) | (magnitudes if node is DORA else set())
+    assert len(driven.params) == len(changed)
     assert not torch.equal(outputs(model, precision), first)
 
 
@@ -351,15 +310,19 @@ def test_a_merged_model_is_plain_and_computes_the_same(keywords):
     model, lora = Net().eval(), Lora(**keywords)
     kinds = [(name, type(module)) for name, module in model.named_modules()]
     keys = list(model.state_dict())
-    start = outputs(model, registry.load_precision("32-true"))
+    float32 = registry.load_precision("32-true")
+    start = outputs(model, float32)
     lora.add(model, torch.float32)
     shake(model)
-    wanted = outputs(model.eval(), registry.load_precision("32-true"))
+    wanted = outputs(model.eval(), float32)
     assert (wanted - start).abs().max() > 0.1
     lora.merge(model)
     assert [(name, type(module)) for name, module in model.named_modules()] == kinds
     assert list(model.state_dict()) == keys
-    torch.testing.assert_close(outputs(model, registry.load_precision("32-true")), wanted)
+    again = copy.deepcopy(model)
+    lora.add(again, torch.float32)  # a merged model can be adapted again
+    assert adapted(again)
+    torch.testing.assert_close(outputs(model, float32), wanted)
 
 
 def test_merging_keeps_ties():
@@ -388,21 +351,3 @@ def test_a_tied_layer_that_is_named_is_refused():
     model.head.weight = model.table.weight
     with pytest.raises(ConfigError, match="names head, which shares its weight with table: "):
         Lora(modules=["head"]).add(model, torch.float32)
-
-
-def test_a_layer_of_two_names_gets_none():
-    model = nn.Module()
-    model.a = model.b = nn.Linear(8, 8)
-    model.c = nn.Linear(8, 8)
-    Lora().add(model, torch.float32)
-    assert type(model.a) is type(model.b) is nn.Linear
-    assert type(model.c) is not nn.Linear
-
-
-def test_a_merged_model_can_be_adapted_again():
-    model = nn.Sequential(nn.Linear(8, 8))
-    for _ in range(2):
-        lora = Lora()
-        lora.add(model, torch.float32)
-        lora.merge(model)
-        assert type(model[0]) is nn.Linear

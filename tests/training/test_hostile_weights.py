@@ -51,20 +51,17 @@ def build(target, **arguments):
         return build_group("model", node)
 
 
-def pretrained_of_timm(folder):
-    overlay = {"file": bomb(folder / "evil.pth")}
-    return build(
-        "timm.create_model", model_name=NET, pretrained=True, pretrained_cfg_overlay=overlay
-    )
+def pretrained_of_timm(folder, overlay=None):
+    overlay = overlay or {"file": bomb(folder / "evil.pth")}
+    keywords = {"model_name": NET, "pretrained": True, "pretrained_cfg_overlay": overlay}
+    return build("timm.create_model", **keywords)
 
 
 def cached_of_timm(folder):
     """A file in the cache of torch.hub, which is not compared with a checksum again."""
     bomb(folder / "hub" / "checkpoints" / "evil.pth")
     overlay = {"url": "https://example.invalid/evil.pth", "hf_hub_id": None}
-    return build(
-        "timm.create_model", model_name=NET, pretrained=True, pretrained_cfg_overlay=overlay
-    )
+    return pretrained_of_timm(folder, overlay)
 
 
 def cached_of_torchvision(folder):
@@ -73,20 +70,16 @@ def cached_of_torchvision(folder):
     return build("torchvision.models.resnet18", weights="DEFAULT")
 
 
-def folder_of_transformers(folder):
+def folder_of_transformers(folder, **typed):
     BertConfig(**BERT).save_pretrained(folder / "bert")
     bomb(folder / "bert" / "pytorch_model.bin")
     target = "transformers.BertForMaskedLM.from_pretrained"
-    return build(target, pretrained_model_name_or_path=str(folder / "bert"))
+    return build(target, pretrained_model_name_or_path=str(folder / "bert"), **typed)
 
 
 def typed_unsafe_of_transformers(folder):
     """A config that asks for the unpickling."""
-    BertConfig(**BERT).save_pretrained(folder / "bert")
-    bomb(folder / "bert" / "pytorch_model.bin")
-    target = "transformers.BertForMaskedLM.from_pretrained"
-    path = str(folder / "bert")
-    return build(target, pretrained_model_name_or_path=path, weights_only=False)
+    return folder_of_transformers(folder, weights_only=False)
 
 
 def packaged(folder):
@@ -102,26 +95,24 @@ def packaged(folder):
 def legacy_mnist(folder):
     for name in ("training.pt", "test.pt"):
         bomb(folder / "MNIST" / "processed" / name)
-    return build_group(
-        "data", {"_target_": "runner.data.datasets.mnist.mnist", "root": str(folder)}
-    )
+    node = {"_target_": "runner.data.datasets.mnist.mnist", "root": str(folder)}
+    return build_group("data", node)
 
 
+def plain_pickle_of_timm(folder):
+    path = bomb(folder / "evil.pth", _use_new_zipfile_serialization=False)
+    return timm_any(NET, 1000, IMAGE, checkpoint_path=path)
+
+
+IMAGE = [3, 32, 32]
 WAYS = {
     "model=timm model.checkpoint_path": lambda f: timm_any(
-        NET, 1000, [3, 32, 32], checkpoint_path=bomb(f / "evil.pth")
+        NET, 1000, IMAGE, checkpoint_path=bomb(f / "evil.pth")
     ),
-    "model=timm, a plain pickle": lambda f: timm_any(
-        NET,
-        1000,
-        [3, 32, 32],
-        checkpoint_path=bomb(f / "evil.pth", _use_new_zipfile_serialization=False),
-    ),
-    "model=timm model.weights": lambda f: timm_any(
-        NET, 1000, [3, 32, 32], weights=bomb(f / "evil.pth")
-    ),
+    "model=timm, a plain pickle": plain_pickle_of_timm,
+    "model=timm model.weights": lambda f: timm_any(NET, 1000, IMAGE, weights=bomb(f / "evil.pth")),
     "model=torchvision model.weights": lambda f: torchvision_any(
-        "resnet18", 3, [3, 32, 32], weights=bomb(f / "evil.pth")
+        "resnet18", 3, IMAGE, weights=bomb(f / "evil.pth")
     ),
     "timm.create_model checkpoint_path": lambda f: build(
         "timm.create_model", model_name=NET, checkpoint_path=bomb(f / "evil.pth")
@@ -136,7 +127,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("environment", ["1", ""], ids=["the environment asks for it", "plain"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param("1", id="the environment asks for it"),
+        pytest.param("", id="plain", marks=pytest.mark.extended),
+    ],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hostile_file_of_weights_is_not_executed(way, environment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -171,9 +168,8 @@ def test_weights_of_libraries_that_are_tensors_are_loaded(tmp_path):
     torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
     target = "transformers.BertForMaskedLM.from_pretrained"
     model = build(target, pretrained_model_name_or_path=str(tmp_path))
-    assert torch.equal(
-        model.bert.embeddings.word_embeddings.weight, saved.bert.embeddings.word_embeddings.weight
-    )
+    words, wanted = (m.bert.embeddings.word_embeddings.weight for m in (model, saved))
+    assert torch.equal(words, wanted)
 
 
 def test_ones_own_code_reads_its_files_as_it_says(tmp_path, monkeypatch):

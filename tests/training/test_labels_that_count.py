@@ -47,9 +47,8 @@ def mlp():
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
 
 
-BATCHES = st.lists(
-    st.lists(st.integers(1, LONGEST), min_size=1, max_size=3), min_size=2, max_size=5
-)
+LENGTHS = st.lists(st.integers(1, LONGEST), min_size=1, max_size=3)
+BATCHES = st.lists(LENGTHS, min_size=2, max_size=5)
 
 
 @settings(max_examples=10, deadline=None)
@@ -128,38 +127,24 @@ class Examples(Classification):
     labels = Task.labels
 
 
-def test_a_task_of_ones_own_may_weigh_by_fractions():
+@pytest.mark.parametrize("kind", [Weighted, Examples], ids=["by fractions", "by examples"])
+def test_a_task_of_ones_own_says_how_micro_batches_weigh(kind):
     inputs, target = torch.randn(8, 3), torch.tensor([0, 0, 0, 1, 1, 2, 3, 1])
     micros = [*zip(inputs.split(3), target.split(3), strict=True)]
-    whole, ours = mlp().double(), float64_state(mlp(), Weighted())
-    Weighted().loss(whole(inputs.double()), target).backward()
+    whole, ours = mlp().double(), float64_state(mlp(), kind())
+    kind().loss(whole(inputs.double()), target).backward()
     close(step_of(ours, micros)[1], gradients(whole))
 
 
-def test_without_a_count_of_labels_each_example_weighs_alike():
-    inputs, target = torch.randn(7, 3), torch.tensor([0, 1, 2, 3, 1, 2, 0])
-    micros = [*zip(inputs.split(3), target.split(3), strict=True)]
-    whole, ours = mlp().double(), float64_state(mlp(), Examples())
-    F.cross_entropy(whole(inputs.double()), target).backward()
-    close(step_of(ours, micros)[1], gradients(whole))
-
-
-class Vector(Classification):
-    def labels(self, target):
-        return target != IGNORED
-
-
-class Number(Classification):
-    def labels(self, target):
-        return int((target != IGNORED).sum())
-
-
-@pytest.mark.parametrize(("task", "found"), [(Vector, r"a tensor \[2\]"), (Number, "returned 2")])
-def test_a_count_that_is_no_scalar_tensor_is_refused(task, found):
-    state = float64_state(mlp(), task())
+@pytest.mark.parametrize(
+    ("count", "said"), [(lambda target: target != IGNORED, r"a tensor \[2\]"), (len, "returned 2")]
+)
+def test_a_count_that_is_no_scalar_tensor_is_refused(count, said):
+    task = Classification()
+    task.labels = count
     micro = torch.randn(2, 3), torch.tensor([1, 2])
-    with pytest.raises(ConfigError, match=rf"labels\(\) .*{found}|{found}.*mask\.sum\(\)"):
-        train_step(state, [micro, micro])
+    with pytest.raises(ConfigError, match=rf"labels\(\) .*{said}|{said}.*mask\.sum\(\)"):
+        train_step(float64_state(mlp(), task), [micro, micro])
 
 
 @pytest.mark.parametrize("name", ["32-true", "16-mixed", "bf16-true"])
@@ -196,19 +181,10 @@ def test_a_replay_weighs_by_labels_and_passes_over_micro_batches_without_one():
 # Whole runs
 
 OWN = (
-    "~model",
-    "+model._target_=masked_language.GPT2",
-    "~data",
-    "task=language",
-    "+data._target_=masked_language.sets",
-    "tracking=none",
-    "train.batch_size=3",
-    "optimizer=sgd",
-    "optimizer.lr=0.1",
-    "scheduler=constant",
-    "train.max_steps=3",
-    "precision=64-true",
-    "train.log_every=1",
+    *("~model", "+model._target_=masked_language.GPT2"),
+    *("~data", "+data._target_=masked_language.sets", "train.batch_size=3"),
+    *("task=language", "tracking=none", "precision=64-true", "scheduler=constant"),
+    *("optimizer=sgd", "optimizer.lr=0.1", "train.max_steps=3", "train.log_every=1"),
 )
 
 

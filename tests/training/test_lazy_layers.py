@@ -93,10 +93,12 @@ def make(name, spec=None):
     return build_model(spec or make_spec(), precision, CPU)
 
 
+PACKED = [name for name in registry.precision_names() if registry.load_precision(name).freezes]
+ONE_OF_EACH_KIND = ("32-true", "64-true", "bf16-true", "16-mixed", "qat-int8", "bnb-nf4", "tf32")
 NAMES = [
-    name
+    pytest.param(name, marks=[pytest.mark.extended] * (name not in ONE_OF_EACH_KIND))
     for name in registry.precision_names()
-    if name == "bnb-nf4" or not registry.load_precision(name).freezes
+    if name == "bnb-nf4" or name not in PACKED
 ]
 
 
@@ -169,7 +171,6 @@ def test_what_cannot_be_materialized_is_one_message(case):
         make("32-true", make_spec(**changes))
     assert error.value.exit_status == 2
     if changes.get("mode") == "plan":
+        float32 = registry.load_precision("32-true")
         with pytest.raises(ConfigError, match=message):
-            build_on_meta(
-                partial(build_model, make_spec(**changes), registry.load_precision("32-true"))
-            )
+            build_on_meta(partial(build_model, make_spec(**changes), float32))

@@ -6,11 +6,13 @@ import pytest
 import torch
 from processes import Outcome
 from run_folders import finished_run
-from test_state_dict import MLP, begin, save, train
+from states import CPU
+from test_state_dict import MLP, begin, resume_halfway, save, train
 from torch import nn
 
 from runner.config.targets import check_targets
 from runner.training import state_dict
+from runner.training.model import restore_model
 from runner.training.optimizers import build_scheduled_optimizers, check_arguments
 from runner.training.parameter_groups import describe_groups, divide_parameters
 from runner.utils.errors import ConfigError
@@ -65,12 +67,8 @@ def test_the_first_match_wins_and_the_rest_keeps_the_optimizers_options():
 
 def test_norms_biases_and_vectors_are_exempt_from_weight_decay():
     members, rest = divide(no_decay_on="norms_and_biases")
-    assert members[0] == [
-        "stem.weight",
-        "blocks.0.linear.weight",
-        "blocks.1.linear.weight",
-        "head.weight",
-    ]
+    linears = ("stem", "blocks.0.linear", "blocks.1.linear", "head")
+    assert members[0] == [f"{name}.weight" for name in linears]
     assert rest == [{"own_options": []}, {"weight_decay": 0.0, "own_options": ["weight_decay"]}]
     some, _ = divide(no_decay_on=["blocks.0", "*.norm"])
     assert set(some[1]) == {
@@ -154,10 +152,11 @@ def test_optimizers_that_take_no_groups_of_their_own(compose, optimizer, refuse,
         refuse(spec)
 
 
-EVERY_OPTIMIZER = (
-    *("adagrad", "adam", "adamw", "nadam", "rmsprop", "sgd", "adam8bit", "adamw8bit", "lion8bit"),
-    *("paged_adamw8bit", "adamw4bit", "adamwfp8"),
-)
+FURTHER = ("adagrad", "adam", "nadam", "rmsprop", "adam8bit", "lion8bit", "paged_adamw8bit")
+EVERY_OPTIMIZER = [
+    *("adamw", "sgd", "adamw8bit", "adamw4bit"),
+    *(pytest.param(name, marks=pytest.mark.extended) for name in (*FURTHER, "adamwfp8")),
+]
 GROUPS = (
     "optimizer.groups=[{match:layers.0,lr:0.02,weight_decay:0.3}]",
     "optimizer.no_decay_on=norms_and_biases",
@@ -168,21 +167,12 @@ GROUPS = (
 def test_groups_of_every_optimizer_resume_bit_by_bit(name, compose):
     spec = compose(*MLP, f"optimizer={name}", "scheduler=cosine", *GROUPS)
     check_arguments(spec)
-    straight = begin(spec)
-    rates = [*straight.named_rates().items()]
-    assert [name for name, _ in rates] == ["layers.0", "rest"]
+    straight, resumed = resume_halfway(spec)
     decays = [group["weight_decay"] for group in straight.optimizers[0].optimizer.param_groups]
-    assert decays[:2] == [0.3, 0.0]
-    assert decays[3] == 0.0
-    train(straight, 2)
-    halfway = save(straight, spec)
-    train(straight, 2)
-    resumed = begin(spec, halfway)
-    assert state_dict.restore(resumed, halfway, spec, ()) == []
-    train(resumed, 2)
-    for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert resumed.named_rates() == straight.named_rates() != dict(rates)
+    assert [*decays[:2], decays[3]] == [0.3, 0.0, 0.0]
+    first = begin(spec).named_rates()
+    assert [*first] == ["layers.0", "rest"]
+    assert resumed.named_rates() == straight.named_rates() != first
 
 
 def test_groups_of_one_of_several_optimizers(compose):
@@ -229,15 +219,8 @@ def test_a_resume_with_other_groups_is_refused(quick, tmp_path):
 
 
 def test_an_optimizer_of_ones_own_that_takes_groups_itself_gets_them(compose):
-    spec = compose(
-        "optimizer=sgd",
-        f"optimizer._target_={__name__}.OwnGroups",
-        "~optimizer.dampening",
-        "~optimizer.nesterov",
-        "~optimizer.momentum",
-        "~optimizer.weight_decay",
-        "+optimizer.groups=3",
-    )
+    typed = f"+optimizer._target_={__name__}.OwnGroups +optimizer.lr=0.1 +optimizer.groups=3"
+    spec = compose("~optimizer", *typed.split())
     assert check_targets(spec) == []
     (made,) = build_scheduled_optimizers(spec, Net(), begin(spec).precision, 2)
     assert made.optimizer.own_groups == 3
@@ -255,3 +238,74 @@ def test_an_eps_of_a_group_that_underflows_is_refused(compose):
     typed = ("precision=16-true", "optimizer.eps=1e-4", "optimizer.groups=[{match:head,eps:1e-8}]")
     with pytest.raises(ConfigError, match=r"optimizer\.eps=1e-08: AdamW keeps its state in"):
         begin(compose(*MLP, *typed))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "trainable"),
+    [
+        ("layers", ["head.weight", "head.bias"]),
+        ("*.bias", ["layers.0.weight", "layers.1.weight", "head.weight"]),
+        ("layers.1,head.weight", ["layers.0.weight", "layers.0.bias", "head.bias"]),
+    ],
+)
+def test_what_matches_is_frozen_and_the_rest_trains(compose, patterns, trainable):
+    spec = compose(*MLP, f"train.freeze=[{patterns}]")
+    before = dict(begin(spec).model.named_parameters())
+    state, _ = resume_halfway(spec)
+    moved = [n for n, p in state.model.named_parameters() if not torch.equal(p, before[n])]
+    assert moved == trainable
+    assert len(state.trainable_parameters) == len(trainable)
+
+
+def test_an_adapters_additions_can_be_frozen_by_their_names(compose):
+    spec = compose(*MLP, "adapter=lora", "train.freeze=[layers.0]")
+    names = [n for n, p in begin(spec).model.named_parameters() if p.requires_grad]
+    assert names
+    assert not [name for name in names if name.startswith("layers.0")]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ("[layer.0]", "train.freeze: layer.0 matches no parameter of the model. Nearest names: l"),
+        ("[0]", "train.freeze: 0 matches no parameter of the model."),
+        ("['*']", "train.freeze=[*] leaves nothing to train: it freezes all 6 parameters of the"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(compose, patterns, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        begin(compose(*MLP, f"train.freeze={patterns}"))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ("[[1]]", "does not fit. Allowed: names, as in [blocks,head]."),
+        ("layers", "train.freeze=layers does not fit. Allowed: a list, as in [a,b]."),
+    ],
+)
+def test_values_that_are_no_patterns_are_refused(quick, patterns, message):
+    done = quick(f"train.freeze={patterns}")
+    assert done.rc == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_run_says_how_much_is_frozen_and_resumes_with_the_same_patterns(quick, tmp_path):
+    done = quick("train.freeze=[layers]")
+    assert done.rc == 0, done.stderr
+    assert "frozen: 2 of 4 parameters, 0.0 MiB" in done.stdout
+    assert "170 of 1,210 parameters train" in done.stdout
+    resume = (f"checkpoint.resume={finished_run(tmp_path)}", "train.max_steps=4")
+    refused = quick(*resume, "train.freeze=[head]")
+    assert refused.rc == 2
+    assert "Leave train.freeze out" in refused.stderr
+    assert quick(*resume).rc == 0
+
+
+def test_an_evaluation_of_a_frozen_models_checkpoint_needs_no_pattern(compose):
+    spec = compose(*MLP, "train.freeze=[layers]")
+    state = train(begin(spec))
+    plain = compose(*MLP)
+    found = restore_model(plain, state.precision, save(state, spec), CPU).model
+    assert torch.equal(found.head.weight, state.model.head.weight)

@@ -24,27 +24,15 @@ TOKENS = torch.randint(40, (3, 7), generator=torch.Generator().manual_seed(0))
 
 def gpt2():
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=40,
-        n_positions=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(config).eval()
 
 
 def llama():
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -144,25 +132,14 @@ def test_a_folder_from_a_start_in_the_base_has_the_weights_that_peft_converts_to
     trained = {f"base_model.model.{name}": value for name, value in model.state_dict().items()}
     own = {name: value for name, value in trained.items() if ".start_" not in name}
     theirs.load_state_dict(own, strict=True)
-    theirs.save_pretrained(
-        tmp_path / "theirs", path_initial_model_for_weight_conversion=str(tmp_path / "start")
-    )
+    start = {"path_initial_model_for_weight_conversion": str(tmp_path / "start")}
+    theirs.save_pretrained(tmp_path / "theirs", **start)
     write_adapter(model, model.state_dict(), tmp_path / "ours", {}, "pissa")
-    found, wanted = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")
-    )
+    folders = (tmp_path / "ours", tmp_path / "theirs")
+    found, wanted = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert found.keys() == wanted.keys()
     for name, value in found.items():
         torch.testing.assert_close(value.abs(), wanted[name].abs(), rtol=1e-4, atol=1e-5)
-
-
-def unpacked(model, packed):
-    """A plain model with the weights that a packed one stands for."""
-    for name, module in packed.named_modules():
-        if hasattr(module, "unpacked_weight"):
-            plain = model.get_submodule(name.removesuffix(".base_layer"))
-            plain.weight = nn.Parameter(module.unpacked_weight())
-    return model
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
@@ -171,7 +148,12 @@ def test_an_adapter_of_packed_weights_fits_the_packed_and_the_unpacked_base(tmp_
     write_adapter(model, model.state_dict(), tmp_path, {})
     packed = PeftModel.from_pretrained(policy.convert(make(), CPU)[0], tmp_path).eval()
     torch.testing.assert_close(logits(packed), logits(model), rtol=1e-5, atol=1e-6)
-    plain = PeftModel.from_pretrained(unpacked(make(), model), tmp_path).eval()
+    base = make()
+    for name, module in model.named_modules():
+        if hasattr(module, "unpacked_weight"):
+            layer = base.get_submodule(name.removesuffix(".base_layer"))
+            layer.weight = nn.Parameter(module.unpacked_weight())
+    plain = PeftModel.from_pretrained(base, tmp_path).eval()
     # The packed layers compute in bfloat16, the plain ones in float32.
     error = (logits(plain) - logits(model)).norm() / logits(model).norm()
     assert error < 0.02

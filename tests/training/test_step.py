@@ -1,19 +1,22 @@
 import math
-from time import perf_counter, time
 
 import pytest
 import torch
-from states import CPU, are_equal, optimizer_gradients, regression_batch, regression_net
+from states import CPU, are_equal, make_state, optimizer_gradients, regression_batch, regression_net
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runner.config.schema import RunSpec, TrainSpec
 from runner.precision import registry
 from runner.precision.loss_scale import DynamicLossScale
+from runner.training.optimizers import build_scheduled_optimizers
+from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import examples_in, grad_norms, loss_of, train_step
 from runner.training.tasks.regression import Regression
 from runner.training.tasks.task import Task
+from runner.utils.errors import ConfigError
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
@@ -35,9 +38,8 @@ def training_state(
         optimizer = OPTIMIZERS[kind](part.parameters())
         halved = LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
         driven.append(ScheduledOptimizer(optimizer, halved))
-    return TrainState(
-        model, precision, task or Regression(), precision.scale(CPU), driven, CPU, clip
-    )
+    task = task or Regression()
+    return TrainState(model, precision, task, precision.scale(CPU), driven, CPU, clip)
 
 
 def snapshot(state):
@@ -115,36 +117,7 @@ def test_the_scale_moves_once_per_boundary(monkeypatch):
     assert state.scale.value.item() == 8.0
 
 
-def test_gradients_of_the_step_before_are_gone():
-    state, twin = training_state("32-true"), training_state("32-true")
-    train_step(state, [regression_batch(4)])
-    train_step(twin, [regression_batch(4)])
-    for p in twin.trainable_parameters:
-        assert p.grad is None
-    train_step(state, [regression_batch(4, 2)])
-    twin.model.zero_grad()
-    train_step(twin, [regression_batch(4, 2)])
-    assert are_equal(state.model.parameters(), twin.model.parameters())
-
-
-def test_steps_are_counted_and_stamped():
-    state = training_state("32-true")
-    state.epoch = 3
-    first, second = (train_step(state, [regression_batch(4)]) for _ in range(2))
-    assert (first.step, second.step, state.step) == (1, 2, 2)
-    assert first.epoch == 3
-    assert first.ended_at < second.ended_at <= perf_counter()
-    assert abs(second.time_ms - 1000 * time()) < 10_000
-
-
 # Overflows
-
-
-def overflowing(**keywords):
-    """A scale at which float16 gradients overflow for a few steps."""
-    return training_state(
-        "16-mixed", loss_scale={"init_scale": 2.0**30, **keywords.pop("scale", {})}, **keywords
-    )
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -172,9 +145,8 @@ def test_a_skipped_step_changes_nothing_but_the_scale(kind, clip):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_schedule_counts_applied_steps_and_the_rate_is_the_one_in_force(kind):
-    state = training_state(
-        "16-mixed", kinds=[kind], loss_scale={"init_scale": 2.0**26, "growth_interval": 3}
-    )
+    scale = {"init_scale": 2.0**26, "growth_interval": 3}
+    state = training_state("16-mixed", kinds=[kind], loss_scale=scale)
     rates, applied = [], 0
     for _ in range(30):
         before = [p.detach().clone() for p in state.trainable_parameters]
@@ -218,7 +190,7 @@ def test_an_overflow_of_one_optimizer_leaves_the_other_alone(clip):
 
 
 def test_an_overflow_in_any_micro_batch_skips_the_step():
-    state = overflowing()
+    state = training_state("16-mixed", loss_scale={"init_scale": 2.0**30})
     before = [p.detach().clone() for p in state.trainable_parameters]
     pending = train_step(state, [regression_batch(4), regression_batch(4, 2)])
     assert pending.found_inf.item() == 1.0
@@ -250,29 +222,20 @@ def test_the_norm_is_unscaled_and_from_before_clipping(name, clip):
 
 
 def test_one_norm_over_all_optimizers():
-    together, apart = (
-        training_state("32-true", clip=0.01),
-        training_state("32-true", kinds=("adamw", "sgd"), clip=0.01),
-    )
-    (a, _), (b, _) = (gradients(s, [regression_batch(4)]) for s in (together, apart))
+    a, _ = gradients(training_state("32-true", clip=0.01), [regression_batch(4)])
+    apart = training_state("32-true", kinds=("adamw", "sgd"), clip=0.01)
+    b, _ = gradients(apart, [regression_batch(4)])
     assert are_equal(a, b)
     total = math.sqrt(sum(g.square().sum().item() for g in a))
     assert total == pytest.approx(0.01, rel=1e-3)
 
 
-KINDS = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
+NARROW = [torch.float16, torch.bfloat16, torch.float32, torch.complex64]
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", [[], [torch.float64, torch.complex128]], ids=["narrow", "wide"])
 def test_norms_of_mixed_dtypes(wide):
-    kinds = KINDS if wide else [k for k in KINDS if k not in (torch.float64, torch.complex128)]
+    kinds = [*NARROW, *wide]
     grads = [torch.full((3, 2), 2.0).to(kind) for kind in kinds]
     for g in grads:
         if g.is_complex():
@@ -284,11 +247,8 @@ def test_norms_of_mixed_dtypes(wide):
 
 
 def test_a_float16_norm_is_added_up_wide():
-    grads = [
-        torch.full((1000,), 5e4, dtype=torch.float16),
-        torch.full((4,), 1e-5, dtype=torch.float16),
-    ]
-    big, small = grad_norms(grads).tolist()
+    grads = [torch.full((1000,), 5e4), torch.full((4,), 1e-5)]
+    big, small = grad_norms([grad.half() for grad in grads]).tolist()
     assert big == pytest.approx(5e4 * math.sqrt(1000), rel=1e-3)
     assert small == pytest.approx(2e-5, rel=1e-2)
 
@@ -300,10 +260,8 @@ def test_clipping_mixed_dtypes_in_one_step(clip):
     assert [g.dtype for g in given] == [torch.bfloat16] * 2 + [torch.float32] * 2
     total = math.sqrt(sum(g.double().square().sum().item() for g in given))
     assert clip is None or total == pytest.approx(clip, rel=2e-2)
-    train_step(
-        training_state("bf16-true", clip=clip, keep_fp32=["2"], kinds=["adamw-fused"]),
-        [regression_batch(4)],
-    )
+    fused = training_state("bf16-true", clip=clip, keep_fp32=["2"], kinds=["adamw-fused"])
+    train_step(fused, [regression_batch(4)])
 
 
 def test_a_loss_that_reaches_no_parameter_is_refused():
@@ -363,18 +321,12 @@ def test_complex_parameters_are_trained(name, kind, micros):
 
 
 def lbfgs(name, schedule=True):
-    precision = registry.load_precision(name)
-    model, _ = precision.convert(regression_net())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
-    halved = LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
-    return TrainState(
-        model,
-        precision,
-        Regression(),
-        precision.scale(CPU),
-        [ScheduledOptimizer(optimizer, halved)],
-        CPU,
-    )
+    def made(parameters):
+        optimizer = torch.optim.LBFGS(parameters, lr=1.0, max_iter=4)
+        halved = LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
+        return ScheduledOptimizer(optimizer, halved)
+
+    return make_state(regression_net(), name, optimizer=made)
 
 
 @pytest.mark.parametrize("micros", [1, 3])
@@ -490,3 +442,81 @@ def test_nested_batches_are_cast_at_both_ends(name, wide):
     inputs, target = regression_batch(4)
     train_step(state, [({"x": inputs}, {"y": target, "n": torch.arange(4)})])
     assert state.task.saw == (wide, wide, torch.int64)
+
+
+def clipping_state(name, limit, model=None, **options):
+    """A state whose gradients are clipped, and the list of those that its optimizer is given."""
+    state = make_state(model or regression_net(), name, **options)
+    state.clip_value = limit
+    return state, optimizer_gradients(state)
+
+
+@pytest.mark.parametrize("name", ["64-true", "32-true", "bf16-true"])
+def test_each_element_is_clipped_as_torch_does_and_the_norm_is_from_before(name):
+    batch = regression_batch(8)
+    free, whole = clipping_state(name, None)
+    record = train_step(free, [batch])
+    clipped, given = clipping_state(name, 0.05)
+    assert torch.equal(train_step(clipped, [batch]).norms, record.norms)
+    wanted = []
+    for gradient in whole:
+        parameter = nn.Parameter(torch.zeros_like(gradient))
+        parameter.grad = gradient.clone()
+        nn.utils.clip_grad_value_([parameter], 0.05)
+        wanted.append(parameter.grad)
+    assert are_equal(given, wanted)
+    assert not are_equal(given, whole)
+
+
+def test_the_gradients_are_unscaled_before():
+    scale = {"loss_scale": {"init_scale": 1024.0}}
+    batch = regression_batch(8)
+    _, given = state_after_a_step("16-mixed", batch, **scale)
+    _, plain = state_after_a_step("bf16-mixed", batch)
+    assert max(g.abs().max() for g in given) == pytest.approx(0.05)
+    for one, other in zip(given, plain, strict=True):
+        assert torch.allclose(one, other, atol=5e-3)
+
+
+def state_after_a_step(name, batch, **options):
+    state, given = clipping_state(name, 0.05, **options)
+    train_step(state, [batch])
+    return state, given
+
+
+@pytest.mark.parametrize("name", ["16-true", "32-true"])
+def test_a_limit_that_the_dtype_cannot_hold_clips_nothing(name):
+    state, given = clipping_state(name, 1e308)
+    free, whole = clipping_state(name, None)
+    for one in (state, free):
+        train_step(one, [regression_batch(4)])
+    assert are_equal(given, whole)
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wave = nn.Parameter(torch.tensor([3 + 0.1j, 0.1 - 4j]))
+
+    def forward(self, inputs):
+        return (inputs[:, :1] * self.wave).abs().square()
+
+
+def test_both_parts_of_a_complex_gradient_are_clipped():
+    state, given = clipping_state("64-true", 0.5, Squares())
+    train_step(state, [regression_batch(4)])
+    (gradient,) = given
+    parts = torch.view_as_real(gradient)
+    assert parts.abs().tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def test_the_key_reaches_the_step_and_lbfgs_refuses_it():
+    model = regression_net()
+    precision = registry.load_precision("32-true")
+    sgd = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    spec = RunSpec(train=TrainSpec(clip_value=0.25), optimizer=sgd)
+    state = build_state(TrainingSetup(spec, precision, Regression(), CPU), model, 5)
+    assert (state.clip_value, state.clip_norm) == (0.25, None)
+    lbfgs = RunSpec(train=spec.train, optimizer={"_target_": "torch.optim.LBFGS"})
+    with pytest.raises(ConfigError, match=r"works alone and without train\.clip_norm and train\."):
+        build_scheduled_optimizers(lbfgs, model, precision, 5)

@@ -1,42 +1,23 @@
 """Averaged weights (train.ema): their numbers, evaluations, checkpoints and refusals."""
 
-import copy
-from pathlib import Path
+import math
 
 import pytest
 import torch
 from run_folders import finished_run
 from safetensors.torch import load_file
-from states import CPU
-from test_state_dict import MLP, train
+from states import are_equal
+from test_state_dict import MLP, begin, resume_halfway, save, train
 from torch import nn
 
 from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.targets import build_group
+from runner.config.schema import TrainSpec
 from runner.training import state_dict
-from runner.training.model import build_model
-from runner.training.setup import TrainingSetup, build_state
 from runner.training.state_dict import checkpoint_state_dict
-from runner.training.tasks.classification import Classification
 from runner.training.weight_average import WeightAverage, with_averaged_weights
 from runner.utils.errors import ConfigError
 
 DECAY = 0.75
-
-
-def begin(spec, start=None):
-    """The state of a run before its first step, as a run builds it."""
-    torch.manual_seed(0)
-    precision = build_group("precision", spec.precision)
-    model = build_model(spec, precision, CPU, start=start, restore_exactly=start is not None).model
-    return build_state(TrainingSetup(spec, precision, Classification(), CPU), model, 20)
-
-
-def save(state, spec):
-    course = state_dict.state_dict(state, ())
-    content = copy.deepcopy(checkpoint_state_dict(state, spec, resume_state=course))
-    return LoadedCheckpoint(Path("x.pt"), content)
 
 
 def averages(state):
@@ -79,10 +60,9 @@ def test_a_step_that_the_loss_scale_skips_leaves_the_average_as_it_is(compose):
     state = train(begin(spec))
     state.scale.load_state_dict({**state.scale.state_dict(), "scale": 2.0**30})
     before = averages(state)
-    record_before = state.step
     train(state)
-    assert state.step == record_before + 1
-    assert all(map(torch.equal, before, averages(state)))
+    assert state.step == 2
+    assert are_equal(before, averages(state))
     while torch.equal(before[0], state.average.tensors()[0]):
         train(state)
         assert state.step < 40
@@ -110,37 +90,29 @@ def test_in_its_context_the_model_has_the_average_and_then_the_same_weights(comp
         for p, average in zip(params, state.average.tensors(), strict=True):
             assert torch.equal(p, average.to(p.dtype))
             assert not torch.equal(p, before[0])
-    assert all(map(torch.equal, params, before))
+    assert are_equal(params, before)
 
 
 @pytest.mark.parametrize("name", ["32-true", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("split", [1, 3])
 def test_a_resume_continues_the_average_bit_by_bit(compose, name, split):
     spec = compose(*MLP, f"precision={name}", "optimizer.eps=1e-4", f"train.ema={DECAY}")
-    straight = train(begin(spec), split)
-    saved = save(straight, spec)
-    train(straight, 2)
-    resumed = begin(spec, saved)
-    assert state_dict.restore(resumed, saved, spec, ()) == []
-    train(resumed, 2)
-    assert all(map(torch.equal, averages(straight), averages(resumed)))
-    assert all(map(torch.equal, straight.trainable_parameters, resumed.trainable_parameters))
+    straight, resumed = resume_halfway(spec, split)
+    assert are_equal(averages(straight), averages(resumed))
 
 
 def test_a_resume_with_and_without_an_average_says_so(compose):
     with_it = compose(*MLP, f"train.ema={DECAY}")
     without = compose(*MLP)
     saved = save(train(begin(with_it)), with_it)
-    assert state_dict.restore(begin(without, saved), saved, without, ()) == [
-        "the checkpoint's averaged weights are dropped"
-    ]
+    (note,) = state_dict.restore(begin(without, saved), saved, without, ())
+    assert note == "the checkpoint's averaged weights are dropped"
     plain = save(train(begin(without)), without)
     assert "average" not in plain.content
     state = begin(with_it, plain)
-    assert state_dict.restore(state, plain, with_it, ()) == [
-        "the average of the weights begins here: the checkpoint holds none"
-    ]
-    assert all(map(torch.equal, averages(state), state.trainable_parameters))
+    (note,) = state_dict.restore(state, plain, with_it, ())
+    assert note == "the average of the weights begins here: the checkpoint holds none"
+    assert are_equal(averages(state), state.trainable_parameters)
 
 
 def test_an_average_of_other_weights_is_refused(compose):
@@ -220,27 +192,10 @@ def test_a_run_evaluates_saves_and_exports_the_average(quick, tmp_path):
         assert f"{value:.4g}" in evaluated.stdout, key
 
 
-def test_a_stopped_run_and_a_whole_one_evaluate_the_same(quick, tmp_path):
-    losses = "tracking._target_=runner.tracking.tracker.ProcessJournal"
-    assert quick(*EMA, losses, "hydra.run.dir=whole", "train.max_steps=6").rc == 0
-    assert quick(*EMA, losses, "hydra.run.dir=parts", "train.max_steps=3").rc == 0
-    done = quick("checkpoint.resume=parts", losses, "train.max_steps=6")
-    assert done.rc == 0, done.stderr
-    contents = []
-    for name in ("whole", "parts"):
-        path = tmp_path / name / "checkpoints" / "step-00000006.pt"
-        contents.append(checkpoint_file.load(path))
-    one, other = contents
-    assert one["metrics"] == other["metrics"]
-    for name, average in one["average"]["weights"].items():
-        assert torch.equal(average, other["average"]["weights"][name])
-
-
-@pytest.mark.parametrize("decay", ["0", "1", "-0.5", "nan", "2"])
-def test_a_decay_that_is_none_is_refused(quick, decay):
-    done = quick(f"train.ema={decay}")
-    assert done.rc == 2
-    assert f"train.ema={float(decay)} is no decay. Allowed: above 0 and below 1" in done.stderr
+@pytest.mark.parametrize("decay", [0.0, 1.0, -0.5, math.nan, 2.0])
+def test_a_decay_that_is_none_is_refused(decay):
+    (problem,) = TrainSpec(ema=decay).problems()
+    assert f"train.ema={decay} is no decay. Allowed: above 0 and below 1" in problem
 
 
 @pytest.mark.parametrize("damage", ["names", "kind", "shape"])
@@ -248,30 +203,25 @@ def test_a_file_whose_average_is_odd_is_refused(compose, tmp_path, damage):
     spec = compose(*MLP, f"train.ema={DECAY}")
     state = train(begin(spec))
     content = checkpoint_state_dict(state, spec)
-    weights = dict(content["average"]["weights"])
+    weights = content["average"]["weights"]
+    odd = {"names": {"nobody": torch.ones(1)}, "shape": {"head.bias": torch.ones(3)}}
+    content["average"] = {"decay": DECAY, "weights": {**weights, **odd.get(damage, {})}}
     if damage == "kind":
         content["average"] = [1]
-    elif damage == "names":
-        content["average"] = {"decay": DECAY, "weights": {**weights, "nobody": torch.ones(1)}}
-    else:
-        content["average"] = {"decay": DECAY, "weights": {**weights, "head.bias": torch.ones(3)}}
     path = checkpoint_file.save(tmp_path, content, 1)
     with pytest.raises(ConfigError, match="was not written by this runner: its average"):
         checkpoint_file.load(path)
 
 
+def test_packed_weights_are_not_averaged(compose):
+    spec = compose(*MLP, "precision=bnb-nf4", "adapter=lora", f"train.ema={DECAY}")
+    names = begin(spec).average.state_dict()["weights"]
+    assert names
+    assert all("lora" in name for name in names)
+
+
 def test_a_run_without_an_average_takes_the_steps_that_it_took_before(compose):
     plain = train(begin(compose(*MLP)), 2)
     averaged = train(begin(compose(*MLP, f"train.ema={DECAY}")), 2)
-    assert all(map(torch.equal, plain.trainable_parameters, averaged.trainable_parameters))
+    assert are_equal(plain.trainable_parameters, averaged.trainable_parameters)
     assert plain.average is None
-
-
-def test_packed_weights_are_not_averaged(compose):
-    pytest.importorskip("bitsandbytes")
-    pytest.importorskip("peft")
-    spec = compose(*MLP, "precision=bnb-nf4", "adapter=lora", f"train.ema={DECAY}")
-    state = begin(spec)
-    names = state.average.state_dict()["weights"]
-    assert names
-    assert all("lora" in name for name in names)

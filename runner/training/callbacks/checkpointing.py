@@ -6,12 +6,14 @@ block's last step.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import EvalRecord, Steps
 
 
+@dataclass(eq=False)
 class Checkpointing(RunCallback):
     """Calls `save` at each multiple of `every_steps` and after each evaluation that is the best.
 
@@ -25,19 +27,13 @@ class Checkpointing(RunCallback):
 
     key = "checkpointing"
 
-    def __init__(
-        self,
-        save: Callable[[bool], object],
-        every_steps: int | None,
-        is_evaluation_step: Callable[[int], bool],
-        quality: str | None = None,
-        direction: Literal["max", "min"] = "max",
-    ) -> None:
-        self.save = save
-        self.every_steps = every_steps
-        self.is_evaluation_step = is_evaluation_step
-        self.quality = quality
-        self.sign = 1 if direction == "max" else -1
+    save: Callable[[bool], object]
+    every_steps: int | None
+    is_evaluation_step: Callable[[int], bool]
+    quality: str | None = None
+    direction: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
         self._best = -math.inf
 
     def on_steps(self, records: Steps, run: RunHandle) -> None:
@@ -49,7 +45,8 @@ class Checkpointing(RunCallback):
     def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
         is_best = False
         if self.quality is not None:
-            value = self.sign * record.metrics[self.quality]
+            sign = 1 if self.direction == "max" else -1
+            value = sign * record.metrics[self.quality]
             is_best = value > self._best
             if is_best:
                 self._best = value

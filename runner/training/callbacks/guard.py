@@ -7,6 +7,7 @@ loop no wait.
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ class Finding(NamedTuple):
     description: str
 
 
+@dataclass(eq=False)
 class Guard(RunCallback):
     """Checks each record; a finding may end the run.
 
@@ -62,21 +64,14 @@ class Guard(RunCallback):
     key = "guard"
     is_in_every_run = True
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        precision: Precision,
-        warn: Callable[[str], None],
-        save_samples: Callable[[StepRecord, str], str],
-        explain: Callable[[StepRecord], str | None] = lambda _: None,
-    ) -> None:
-        self.spec = spec
-        self.precision = precision
-        self.warn = warn
-        self.save_samples = save_samples
-        self.explain = explain
+    spec: RunSpec
+    precision: Precision
+    warn: Callable[[str], None]
+    save_samples: Callable[[StepRecord, str], str]
+    explain: Callable[[StepRecord], str | None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self.finding: Finding | None = None
-        self.stop_reason = ""
         self.stopped_step: int | None = None
         self._warned_keys: set[str] = set()
         self._overflows_in_a_row = 0

@@ -1,6 +1,7 @@
 """Profile the first steps (debug=profile) with torch.profiler: a table and a Chrome trace."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.profiler import profile
@@ -9,6 +10,7 @@ from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import Steps
 
 
+@dataclass(eq=False)
 class Profiler(RunCallback):
     """Profiles from its construction until a block passes `last_step`, or until the run ends.
 
@@ -22,15 +24,11 @@ class Profiler(RunCallback):
 
     key = "profiler"
 
-    def __init__(
-        self,
-        folder: Path,
-        last_step: int,
-        write_file: Callable[[Path, Callable[[Path], object]], object],
-    ) -> None:
-        self.folder = folder
-        self.last_step = last_step
-        self.write_file = write_file
+    folder: Path
+    last_step: int
+    write_file: Callable[[Path, Callable[[Path], object]], object]
+
+    def __post_init__(self) -> None:
         self._profile: profile | None = profile(acc_events=True)
         self._profile.start()
 

@@ -52,9 +52,8 @@ def callback_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
         key = f"callbacks.{name}"
         if not _NAME.fullmatch(str(name)) or name in RESERVED_PREFIXES:
             yield (
-                f"{key}: {name} cannot name a callback, whose metrics it begins. Allowed: a "
-                "letter, then letters, digits and underscores, but not "
-                f"{', '.join(RESERVED_PREFIXES)}."
+                f"{key}: {name} cannot name a callback, whose metrics it begins. Allowed: letters, "
+                f"digits and underscores, a letter first, but not {', '.join(RESERVED_PREFIXES)}."
             )
         if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
             yield (

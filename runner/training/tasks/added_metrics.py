@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,15 +49,10 @@ class AddedMetrics:
         predictions = _widened(predictions)
         if isinstance(targets, Tensor) and not targets.numel():
             return  # no label of the batch counts
+        given = f"{_described(predictions)} and {_described(targets)}"
         for name, metric in self.metrics.items():
-            try:
+            with _failures_named(name, f" It is given predictions and targets, {given}."):
                 metric.update(predictions, _widened(targets))
-            except (torch.OutOfMemoryError, Stopped):
-                raise
-            except Exception as error:  # of whatever type a metric raises
-                given = f"{_described(predictions)} and {_described(targets)}"
-                more = f" It is given predictions and targets, {given}."
-                raise _failure(name, error, more) from error
 
     def values(self) -> dict[str, float]:
         """Return the values over all processes, which must all call it, by names "val/...".
@@ -68,17 +64,12 @@ class AddedMetrics:
         """
         numbers: dict[str, float] = {}
         for name, metric in self.metrics.items():
-            try:
-                with warnings.catch_warnings():
-                    if not metric.update_called:
-                        # No label counts in this process, of which the metric warns; others may
-                        # have some.
-                        warnings.simplefilter("ignore")
-                    value = metric.compute()
-            except (torch.OutOfMemoryError, Stopped):
-                raise
-            except Exception as error:  # of whatever type a metric raises
-                raise _failure(name, error, "") from error
+            with _failures_named(name), warnings.catch_warnings():
+                if not metric.update_called:
+                    # No label counts in this process, of which the metric warns; others may have
+                    # some.
+                    warnings.simplefilter("ignore")
+                value = metric.compute()
             numbers.update(_numbers(f"val/{name}", value))
         return numbers
 
@@ -125,6 +116,15 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _failure(name: str, error: Exception, more: str) -> ModelError:
-    text = " ".join(str(error).split()).rstrip(".")
-    return ModelError(f"task.metrics: {name} fails: {type(error).__name__}: {text}.{more}")
+@contextmanager
+def _failures_named(name: str, more: str = "") -> Iterator[None]:
+    """Raise ModelError, with the metric's name, for an error that a metric raises."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, Stopped):
+        raise
+    except Exception as error:  # of whatever type a metric raises
+        text = " ".join(str(error).split()).rstrip(".")
+        raise ModelError(
+            f"task.metrics: {name} fails: {type(error).__name__}: {text}.{more}"
+        ) from error

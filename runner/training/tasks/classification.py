@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import count_labels, counted_positions, mean, stack, wide
+from runner.training.tasks.task import class_metrics, class_totals, counted_positions
 from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import ConfigError
 
@@ -45,9 +45,8 @@ class Classification(TensorTask):
             )
         if label_smoothing and loss is not None:
             raise ConfigError(
-                f"task.label_smoothing={label_smoothing} is not part of task.loss. Type "
-                f"task.label_smoothing=0 task.loss.label_smoothing={label_smoothing}, where that "
-                "loss takes it."
+                f"task.label_smoothing={label_smoothing} is not part of task.loss. Type it as "
+                f"task.loss.label_smoothing={label_smoothing}, where that loss takes it."
             )
         self.label_smoothing = label_smoothing
 
@@ -63,10 +62,7 @@ class Classification(TensorTask):
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, correct predictions, labels that count]."""
-        logits = self._logits(output, target)
-        losses = F.cross_entropy(logits, target, reduction="none").to(wide(logits))
-        correct = (logits.argmax(1) == target).sum()
-        return stack(losses.sum(), correct, count_labels(target))
+        return class_totals(self._logits(output, target), target)
 
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [N, C] and classes [N] of the examples whose labels count."""
@@ -74,8 +70,7 @@ class Classification(TensorTask):
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats and val/accuracy in [0, 1]."""
-        loss, correct, count = totals
-        return {"val/loss": mean(loss, count), "val/accuracy": mean(correct, count)}
+        return class_metrics(totals)
 
     def _logits(self, output: Any, target: Tensor) -> Tensor:
         logits = self.select(output)

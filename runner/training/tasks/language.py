@@ -6,7 +6,16 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import IGNORED, count_labels, counted_positions, mean, stack, wide
+from runner.training.tasks.task import (
+    IGNORED,
+    class_metrics,
+    class_totals,
+    count_labels,
+    counted_positions,
+    mean,
+    stack,
+    wide,
+)
 from runner.training.tasks.tensor_task import TensorTask
 
 
@@ -47,7 +56,8 @@ class Language(TensorTask):
     def totals(self, output: Any, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, tokens that count]."""
         logits, tokens = self.aligned(output, target)
-        return stack(_summed_losses(logits, tokens), count_labels(tokens))
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
+        return stack(losses.to(wide(logits)).sum(), count_labels(tokens))
 
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [N, V] and tokens [N] of the positions whose labels count."""
@@ -70,8 +80,6 @@ class CausalLM(Language):
     The logits [B, T, V] of each position predict the token of the next one, so the first token of
     the labels int64 [B, T] and the last logits do not count.
     """
-
-    takes = "logits [B, T, V]"
 
     def aligned(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, V] and the tokens [B, T] that they predict, -100 for the last."""
@@ -104,7 +112,6 @@ class Seq2Seq(Language):
     [B, T, V] are aligned with the labels int64 [B, T].
     """
 
-    takes = "logits [B, T, V]"
     passes_target = True
 
 
@@ -119,13 +126,11 @@ class TokenClassification(Language):
     def totals(self, output: Any, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, correct predictions, labels that count]."""
         logits, labels = self.aligned(output, target)
-        correct = (logits.argmax(-1) == labels).sum()
-        return stack(_summed_losses(logits, labels), correct, count_labels(labels))
+        return class_totals(logits.flatten(0, 1), labels.flatten())
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats per label and val/accuracy in [0, 1]."""
-        loss, correct, count = totals
-        return {"val/loss": mean(loss, count), "val/accuracy": mean(correct, count)}
+        return class_metrics(totals)
 
 
 class MaskedLM(TokenClassification):
@@ -135,9 +140,3 @@ class MaskedLM(TokenClassification):
     takes = "logits [B, T, V]"
     quality = "val/loss"
     direction = "min"
-
-
-def _summed_losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the sum of the cross entropies in nats, in the widest float of the device."""
-    losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
-    return losses.to(wide(logits)).sum()

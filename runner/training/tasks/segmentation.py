@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import IGNORED, count_labels, counted_positions, mean, stack, wide
+from runner.training.tasks.task import IGNORED, class_metrics, class_totals, counted_positions, mean
 from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import ConfigError
 
@@ -60,9 +60,8 @@ class Segmentation(TensorTask):
         logits = output.get("aux") if isinstance(output, Mapping) else None
         if not isinstance(logits, Tensor):
             raise ConfigError(
-                f"task.aux_weight={self.aux_weight}: the model returns no part aux. Type "
-                "model.options={aux_loss: true} where torchvision's model has one, or "
-                "task.aux_weight=0."
+                f"task.aux_weight={self.aux_weight}: the model returns no part aux. Type task."
+                "aux_weight=0, or model.options={aux_loss: true} where torchvision's model has one."
             )
         aux = self.minimised(logits, target, F.cross_entropy)
         return main + self.aux_weight * aux, {"main_loss": main, "aux_loss": aux}
@@ -89,10 +88,7 @@ class Segmentation(TensorTask):
         """Return [summed cross entropy in nats, correct pixels, pixels that count, then for each
         class the pixels in both prediction and target, and for each those in either]: [3 + 2 C]."""
         logits = self._logits(output, target)
-        losses = F.cross_entropy(logits, target, reduction="none")
-        sums = stack(
-            losses.to(wide(logits)).sum(), (logits.argmax(1) == target).sum(), count_labels(target)
-        )
+        sums = class_totals(logits, target)
         confusion = _confusion(logits, target)
         both = confusion.diagonal()
         either = confusion.sum(0) + confusion.sum(1) - both
@@ -105,15 +101,11 @@ class Segmentation(TensorTask):
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats, val/accuracy, and val/iou: the mean over the classes that occur
         of intersection over union."""
-        loss, correct, count, *areas = totals
+        areas = totals[3:]
         classes = len(areas) // 2
         pairs = zip(areas[:classes], areas[classes:], strict=True)
         ratios = [both / either for both, either in pairs if either]
-        return {
-            "val/loss": mean(loss, count),
-            "val/accuracy": mean(correct, count),
-            "val/iou": mean(sum(ratios), len(ratios)),
-        }
+        return {**class_metrics(totals[:3]), "val/iou": mean(sum(ratios), len(ratios))}
 
     def _logits(self, output: Any, target: Tensor) -> Tensor:
         logits = self.select(output)

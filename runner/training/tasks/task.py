@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from runner.data.batch_layout import BatchLayout
 from runner.data.task_target import TaskAdditions
@@ -170,6 +171,24 @@ def labels_out_of_range(target: Tensor, classes: int) -> Tensor:
     # IGNORED is below 0 and no error: cross entropy leaves it out.
     wrong = ((target < 0) & (target != IGNORED)) | (target >= classes)
     return wrong.reshape(len(target), -1).any(1)
+
+
+def class_totals(logits: Tensor, target: Tensor) -> Tensor:
+    """Return [summed cross entropy in nats, correct predictions, labels that count]: float64 [3].
+
+    Args:
+        logits: [B, C, ...].
+        target: classes int64 [B, ...].
+    """
+    losses = F.cross_entropy(logits, target, reduction="none").to(wide(logits))
+    correct = (logits.argmax(1) == target).sum()
+    return stack(losses.sum(), correct, count_labels(target))
+
+
+def class_metrics(totals: list[float]) -> dict[str, float]:
+    """Return val/loss in nats and val/accuracy in [0, 1], from the sums of class_totals."""
+    loss, correct, count = totals
+    return {"val/loss": mean(loss, count), "val/accuracy": mean(correct, count)}
 
 
 def stack(*sums: Tensor | int) -> Tensor:

@@ -8,20 +8,11 @@ def step():
     """A step record with a loss scale, made shorter."""
 
     def made(number, scale=None, overflow=None, skipped=None, **more):
-        fields = {
-            "time_ms": 1000 + number,
-            "epoch": 1,
-            "loss": 0.5,
-            "lr": 0.1,
-            "grad_norm": 2.0,
-            "step_ms": 10.0,
-            "examples": 8,
-        }
-        if scale is not None:
-            overflow, skipped = overflow or 0.0, skipped or 0
-        return StepRecord(
-            number, **{**fields, **more}, loss_scale=scale, overflow=overflow, skipped_steps=skipped
-        )
+        plain = StepRecord(number, 1000 + number, 1, 0.5, 0.1, 2.0, step_ms=10.0, examples=8)
+        if scale is None:
+            return plain._replace(**more)
+        scaled = {"loss_scale": scale, "overflow": overflow or 0.0, "skipped_steps": skipped or 0}
+        return plain._replace(**scaled, **more)
 
     return made
 

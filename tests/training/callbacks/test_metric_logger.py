@@ -58,6 +58,8 @@ def test_every_step_at_its_own_number_and_time(notebook, recorder, step):
 
 
 def test_a_precision_without_a_loss_scale_logs_none(notebook, recorder, step):
+    recorder.close()
+    assert notebook.points == []  # of a run of no steps
     recorder.on_steps((step(1), step(2)), None)
     recorder.close()
     assert not [p for p in notebook.points if p[0].startswith("loss_scale/")]
@@ -78,16 +80,9 @@ def test_changes_show_each_dip_by_the_value_before_and_after(notebook, recorder,
     recorder.on_steps(tuple(records[:4]), None)  # the dip is at the border of two blocks
     recorder.on_steps(tuple(records[4:]), None)
     recorder.close()
-    assert notebook.of("loss_scale/changes") == [
-        (1, 8.0),
-        (3, 8.0),
-        (4, 4.0),
-        (4, 4.0),
-        (5, 8.0),
-        (6, 8.0),
-        (7, 16.0),
-        (8, 16.0),
-    ]
+    dip = [(3, 8.0), (4, 4.0), (4, 4.0), (5, 8.0)]
+    rise = [(6, 8.0), (7, 16.0)]
+    assert notebook.of("loss_scale/changes") == [(1, 8.0), *dip, *rise, (8, 16.0)]
     line = dict(notebook.of("loss_scale/changes"))
     for number, scale in enumerate(scales, 1):  # the line through the points is the history
         before = max(s for s in line if s <= number)
@@ -98,11 +93,6 @@ def test_a_constant_scale_is_two_points(notebook, recorder, step):
     recorder.on_steps(tuple(step(i, 8.0) for i in range(1, 50)), None)
     recorder.close()
     assert notebook.of("loss_scale/changes") == [(1, 8.0), (49, 8.0)]
-
-
-def test_a_run_of_no_steps_closes(notebook, recorder):
-    recorder.close()
-    assert notebook.points == []
 
 
 def test_rates_are_of_a_block(notebook, recorder, step):

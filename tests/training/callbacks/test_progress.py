@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from runner.training.callbacks.progress import ProgressBar, ProgressLines, progress, progress_line
+from runner.training.callbacks.progress import progress, progress_line
 
 
 def console(terminal):
@@ -24,13 +24,6 @@ def printed(step, evaluation):
         return out.file.getvalue()
 
     return print_run
-
-
-def test_a_terminal_gets_a_bar_and_a_file_gets_lines():
-    bar = progress(console(True), 3, "run")
-    bar.close()
-    assert isinstance(bar, ProgressBar)
-    assert isinstance(progress(console(False), 3, "run"), ProgressLines)
 
 
 def test_the_bar(printed):

@@ -26,18 +26,15 @@ OVERFLOWS = (
     *("precision=16-mixed", "precision.loss_scale.init_scale=1e8"),
     *("guard.overflow=warn", "guard.overflow_steps=3"),
 )
+IN_EVERY_RUN = {RunSummary: "summary", MetricLogger: "metric_logger", Guard: "guard"}
 KEYS = {
-    RunSummary: "summary",
-    MetricLogger: "metric_logger",
-    Guard: "guard",
+    **IN_EVERY_RUN,
     EarlyStopping: "early_stopping",
     Checkpointing: "checkpointing",
-    ProgressBar: "progress",
-    ProgressLines: "progress",
-    NotebookProgress: "progress",
     Profiler: "profiler",
     NumericsCallback: "numerics",
     UserCallbacks: "own_callbacks",
+    **dict.fromkeys((ProgressBar, ProgressLines, NotebookProgress), "progress"),
 }
 """By each class of callbacks, the key of its state in the checkpoints that users have."""
 RECORD = StepRecord(7, 1, 1, 0.5, 0.1, 2.0, 3.0, 8, 1024.0, 0.0, 2)
@@ -89,38 +86,30 @@ def test_a_callback_that_the_first_run_had_not_begins_with_no_history(main, inte
     assert restored["early_stopping"] == EarlyStopping("val/accuracy", "max", 3).state_dict()
 
 
-@pytest.mark.parametrize("key", ["summary", "metric_logger", "guard"])
-def test_a_checkpoint_without_the_state_of_a_callback_of_every_run_is_refused(
-    key, main, interrupted
-):
+def test_a_checkpoint_without_the_state_of_a_callback_of_every_run_is_refused(main, interrupted):
     folder, _ = interrupted()
     path = locate.find_checkpoint(str(folder))
     content = torch.load(path, weights_only=True)
-    del content["callbacks"][key]
-    torch.save(content, path)
-    done = main(f"checkpoint.resume={path}", "train.max_steps=14")
-    assert done.rc == 2
-    assert f"callbacks.{key}" in done.stderr
-    assert "init.weights" in done.stderr
+    for key in IN_EVERY_RUN.values():
+        others = {name: state for name, state in content["callbacks"].items() if name != key}
+        torch.save({**content, "callbacks": others}, path)
+        done = main(f"checkpoint.resume={path}", "train.max_steps=14")
+        assert done.rc == 2
+        assert f"callbacks.{key}" in done.stderr
+        assert "init.weights" in done.stderr
 
 
 def test_the_keys_of_the_callbacks_are_those_of_the_checkpoints_that_users_have():
     """A key that changes loses the state of a resumed run."""
     assert {kind: kind.key for kind in KEYS} == KEYS
-    in_every_run = {kind.key for kind in KEYS if kind.is_in_every_run}
-    assert in_every_run == {"summary", "metric_logger", "guard"}
+    assert [kind for kind in KEYS if kind.is_in_every_run] == [*IN_EVERY_RUN]
 
 
 def test_every_callback_of_a_run_is_listed(main, restored, interrupted):
     """Those of a run that asks for all of them."""
     folder, _ = interrupted("train.early_stop=9")
-    typed = (
-        "callbacks.mine._target_=process_callbacks.Stop",
-        "callbacks.mine.at=99",
-        "checkpoint.every_steps=2",
-        "debug.profile=2",
-        "numerics.every=2",
-    )
+    own = ("callbacks.mine._target_=process_callbacks.Stop", "callbacks.mine.at=99")
+    typed = (*own, "checkpoint.every_steps=2", "debug.profile=2", "numerics.every=2")
     done = main(f"checkpoint.resume={folder}", "train.max_steps=14", *typed)
     assert done.rc == 0, done.stderr
     assert set(restored) == set(KEYS.values())

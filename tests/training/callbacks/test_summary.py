@@ -10,22 +10,19 @@ def summary():
     return RunSummary("val/accuracy", "max")
 
 
-def test_a_run_of_no_steps(summary):
-    result = summary.result_values()
-    assert result["steps"] == 0
-    assert result["best"] is None
-    assert result["examples_per_second"] is None
-
-
 def test_rates_leave_the_first_block_out(summary, step):
-    summary.on_steps((step(1, step_ms=1000.0), step(2, step_ms=1000.0)), None)
-    assert summary.result_values()["step_ms"] == 1000.0  # better than nothing
-    summary.on_steps((step(3, step_ms=100.0), step(4, step_ms=300.0)), None)
-    summary.on_steps((step(5, step_ms=500.0),), None)
+    empty = summary.result_values()
+    assert [empty[key] for key in ("steps", "best", "examples_per_second")] == [0, None, None]
+    summary.on_steps((step(1, step_ms=900.0), step(2, step_ms=200.0), step(3, step_ms=200.0)), None)
+    result = summary.result_values()
+    assert (result["step_ms"], result["examples_per_second"]) == (200.0, 40.0)  # of one block
+    summary.on_steps((step(4, step_ms=100.0), step(5, step_ms=300.0)), None)
+    summary.on_steps((step(6, step_ms=500.0, loss=1.5),), None)
     result = summary.result_values()
     assert result["step_ms"] == 300.0
     assert result["examples_per_second"] == pytest.approx(3 * 8 / 0.900)
-    assert result["steps"] == 5
+    assert (result["steps"], result["train_loss"]) == (6, 1.5)
+    assert (summary.scales, result["loss_scale"]) == ([], None)
 
 
 def test_scales_where_they_change_and_steps_that_were_skipped(summary, step):
@@ -37,12 +34,6 @@ def test_scales_where_they_change_and_steps_that_were_skipped(summary, step):
     assert summary.result_values()["loss_scale"] == 4.0
 
 
-def test_without_a_loss_scale(summary, step):
-    summary.on_steps((step(1),), None)
-    assert summary.scales == []
-    assert summary.result_values()["loss_scale"] is None
-
-
 @pytest.mark.parametrize(("direction", "best"), [("max", 0.9), ("min", 0.2)])
 def test_the_best_in_the_tasks_direction_and_the_last(evaluation, direction, best):
     summary = RunSummary("val/accuracy", direction)
@@ -51,18 +42,6 @@ def test_the_best_in_the_tasks_direction_and_the_last(evaluation, direction, bes
     assert summary.result_values()["best"] == best
     assert summary.result_values()["metrics"] == {"val/accuracy": 0.4}
     assert summary.result_values()["stagnant_share"] == 0.4
-
-
-def test_the_last_loss(summary, step):
-    summary.on_steps((step(1, loss=3.0), step(2, loss=1.5)), None)
-    assert summary.result_values()["train_loss"] == 1.5
-
-
-def test_a_run_of_one_block_leaves_its_first_step_out(step):
-    summary = RunSummary("val/accuracy", "max")
-    summary.on_steps((step(1, step_ms=900.0), step(2, step_ms=200.0), step(3, step_ms=200.0)), None)
-    assert summary.result_values()["step_ms"] == 200.0
-    assert summary.result_values()["examples_per_second"] == 40.0
 
 
 def test_less_than_a_quarter_of_a_second_gives_no_rate(step):

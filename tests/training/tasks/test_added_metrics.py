@@ -19,13 +19,10 @@ from runner.utils.errors import ConfigError, ModelError
 
 pytest.importorskip("torchmetrics")
 CPU = torch.device("cpu")
-ACCURACY = {
-    "_target_": "torchmetrics.classification.MulticlassAccuracy",
-    "num_classes": 4,
-    "average": "micro",
-}
-F1 = "{_target_: torchmetrics.classification.MulticlassF1Score, num_classes: 10, average: macro}"
-RECALL = "{_target_: torchmetrics.classification.MulticlassRecall, num_classes: 10, average: none}"
+MULTICLASS = "torchmetrics.classification.Multiclass"
+ACCURACY = {"_target_": f"{MULTICLASS}Accuracy", "num_classes": 4, "average": "micro"}
+F1 = f"{{_target_: {MULTICLASS}F1Score, num_classes: 10, average: macro}}"
+RECALL = f"{{_target_: {MULTICLASS}Recall, num_classes: 10, average: none}}"
 QUICK = ("task=classification", "train.max_steps=4", "train.eval_every=2")
 
 
@@ -122,9 +119,8 @@ def test_a_task_of_ones_own_takes_the_keys():
     added, own = measured(task, [(torch.randn(4, 1), torch.randn(4, 1))])
     assert added["val/error"] == pytest.approx(own["val/mine"], rel=1e-6)
     assert (task.quality, task.direction) == ("val/mine", "max")
-    assert task_of(PlainTask, metrics=["torchmetrics.R2Score"], quality="r2_score").quality == (
-        "val/r2_score"
-    )
+    compared = task_of(PlainTask, metrics=["torchmetrics.R2Score"], quality="r2_score")
+    assert compared.quality == "val/r2_score"
 
 
 @pytest.mark.parametrize(
@@ -185,53 +181,38 @@ def test_metrics_change_no_step(main, tmp_path):
         place = f"hydra.run.dir={name}"
         done = main(*QUICK, *vit, *keys, "model.dropout=0.2", "tracking=none", place)
         assert done.rc == 0, done.stderr
-    plain, added = (
-        json.loads((tmp_path / name / "result.json").read_text()) for name in ("plain", "added")
-    )
+    paths = [tmp_path / name / "result.json" for name in ("plain", "added")]
+    plain, added = (json.loads(path.read_text()) for path in paths)
     assert plain["train_loss"] == added["train_loss"]
     assert plain["metrics"].items() < added["metrics"].items()
 
 
 @pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ("[torchmetrics.F1Skore]", "task.metrics[0]=torchmetrics.F1Skore does not import"),
+        ("[{_target_: torchmetrics.F1Skore}]", "[0]._target_=torchmetrics.F1Skore does not import"),
+        (f"[{{_target_: {MULTICLASS}F1Score, clases: 1}}]", "[0].num_classes is needed by torchm"),
+        ("3", "task.metrics=3 does not fit. Allowed: a dotted path"),
+        ("[{num_classes: 3}]", "task.metrics[0]={'num_classes': 3} does not fit"),
+        ("torch.nn.ReLU", "task.metrics=torch.nn.ReLU is a ReLU, no torchmetrics"),
+        ("torchmetrics.functional.accuracy", "is a function, no torchmetrics.Metric"),
+        ("{_target_: torchmetrics.MetricCollection, metrics: []}", "List its metrics one by one"),
+        (f"[{F1},{F1}]", "task.metrics has 2 metrics of the name multiclass_f1_score"),
+        (f"{{a/b: {F1}}}", "a/b is no name of a metric"),
+    ],
+)
+def test_wrong_metrics_are_refused(refusal, metrics, message):
+    assert message in refusal(f"task.metrics={metrics}")
+
+
+@pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            ["task.metrics=[torchmetrics.F1Skore]"],
-            "task.metrics[0]=torchmetrics.F1Skore does not import",
-        ),
-        (
-            ["task.metrics=[{_target_: torchmetrics.F1Skore}]"],
-            "task.metrics[0]._target_=torchmetrics.F1Skore does not import",
-        ),
-        (
-            ["task.metrics=[{_target_: torchmetrics.classification.MulticlassF1Score, clases: 1}]"],
-            "task.metrics[0].num_classes is needed by torchmetrics",
-        ),
-        (["task.metrics=3"], "task.metrics=3 does not fit. Allowed: a dotted path"),
-        (["task.metrics=[{num_classes: 3}]"], "task.metrics[0]={'num_classes': 3} does not fit"),
         (["task.metrics=torch.nn.ReLU"], "task.metrics=torch.nn.ReLU is a ReLU, no torchmetrics"),
-        (
-            ["task.metrics=torchmetrics.functional.accuracy"],
-            "is a function, no torchmetrics.Metric",
-        ),
-        (
-            ["task.metrics={_target_: torchmetrics.MetricCollection, metrics: []}"],
-            "List its metrics one by one",
-        ),
-        (
-            [f"task.metrics=[{F1},{F1}]"],
-            "task.metrics has 2 metrics of the name multiclass_f1_score",
-        ),
-        ([f"task.metrics={{a/b: {F1}}}"], "a/b is no name of a metric"),
-        (
-            [f"task.metrics={{accuracy: {F1}}}"],
-            "accuracy has the name of a metric that the task records itself, val/accuracy",
-        ),
+        ([f"task.metrics={{accuracy: {F1}}}"], "accuracy has the name of a metric that the task"),
         ([f"task.metrics=[{F1.replace('10', '3')}]"], "task.metrics: multiclass_f1_score fails"),
-        (
-            ["task.metrics={_target_: torchmetrics.ROC, task: multiclass, num_classes: 10}"],
-            "roc returns a tuple",
-        ),
+        (["task.metrics={_target_: torchmetrics.ROC, task: binary}"], "task.metrics: roc "),
         (["task.quality=f2", "task.direction=maximize"], "task.quality=val/f2 is not recorded"),
         (["task.quality=f2", "task.direction=maximize"], "one of: val/loss, val/accuracy."),
         (["task.quality=3"], "task.quality=3 does not fit. Allowed: a metric's name"),

@@ -72,16 +72,16 @@ def test_the_loss_of_a_model_is_taken(output, options):
 
 
 def test_outputs_without_what_a_task_takes_are_refused():
-    with pytest.raises(ConfigError, match=r"keys hidden, and that part of it is no tensor"):
-        CausalLM(output="logits").loss({"hidden": LOGITS}, LABELS)
-    with pytest.raises(ConfigError, match=r"Type task\.output=<0 to 1>"):
-        CausalLM(output=2).loss((LOGITS, LOGITS), LABELS)
-    with pytest.raises(ConfigError, match=r"Type task\.output=<5>"):
-        CausalLM(output="logits").loss({5: LOGITS}, LABELS)
-    with pytest.raises(ConfigError, match=r"returns one tensor\. Leave task\.output out"):
-        CausalLM(output="logits").loss(LOGITS, LABELS)
-    with pytest.raises(ConfigError, match="the model returns no loss"):
-        ModelLoss().loss({"logits": LOGITS}, LABELS)
+    table = [
+        (CausalLM(output="logits"), {"hidden": LOGITS}, "keys hidden, and that part of it is no t"),
+        (CausalLM(output=2), (LOGITS, LOGITS), "Type task.output=<0 to 1>"),
+        (CausalLM(output="logits"), {5: LOGITS}, "Type task.output=<5>"),
+        (CausalLM(output="logits"), LOGITS, "returns one tensor. Leave task.output out"),
+        (ModelLoss(), {"logits": LOGITS}, "the model returns no loss"),
+    ]
+    for task, output, said in table:
+        with pytest.raises(ConfigError, match=said):
+            task.loss(output, LABELS)
     assert torch.equal(CausalLM(output=1).select((None, LOGITS)), LOGITS)
 
 

@@ -1,0 +1,105 @@
+"""Losses and metrics of the built-in tasks, by hand and by torch's functions."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from runner.training.tasks.classification import Classification
+from runner.training.tasks.language import Language
+from runner.training.tasks.regression import Regression
+from runner.utils.errors import ConfigError
+
+LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 3.0], [5.0, 0.0, 0.0]])
+TARGET = torch.tensor([0, 1, 2, 1])
+GENERATOR = torch.Generator().manual_seed(0)
+TEXT = torch.randn(4, 5, 7, generator=GENERATOR)
+TOKENS = torch.randint(7, (4, 5), generator=GENERATOR)
+NUMBERS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]])
+WANTED = torch.tensor([[1.0, 1.0], [3.0, 2.0], [5.0, 8.0]])
+LOSS = ("val/loss", "min")
+QUALITIES = {Classification: ("val/accuracy", "max"), Language: LOSS, Regression: LOSS}
+
+
+ENTROPY, TEXT_ENTROPY = F.cross_entropy(LOGITS, TARGET), F.cross_entropy(TEXT.mT, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "output", "target", "loss", "further"),
+    [
+        (Classification, LOGITS, TARGET, ENTROPY, {"val/accuracy": 0.75}),
+        (Language, TEXT, TOKENS, TEXT_ENTROPY, {"val/perplexity": TEXT_ENTROPY.exp().item()}),
+        (Regression, NUMBERS, WANTED, torch.tensor(1.0), {}),
+    ],
+)
+def test_batches_of_unequal_size_add_up_to_the_whole(kind, output, target, loss, further):
+    task = kind()
+    sums = task.totals(output[:1], target[:1]) + task.totals(output[1:], target[1:])
+    assert task.summarise(sums.tolist()) == pytest.approx({"val/loss": loss.item(), **further})
+    assert task.loss(output, target).item() == pytest.approx(loss.item())
+    assert (task.quality, task.direction) == QUALITIES[kind]
+    assert math.isnan(task.summarise([0.0] * len(sums))[task.quality])  # without examples
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_loss_keeps_the_dtype_and_totals_are_double(dtype):
+    for task, output, target in ((Classification(), LOGITS, TARGET), (Language(), TEXT, TOKENS)):
+        assert task.loss(output.to(dtype), target).dtype == dtype
+        assert task.totals(output.to(dtype), target).dtype == torch.float64
+
+
+def test_nothing_syncs_with_the_device():
+    """A meta tensor raises on any read of its value."""
+    logits, target = torch.empty(4, 3, device="meta"), torch.empty(4, dtype=int, device="meta")
+    assert Classification().loss(logits, target).device.type == "meta"
+    assert Classification().totals(logits, target).shape == (3,)
+
+
+NOT_CLASSES = "integer targets"
+OTHER_SHAPES = "B, T, V"
+NO_NUMBERS = "one shape"
+
+
+@pytest.mark.parametrize(
+    ("task", "output", "target", "message"),
+    [
+        (Classification(), LOGITS, TARGET[:3], NOT_CLASSES),
+        (Classification(), LOGITS, TARGET.float(), NOT_CLASSES),
+        (Classification(), LOGITS[None], TARGET, NOT_CLASSES),
+        (Classification(), LOGITS, LOGITS, NOT_CLASSES),
+        (Language(), TEXT, TOKENS[:, :-1], OTHER_SHAPES),
+        (Language(), TEXT[0], TOKENS[0], OTHER_SHAPES),
+        (Regression(), torch.zeros(3, 1), torch.zeros(3), NO_NUMBERS),  # no broadcasting
+        (Regression(), torch.zeros(3), torch.zeros(3, dtype=int), NO_NUMBERS),
+        (Regression(), torch.zeros(3, dtype=torch.complex64), torch.zeros(3), NO_NUMBERS),
+    ],
+)
+def test_other_shapes_and_dtypes_are_refused(task, output, target, message):
+    for compute in (task.loss, task.totals):
+        with pytest.raises(ValueError, match=message):
+            compute(output, target)
+
+
+def test_label_smoothing_is_in_the_training_loss_only():
+    smooth, plain = Classification(label_smoothing=0.2), Classification()
+    expected = F.cross_entropy(LOGITS, TARGET, label_smoothing=0.2)
+    assert smooth.loss(LOGITS, TARGET) == expected != plain.loss(LOGITS, TARGET)
+    assert torch.equal(smooth.totals(LOGITS, TARGET), plain.totals(LOGITS, TARGET))
+    for value in (-0.1, 1.0):
+        with pytest.raises(ConfigError, match=r"task\.label_smoothing=0\.1"):
+            Classification(label_smoothing=value)
+
+
+@pytest.mark.parametrize("loss", [1e6, math.inf])
+def test_a_diverged_run_has_infinite_perplexity(loss):
+    assert Language().summarise([loss, 1.0])["val/perplexity"] == math.inf
+    assert all(math.isnan(v) for v in Language().summarise([math.nan, 1.0]).values())
+
+
+def test_squared_errors_below_single_precision_are_kept():
+    one, above = (torch.full((1, 1), v, dtype=torch.float64) for v in (1.0, 1.0 + 1e-12))
+    assert Regression().loss(above, one).item() == pytest.approx(1e-24, rel=1e-3)
+    assert Regression().totals(above, one)[0].item() == pytest.approx(1e-24, rel=1e-3)
+    tiny = torch.full((1, 1), 1e-30)  # its square underflows float32
+    assert Regression().totals(tiny, 0 * tiny)[0].item() == pytest.approx(1e-60, rel=1e-3)
