@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import first_names
 from runner.utils.modules import select_modules
 
 ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
@@ -94,9 +95,7 @@ class ConversionReport:
         if not self.modules:
             return
         converted = [row.module for row in self.modules if row.done and row.elements]
-        names = ", ".join(converted[:limit])
-        if len(converted) > limit:
-            names += f", and {len(converted) - limit} more"
+        names = first_names(converted, limit)
         yield f"converted {self._counts()}" + (f": {names}" if names else "")
         skipped = summarize_modules(row for row in self.modules if not row.done)
         notes = summarize_modules(row for row in self.modules if row.done and row.why)

@@ -19,6 +19,7 @@ from runner.precision.conversion import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
 from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.formatting import first_names
 from runner.utils.tpu import is_tpu
 
 
@@ -97,13 +98,11 @@ class MixedPrecision(Precision):
         halves = (torch.float16, torch.bfloat16)
         half = [name for name, parameter in model.named_parameters() if parameter.dtype in halves]
         if half:
-            names = ", ".join(half[:3])
-            if len(half) > 3:
-                names += f" and {len(half) - 3} more"
             true_precision = "16-true" if self.compute is torch.float16 else "bf16-true"
             raise ConfigError(
                 f"precision={self.name} trains float32 parameters, and the model holds half ones: "
-                f"{names}. Build the model in float32, or type precision={true_precision}."
+                f"{first_names(half, 3)}. Build the model in float32, or type "
+                f"precision={true_precision}."
             )
         return super().convert(model, device)
 

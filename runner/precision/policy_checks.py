@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from runner.precision.conversion_proof import ForwardWatch
 from runner.utils.accelerator import KINDS, choose_accelerator
 from runner.utils.errors import ConfigError, PolicyError, Unavailable
+from runner.utils.formatting import first_names
 from runner.utils.tpu import is_tpu
 
 _open_sessions: list[str] = []
@@ -131,11 +132,10 @@ def prove_layers_called(
         yield
     if watch.bypassed:
         names = sorted(watch.bypassed)
-        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
         raise PolicyError(
-            f"The model reads the weight of {shown} and does not call the layer, which computes "
-            f"in precision={name}. Leave such layers as they are: make the policy with "
-            f"ignore_modules={names}."
+            f"The model reads the weight of {first_names(names)} and does not call the layer, "
+            f"which computes in precision={name}. Leave such layers as they are: make the policy "
+            f"with ignore_modules={names}."
         )
 
 

@@ -18,11 +18,11 @@ from runner.config.schema import RunSpec
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import first_names
 from runner.utils.modules import select_modules
 from runner.utils.tensors import dtype_name
 from runner.utils.terminal import quote_command
 
-_MOST_NAMES = 6
 """Names of each kind that a message lists."""
 _COUNTERS = ".num_batches_tracked"
 """End of the name of a buffer that weights older than torch 1.0 lack, and that torch fills in."""
@@ -60,9 +60,9 @@ class InitialWeights(NamedTuple):
         every = len(self.loaded) + len(self.fresh)
         line = f"weights: {len(self.loaded)} of {every} tensors from {self.where} ({self.source})"
         if self.fresh:
-            line += f"; fresh: {_listed(self.fresh)}"
+            line += f"; fresh: {first_names(self.fresh)}"
         if self.unused:
-            line += f"; not used: {_listed(self.unused)}"
+            line += f"; not used: {first_names(self.unused)}"
         return line
 
 
@@ -201,12 +201,12 @@ def _misfit(
     where = spec.init.weights
     parts = []
     if missing:
-        parts.append(f"{len(missing)} missing in the file ({_listed(missing)})")
+        parts.append(f"{len(missing)} missing in the file ({first_names(missing)})")
     if unexpected:
-        parts.append(f"{len(unexpected)} unexpected in the file ({_listed(unexpected)})")
+        parts.append(f"{len(unexpected)} unexpected in the file ({first_names(unexpected)})")
     if other_shapes:
         texts = [f"{n}: {_shape(selected[n])}, in the model {_shape(own[n])}" for n in other_shapes]
-        parts.append(f"{len(other_shapes)} of another shape or kind ({_listed(texts)})")
+        parts.append(f"{len(other_shapes)} of another shape or kind ({first_names(texts)})")
     fitting = len([name for name in selected if name in own]) - len(other_shapes)
     text = (
         f"init.weights={where} does not fit the model: {'; '.join(parts)}; {fitting} of the "
@@ -238,12 +238,6 @@ def _shape(value: Any) -> str:
     is_usual = value.is_floating_point() and value.itemsize > 1
     kind = "" if is_usual else f" {dtype_name(value.dtype)}"
     return f"{list(value.shape)}{kind}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return names with a count of those above the first ones."""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 class Rename(NamedTuple):

@@ -34,6 +34,7 @@ from runner.training.model_call import call_model
 from runner.training.parameter_groups import freeze_parameters
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import tensors_only
+from runner.utils.formatting import first_names
 from runner.utils.tensors import float32_bytes
 from runner.utils.terminal import quote_command
 
@@ -358,8 +359,7 @@ def _lazy_layers(model: nn.Module) -> str:
         tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if any(map(is_lazy, tensors)):
             lazy.append(name or "(the model itself)")
-    more = f" and {len(lazy) - 3} more" if len(lazy) > 3 else ""
-    return f"{', '.join(lazy[:3])}{more}"
+    return first_names(lazy, 3)
 
 
 def _example(spec: RunSpec, device: torch.device, names: str) -> Any:

@@ -30,6 +30,7 @@ from runner.training.parameter_groups import (
 from runner.training.schedules import build_scheduler, check_scheduler
 from runner.training.state import ScheduledOptimizer, sparse_parameters
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import first_names
 from runner.utils.tensors import dtype_name
 
 
@@ -63,20 +64,16 @@ def parameters_by_optimizer(
         if not share:
             raise ConfigError(
                 f"{key}.match={match} takes no parameter of the model. "
-                f"Left for it: {_first_names(free) or 'none'}."
+                f"Left for it: {first_names([*free]) or 'none'}."
             )
         free = {name: p for name, p in free.items() if name not in share}
         shares.append((key, part, list(share.values())))
     # A parameter without an optimizer would stay at its initial value, unnoticed.
     if free:
         raise ConfigError(
-            f"No optimizer takes: {_first_names(free)}. Give one of them match: null."
+            f"No optimizer takes: {first_names([*free])}. Give one of them match: null."
         )
     return shares
-
-
-def _first_names(named: Mapping[str, nn.Parameter]) -> str:
-    return ", ".join(list(named)[:6])
 
 
 def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

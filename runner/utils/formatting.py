@@ -40,7 +40,7 @@ def format_share(value: float) -> str:
     return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"
 
 
-def first_names(names: Sequence[str], limit: int, separator: str = ", ") -> str:
+def first_names(names: Sequence[str], limit: int = 6, separator: str = ", ") -> str:
     """Return the first names of a list for a sentence, with a count of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return separator.join(names[:limit]) + more

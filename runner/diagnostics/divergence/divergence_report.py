@@ -18,7 +18,7 @@ from runner.diagnostics.divergence.findings import (
 )
 from runner.diagnostics.divergence.tensor_error import LogProbabilityError
 from runner.utils.files import write_json
-from runner.utils.formatting import format_share
+from runner.utils.formatting import first_names, format_share
 
 MIN_SUBNORMAL_SHARE = 0.01
 """Share of a tensor's elements below the normal numbers of its dtype, from which on that is named
@@ -89,13 +89,13 @@ def _remarks(batch: BatchComparison) -> str:
         for name, (count, expected) in batch.uneven_calls.items():
             times = "once" if count == 1 else f"{count} times"
             counts.append(f"`{name}` ({times} against {expected})")
-        text += f" Not called equally often by both: {_listed(counts)}."
+        text += f" Not called equally often by both: {first_names(counts, _LISTED)}."
     if batch.other_weights:
         names = [f"`{name}`" for name in batch.other_weights]
         count = len(names)
         text += (
             f" Both have other weights in {count} {'module' if count == 1 else 'modules'}, so that "
-            f"errors there are no bug of their code: {_listed(names)}."
+            f"errors there are no bug of their code: {first_names(names, _LISTED)}."
         )
     reshaped = [
         f"`{row.module}`"
@@ -103,15 +103,9 @@ def _remarks(batch: BatchComparison) -> str:
         if row.added and row.added.found.other_shape and not row.added.is_unexplained
     ]
     if reshaped:
-        text += f" Not compared, for rounding gives them other shapes: {_listed(reshaped)}."
+        names = first_names(reshaped, _LISTED)
+        text += f" Not compared, for rounding gives them other shapes: {names}."
     return text
-
-
-def _listed(words: Sequence[str]) -> str:
-    """Return the first words of a list, and how many there are more."""
-    listed = ", ".join(words[:_LISTED])
-    more = len(words) - _LISTED
-    return f"{listed} and {more} more" if more > 0 else listed
 
 
 def metrics(step: StepComparison) -> dict[str, float]:

@@ -23,6 +23,7 @@ from runner.sweeps.report.rebuild import existing_store, find_parent_run
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.compare import BASELINE
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import first_names
 from runner.utils.layout import MANIFEST
 
 _COMPARED_SECTIONS = ("model", "adapter", "data", "task", "optimizer", "scheduler", "train", "init")
@@ -158,9 +159,7 @@ def _check_same_settings(name: str, jobs: Sequence[JobSettings], spec: RunSpec) 
     texts = [
         f"{key} ({config.get(key, 'none')} there, {own.get(key, 'none')} here)" for key in differing
     ]
-    more = len(texts) - MAX_DIFFERING_KEYS
-    end = f", and {more} more" if more > 0 else ""
     raise ConfigError(
         f"advise.baseline={name} trained with other settings than this command: "
-        f"{', '.join(texts[:MAX_DIFFERING_KEYS])}{end}. Type the same settings."
+        f"{first_names(texts, MAX_DIFFERING_KEYS)}. Type the same settings."
     )

@@ -8,7 +8,7 @@ from runner.sweeps.verdict.ranking import PrecisionVerdict
 from runner.sweeps.verdict.settings import TIMEOUT_WORDS
 from runner.sweeps.verdict.statistics import MIN_SEEDS, Difference, Ratio, Spread, Verdict
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.formatting import format_number
+from runner.utils.formatting import first_names, format_number
 from runner.utils.markup import Tone
 
 VERDICT_WORDS = {
@@ -82,11 +82,7 @@ def format_range(ratio: Ratio | None) -> str:
 
 def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     """Return the first names, and how many more there are."""
-    every = list(names)
-    listed = ", ".join(every[:limit])
-    if len(every) > limit:
-        return f"{listed} and {len(every) - limit} more"
-    return listed
+    return first_names([*names], limit)
 
 
 def difference_words(difference: Difference) -> tuple[str, str]:
