@@ -322,7 +322,12 @@ class PassErrors(NamedTuple):
 
     def larger(self, other: "PassErrors") -> "PassErrors":
         """Return the larger error of each tensor of two passes."""
-        return PassErrors(*map(larger_errors, self, other))
+        return PassErrors(
+            larger_errors(self.forward, other.forward),
+            larger_errors(self.backward, other.backward),
+            larger_errors(self.gradients, other.gradients),
+            larger_errors(self.buffers, other.buffers),
+        )
 
 
 def pass_errors(visitor: ComparingVisitor) -> PassErrors:

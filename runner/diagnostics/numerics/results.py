@@ -36,9 +36,9 @@ float32's rounding error: 2**-24 in one operation, 4 bits more in a sum of some 
 INITIAL_SCALE = 2.0**16
 """The scale that 16-mixed and torch's GradScaler begin with."""
 KINDS_WITHOUT_GRADIENTS = tuple(kind for kind in KINDS if kind != "gradients")
-_POWERS = range(-32, 97)
+_SCALE_EXPONENTS = range(-32, 97)
 """Exponents of the scales that are tried."""
-_LOWEST = FLOAT16.exponent - FLOAT16.mantissa
+_LEAST_FLOAT16_EXPONENT = FLOAT16.exponent - FLOAT16.mantissa
 """Exponent of the least subnormal value. Values under half of it become zero."""
 _BIN_ENERGY = 7 / 3
 """Mean of x**2 over [1, 2): energy of a value in units of 4**exponent."""
@@ -212,8 +212,9 @@ class Numerics:
         losses = self._mean_losses(fmt)
         lacks = {_lacks(kind, lost) for (_, kind), lost in losses.items() if kind in kinds}
         # One module that lacks range decides, whatever the others lack.
-        verdicts: tuple[Sensitivity, ...] = ("range", "precision")
-        return next((verdict for verdict in verdicts if verdict in lacks), "none")
+        if "range" in lacks:
+            return "range"
+        return "precision" if "precision" in lacks else "none"
 
     def _mean_losses(self, fmt: str) -> dict[tuple[str, str], QuantizationLoss]:
         """Return the mean loss of each module and kind over the snapshots."""
@@ -317,7 +318,7 @@ def loss_scales(numerics: Numerics) -> LossScaleRange | None:
         for stats in snapshot.measured:
             if stats.kind == "gradients":
                 modules[stats.module].append((stats, snapshot.loss_scale or 1.0))
-    fits = [k for k in _POWERS if all(_fits(found, k) for found in modules.values())]
+    fits = [k for k in _SCALE_EXPONENTS if all(_fits(found, k) for found in modules.values())]
     if not fits:
         return None
     return LossScaleRange(2.0 ** fits[0], 2.0 ** fits[-1])
@@ -375,11 +376,11 @@ def _losses_below_range(exponents: Mapping[int, int], shift: int) -> tuple[float
     if not values:
         return 0.0, 0.0
     floor = max(exponents) - NEGLIGIBLE_EXPONENT_GAP
-    zero = _LOWEST - 1 - shift
+    zero = _LEAST_FLOAT16_EXPONENT - 1 - shift
     vanished = sum(n for e, n in exponents.items() if floor <= e < zero)
     energy = sum(n * _BIN_ENERGY * 4.0**e for e, n in exponents.items())
     # The variance of an error that is evenly spread over a step is the step squared, over 12.
-    rounding_energy = 4.0 ** (_LOWEST - shift) / 12
+    rounding_energy = 4.0 ** (_LEAST_FLOAT16_EXPONENT - shift) / 12
     small = {e: n for e, n in exponents.items() if e < FLOAT16.exponent - shift}
     # A value that becomes zero loses its own energy and no more.
     lost = sum(n * min(_BIN_ENERGY * 4.0**e, rounding_energy) for e, n in small.items())
