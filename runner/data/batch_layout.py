@@ -36,30 +36,26 @@ class PositionalInputs(list[Any]):
     """Inputs of a batch that the model takes as positional arguments."""
 
 
-def _register_containers() -> None:
-    """Have torch's functions for nested containers look into these classes."""
-    for container in (KeywordInputs, WideFields):
-        register_pytree_node(
-            container,
-            _dict_flatten,
-            partial(_mapping_of, container),
-            serialized_type_name=f"{container.__module__}.{container.__name__}",
-            flatten_with_keys_fn=_dict_flatten_with_keys,
-        )
-    register_pytree_node(
-        PositionalInputs,
-        lambda inputs: ([*inputs], None),
-        lambda values, _: PositionalInputs(values),
-        serialized_type_name="runner.data.batch_layout.PositionalInputs",
-        flatten_with_keys_fn=_list_flatten_with_keys,
-    )
-
-
 def _mapping_of(container: type[Any], values: Any, names: Any) -> Any:
     return container(zip(names, values, strict=True))
 
 
-_register_containers()
+# torch's functions for nested containers look into these classes.
+for _container in (KeywordInputs, WideFields):
+    register_pytree_node(
+        _container,
+        _dict_flatten,
+        partial(_mapping_of, _container),
+        serialized_type_name=f"{_container.__module__}.{_container.__name__}",
+        flatten_with_keys_fn=_dict_flatten_with_keys,
+    )
+register_pytree_node(
+    PositionalInputs,
+    lambda inputs: ([*inputs], None),
+    lambda values, _: PositionalInputs(values),
+    serialized_type_name="runner.data.batch_layout.PositionalInputs",
+    flatten_with_keys_fn=_list_flatten_with_keys,
+)
 
 
 @dataclass(frozen=True)

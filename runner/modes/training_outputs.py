@@ -5,6 +5,7 @@ The run's config, environment and commit are written by run_metadata.py.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -40,11 +41,13 @@ from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import ConfigError
 from runner.utils.files import os_error_reason, write_table
 from runner.utils.formatting import format_number, relative_path
+from runner.utils.plots import chart_style
 
 DTYPES_FILE = "dtypes.json"
 ROUNDING_COLUMN = "rounding between fused operations"
 """Column of dtypes.json in a run that compiles: eager, fused or not compiled."""
 _PROCESSES_FILE = "processes.json"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) -> None:
@@ -142,21 +145,28 @@ def draw_loss_scale(
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    axes = figure.add_subplot()
-    # The last scale holds until the run ends, so its line is drawn up to there.
-    steps = [step for step, _ in scales] + [last]
-    values = [scale for _, scale in scales] + [scales[-1][1]]
-    axes.step(steps, values, where="post", color="#1f77b4", label="loss scale")
-    axes.set_yscale("log", base=2)
-    for i, step in enumerate(overflows):
-        # One entry of the legend stands for all marks.
-        axes.axvline(step, color="#d62728", lw=0.8, alpha=0.6, label=None if i else "skipped step")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss scale")
-    axes.set_ylim(min(values) / 2, max(values) * 2)
-    axes.legend(loc="best")
-    figure.savefig(path, dpi=120)
+    with chart_style(font_size=10):
+        figure = Figure(figsize=(8, 3))
+        # Fixed margins: to compute them would draw the picture twice.
+        axes = figure.add_axes((0.08, 0.16, 0.914, 0.80))
+        # The last scale holds until the run ends, so its line is drawn up to there.
+        steps = [step for step, _ in scales] + [last]
+        values = [scale for _, scale in scales] + [scales[-1][1]]
+        axes.step(steps, values, where="post", color="#1f77b4", label="loss scale")
+        axes.set_yscale("log", base=2)
+        # Plain text: matplotlib's own labels start its parser of mathematics.
+        axes.yaxis.set_major_formatter(
+            lambda scale, _: "2" + f"{math.log2(scale):.0f}".translate(_SUPERSCRIPTS)
+        )
+        for i, step in enumerate(overflows):
+            # One entry of the legend stands for all marks.
+            label = None if i else "skipped step"
+            axes.axvline(step, color="#d62728", lw=0.8, alpha=0.6, label=label)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss scale")
+        axes.set_ylim(min(values) / 2, max(values) * 2)
+        axes.legend(loc="best")
+        figure.savefig(path, dpi=120)
     return path
 
 

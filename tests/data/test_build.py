@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from items import CPU
 from torch.utils.data import Dataset, TensorDataset
 
 from runner.config.schema import DebugSpec, RunSpec, TrainSpec
@@ -11,8 +12,6 @@ from runner.data.build import build_data, build_run_loaders, splits_problems
 from runner.data.splits import Splits
 from runner.training.tasks.classification import Classification
 from runner.utils.errors import ConfigError
-
-CPU = torch.device("cpu")
 
 
 def make_spec(function, **keywords):
@@ -87,10 +86,12 @@ def test_the_task_of_a_run_is_not_built_again():
     assert loaders.val.options.layout.target == "b"
 
 
-@pytest.mark.parametrize("target", ["tensors", "images"])
-def test_true_descriptions_pass(target):
-    for meta in ({"input": [1, 2, 2], "classes": 3}, {"classes": 4}, {"classes": None}, {}, None):
-        build_data(make_spec(target, meta=meta))
+@pytest.mark.parametrize(
+    "meta", [{"input": [1, 2, 2], "classes": 3}, {"classes": 4}, {"classes": None}, {}, None]
+)
+@pytest.mark.parametrize(("target", "count"), [("tensors", 6), ("images", 4)])
+def test_data_of_true_descriptions_are_returned(target, count, meta):
+    assert len(build_data(make_spec(target, meta=meta)).train) == count
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_every_wrong_description_is_refused(target, named):
 
 
 def test_real_targets_have_no_classes():
-    build_data(make_spec("numbers", meta={"classes": 1}))
+    assert len(build_data(make_spec("numbers", meta={"classes": 1})).train) == 6
 
 
 @pytest.mark.parametrize(
@@ -133,9 +134,8 @@ def test_data_that_cannot_be_used_are_refused(function, keywords, message):
 def test_overfit_takes_the_same_few_examples():
     for few, count in ((2, 2), (100, 6)):
         data = build_data(replace(make_spec("tensors"), debug=DebugSpec(overfit=few)))
-        train, val = data.train, data.val
-        assert train is val
-        assert len(train) == count
+        assert data.train is data.val
+        assert len(data.train) == count
 
 
 def test_loaders_follow_the_spec():

@@ -2,12 +2,12 @@
 
 import random
 import signal
-import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from items import CPU, Batches, Items, X, Y
+from torch.utils.data import TensorDataset
 
 from runner.data.batch_layout import BatchLayout
 from runner.data.collate import Collator, makes_batches
@@ -15,21 +15,8 @@ from runner.data.loader import Loader, LoaderOptions
 from runner.utils.errors import ConfigError
 from runner.utils.stop_signals import Stopped
 
-CPU = torch.device("cpu")
-X, Y = torch.arange(20.0).view(10, 2), torch.arange(10)
-
-
-class Items(Dataset):
-    def __len__(self):
-        return len(X)
-
-    def __getitem__(self, index):
-        return X[index], Y[index]
-
-
-class Batches(Items):
-    def batch(self, indices):
-        return X[indices], Y[indices]
+# torch's own, from Python 3.12 on
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 class Rows(Items):
@@ -60,11 +47,8 @@ def loader(dataset, function, workers=0, **options):
     return Loader(dataset, 4, shuffle=True, seed=3, device=CPU, options=options)
 
 
-@pytest.fixture(autouse=True)
-def _without_fork_warnings():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # torch's own, from 3.12 on
-        yield
+def drawn(loading, epoch, start=0):
+    return [x.tolist() for x, _ in loading.epoch(epoch, start)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -81,13 +65,13 @@ def test_a_collator_gets_the_examples_of_each_batch(dataset, workers):
 def test_what_a_collator_draws_depends_on_seed_and_epoch_alone():
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = [x.tolist() for x, _ in loader(Items(), noisy).epoch(1)]
+    first = drawn(loader(Items(), noisy), 1)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    assert [x.tolist() for x, _ in loader(Items(), noisy).epoch(1, 1)] == first[1:]
-    assert [x.tolist() for x, _ in loader(Items(), noisy).epoch(2)] != first
+    assert drawn(loader(Items(), noisy), 1, 1) == first[1:]
+    assert drawn(loader(Items(), noisy), 2) != first
     in_processes = loader(Items(), noisy, workers=2)
-    assert [x.tolist() for x, _ in in_processes.epoch(1)] == first
+    assert drawn(in_processes, 1) == first
     in_processes.close()
 
 
@@ -114,13 +98,13 @@ class Masking:
 )
 def test_a_generator_of_the_collators_own_is_seeded_for_each_batch(make):
     first = loader(Items(), Masking(make))
-    epoch = [x.tolist() for x, _ in first.epoch(1)]
-    assert [x.tolist() for x, _ in first.epoch(1)] == epoch
-    assert [x.tolist() for x, _ in loader(Items(), Masking(make)).epoch(1, 1)] == epoch[1:]
-    assert [x.tolist() for x, _ in first.epoch(2)] != epoch
+    epoch = drawn(first, 1)
+    assert drawn(first, 1) == epoch
+    assert drawn(loader(Items(), Masking(make)), 1, 1) == epoch[1:]
+    assert drawn(first, 2) != epoch
     assert epoch[0] != epoch[1]
     in_processes = loader(Items(), Masking(make), workers=2)
-    assert [x.tolist() for x, _ in in_processes.epoch(1)] == epoch
+    assert drawn(in_processes, 1) == epoch
     in_processes.close()
 
 

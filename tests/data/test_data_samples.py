@@ -1,5 +1,6 @@
 import pytest
 import torch
+from items import CPU, Batches, Items, X, Y
 from torch.utils.data import TensorDataset
 
 from runner.data.collate import Collator
@@ -13,21 +14,6 @@ from runner.data.step_samples import (
 )
 from runner.training.loop import accumulation_batches
 
-X, Y = torch.arange(10.0), torch.arange(10)
-
-
-class Items:
-    def __len__(self):
-        return len(X)
-
-    def __getitem__(self, index):
-        return X[index], int(Y[index])
-
-
-class Batches(Items):
-    def batch(self, indices):
-        return X[indices], Y[indices]
-
 
 class State:
     """What the loop counts."""
@@ -37,7 +23,7 @@ class State:
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
-    loader = Loader(TensorDataset(X, Y), 3, shuffle=True, seed=4, device=torch.device("cpu"))
+    loader = Loader(TensorDataset(X, Y), 3, shuffle=True, seed=4, device=CPU)
     state = State()
     for step, (micros, _) in enumerate(accumulation_batches(state, loader, accumulate), 1):
         computed = samples_of_step(loader, accumulate, step)
@@ -49,23 +35,22 @@ def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
 
 @pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Items(), Batches()])
 def test_targets_are_those_of_the_data_set(dataset):
-    loader = Loader(dataset, 3, shuffle=True, seed=4, device=torch.device("cpu"))
+    loader = Loader(dataset, 3, shuffle=True, seed=4, device=CPU)
     ((indices, targets),) = targets_of_steps(loader, [StepSamples(1, 1, [[3, 0, 7]])])
     assert indices == targets.tolist() == [3, 0, 7]
 
 
 def masking(pairs):
-    return torch.tensor([x for x, _ in pairs]), torch.rand(len(pairs))
+    return torch.stack([x for x, _ in pairs]), torch.rand(len(pairs))
 
 
 def joined(pairs):
     return 0, [y + 1 for _, y in pairs]
 
 
-def collating(function, workers=0, dataset=None):
+def collating(function, workers=0):
     options = LoaderOptions(workers, collator=Collator("mine", function))
-    device = torch.device("cpu")
-    return Loader(dataset or Items(), 3, shuffle=True, seed=4, device=device, options=options)
+    return Loader(Items(), 3, shuffle=True, seed=4, device=CPU, options=options)
 
 
 def test_targets_of_a_collator_are_those_that_it_makes():

@@ -41,9 +41,8 @@ def test_fields_of_dicts():
 
 
 def test_features_and_class_numbers():
-    inputs, more, targets = pad(
-        [(torch.ones(2, 3), np.ones(2), 1), (torch.ones(4, 3), np.ones(1), 0)]
-    )
+    rows = [(torch.ones(2, 3), np.ones(2), 1), (torch.ones(4, 3), np.ones(1), 0)]
+    inputs, more, targets = pad(rows)
     assert inputs.shape == (2, 4, 3)
     assert inputs[0, 2:].count_nonzero() == 0
     assert more.tolist() == [[1, 1], [1, 0]]
@@ -53,11 +52,7 @@ def test_features_and_class_numbers():
 @pytest.mark.parametrize(
     ("examples", "options", "message"),
     [
-        (
-            [(torch.ones(2, 3), 0), (torch.ones(2, 4), 0)],
-            {},
-            r"input 0 has the shapes \[2, 3\] and",
-        ),
+        ([(torch.ones(2, 3), 0), (torch.ones(2, 4), 0)], {}, r"input 0 has .* \[2, 3\] and"),
         ([(torch.ones(2), 0), (torch.ones(()), 0)], {}, "only the first size may differ"),
         ([{"a": 1}, {"b": 1}], {}, "example 1 of the batch lacks the field a"),
         ([torch.ones(2)], {}, r"an example is a Tensor\. Yield \(input, target\)"),

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from items import CPU
 from torch.utils.data import IterableDataset
 
 from runner.config.schema import DebugSpec, RunSpec, TrainSpec
@@ -19,8 +20,6 @@ from runner.data.stream_loader import StreamLoader
 from runner.distributed.torchrun import ProcessRank
 from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
 from runner.utils.errors import ConfigError
-
-CPU = torch.device("cpu")
 
 
 class Numbers(IterableDataset):
@@ -175,12 +174,9 @@ def test_a_step_on_a_stream_has_no_samples_with_an_index():
 
 
 def test_all_targets_are_those_of_a_pass():
-    portions = [(samples, target.tolist()) for samples, target in all_targets(loader())]
-    assert portions == [
-        ([0, 1, 2, 3], [0, 1, 2, 0]),
-        ([4, 5, 6, 7], [1, 2, 0, 1]),
-        ([8, 9], [2, 0]),
-    ]
+    samples, targets = zip(*all_targets(loader()), strict=True)
+    assert samples == ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])
+    assert [target.tolist() for target in targets] == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0]]
 
 
 def test_a_stream_that_yields_nothing_the_second_time_is_refused():
@@ -211,38 +207,32 @@ def make_spec(debug=None, mode="train", train=None, **data):
 def test_loaders_of_streams_follow_the_spec():
     spec = make_spec(train=TrainSpec(max_steps=3, batch_size=6, num_workers=1))
     loaders = build_run_loaders(spec, build_data(spec), CPU)
-    train, val = loaders.train, loaders.val
-    assert isinstance(train, StreamLoader)
-    assert (train.batch_size, train.options.workers) == (6, 1)
-    assert isinstance(val, StreamLoader)
+    assert isinstance(loaders.train, StreamLoader)
+    assert (loaders.train.batch_size, loaders.train.options.workers) == (6, 1)
+    assert isinstance(loaders.val, StreamLoader)
 
 
 def test_a_few_examples_of_a_stream_are_a_list():
     spec = make_spec(DebugSpec(overfit=4), train=TrainSpec())
     data = build_data(spec)
-    train, val = data.train, data.val
-    assert train is val
-    assert [int(x) for x, _ in train] == [100, 101, 102, 103]
+    assert data.train is data.val
+    assert [int(x) for x, _ in data.train] == [100, 101, 102, 103]
 
 
 @pytest.mark.parametrize(
     ("train", "data", "message"),
     [
-        (TrainSpec(), {}, r"train.epochs=10: the train set is a stream.* Type train.max_steps="),
-        (
-            TrainSpec(max_steps=3, num_workers=2),
-            {},
-            r"num_workers=2: the train set .*num_workers=1",
-        ),
-        (TrainSpec(max_steps=3, data_on_device=True), {}, "data_on_device=true: the train set is"),
-        (TrainSpec(max_steps=3), {"sampler": "a.b"}, "data.sampler=a.b: the train set is a stream"),
-        (TrainSpec(max_steps=3), {"count": 0}, "the train set is empty"),
-        (TrainSpec(max_steps=3), {"val": 0}, "the val set is empty"),
-        (TrainSpec(max_steps=3), {"meta": {"input": [3]}}, r"data.meta.input=\[3\], but an exam"),
+        ({"max_steps": None}, {}, r"train.epochs=10: the train .*stream.* Type train.max_steps="),
+        ({"num_workers": 2}, {}, r"num_workers=2: the train set .*num_workers=1"),
+        ({"data_on_device": True}, {}, "data_on_device=true: the train set is"),
+        ({}, {"sampler": "a.b"}, "data.sampler=a.b: the train set is a stream"),
+        ({}, {"count": 0}, "the train set is empty"),
+        ({}, {"val": 0}, "the val set is empty"),
+        ({}, {"meta": {"input": [3]}}, r"data.meta.input=\[3\], but an exam"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(train, data, message):
-    spec = make_spec(train=train, **data)
+    spec = make_spec(train=TrainSpec(**{"max_steps": 3, **train}), **data)
     with pytest.raises(ConfigError, match=message):
         build_run_loaders(spec, build_data(spec), CPU)
 

@@ -1,8 +1,9 @@
 """Small models of three kinds with a batch each, and bugs to plant into one of their modules."""
 
 import copy
-from functools import cache
+from functools import cache, partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 from states import CPU
@@ -13,6 +14,7 @@ from models.gpt import GPT
 from runner.config.schema import RunSpec
 from runner.data.batch_layout import KeywordInputs
 from runner.diagnostics.divergence.compare import compare_batch
+from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.precision.registry import load_precision
 from runner.training.setup import TrainingSetup, build_state
@@ -44,14 +46,9 @@ def resnet():
 def bert():
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=256,
-        max_position_embeddings=32,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 256}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(max_position_embeddings=32, **sizes, **layers)
     tokens = torch.randint(VOCABULARY, (4, 32))
     labels = torch.where(torch.rand(4, 32) < 0.3, tokens, -100)
     inputs = KeywordInputs(input_ids=tokens, attention_mask=torch.ones_like(tokens))
@@ -126,28 +123,36 @@ class _Scaled(torch.autograd.Function):
         return 1.05 * gradient
 
 
-BUGS = {
-    half_inside: 1,
-    half_sums: 0,
-    scale_off: 0,
-    permuted: 0,
-    other_dropout: 2,
-    wrong_gradient: 0,
-}
+LINEAR, NORM, DROPOUT = range(3)
+BUGS = dict.fromkeys((half_sums, scale_off, permuted, wrong_gradient), LINEAR)
+BUGS |= {half_inside: NORM, other_dropout: DROPOUT}
 """Bugs, with the kind of layer that they are planted into."""
 
 
-def execution(kind, precision, bug=None, **changes):
-    """Return an execution of a model in a precision, with a bug, and the name of its module."""
-    model, _, task = parts(kind)
-    name = LAYERS[kind][BUGS[bug]] if bug is not None else None
-    plant = None if name is None else lambda model: bug(model.get_submodule(name))
-    return execute(model, task, precision, plant, **changes), name
+extended = partial(pytest.param, marks=pytest.mark.extended)
+"""Makes a parameter of a test in the second tier."""
 
 
-def execute(model, task, precision, plant=None, **changes):
+def planted(kind, bug):
+    """Return the name of the module of a kind of model that gets a bug, and what plants it."""
+    name = LAYERS[kind][BUGS[bug]]
+    return name, lambda model: bug(model.get_submodule(name))
+
+
+def replace_forward(name, change):
+    """Return what gives a module `change(plain, x)` in place of its forward, `plain(x)`."""
+
+    def plant(model):
+        layer = model.get_submodule(name)
+        plain = layer.forward
+        layer.forward = lambda x: change(plain, x)
+
+    return plant
+
+
+def execution(model, task, precision, plant=None, **options):
     """Return an execution of a copy of a model in a precision, with what `plant` changes in it."""
-    policy = load_precision(precision, **changes)
+    policy = load_precision(precision, **options)
     model, _ = policy.convert(copy.deepcopy(model))
     if plant is not None:
         plant(model)
@@ -156,16 +161,21 @@ def execute(model, task, precision, plant=None, **changes):
     return Execution(precision, state, 1.0 if value is None else value.item())
 
 
-def compare_model(model, batch, task, precision, plant=None, against="32-true"):
-    """Return what the comparison of a model finds with a copy of it that has a bug."""
-    made = (execute(model, task, against), execute(model, task, precision, plant))
-    return compare_batch(*made, (batch, batch), [torch.get_rng_state()])
+def compare(made, precision, plant=None, **options):
+    """Return what the comparison of a model in float32 finds in a copy with a bug.
 
-
-def compare(kind, precision, bug=None, against="32-true", **changes):
-    """Return what the comparison finds, and the name of the module with the bug."""
-    _, batch, _ = parts(kind)
-    reference, _ = execution(kind, against)
-    other, name = execution(kind, precision, bug, **changes)
+    Args:
+        made: model, batch and task.
+        precision: of the copy; its options are the other keywords.
+        plant: changes the copy.
+    """
+    model, batch, task = made
+    reference = execution(model, task, "32-true")
+    other = execution(model, task, precision, plant, **options)
     torch.manual_seed(1)
-    return compare_batch(reference, other, (batch, batch), [torch.get_rng_state()]), name
+    return compare_batch(reference, other, (batch, batch), [torch.get_rng_state()])
+
+
+def sentence(found, precision="one", against="other"):
+    """Return the sentence of a report on one step."""
+    return DivergenceReport(precision, against, [StepComparison(1, found, None)]).sentence

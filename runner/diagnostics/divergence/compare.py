@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.boundaries import (
-    ROOT,
     Boundary,
     FunctionListener,
     comparable_modules,
@@ -27,10 +26,11 @@ from runner.diagnostics.divergence.findings import (
 )
 from runner.diagnostics.divergence.passes import (
     Arrival,
+    ComparingVisitor,
     PassErrors,
     Substitution,
+    other_weights,
     pass_errors,
-    weight_errors,
 )
 from runner.diagnostics.divergence.reference import (
     NarrowCode,
@@ -49,7 +49,6 @@ from runner.diagnostics.divergence.tensor_error import TensorError, measure_erro
 from runner.precision.contract import Precision
 from runner.training.state import saved_state
 from runner.training.step import backpropagate, loss_of
-from runner.utils.tensors import unit_roundoff
 
 _KINK_PEAK = 0.05
 """Share of a tensor's squared error in one element from which on the error may be that of a kink:
@@ -197,7 +196,7 @@ def compare_batch(
         not any(error.error or error.nonfinite for error in every_error),
         reference_execution.precision.name == execution.precision.name,
         {name: pair for name, pair in calls.items() if pair[0] != pair[1]},
-        _other_weights(execution.state.plain_model, reference_execution.state.plain_model),
+        other_weights(execution.state.plain_model, reference_execution.state.plain_model),
     )
 
 
@@ -256,18 +255,8 @@ def _first_different_operation(
     return ""
 
 
-def _other_weights(model: nn.Module, reference: nn.Module) -> list[str]:
-    """Return the modules whose parameters differ by more than their formats' rounding, in order."""
-    modules = []
-    for name, error in weight_errors(model, reference).items():
-        dtypes = (model.get_parameter(name).dtype, reference.get_parameter(name).dtype)
-        if error.relative > max(unit_roundoff(dtype) for dtype in dtypes):
-            modules.append(name.rpartition(".")[0] or ROOT)
-    return [*dict.fromkeys(modules)]
-
-
 def _run(
-    visitor: Arrival | Substitution, one: _Pass, *listeners: FunctionListener
+    visitor: ComparingVisitor, one: _Pass, *listeners: FunctionListener
 ) -> tuple[PassErrors, float]:
     """Run a batch past a visitor; return all errors, and the loss."""
     execution = visitor.execution

@@ -26,17 +26,37 @@ from runner.diagnostics.divergence.reference import (
 )
 from runner.diagnostics.divergence.roundoffs import Execution, Perturber
 from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors, measure_error
+from runner.utils.tensors import unit_roundoff
 
-Errors = dict[Boundary, TensorError]
 
-
-class Arrival(Visitor):
-    """A visitor that compares the tensors of a free execution with a reference.
+class ComparingVisitor(Visitor):
+    """A visitor that compares what crosses the boundaries with a reference.
 
     Attributes:
         reference, execution: as given.
         forward: errors of the tensors by boundary.
         backward: errors of their gradients by boundary.
+    """
+
+    def __init__(self, reference: Reference, execution: Execution) -> None:
+        self.forward: dict[Boundary, TensorError] = {}
+        self.backward: dict[Boundary, TensorError] = {}
+        self.reference = reference
+        self.execution = execution
+        self._given = GivenTensors()
+
+    def _source(self, tensor: Tensor, expected: Tensor) -> Boundary | None:
+        """Return the boundary from which modules only pass a tensor on, as the reference's do."""
+        source = self._given.source(tensor)
+        # What one execution passes on, the other may have changed.
+        is_passed_on = source is not None and self.reference.values.get(source) is expected
+        return source if is_passed_on else None
+
+
+class Arrival(ComparingVisitor):
+    """Compares the tensors of a free execution.
+
+    Attributes:
         dtypes: dtypes of the tensors by boundary.
         calls: that the execution made.
         outputs: what the model returned, by boundary.
@@ -44,15 +64,11 @@ class Arrival(Visitor):
     """
 
     def __init__(self, reference: Reference, execution: Execution) -> None:
-        self.forward: Errors = {}
-        self.backward: Errors = {}
+        super().__init__(reference, execution)
         self.dtypes: dict[Boundary, torch.dtype] = {}
         self.calls: set[Call] = set()
         self.outputs: dict[Boundary, Tensor] = {}
         self.writes_in_place = False
-        self.reference = reference
-        self.execution = execution
-        self._given = GivenTensors()
         self._versions: TensorVersions = []
         # The gradient that was compared last, kept so that its memory is not another's.
         self._last: tuple[Boundary, Tensor] | None = None
@@ -75,9 +91,8 @@ class Arrival(Visitor):
         expected = self.reference.values.get(boundary)
         if expected is None:
             return tensor
-        source = self._given.source(tensor)
-        # What one execution passes on, the other may have changed.
-        if source is not None and self.reference.values.get(source) is expected:
+        source = self._source(tensor, expected)
+        if source is not None:
             self.forward[boundary] = self.forward[source]
         else:
             self.forward[boundary] = self.reference.error(tensor, expected)
@@ -141,8 +156,8 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-class Substitution(Visitor):
-    """A visitor that gives every module the reference's tensors and gradients.
+class Substitution(ComparingVisitor):
+    """Gives every module the reference's tensors and gradients, and compares what it computes.
 
     The backward of a call runs when the call ends: its own code reaches no other call's, so that
     its graph is freed at once.
@@ -152,11 +167,6 @@ class Substitution(Visitor):
         execution: whose model computes; its loss scale multiplies gradients on their way in.
         copies: whether modules get copies, as a model with operations in place needs.
         perturber: changes the tensors and gradients that are put in; None leaves them.
-
-    Attributes:
-        reference, execution: as given.
-        forward: errors of what modules compute, by boundary, before it is replaced.
-        backward: errors of the gradients that they compute, by boundary.
     """
 
     def __init__(
@@ -166,13 +176,9 @@ class Substitution(Visitor):
         copies: bool,
         perturber: Perturber | None = None,
     ) -> None:
-        self.forward: Errors = {}
-        self.backward: Errors = {}
-        self.reference = reference
-        self.execution = execution
+        super().__init__(reference, execution)
         self._copies = copies
         self._perturber = perturber
-        self._given = GivenTensors()
         # A leaf, so that what is put in has a backward.
         self._start = torch.zeros((), requires_grad=True)
         # Of the calls that run, the innermost last; the first is the code around the model.
@@ -195,10 +201,7 @@ class Substitution(Visitor):
         computes = self._running[-2] if len(self._running) > 1 else takes
         if boundary.side == "out":
             computes, takes = takes, computes
-        source = self._given.source(tensor)
-        # What one execution passes on, the other may have changed.
-        if source is not None and reference.values.get(source) is not expected:
-            source = None
+        source = self._source(tensor, expected)
         if source is None:
             counts = self._perturber is None
             self.forward[boundary] = reference.error(tensor, expected, counts=counts)
@@ -327,7 +330,7 @@ class PassErrors(NamedTuple):
         )
 
 
-def pass_errors(visitor: Arrival | Substitution) -> PassErrors:
+def pass_errors(visitor: ComparingVisitor) -> PassErrors:
     """Return the errors of a pass that has ended, while the model still holds its gradients."""
     execution, reference = visitor.execution, visitor.reference
     model = execution.state.plain_model
@@ -347,16 +350,18 @@ def pass_errors(visitor: Arrival | Substitution) -> PassErrors:
     return PassErrors(visitor.forward, visitor.backward, gradients, buffers)
 
 
-def weight_errors(model: nn.Module, reference: nn.Module) -> dict[str, TensorError]:
-    """Return the errors of a model's parameters against another one's, by name; of those that no
-    conversion has packed."""
+def other_weights(model: nn.Module, reference: nn.Module) -> list[str]:
+    """Return the modules whose parameters differ from a reference's by more than their formats'
+    rounding, in order; without those that a conversion has packed."""
     others = dict(reference.named_parameters())
-    errors = {}
+    modules = []
     for name, parameter in model.named_parameters():
         other = others.get(name)
         if other is not None and _is_comparable(parameter, other):
-            errors[name] = measure_error(parameter, other.to(parameter.device), counts=False)
-    return errors
+            error = measure_error(parameter, other.to(parameter.device), counts=False)
+            if error.relative > max(unit_roundoff(parameter.dtype), unit_roundoff(other.dtype)):
+                modules.append(name.rpartition(".")[0] or ROOT)
+    return [*dict.fromkeys(modules)]
 
 
 def _is_comparable(tensor: Tensor, other: Tensor) -> bool:

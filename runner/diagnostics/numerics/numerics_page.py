@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.diagnostics.numerics.loss_scales import (
-    INITIAL_SCALE,
-    KINDS_WITHOUT_GRADIENTS,
-    loss_scales,
-    suitable_range,
-)
 from runner.diagnostics.numerics.results import (
+    INITIAL_SCALE,
     KINDS,
+    KINDS_WITHOUT_GRADIENTS,
     NEGLIGIBLE_EXPONENT_GAP,
     NOISE_SHARE_LIMIT,
     SWALLOWED_SHARE_LIMIT,
     VANISHING_SHARE_LIMIT,
     Numerics,
+    loss_scales,
+    suitable_range,
 )
 from runner.precision.emulation.formats import FORMATS
 from runner.utils.formatting import format_share

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from compared_models import compare_model
+from compared_models import compare, extended, replace_forward
 from torch import nn
 
 from runner.diagnostics.divergence.findings import first_divergence
@@ -82,22 +82,26 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def compare(chooses, precision, plant=None, seed=0):
+def first_found(chooses, precision, plant=None, seed=0):
     torch.manual_seed(seed)
     model = Net(chooses)
     tokens = torch.randint(VOCABULARY, (8, 33))
-    return compare_model(model, (tokens[:, :-1], tokens[:, 1:]), Language(), precision, plant)
+    made = (model, (tokens[:, :-1], tokens[:, 1:]), Language())
+    return first_divergence(compare(made, precision, plant).rows)
 
 
 ROUNDED = ("bf16-mixed", "16-mixed", "bf16-true")
 CHOOSES = pytest.mark.parametrize("chooses", [False, True], ids=["router", "layer"])
+PRECISIONS = pytest.mark.parametrize(
+    "precision", ["32-true", "bf16-mixed", *(extended(name) for name in ("16-mixed", "bf16-true"))]
+)
 
 
 @CHOOSES
 @pytest.mark.parametrize("precision", ROUNDED)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(extended(seed) for seed in (1, 2))])
 def test_another_choice_by_rounding_is_no_divergence(chooses, precision, seed):
-    assert first_divergence(compare(chooses, precision, seed=seed).rows) is None
+    assert first_found(chooses, precision, seed=seed) is None
 
 
 def test_rounding_changes_choices_here():
@@ -110,43 +114,31 @@ def test_rounding_changes_choices_here():
 
 
 @CHOOSES
-@pytest.mark.parametrize("precision", ["32-true", *ROUNDED])
+@PRECISIONS
 def test_a_bug_in_an_expert_is_named(chooses, precision):
-    def plant(model):
-        layer = model.layers[1].experts[2].contract
-        plain = layer.forward
-        layer.forward = lambda x: 1.3 * plain(x)
-
-    first = first_divergence(compare(chooses, precision, plant).rows)
+    plant = replace_forward("layers.1.experts.2.contract", lambda plain, x: 1.3 * plain(x))
+    first = first_found(chooses, precision, plant)
     assert first.row.module == "layers.1.experts.2.contract"
 
 
-@pytest.mark.parametrize("precision", ["32-true", *ROUNDED])
+@PRECISIONS
 def test_a_router_that_sends_tokens_elsewhere_is_named(precision):
-    def plant(model):
-        router = model.layers[1].router
-        plain = router.forward
+    def shifted(plain, x):
+        weights, numbers = plain(x)
+        return weights, (numbers + 1) % EXPERTS
 
-        def shifted(x):
-            weights, numbers = plain(x)
-            return weights, (numbers + 1) % EXPERTS
-
-        router.forward = shifted
-
-    first = first_divergence(compare(False, precision, plant).rows)
+    first = first_found(False, precision, replace_forward("layers.1.router", shifted))
     assert first.row.module == "layers.1.router"
     assert first.added.found.is_discrete
 
 
 @CHOOSES
-@pytest.mark.parametrize("precision", ["32-true", *ROUNDED])
+@PRECISIONS
 def test_noise_in_what_is_chosen_among_is_named(chooses, precision):
-    def plant(model):
-        layer = model.layers[1]
-        scores = layer.router if chooses else layer.router.score
-        plain = scores.forward
-        # As by a copy of the router that is out of date.
-        scores.forward = lambda x: plain(x) + 0.3 * torch.randn(EXPERTS, dtype=x.dtype)
+    """As by a copy of the router that is out of date."""
 
-    first = first_divergence(compare(chooses, precision, plant).rows)
-    assert first.row.module == "layers.1.router" + ("" if chooses else ".score")
+    def noisy(plain, x):
+        return plain(x) + 0.3 * torch.randn(EXPERTS, dtype=x.dtype)
+
+    name = "layers.1.router" + ("" if chooses else ".score")
+    assert first_found(chooses, precision, replace_forward(name, noisy)).row.module == name

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from compared_models import compare_model
+from compared_models import compare, replace_forward, sentence
 from torch import nn
 
-from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
 from runner.diagnostics.divergence.findings import first_divergence
 from runner.training.tasks.classification import Classification
 
@@ -44,41 +43,32 @@ class Net(nn.Module):
         return self.head(x + self.doubled(x))
 
 
-def compare(precision, plant=None, ignores=False):
+def compare_nets(precision, plant=None, ignores=False):
     torch.manual_seed(0)
     model = Net(ignores)
     batch = (torch.randn(8, 3, 12, 12), torch.randint(10, (8,)))
-    return compare_model(model, batch, Classification(), precision, plant)
-
-
-def sentence(found):
-    return DivergenceReport("one", "other", [StepComparison(1, found, None)]).sentence
+    return compare((model, batch, Classification()), precision, plant)
 
 
 @PRECISIONS
 @pytest.mark.parametrize("ignores", [False, True])
 def test_overwriting_an_input_as_the_reference_does_is_no_divergence(precision, ignores):
-    found = compare(precision, ignores=ignores)
+    found = compare_nets(precision, ignores=ignores)
     assert first_divergence(found.rows) is None
+    assert found.other_weights == []
     assert found.is_exact == (precision == "32-true")
 
 
 @PRECISIONS
 def test_a_module_that_writes_into_its_input_is_named(precision):
-    def plant(model):
-        model.doubled.writes = True
-
-    found = compare(precision, plant)
+    found = compare_nets(precision, lambda model: setattr(model.doubled, "writes", True))
     assert first_divergence(found.rows).row.module == "doubled"
     assert "what it writes into its input is off by 50 %" in sentence(found)
 
 
 @PRECISIONS
 def test_another_momentum_of_running_statistics_is_named(precision):
-    def plant(model):
-        model.norm.momentum = 0.2
-
-    found = compare(precision, plant)
+    found = compare_nets(precision, lambda model: setattr(model.norm, "momentum", 0.2))
     first = first_divergence(found.rows)
     assert first.row.module == "norm"
     assert first.added.tensor in ("running_mean", "running_var")
@@ -87,21 +77,14 @@ def test_another_momentum_of_running_statistics_is_named(precision):
 
 @PRECISIONS
 def test_other_weights_are_said_to_be_no_bug_of_the_code(precision):
-    def plant(model):
-        model.conv.reset_parameters()
-
-    found = compare(precision, plant)
+    found = compare_nets(precision, lambda model: model.conv.reset_parameters())
     assert found.other_weights == ["conv"]
     assert "Both have other weights in 1 module" in sentence(found)
-    assert compare(precision).other_weights == []
 
 
 def test_a_narrow_dtype_does_not_excuse_itself():
-    def plant(model):
-        plain = model.head.forward
-        model.head.forward = lambda x: plain(x).half()
-
-    assert first_divergence(compare("32-true", plant).rows).row.module == "head"
+    plant = replace_forward("head", lambda plain, x: plain(x).half())
+    assert first_divergence(compare_nets("32-true", plant).rows).row.module == "head"
 
 
 def test_a_module_is_named_for_its_first_wrong_tensor():
@@ -122,11 +105,10 @@ def test_a_module_is_named_for_its_first_wrong_tensor():
 
     def plant(model):
         model.wrong = True
-        plain = model.second.forward
-        model.second.forward = lambda x: 1.5 * plain(x)
+        replace_forward("second", lambda plain, x: 1.5 * plain(x))(model)
 
     torch.manual_seed(0)
     batch = (torch.randn(8, 3, 4, 4), torch.randint(10, (8,)))
-    found = compare_model(Parent(), batch, Classification(), "32-true", plant)
+    found = compare((Parent(), batch, Classification()), "32-true", plant)
     first = first_divergence(found.rows)
     assert (first.row.module, first.added.tensor) == ("(model)", "input of first")

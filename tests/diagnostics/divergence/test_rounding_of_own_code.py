@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from compared_models import compare_model
+from compared_models import compare, sentence
 from torch import nn
 
-from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
 from runner.diagnostics.divergence.findings import first_divergence
 from runner.training.tasks.classification import Classification
 
@@ -114,77 +113,64 @@ INPUTS = {
     Residuals: lambda: torch.randn(64, 32),
     Attention: lambda: torch.randn(4, 16, 32),
 }
-MODELS = pytest.mark.parametrize("model", INPUTS)
 
 
-def compare(model, precision, plant=None):
+def compare_models(model, precision, plant=None):
     torch.manual_seed(0)
     inputs = INPUTS[model]()
     batch = (inputs, torch.randint(10, (len(inputs),)))
-    return compare_model(model(), batch, Classification(), precision, plant)
-
-
-def sentence(found):
-    return DivergenceReport("one", "other", [StepComparison(1, found, None)]).sentence
+    return compare((model(), batch, Classification()), precision, plant)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "16-true"])
-@MODELS
+@pytest.mark.parametrize("model", INPUTS)
 def test_rounding_of_own_code_is_no_divergence(model, precision):
-    assert first_divergence(compare(model, precision).rows) is None
+    assert first_divergence(compare_models(model, precision).rows) is None
 
 
 @HALF
 def test_code_that_computes_in_float32_is_allowed_no_half_precision(precision):
     """Not even where the module passes on what comes in half precision from its last layer."""
-
-    def plant(model):
-        model.factor = 7.94
-
-    found = compare(Embedder, precision, plant)
+    found = compare_models(Embedder, precision, lambda model: setattr(model, "factor", 7.94))
     assert first_divergence(found.rows).row.module == "(model)"
     assert "what it passes to `head` is off by 0.75 %" in sentence(found)
     assert "first in its mul()" in sentence(found)
 
 
 @HALF
-def test_a_wrong_factor_of_a_product_that_autocast_rounds_is_named(precision):
-    def plant(model):
-        model[1].factor = 1.05
+@pytest.mark.parametrize(
+    ("model", "attribute", "wrong", "module"),
+    [
+        pytest.param(Residuals, "1.factor", 1.05, "1", id="a product that autocast rounds"),
+        pytest.param(Embedder, "cast", torch.bfloat16, "(model)", id="a cast to bfloat16"),
+        pytest.param(Embedder, "cast", torch.float16, "(model)", id="a cast to float16"),
+    ],
+)
+def test_what_is_wrong_in_own_code_does_not_excuse_itself(
+    model, attribute, wrong, module, precision
+):
+    def plant(net):
+        owner, _, name = attribute.rpartition(".")
+        setattr(net.get_submodule(owner), name, wrong)
 
-    found = first_divergence(compare(Residuals, precision, plant).rows)
-    assert found.row.module == "1"
-
-
-@HALF
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_cast_in_own_code_does_not_excuse_itself(dtype, precision):
-    def plant(model):
-        model.cast = dtype
-
-    found = first_divergence(compare(Embedder, precision, plant).rows)
-    assert found.row.module == "(model)"
+    found = compare_models(model, precision, plant)
+    assert first_divergence(found.rows).row.module == module
 
 
 def test_a_module_that_is_never_called_is_said_to_be_so():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one = nn.LayerNorm(32)
-            self.two = nn.LayerNorm(32)
+            self.one, self.two = nn.LayerNorm(32), nn.LayerNorm(32)
             self.head = nn.Linear(32, 10)
             self.wrong = False
 
         def forward(self, x):
-            x = self.two(x) if self.wrong else self.one(x)
-            return self.head(x)
-
-    def plant(model):
-        model.wrong = True
+            return self.head(self.two(x) if self.wrong else self.one(x))
 
     torch.manual_seed(0)
-    batch = (torch.randn(8, 32), torch.randint(10, (8,)))
-    text = sentence(compare_model(Net(), batch, Classification(), "32-true", plant))
+    made = (Net(), (torch.randn(8, 32), torch.randint(10, (8,))), Classification())
+    text = sentence(compare(made, "32-true", lambda model: setattr(model, "wrong", True)))
     assert "one parts from other in the backward of `one`" in text
     assert "; one never calls the module." in text
     assert "`one` (0 times against 1), `two` (once against 0)" in text

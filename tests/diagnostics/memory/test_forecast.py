@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compared_models import extended
 
 from bench.memory_plan import measure_peak as measured
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE
@@ -21,20 +22,23 @@ from runner.training.setup import TrainingSetup, build_state
 
 CPU = torch.device("cpu")
 MIB = 2**20
-NET = ("model=resnet", "data=digits")
-TEXT = ("model=gpt", "data=text", "model.layers=2")
-MLP = ("model=mlp", "model.hidden=[2048]")
+TEXT = "model=gpt data=text model.layers=1"
+MLP = "model=mlp model.hidden=[2048]"
+
+
+NO_FAKES = "runner.diagnostics.memory.rehearsal._replace_by_fakes"
+"""Where this function cannot be called, steps on fake tensors fail."""
 
 
 @pytest.fixture
 def of(compose):
-    """The spec of overrides, with its precision."""
+    """The spec of words, with its precision."""
 
-    def compose_of(*overrides):
-        spec = compose("accelerator=cpu", *overrides)
+    def compose_words(words):
+        spec = compose("accelerator=cpu", *words.split())
         return spec, build_group("precision", spec.precision)
 
-    return compose_of
+    return compose_words
 
 
 def predict_peak(spec, precision, size=None):
@@ -45,49 +49,45 @@ def largest_batch(spec, precision, room):
     return largest_fitting_batch(peak_forecast(spec, precision, CPU), spec.train.batch_size, room)
 
 
-def forecast(of, *overrides, size=None):
-    return predict_peak(*of(*overrides), size=size)
-
-
 @pytest.mark.parametrize(
-    ("overrides", "size", "within"),
+    ("words", "size", "within"),
     [
-        (("model=mlp", "data=digits"), 256, 0.01),
-        ((*NET, "precision=bf16-mixed"), 8, 0.01),
-        (("model=mlp", "model.hidden=[1024]", "precision=64-true"), 64, 0.01),
-        ((*TEXT, "precision=bf16-true"), 4, 0.01),
-        ((*TEXT, "precision=16-mixed", "precision.loss_scale.init_scale=64"), 4, 0.01),
-        ((*TEXT, "precision=bnb-int8-training"), 4, 0.01),
-        ((*TEXT, "precision=bnb-nf4", "adapter=lora"), 4, 0.1),
-        ((*TEXT, "optimizer=adamw8bit"), 4, 0.05),
-        ((*TEXT, "train.activation_checkpointing=true"), 4, 0.05),
+        ("model=mlp data=digits", 256, 0.01),
+        ("model=resnet data=digits precision=bf16-mixed", 8, 0.01),
+        extended("model=mlp model.hidden=[1024] precision=64-true", 64, 0.01),
+        (f"{TEXT} precision=bf16-true", 4, 0.01),
+        (f"{TEXT} precision=16-mixed precision.loss_scale.init_scale=64", 4, 0.01),
+        (f"{TEXT} precision=bnb-int8-training", 4, 0.01),
+        (f"{TEXT} precision=bnb-nf4 adapter=lora", 4, 0.1),
+        (f"{TEXT} optimizer=adamw8bit", 4, 0.05),
+        (f"{TEXT} train.activation_checkpointing=true", 4, 0.05),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_the_allocator_holds_what_was_predicted(of, overrides, size, within):
+def test_the_allocator_holds_what_was_predicted(of, words, size, within):
     # Few examples to evaluate: their number is without influence on the peak.
-    spec, precision = of(*overrides, f"train.batch_size={size}", "data.val_fraction=0.02")
+    spec, precision = of(f"{words} train.batch_size={size} data.val_fraction=0.02")
     spec = replace(spec, train=replace(spec.train, max_steps=2, eval_every=2))
     predicted = predict_peak(spec, precision).total
     assert predicted == pytest.approx(measured(spec, precision, CPU), rel=within)
 
 
 def test_twice_the_batch_has_twice_the_activations_and_the_same_weights(of):
-    once, twice = (forecast(of, *TEXT, size=size) for size in (8, 16))
+    once, twice = (predict_peak(*of(TEXT), size) for size in (8, 16))
     assert twice.activations == pytest.approx(2 * once.activations, rel=0.01)
     assert (twice.weights, twice.optimizer) == (once.weights, once.optimizer)
 
 
 def test_activation_checkpointing_holds_less(of):
-    whole = forecast(of, *TEXT, size=16)
-    again = forecast(of, *TEXT, "train.activation_checkpointing=true", size=16)
+    words = "model=gpt data=text model.layers=2"
+    whole = predict_peak(*of(words), 16)
+    again = predict_peak(*of(f"{words} train.activation_checkpointing=true"), 16)
     assert again.activations < 0.5 * whole.activations
     assert again.total < 0.7 * whole.total
 
 
 def test_micro_batches_add_gradients_and_inputs_alone(of):
-    once = forecast(of, *TEXT, size=8)
-    several = forecast(of, *TEXT, "train.accumulate=4", size=8)
+    once = predict_peak(*of(TEXT), 8)
+    several = predict_peak(*of(f"{TEXT} train.accumulate=4"), 8)
     inputs = 3 * 8 * (128 + 1) * 8
     assert several.gradients >= once.weights - once.gradients
     assert several.activations == pytest.approx(once.activations + inputs, rel=1e-3)
@@ -95,19 +95,19 @@ def test_micro_batches_add_gradients_and_inputs_alone(of):
 
 def test_frozen_parameters_have_neither_gradients_nor_state(of):
     """LoRA on the text model: a few of its parameters train, by more than one at the peak."""
-    whole, few = (forecast(of, *TEXT, *more, size=1) for more in ((), ("adapter=lora",)))
+    whole, few = (predict_peak(*of(TEXT + more), 1) for more in ("", " adapter=lora"))
     assert few.gradients + few.optimizer < 0.2 * whole.optimizer
     assert few.weights > whole.weights
 
 
 def test_magnitudes_and_kept_starts_of_an_adapter_are_counted(of):
     """In float32: DoRA's magnitudes train, and what PiSSA started with is kept frozen."""
-    words = ("adapter=lora", "adapter.modules=[head]", "model.tie_weights=false")
+    words = f"{TEXT} adapter=lora adapter.modules=[head] model.tie_weights=false"
     lora, dora, pissa = (
-        forecast(of, *TEXT, *words, *more, size=1)
-        for more in ((), ("adapter.use_dora=true",), ("adapter.init=pissa",))
+        predict_peak(*of(words + more), 1)
+        for more in ("", " adapter.use_dora=true", " adapter.init=pissa")
     )
-    model = of(*TEXT)[0].model
+    model = of(TEXT)[0].model
     magnitudes = 4 * model["vocab_size"]
     additions = 4 * 8 * (model["width"] + model["vocab_size"])
     assert dora.weights - lora.weights == magnitudes
@@ -118,17 +118,16 @@ def test_magnitudes_and_kept_starts_of_an_adapter_are_counted(of):
 
 @pytest.mark.parametrize(("momentum", "states"), [(0.0, 0), (0.9, 1)])
 def test_the_state_is_the_optimizers_own(of, momentum, states):
-    peak = forecast(of, "model=mlp", "optimizer=sgd", f"optimizer.momentum={momentum}", size=64)
+    peak = predict_peak(*of(f"model=mlp optimizer=sgd optimizer.momentum={momentum}"), 64)
     assert peak.optimizer == states * peak.weights
 
 
-@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize("size", [extended(1), 100])
 def test_steps_of_few_examples_extrapolate_to_many(of, monkeypatch, size):
     """The same as fake tensors of that size: of a step that they do not refuse."""
-    spec, precision = of(*TEXT)
+    spec, precision = of(TEXT)
     exact = predict_peak(spec, precision, size)
-    # Not callable: fake tensors fail.
-    monkeypatch.setattr("runner.diagnostics.memory.rehearsal._replace_by_fakes", None)
+    monkeypatch.setattr(NO_FAKES, None)
     real = peak_forecast(spec, precision, CPU)(size)
     assert real.total == pytest.approx(exact.total, rel=1e-3)
     assert real.activations == pytest.approx(exact.activations, rel=0.02)
@@ -136,21 +135,20 @@ def test_steps_of_few_examples_extrapolate_to_many(of, monkeypatch, size):
 
 @pytest.mark.parametrize("fake", [True, False])
 def test_a_failed_step_is_forecast_from_the_runs_own_batch_and_state(of, monkeypatch, fake):
-    spec, precision = of(*TEXT, "train.batch_size=16")
-    exact = predict_peak(*of(*TEXT, "train.batch_size=8", "train.accumulate=2"))
+    spec, precision = of(f"{TEXT} train.batch_size=16")
+    exact = predict_peak(*of(f"{TEXT} train.batch_size=8 train.accumulate=2"))
     model = build_model(spec, precision, CPU).model
     setup = TrainingSetup(spec, precision, build_group("task", spec.task), CPU)
     state = build_state(setup, model, total_steps=1)
     if not fake:
-        # Not callable: fake tensors fail.
-        monkeypatch.setattr("runner.diagnostics.memory.rehearsal._replace_by_fakes", None)
+        monkeypatch.setattr(NO_FAKES, None)
     forecast = failed_step_forecast(spec, state, example_batch(spec, 3, CPU))
     assert bool(forecast.fallback) is not fake
     assert forecast(8).total == pytest.approx(exact.total, rel=1e-3)
 
 
 def test_the_largest_batch_fits_and_the_next_does_not(of):
-    spec, precision = of(*MLP)
+    spec, precision = of(MLP)
     room = 20 * MIB
     size = largest_batch(spec, precision, room) or 0
     assert predict_peak(spec, precision, size).total <= room
@@ -158,18 +156,18 @@ def test_the_largest_batch_fits_and_the_next_does_not(of):
 
 
 def test_the_users_own_batch_size_is_among_them(of):
-    spec, precision = of(*MLP, "train.batch_size=24")
+    spec, precision = of(f"{MLP} train.batch_size=24")
     room = predict_peak(spec, precision).total
     assert largest_batch(spec, precision, room) == 24
     assert largest_batch(spec, precision, room - 1) == 16
 
 
-def test_no_batch_fits_no_room(of):
-    assert largest_batch(*of(*MLP), room=MIB) is None
-
-
-def test_there_is_a_largest_size_that_is_tried(of):
-    assert largest_batch(*of("model=mlp", "model.hidden=[4]"), room=1e12) == MAX_FORECAST_BATCH_SIZE
+@pytest.mark.parametrize(
+    ("words", "room", "size"),
+    [(MLP, MIB, None), ("model=mlp model.hidden=[4]", 1e12, MAX_FORECAST_BATCH_SIZE)],
+)
+def test_there_is_a_smallest_and_a_largest_size_that_is_tried(of, words, room, size):
+    assert largest_batch(*of(words), room) == size
 
 
 def test_a_size_that_the_model_refuses_does_not_fit():
@@ -197,19 +195,19 @@ def test_a_forecast_that_cannot_be_made_says_why(of, meta, said):
 
 def test_an_optimizer_that_keeps_more_with_every_step_is_not_predicted(of):
     with pytest.raises(ForecastUnavailable, match="history_size"):
-        forecast(of, "model=mlp", "optimizer=lbfgs")
+        predict_peak(*of("model=mlp optimizer=lbfgs"))
 
 
 def test_no_real_step_where_there_is_no_room_for_it(of, monkeypatch):
     monkeypatch.setattr("runner.diagnostics.memory.forecast.free_memory", lambda device: 200 * MIB)
     with pytest.raises(ForecastUnavailable, match=r"about 0\.2 of the 0\.2 GiB"):  # 171 of 160 MiB
-        forecast(of, *NET, "optimizer=adamw8bit")
-    forecast(of, *NET, "optimizer=adamw")
+        predict_peak(*of("model=resnet data=digits optimizer=adamw8bit"))
+    predict_peak(*of("model=resnet data=digits optimizer=adamw"))
 
 
 def test_it_draws_no_memory(of):
     """A model of 1.6 GB in float32, and its batch of 1024, on fake tensors."""
-    spec, precision = of("model=mlp", "model.hidden=[20000,20000]", "train.batch_size=1024")
+    spec, precision = of("model=mlp model.hidden=[20000,20000] train.batch_size=1024")
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
         peak = predict_peak(spec, precision)

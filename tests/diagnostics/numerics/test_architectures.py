@@ -14,11 +14,10 @@ from architectures import build, data
 from states import make_state, measure_step
 from torch import nn
 
-from runner.diagnostics.numerics.loss_scales import suitable_range
 from runner.diagnostics.numerics.measure import MAX_SAMPLE_ELEMENTS
 from runner.diagnostics.numerics.numerics_page import format_verdict
 from runner.diagnostics.numerics.probe import MAX_OUTPUT_SAMPLES, modules_holding_tensors
-from runner.diagnostics.numerics.results import KINDS, Numerics
+from runner.diagnostics.numerics.results import KINDS, Numerics, suitable_range
 from runner.precision.emulation.formats import FORMATS
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language
@@ -205,19 +204,3 @@ def test_float16_and_bfloat16_would_do_for_every_architecture(name):
     assert ("with a loss scale" in format_verdict(numerics, "float16")) == bool(scaled)
     assert format_verdict(numerics, "bfloat16").startswith("would do")
     assert (suitable_range(numerics) is not None) == bool(scaled)
-
-
-@pytest.mark.parametrize("name", ["bert", "roberta", "albert-padded", "vit", "albert-pretrained"])
-def test_a_key_bias_weighs_nothing_next_to_its_weight(name):
-    """Its gradient is zero in exact arithmetic, for the softmax does not see it."""
-    state, batch = state_of(name)
-    twin = copy.deepcopy(state.model)
-    state.task.loss(twin(batch[0]), batch[1]).backward()
-    numbers = {(m.module, m.kind): m for m in measure_step(state, [batch]).measured}
-    keys = {n: m for n, m in twin.named_modules() if n.endswith((".key", "k_proj"))}
-    for key, module in keys.items():
-        assert module.bias.grad.abs().max() < 1e-6 * module.weight.grad.abs().max()
-        alone = sqnr([module.weight.grad], FORMATS["float16"], False)
-        both = numbers[key, "gradients"].formats["float16"].sqnr_db
-        assert both == pytest.approx(alone, abs=0.05)
-    assert keys

@@ -25,12 +25,8 @@ def measured(x, **more):
 def spread_over(fmt, count=5000, seed=0):
     """Magnitudes far below, in and above a format's range."""
     generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(
-        fmt.exponent - fmt.mantissa - 4,
-        int(math.log2(fmt.largest)) + 4,
-        (count,),
-        generator=generator,
-    )
+    least, most = fmt.exponent - fmt.mantissa - 4, int(math.log2(fmt.largest)) + 4
+    exponents = torch.randint(least, most, (count,), generator=generator)
     x = (1 + torch.rand(count, generator=generator)) * torch.exp2(exponents.float())
     return x * (torch.randint(2, (count,), generator=generator) * 2 - 1)
 
@@ -68,9 +64,8 @@ def test_fp8_is_scaled_to_its_largest_value():
 
 
 def test_exponents_zeros_and_what_is_not_finite():
-    x = torch.tensor(
-        [0.0, -0.0, 1.0, 1.5, -1.99, 2.0, 2.0**-126, 2.0**-130, 3e38, math.inf, math.nan]
-    )
+    ones, tiny = [1.0, 1.5, -1.99], [2.0**-126, 2.0**-130]
+    x = torch.tensor([0.0, -0.0, *ones, 2.0, *tiny, 3e38, math.inf, math.nan])
     counted, found = measured(x)
     bins = {i - 127: int(n) for i, n in enumerate(counted.exponents) if n}
     assert bins == {0: 3, 1: 1, -126: 1, -127: 1, 127: 1}
@@ -114,9 +109,8 @@ def test_every_floating_dtype(dtype):
 
 
 def test_integers_sparse_and_empty_tensors_are_not_measured():
-    assert not is_measurable(torch.ones(3, dtype=torch.int64))
-    assert not is_measurable(torch.ones(3, dtype=torch.uint8))
-    assert not is_measurable(torch.ones(3).to(torch.float8_e5m2))
+    for dtype in (torch.int64, torch.uint8, torch.float8_e5m2):
+        assert not is_measurable(torch.ones(3).to(dtype))
     assert not is_measurable(torch.empty(0, 4))
     assert not is_measurable(torch.eye(3).to_sparse())
 
@@ -124,14 +118,8 @@ def test_integers_sparse_and_empty_tensors_are_not_measured():
 def test_many_tensors_are_counted_separately():
     """More than one chunk of them, each as if it were alone."""
     generator = torch.Generator().manual_seed(3)
-    sizes = [
-        1,
-        BLOCK_ELEMENTS,
-        BLOCK_ELEMENTS + 1,
-        MAX_SAMPLE_ELEMENTS,
-        5 * MAX_SAMPLE_ELEMENTS,
-        3,
-    ] * 20
+    some = [1, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1, 3]
+    sizes = [*some, MAX_SAMPLE_ELEMENTS, 5 * MAX_SAMPLE_ELEMENTS] * 20
     tensors = [
         torch.randn(n, generator=generator) * 10.0 ** (i % 9 - 6) for i, n in enumerate(sizes)
     ]
@@ -139,11 +127,8 @@ def test_many_tensors_are_counted_separately():
     assert sum(len(take_sample(x).values) for x in tensors) > 2 * BLOCK_ELEMENTS * CHUNK_BLOCKS
     for x, found in zip(tensors, together, strict=True):
         alone, wanted = measured(x)
-        assert (found.elements, found.zeros, found.largest) == (
-            alone.elements,
-            alone.zeros,
-            alone.largest,
-        )
+        for name in ("elements", "zeros", "largest"):
+            assert getattr(found, name) == getattr(alone, name)
         assert (found.exponents == alone.exponents).all()
         assert quantization_losses([found]) == wanted
 
@@ -162,19 +147,9 @@ def test_updates_that_storage_swallows():
 
 def test_parts_of_a_module_are_added_up_by_size():
     """A sample of a large tensor counts as all of it."""
-    large, small = (
-        torch.full((4 * MAX_SAMPLE_ELEMENTS + 1,), 1.0),
-        torch.full((MAX_SAMPLE_ELEMENTS,), 1e6),
-    )
-    together = quantization_losses(
-        count_exponents([SampledTensor(take_sample(large)), SampledTensor(take_sample(small))])
-    )
+    large = torch.full((4 * MAX_SAMPLE_ELEMENTS + 1,), 1.0)
+    small = torch.full((MAX_SAMPLE_ELEMENTS,), 1e6)
+    both = [SampledTensor(take_sample(x)) for x in (large, small)]
+    together = quantization_losses(count_exponents(both))
     assert together["float16"].overflow == pytest.approx(0.2, abs=1e-4)
     assert FLOAT16.largest < 1e6
-
-
-def test_no_tensors_and_zeros_alone_lose_nothing():
-    assert count_exponents([]) == []
-    _, found = measured(torch.zeros(5))
-    assert found["float16"].sqnr_db is None
-    assert found["float16"].underflow == 0.0

@@ -9,7 +9,6 @@ from test_architectures import bert
 from torch import nn
 from torch.nn import functional as F
 
-from runner.diagnostics.numerics.loss_scales import loss_scales, suitable_range
 from runner.diagnostics.numerics.measure import (
     MAX_SAMPLE_ELEMENTS,
     SampledTensor,
@@ -21,9 +20,8 @@ from runner.diagnostics.numerics.numerics_page import (
     format_verdict,
     loss_scale_sentence,
     numerics_summary,
-    write_page,
 )
-from runner.diagnostics.numerics.results import Numerics
+from runner.diagnostics.numerics.results import Numerics, loss_scales, suitable_range
 from runner.precision.emulation.formats import FLOAT16, round_to_format
 from runner.precision.loss_scale import DynamicLossScale
 from runner.training.tasks.language import Language
@@ -66,20 +64,86 @@ def both(numerics, kinds=("activations", "weights", "gradients")):
     return [numerics.sensitivity(fmt, kinds) for fmt in ("float16", "bfloat16")]
 
 
+class Outliers(nn.Module):
+    """A layer with a few outputs far from all others, as large language models have them."""
+
+    def __init__(self, size):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(32, 256), nn.Linear(256, 2)
+        with torch.no_grad():
+            self.body.bias[7] = size
+            self.head.weight[:, 7] = 0.0
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Masked(nn.Module):
+    """Attention as in nanoGPT, whose mask is infinite or the lowest number there is."""
+
+    def __init__(self, fill):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.head, self.fill = nn.Linear(32, 96), nn.Linear(32, 2), fill
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q @ k.t()).masked_fill(torch.ones(16, 16).triu(1) > 0, self.fill)
+        return self.head(F.softmax(scores, -1) @ v)
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "needs"),
+    [
+        (Gain, 1e6, ["range", "none"]),
+        (Gain, 1e-8, ["range", "none"]),
+        (Gain, 1.0, ["none", "none"]),
+        (Outliers, 1e3, ["none", "none"]),
+        (Outliers, 1e5, ["range", "none"]),
+        (Masked, -math.inf, ["none", "none"]),
+        (Masked, torch.finfo(torch.float32).min, ["none", "none"]),
+        # PyTorch refuses to fill float16 with -1e9.
+        (Masked, -1e9, ["range", "none"]),
+        # Infinities above are no mask.
+        (Masked, math.inf, ["range", "range"]),
+    ],
+)
+def test_what_activations_need_of_float16_and_bfloat16(model, value, needs):
+    numerics = seen(model(value), batch())
+    assert both(numerics, ["activations"]) == needs
+    if needs == ["none", "none"]:
+        assert both(numerics) == needs
+
+
 @pytest.mark.parametrize("gain", [1e6, 1e-8])
 def test_values_past_either_end_of_float16_need_range(gain):
     numerics = seen(Gain(gain), batch())
-    assert both(numerics, ["activations"]) == ["range", "none"]
     assert both(numerics, ["weights"]) == ["range", "none"]
     assert format_verdict(numerics, "float16") == "lacks range"
     assert numerics.reasons("float16", ["activations"])[0][0] == "body"
 
 
+def test_what_overflows_inside_a_module_is_seen():
+    """Between an input and an output of unit order."""
+    worst = seen(Masked(-1e9), batch()).worst("float16", 1)
+    assert worst[0][:3] == ("(model)", "activations", "overflow")
+
+
+@pytest.mark.parametrize("fill", [-math.inf, torch.finfo(torch.float32).min])
+def test_the_entries_of_a_mask_are_not_the_largest(fill):
+    (snapshot,) = seen(Masked(fill), batch()).probes
+    assert all(m.largest is not None and m.largest < 100 for m in snapshot.measured)
+
+
+def together(*tensors):
+    return quantization_losses(count_exponents([SampledTensor(take_sample(x)) for x in tensors]))
+
+
 def test_mostly_subnormal_values_need_range():
     """Noise that more bits would not help: 1 % of the energy, and nothing becomes zero."""
     x = 0.9e-7 * (1 + torch.arange(1000) / 1000)
-    (counted,) = count_exponents([SampledTensor(take_sample(x))])
-    found = quantization_losses([counted])
+    found = together(x)
     assert found["float16"].underflow == 0
     assert found["float16"].noise > 0.01
     assert found["float16"].underflow_noise == pytest.approx(found["float16"].noise)
@@ -88,8 +152,7 @@ def test_mostly_subnormal_values_need_range():
 
 def test_noise_within_range_needs_precision():
     """Halfway between two of E5M2's values: an error of a ninth in each."""
-    (counted,) = count_exponents([SampledTensor(take_sample(torch.full((999,), 1.125)))])
-    found = quantization_losses([counted])
+    found = together(torch.full((999,), 1.125))
     assert found["float8_e5m2_unscaled"].noise == pytest.approx(1 / 81, rel=1e-4)
     assert found["float8_e5m2_unscaled"].underflow_noise == 0
     assert found["float8_e5m2_unscaled"].sensitivity == "precision"
@@ -109,12 +172,6 @@ def test_updates_between_the_spacings_of_both_formats_need_precision():
     )
 
 
-def test_values_of_unit_order_need_neither():
-    numerics = seen(Gain(1.0), batch(), lr=1.0)
-    assert both(numerics) == ["none", "none"]
-    assert format_verdict(numerics, "float16") == "would do"
-
-
 @pytest.mark.parametrize("width", [8, 32])
 def test_a_gradient_that_is_zero_in_exact_arithmetic_needs_nothing(width):
     """The key bias's, 1 of 9 or of 33 values of its module; a loss scale holds all others."""
@@ -128,44 +185,15 @@ def test_a_gradient_that_is_zero_in_exact_arithmetic_needs_nothing(width):
     assert both(numerics) == ["none", "none"]
 
 
-class Outliers(nn.Module):
-    """A layer with a few outputs far from all others, as large language models have them."""
-
-    def __init__(self, size):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(32, 256), nn.Linear(256, 2)
-        with torch.no_grad():
-            self.body.bias[7] = size
-            self.head.weight[:, 7] = 0.0
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
-def test_outliers_that_fit_need_nothing_and_those_that_do_not_need_range():
-    assert both(seen(Outliers(1e3), batch()), ["activations"]) == ["none", "none"]
-    assert both(seen(Outliers(1e5), batch()), ["activations"]) == ["range", "none"]
-
-
 def test_one_outlier_that_the_sample_misses_is_counted():
     x = normal(20 * MAX_SAMPLE_ELEMENTS)
     x[1] = 1e5
-    found = take_sample(x)
-    assert found.values.max() < 10
-    (counted,) = count_exponents([SampledTensor(found)])
-    assert quantization_losses([counted])["float16"].overflow == pytest.approx(1 / len(x))
-    assert quantization_losses([counted])["float8_e4m3fn"].overflow == 0
+    assert take_sample(x).values.max() < 10
+    assert together(x)["float16"].overflow == pytest.approx(1 / len(x))
+    assert together(x)["float8_e4m3fn"].overflow == 0
     x[1] = math.inf
     (counted,) = count_exponents([SampledTensor(take_sample(x))])
     assert counted.not_finite == 1
-
-
-# Definitions
-
-
-def together(*tensors):
-    return quantization_losses(count_exponents([SampledTensor(take_sample(x)) for x in tensors]))
 
 
 def test_a_tensor_weighs_by_its_energy():
@@ -201,6 +229,7 @@ def test_zero_and_constant_tensors():
         assert (found.sqnr_db, found.sensitivity, found.underflow) == (None, "none", 0.0)
     x = normal(300)
     assert together(x, zero) == together(x)
+    assert count_exponents([]) == []
     assert together(torch.full((300,), 0.75))["bfloat16"].sqnr_db is None
 
 
@@ -212,40 +241,6 @@ def test_values_under_2_to_the_minus_20_of_the_largest_are_negligible():
     assert (found.underflow, found.vanishing, found.sensitivity) == (0.3, 0.3, "range")
     found = together(x[70:])["float16"]
     assert (found.vanishing, found.sensitivity) == (1.0, "range")
-
-
-# Neighbours
-
-
-class Masked(nn.Module):
-    """Attention as in nanoGPT, whose mask is infinite or the lowest number there is."""
-
-    def __init__(self, fill):
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.head, self.fill = nn.Linear(32, 96), nn.Linear(32, 2), fill
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        scores = (q @ k.t()).masked_fill(torch.ones(16, 16).triu(1) > 0, self.fill)
-        return self.head(F.softmax(scores, -1) @ v)
-
-
-@pytest.mark.parametrize("fill", [-math.inf, torch.finfo(torch.float32).min])
-def test_the_entries_of_a_mask_leave_no_range(fill):
-    numerics = seen(Masked(fill), batch())
-    assert both(numerics) == ["none", "none"]
-    assert all(m.largest is not None and m.largest < 100 for m in numerics.probes[0].measured)
-
-
-def test_a_mask_that_float16_cannot_hold_needs_range():
-    """PyTorch refuses to fill float16 with -1e9."""
-    assert both(seen(Masked(-1e9), batch()), ["activations"]) == ["range", "none"]
-
-
-def test_infinities_above_are_no_mask():
-    numerics = seen(Masked(math.inf), batch())
-    assert both(numerics, ["activations"]) == ["range", "range"]
 
 
 class Words(nn.Module):
@@ -287,9 +282,6 @@ def test_what_a_learning_rate_of_zero_leaves_is_not_swallowed():
     assert both(numerics, ["updates"]) == ["none", "none"]
     found = {m.module: m for m in numerics.probes[0].measured if m.kind == "updates"}
     assert found["0"].formats["bfloat16"].swallowed is None
-
-
-# The loss scale
 
 
 class Small(nn.Module):
@@ -359,10 +351,3 @@ def test_gradients_that_no_loss_scale_saves():
     assert loss_scales(numerics) is None
     assert "No loss scale makes all of them fit." in loss_scale_sentence(numerics)
     assert format_verdict(numerics, "float16") == "lacks range"
-
-
-def test_the_page_says_what_the_loss_scale_does(tmp_path):
-    numerics = seen(Small(1e-7), batch(), lr=1e4)
-    text = write_page(numerics, "32-true", tmp_path / "numerics.html").read_text()
-    assert loss_scale_sentence(numerics) in text
-    assert "would do with a loss scale" in text

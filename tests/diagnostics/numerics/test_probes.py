@@ -82,7 +82,11 @@ def test_a_resumed_run_holds_the_snapshots_up_to_its_checkpoint(quick, folder):
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
-    "precision", ["64-true", "16-mixed", "bf16-true", "bnb-nf4", "bnb-int8", "float8-rowwise"]
+    "precision",
+    [
+        *("16-mixed", "bf16-true", "bnb-nf4", "float8-rowwise"),
+        *(pytest.param(name, marks=pytest.mark.extended) for name in ("64-true", "bnb-int8")),
+    ],
 )
 def test_every_kind_of_precision(quick, folder, precision):
     more = {"bnb": ["adapter=lora"], "flo": ["precision.emulate=true"]}.get(precision[:3], [])
