@@ -23,7 +23,6 @@ from runner.utils.modules import select_modules
 from runner.utils.tensors import dtype_name
 from runner.utils.terminal import quote_command
 
-"""Names of each kind that a message lists."""
 _COUNTERS = ".num_batches_tracked"
 """End of the name of a buffer that weights older than torch 1.0 lack, and that torch fills in."""
 

@@ -122,8 +122,14 @@ class BlockwiseAdam(Blockwise):
         weight_decay: float = 0.0,
         min_8bit_size: int = 4096,
     ) -> None:
-        settings = {"weight_decay": weight_decay, "min_8bit_size": min_8bit_size}
-        super().__init__(params, lr=lr, betas=betas, eps=eps, **settings)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            min_8bit_size=min_8bit_size,
+        )
 
 
 class BlockwiseAdamW(BlockwiseAdam):
@@ -152,8 +158,9 @@ class BlockwiseLion(Blockwise):
         weight_decay: float = 0.0,
         min_8bit_size: int = 4096,
     ) -> None:
-        size = {"min_8bit_size": min_8bit_size}
-        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, **size)
+        super().__init__(
+            params, lr=lr, betas=betas, weight_decay=weight_decay, min_8bit_size=min_8bit_size
+        )
 
 
 class WrappedAdamW(Optimizer):
