@@ -25,8 +25,6 @@ from runner.utils.terminal import quote_command
 
 _COUNTERS = ".num_batches_tracked"
 """End of the name of a buffer that weights older than torch 1.0 lack, and that torch fills in."""
-
-
 EVERY_NAME = "*"
 """The old prefix that stands for the beginning of every name."""
 _SAMPLES = 3

@@ -154,7 +154,7 @@ def test_chosen_linear_layers_get_an_addition_and_nothing_else_trains(make, patt
         (["norm"], {"norm.weight", "norm.bias"}),
         (["head", "*.0"], {"head.weight", *(f"layers.0.base_layer.{p}" for p in PARTS)}),
     ],
-    ids=str,
+    ids=["none", "a norm", "a head and a part"],
 )
 def test_named_modules_also_train_in_full(patterns, more):
     model = Net()
