@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config import commands
 from runner.config.hydra_plugins import ADVISE
-from runner.config.instantiation import locate
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import (
     config_dir,
@@ -106,7 +106,8 @@ def _run_command(argv: Sequence[str]) -> int:
         return 0
     if command and command.function:
         try:
-            return locate(command.function)(argv[1:])
+            module, _, name = command.function.rpartition(".")
+            return getattr(import_module(module), name)(argv[1:])
         except RunnerError as error:
             print_error(str(error))
             return error.exit_status

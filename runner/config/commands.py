@@ -201,7 +201,7 @@ REPORT = Command(
         "its folder, its id or the id of its parent run; by default the newest",
         max_words=2,
     ),
-    "runner.sweeps.report.rebuild.rebuild_report",
+    function="runner.sweeps.report.rebuild.rebuild_report",
 )
 SYNC = Command(
     "sync",
@@ -218,7 +218,7 @@ SYNC = Command(
         "of runs or sweeps; by default all runs under outputs/",
         are_folders=True,
     ),
-    "runner.cli.sync.sync",
+    function="runner.cli.sync.sync",
 )
 UI = Command(
     "ui",

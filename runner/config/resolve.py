@@ -56,45 +56,25 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
         ConfigError: a value is missing (`???`) or does not fit its type.
     """
     # OmegaConf.missing_keys raises an error for an interpolation of a missing value.
-    values: Any = OmegaConf.to_container(config)
+    values = OmegaConf.to_container(config)
     missing = sorted(key for key, value in leaves(values) if value == "???")
     if missing:
         raise ConfigError(*(f"{key} has no value. Type {key}=<value>." for key in missing))
     try:
-        typed: Any = config
         if allow_unresolved:
+            assert isinstance(values, dict)
             for key, value in values.items():
                 if isinstance(value, Mapping):
                     values[key] = {}
                     with suppress(OmegaConfBaseException):
                         values[key] = OmegaConf.to_container(config[key], resolve=True)
-            typed = OmegaConf.merge(_schema(), values)
-        elif not _is_checked(config, values):
-            typed = OmegaConf.merge(_schema(), OmegaConf.to_container(config, resolve=True))
-        spec = OmegaConf.to_object(typed)
+        else:
+            values = OmegaConf.to_container(config, resolve=True)
+        spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, ())) from error
     assert isinstance(spec, RunSpec)
     return spec
-
-
-def _is_checked(config: DictConfig, values: Mapping[str, Any]) -> bool:
-    """Return whether Hydra has checked each value of a composed config against the schema.
-
-    It checks neither keys that are added with a plus nor, in a section of the schema,
-    interpolations, which may name a value of another type.
-    """
-    if OmegaConf.get_type(config) is not RunSpec:
-        return False
-    schema = asdict(RunSpec())
-    for key, section in values.items():
-        if schema.get(key) == {}:
-            continue  # a group, whose keys are its own
-        if key not in schema or "${" in str(section):
-            return False
-        if isinstance(section, dict) and section.keys() != schema[key].keys():
-            return False
-    return True
 
 
 def flatten(spec: RunSpec) -> dict[str, str]:

@@ -430,11 +430,11 @@ class RunSpec:
         if not isinstance(shuffle, bool):
             yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
         watchers = []
-        if self.numerics.every is not None:
+        if self.train.compile and self.numerics.every is not None:
             watchers.append(f"numerics.every={self.numerics.every} measures")
-        if self.mode == "explain":
+        if self.train.compile and self.mode == "explain":
             watchers.append("mode=explain watches")
-        for watcher in watchers if self.train.compile else ():
+        for watcher in watchers:
             yield (
                 f"{watcher} modules by hooks, which train.compile={typed_value(self.train.compile)}"
                 " would compile into the model. Type train.compile=false."

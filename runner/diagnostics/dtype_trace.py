@@ -11,8 +11,10 @@ from torch.utils._pytree import tree_leaves
 from runner.utils.module_tape import ROOT, ModuleTape
 from runner.utils.tensors import dtype_name, inner_tensors
 
-_RECURRENT = ("lstm", "gru", "rnn")
-_HEAVY = ("convolution", "mm", "linear", "scaled_dot_product", *_RECURRENT, "norm", "embedding")
+_HEAVY = (
+    *("convolution", "mm", "linear", "scaled_dot_product"),
+    *("lstm", "gru", "rnn", "norm", "embedding"),
+)
 """Parts of the names of operators whose input dtype is the dtype that a module computes in."""
 
 

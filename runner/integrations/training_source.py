@@ -21,8 +21,10 @@ from runner.training.tasks.model_loss import ModelLoss
 from runner.utils.accelerator import Accelerator
 from runner.utils.errors import ConfigError, Unavailable
 
-_SHARDING = {"FSDP", "DEEPSPEED", "MEGATRON_LM"}  # of Accelerate
-_SHARDING |= {"FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"}  # of Lightning
+_SHARDING = {
+    *("FSDP", "DEEPSPEED", "MEGATRON_LM"),  # of Accelerate
+    *("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"),  # of Lightning
+}
 
 
 @dataclass(frozen=True)

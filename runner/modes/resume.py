@@ -89,7 +89,7 @@ def _plan_own_folder(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun
     files = locate.checkpoints_of_run(out)
     notes: list[str] = []
     resumed = None
-    reason = "" if invocation.sweep else f"{out} holds no checkpoint: the run begins."
+    reason = ""
     if files:
         try:
             resumed = _plan_from(plan, str(out), notes)
@@ -110,11 +110,13 @@ def _plan_own_folder(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun
         say(line)
     if resumed:
         return resumed
-    if reason:
-        say(reason)
     if invocation.composed_config is not None:
         # An interpolation that only a checkpoint's values would have resolved is an error.
         resolve_spec(OmegaConf.create(dict(invocation.composed_config)))
+    if reason:
+        say(reason)
+    elif invocation.sweep is None:
+        say(f"{out} holds no checkpoint: the run begins.")
     return plan
 
 

@@ -129,6 +129,13 @@ def save_loss_scale(run: RunOutput, tally: RunSummary, steps: int) -> None:
     )
 
 
+def _power_of_two(scale: float) -> str:
+    """Return a power of two in plain text, as 2¹⁶: matplotlib's own labels start its parser of
+    mathematics."""
+    exponent = f"{math.log2(scale):.0f}"
+    return f"2{exponent.translate(_SUPERSCRIPTS)}"
+
+
 def draw_loss_scale(
     path: Path, scales: Sequence[tuple[int, float]], overflows: Sequence[int], last: int
 ) -> Path:
@@ -154,10 +161,7 @@ def draw_loss_scale(
         values = [scale for _, scale in scales] + [scales[-1][1]]
         axes.step(steps, values, where="post", color="#1f77b4", label="loss scale")
         axes.set_yscale("log", base=2)
-        # Plain text: matplotlib's own labels start its parser of mathematics.
-        axes.yaxis.set_major_formatter(
-            lambda scale, _: "2" + f"{math.log2(scale):.0f}".translate(_SUPERSCRIPTS)
-        )
+        axes.yaxis.set_major_formatter(lambda scale, _: _power_of_two(scale))
         for i, step in enumerate(overflows):
             # One entry of the legend stands for all marks.
             label = None if i else "skipped step"

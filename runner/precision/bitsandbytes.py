@@ -140,11 +140,14 @@ class BitsandbytesPrecision(ConvertingPrecision):
         from runner.precision.layers.bnb_linear import Linear4bit, Linear8bit, Linear8bitTrained
 
         module.to(device)
-        attributes = {"compute_dtype": self.compute, "threshold": self.threshold}
         if self.mode == "int8-training":
-            change_class(module, Linear8bitTrained, **attributes)
+            change_class(
+                module, Linear8bitTrained, compute_dtype=self.compute, threshold=self.threshold
+            )
         elif self.mode == "int8":
-            Linear8bit.convert_in_place(module, **attributes)
+            Linear8bit.convert_in_place(
+                module, compute_dtype=self.compute, threshold=self.threshold
+            )
         else:
             quant_type, _, nested = self.mode.partition("-")
             Linear4bit.convert_in_place(module, quant_type, bool(nested), self.compute)

@@ -41,7 +41,7 @@ def build_precision(spec: RunSpec, device: torch.device, strategy: Strategy) -> 
     # Other modes add nothing: they load a run's adapter, or merge it where it does not fit.
     if adapter_node is not None and spec.mode in ("train", "plan", "explain"):
         adapter = build_group("adapter", adapter_node)
-        # A target of the user's own may be no Adapter of the runner's.
+        # An adapter of the user's own may lack it.
         if hasattr(adapter, "check_precision"):
             adapter.check_precision(precision)
     return precision

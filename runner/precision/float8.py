@@ -93,15 +93,15 @@ class Float8Precision(ConvertingPrecision):
             self._plain_context = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
-        reason = ""
+        where_and_why = ""
         if device.type == "mps":
             # It lacks the float64 in which scales are computed, too.
-            reason = "mps, not even emulated: it has no FP8 dtypes"
+            where_and_why = "mps, not even emulated: it has no FP8 dtypes"
         elif is_tpu(device):
-            reason = "a TPU, not even emulated: its recipes are those of NVIDIA GPUs"
-        if reason:
+            where_and_why = "a TPU, not even emulated: its recipes are those of NVIDIA GPUs"
+        if where_and_why:
             raise Unavailable(
-                f"precision={self.name} cannot run on {reason}.",
+                f"precision={self.name} cannot run on {where_and_why}.",
                 "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
             )
         # A CPU has these products in some versions of torch, many times slower than float32, which

@@ -185,8 +185,15 @@ class UploadState:
 
     def forget_troubles(self) -> None:
         """Clear what an earlier writer said about its attempts, before a new attempt."""
-        forgotten = dict.fromkeys((*_TEXTS, "outage_since"))
-        self.save(**forgotten, refused=False, sending_file=False)
+        self.save(
+            refused=False,
+            refusal=None,
+            failure=None,
+            first_error=None,
+            outage=None,
+            outage_since=None,
+            sending_file=False,
+        )
 
     def save_outage(self, cause: str) -> None:
         """Save why the store does not answer, unless another writer has the journal."""

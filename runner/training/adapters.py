@@ -81,7 +81,7 @@ class Lora:
     use_dora: bool = False
     use_rslora: bool = False
     init: str = "default"
-    _plain_weights: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _plain_weights: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         limits = (

@@ -68,8 +68,10 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
         reason = precision.no_recompute_reason
         yield f"{typed.lower()} compiles forwards, and precision={precision.name} {reason}"
     if mode == "reduce-overhead" and device.type != "cuda":
-        where = f"on {device.type}"
-        yield f"{typed} replays CUDA graphs, and this run is {where}. Type train.compile=default."
+        yield (
+            f"{typed} replays CUDA graphs, and this run is on {device.type}. "
+            "Type train.compile=default."
+        )
     if mode in CUDA_GRAPH_MODES and device.type == "cuda" and spec.train.accumulate > 1:
         yield (
             f"{typed} replays CUDA graphs, in whose memory gradients of several micro-batches do "
@@ -177,7 +179,7 @@ def outermost_modules(model: nn.Module, patterns: Any) -> list[nn.Module]:
     matches = select_modules("train.activation_checkpointing", patterns, names)
     modules = {name: model.get_submodule(name) for name in matches}
     containers = nn.ModuleList | nn.ModuleDict
-    with_forward = {n for n, module in modules.items() if not isinstance(module, containers)}
+    with_forward = {name for name in modules if not isinstance(modules[name], containers)}
     # An inner module would be computed a third time, inside the second forward of the outer one.
     return [modules[name] for name in sorted(outermost_names(with_forward))]
 

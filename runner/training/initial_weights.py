@@ -19,7 +19,7 @@ from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
-from runner.utils.modules import select_modules
+from runner.utils.modules import name_prefixes, select_modules
 from runner.utils.tensors import dtype_name
 from runner.utils.terminal import quote_command
 
@@ -107,7 +107,9 @@ def load_selected(
     selected = {name: value for name, value in weights.items() if name not in skipped}
     missing = _missing_names(own, weights, skipped)
     unexpected = [name for name in selected if name not in own]
-    other_shapes = [n for n, v in selected.items() if n in own and not _fits(own[n], v)]
+    other_shapes = [
+        name for name in selected if name in own and not _fits(own[name], selected[name])
+    ]
     if missing or unexpected or other_shapes:
         raise _misfit(spec, own, selected, missing, unexpected, other_shapes)
     try:
@@ -342,10 +344,9 @@ def shortest_patterns(names: Collection[str], every: Collection[str]) -> list[st
     # Every prefix of a name that is kept.
     outside: set[str] = set()
     for name in set(every) - covered:
-        outside |= {name, *(name[:i] for i, character in enumerate(name) if character == ".")}
+        outside.update(name_prefixes(name))
     patterns: dict[str, None] = {}
     for name in names:
-        segments = name.split(".")
-        prefixes = (".".join(segments[:n]) for n in range(1, len(segments) + 1))
-        patterns[next((prefix for prefix in prefixes if prefix not in outside), name)] = None
+        own = (prefix for prefix in name_prefixes(name) if prefix not in outside)
+        patterns[next(own, name)] = None
     return list(patterns)

@@ -299,7 +299,10 @@ def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
                 f"The checkpoint's model has other values: type {quote_command(words)}, or in "
                 "mode=evaluate leave model= out."
             )
-    return "Take the checkpoint's own model: in mode=evaluate leave model= out, else type its own."
+    return (
+        "Take the checkpoint's own model: in mode=evaluate leave model= out, elsewhere type its "
+        "model=."
+    )
 
 
 def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.device) -> None:

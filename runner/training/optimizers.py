@@ -84,7 +84,10 @@ def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     """
     if "_target_" in node:
         return [("optimizer", node)]
-    nodes = [(f"optimizer.{k}", part) for k, part in node.items() if isinstance(part, Mapping)]
+    nodes: list[tuple[str, Mapping[str, Any]]] = []
+    for name, part in node.items():
+        if isinstance(part, Mapping):
+            nodes.append((f"optimizer.{name}", part))
     # One that takes every parameter comes last, or it would leave none to the others. Checkpoints
     # hold the optimizers in this order.
     return sorted(nodes, key=lambda item: item[1].get("match") is None)
@@ -234,8 +237,11 @@ def describe_state_dtypes(
         dtype = state_dtype(key, part)
         if dtype is None:
             continue
-        does = f"{type(scheduled.optimizer).__name__} keeps its state in {dtype_name(dtype)}"
-        yield f"{key}.state_dtype: {does}, and computes its steps in float32"
+        name = type(scheduled.optimizer).__name__
+        yield (
+            f"{key}.state_dtype: {name} keeps its state in {dtype_name(dtype)}, and computes its "
+            "steps in float32"
+        )
         stuck = stuck_averages(dtype, scheduled.optimizer)
         if stuck:
             yield (

@@ -156,9 +156,11 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
     library = sys.modules.get("peft.tuners.lora")
     if library is None:
         return {}
-    modules: list[tuple[str, Any]] = [*model.named_modules()]
-    layers = {name: layer for name, layer in modules if isinstance(layer, library.LoraLayer)}
-    return {name: layer for name, layer in layers.items() if "default" in layer.lora_A}
+    layers: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, library.LoraLayer) and "default" in module.lora_A:
+            layers[name] = module
+    return layers
 
 
 def write_adapter(

@@ -188,8 +188,9 @@ class TrainState:
     @cached_property
     def takes_closure(self) -> bool:
         """Return whether the only optimizer evaluates the loss by itself, as LBFGS does."""
-        kinds = [type(scheduled.optimizer) for scheduled in self.optimizers]
-        return len(kinds) == 1 and issubclass(kinds[0], torch.optim.LBFGS)
+        return len(self.optimizers) == 1 and isinstance(
+            self.optimizers[0].optimizer, torch.optim.LBFGS
+        )
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the optimizers' state."""

@@ -354,8 +354,9 @@ def _load_optimizer(
     for old, new in casts:
         notes.append(f"the optimizer's state is cast from {dtype_name(old)} to {dtype_name(new)}")
     for key in sorted(dropped):
-        what = f"the checkpoint's {key.replace('_', ' ')}s"
-        notes.append(f"{what} are dropped: precision.update has changed")
+        notes.append(
+            f"the checkpoint's {key.replace('_', ' ')}s are dropped: precision.update has changed"
+        )
     return notes
 
 

@@ -89,9 +89,11 @@ TERM_PREFIX = "train/"
 """Start of the fields in `measured` that are no entry of the table: a task's own values."""
 
 STEP_METRICS: tuple[StepMetric, ...] = (
-    StepMetric("loss", "train/loss", lambda step: step.loss, combine=average_over_processes),
+    StepMetric("loss", "train/loss", read=lambda step: step.loss, combine=average_over_processes),
     StepMetric("lr", "train/lr"),
-    StepMetric("grad_norm", "train/grad_norm", lambda s: s.norms, combine=combine_gradient_norms),
+    StepMetric(
+        "grad_norm", "train/grad_norm", read=lambda step: step.norms, combine=combine_gradient_norms
+    ),
     StepMetric("loss_scale", "loss_scale/value", read=lambda step: step.scale),
     StepMetric("overflow", "loss_scale/overflow", read=lambda step: step.found_inf),
     StepMetric("skipped_steps", "loss_scale/skipped_steps"),

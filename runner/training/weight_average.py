@@ -131,14 +131,18 @@ class WeightAverage:
 
     def describe(self) -> str:
         """Return one line about what is averaged and what its metrics are."""
-        facts = f"train.ema={self.decay:g}; {tensor_bytes(*self.tensors()) / MIB:.1f} MiB more"
-        return f"val/... are those of the averaged weights ({facts})"
+        size = tensor_bytes(*self.tensors()) / MIB
+        return (
+            f"val/... are those of the averaged weights (train.ema={self.decay:g}; "
+            f"{size:.1f} MiB more)"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by the names that the model's state dict has; not copied."""
         weights: dict[str, Tensor] = {}
         for weight, average in zip(self._every(self._weights), self.tensors(), strict=True):
-            weights |= dict.fromkeys(self._names[id(weight)], average)
+            for name in self._names[id(weight)]:
+                weights[name] = average
         return {"decay": self.decay, "weights": weights}
 
     @torch.no_grad()

@@ -42,7 +42,7 @@ def format_share(value: float) -> str:
 
 def first_names(names: Sequence[str], limit: int = 6, separator: str = ", ") -> str:
     """Return the first names of a list for a sentence, with a count of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    more = f"{separator.rstrip(', ')} and {len(names) - limit} more" if len(names) > limit else ""
     return separator.join(names[:limit]) + more
 
 

@@ -78,13 +78,13 @@ class ModuleTape(ExitStack):
 
         Args:
             module: the module; one that is replaced twice is restored in reverse.
-            forward: the function in its place.
+            forward: the function in its place; it is given the name and signature of the first.
             key: name of the attribute.
         """
         attributes = vars(module)
         earlier = attributes.get(key)
         # The fields of a batch that a model takes are read from the signature of its forward.
-        attributes[key] = update_wrapper(forward, getattr(module, key))
+        attributes[key] = update_wrapper(forward, getattr(module, key), updated=())
 
         def restore() -> None:
             del attributes[key]

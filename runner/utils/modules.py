@@ -1,6 +1,6 @@
-"""Select modules of a model: by patterns of dotted names, or the blocks that the model repeats."""
+"""Select modules and tensors of a model by patterns of dotted names, or the blocks it repeats."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -63,12 +63,18 @@ def select_modules(
     return selected
 
 
-def nearest_names(pattern: str, names: Iterable[str]) -> str:
+def name_prefixes(name: str) -> Iterator[str]:
+    """Yield the dotted names of what holds a module or tensor, the outermost first, and its own."""
+    segments = name.split(".")
+    for depth in range(1, len(segments) + 1):
+        yield ".".join(segments[:depth])
+
+
+def nearest_names(pattern: str, names: Collection[str]) -> str:
     """Return the names of parameters or modules, and of what holds them, most like a pattern."""
     candidates = dict.fromkeys(names)
     for name in [*candidates]:
-        segments = name.split(".")
-        candidates |= dict.fromkeys(".".join(segments[:depth]) for depth in range(1, len(segments)))
+        candidates |= dict.fromkeys(name_prefixes(name))
     near = get_close_matches(pattern, [*candidates], n=4, cutoff=0.4)
     return ", ".join(near or [name for name in names if name][:6]) or "*"
 

@@ -1,9 +1,11 @@
+import gc
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from runner.cli import main as command_line
 from runner.modes.result import RunResult
 from runner.utils.errors import ConfigError, TrackingError, Unavailable
 
@@ -24,6 +26,13 @@ def raising(error):
         raise error
 
     return body
+
+
+def test_large_imports_leave_the_collector_as_it_was():
+    before = gc.get_threshold()
+    with command_line.rare_garbage_collection():
+        assert gc.get_threshold()[2] > 1000 * before[2]
+    assert gc.get_threshold() == before
 
 
 def test_a_finished_run_has_exit_status_0(running):

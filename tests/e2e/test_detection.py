@@ -167,7 +167,12 @@ def test_a_detector_trains_in_bf16_mixed_in_micro_batches(detect, lab):
 
 
 def test_a_detector_in_16_mixed_resumes_where_it_stopped(detect, lab):
-    words = ("precision=16-mixed", "train.max_steps=2", "data.collate=squares.two_lists")
+    words = (
+        "precision=16-mixed",
+        "train.max_steps=2",
+        "train.accumulate=2",
+        "data.collate=squares.two_lists",
+    )
     saving = ("hydra.run.dir=run", "checkpoint.every_steps=1", "checkpoint.keep=2")
     whole = detect(*words, "precision.loss_scale.init_scale=256", *saving)
     assert whole.rc == 0, whole.stderr

@@ -49,7 +49,6 @@ def test_a_nested_key_in_this_process_and_when_the_sweep_is_resumed(quick, main)
     assert [job["label"] for job in jobs()] == ["32-true", "16-mixed", "bf16-mixed"]
 
 
-@pytest.mark.extended
 def test_a_key_that_the_sweep_varies(quick):
     done = quick("-m", *BASIC, "precision=16-mixed,32-true", "precision.loss_scale.fixed=8,16")
     assert done.rc == 0, done.stderr
@@ -80,7 +79,6 @@ def test_presets_of_a_sweep(quick, tmp_path):
     assert [job["loss_scale"] for job in jobs("own")] == [None, 8.0]
 
 
-@pytest.mark.extended
 def test_a_search(quick):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     choice = "hydra.sweeper.params.precision='choice(16-mixed,32-true)'"

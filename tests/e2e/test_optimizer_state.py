@@ -35,12 +35,12 @@ CASES = {
     "remainders": f"{RULE}=remainders {BF16}",
     "muon": "optimizer=muon optimizer.rest.state_dtype=bfloat16",
     "kahan": f"{RULE}=kahan",
+    "master_weights": f"{RULE}=master_weights",
     "stochastic_rounding": f"{RULE}=stochastic_rounding",
 }
 MORE_CASES = {
     "bf16-mixed": f"precision=bf16-mixed optimizer.betas=[0.9,0.95] {BF16}",
     "16-mixed": f"precision=16-mixed {BF16}",
-    "master_weights": f"{RULE}=master_weights",
     "remainders alone": f"{RULE}=remainders",
 }
 

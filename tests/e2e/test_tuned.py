@@ -63,6 +63,11 @@ def test_compiled_blocks(main, monkeypatch):
     torch.compiler.reset()
     assert compiled == ["Block", "Block"]
     check_compiled(main)
+    typed = "mode=evaluate checkpoint=compiled accelerator=cpu tracking=none train.batch_size=16"
+    done = main(*typed.split(), "train.compile=regional", "hydra.run.dir=again")
+    torch.compiler.reset()
+    assert (done.rc, len(compiled)) == (0, 4), done.stderr
+    assert loss_in("again") == pytest.approx(loss_in("compiled"), abs=1e-5)
 
 
 @pytest.fixture
@@ -78,16 +83,6 @@ def compiled(cli):
 @pytest.mark.usefixtures("compiled")
 def test_blocks_compiled_by_inductor(main):
     check_compiled(main)
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-@pytest.mark.usefixtures("main", "compiled")
-def test_a_compiled_evaluation(cli):
-    typed = "mode=evaluate checkpoint=compiled accelerator=cpu tracking=none train.batch_size=16"
-    done = cli(*typed.split(), "train.compile=regional", "hydra.run.dir=again")
-    assert done.rc == 0, done.stderr
-    assert loss_in("again") == pytest.approx(loss_in("compiled"), abs=1e-5)
 
 
 def test_the_rounding_of_compiled_code_is_named_everywhere(main, monkeypatch):

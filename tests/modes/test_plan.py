@@ -97,7 +97,7 @@ def test_a_plan_without_the_shape_of_a_batch_says_so(plan):
     assert "not predicted: the shape of a batch is not known without data.meta.input" in text
 
 
-def test_islands_and_the_loss_scale_are_named(plan):
+def test_kept_modules_and_the_loss_scale_are_named(plan):
     text = plan("model=mlp precision=16-mixed precision.keep_fp32=[head]")
     assert "kept in float32: head" in text
     assert "from 65536" in text

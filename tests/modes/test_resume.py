@@ -192,6 +192,6 @@ def test_every_optimizer_and_schedule_resumes_bit_by_bit(optimizer, scheduler, c
     check((5,), f"{MLP} optimizer={optimizer} scheduler={scheduler} precision=bf16-true")
 
 
-@pytest.mark.parametrize("workers", [2, more(0)])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_each_sample_of_an_interrupted_epoch_is_seen_once_with_its_noise(workers, check):
     check((1, 5), f"{OWN} train.num_workers={workers} train.accumulate=2")

@@ -64,6 +64,14 @@ def represented_weight(layer):
 # The contexts
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_is_that_of_its_name(mode):
+    precision = load_precision(f"bnb-{mode}")
+    trains = mode == "int8-training"
+    assert (precision.mode, precision.compute) == (mode, torch.bfloat16)
+    assert (precision.freezes, precision.layout) == (not trains, "" if trains else f"bnb-{mode}")
+
+
 @pytest.mark.parametrize("compute", DTYPES)
 def test_the_rest_of_the_model_is_under_autocast(compute):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

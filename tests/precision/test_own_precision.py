@@ -113,6 +113,14 @@ def test_a_built_in_yaml_is_the_base_of_one(own, tmp_path):
     assert names[names.index("16-mixed") :][:2] == ["16-mixed", "own-16"]
 
 
+def test_the_later_of_two_bases_wins(own, tmp_path):
+    folder = tmp_path / "conf"
+    (folder / "precision" / "own-both.yaml").write_text(
+        "defaults:\n  - 16-mixed\n  - bf16-mixed\n  - _self_\n\nname: own-both\n"
+    )
+    assert registry.load_precision("own-both", folder).compute is torch.bfloat16
+
+
 def test_advice_for_an_own_precision_follows_from_its_dtypes(own, tmp_path):
     half, single = (
         registry.load_precision(name, tmp_path / "conf") for name in ("own-half", "own-single")
@@ -151,7 +159,6 @@ def test_a_sweep_reports_an_own_precision(own, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.extended
 def test_advice_names_the_cause_of_its_failure(own, tmp_path):
     words = ("model=loud", "mode=advise", "precision=own-half,own-single", "optimizer=sgd")
     lengths = ("advise.steps=10", "advise.seeds=3", "advise.budget=3m")

@@ -78,7 +78,7 @@ def test_keys_change_what_is_computed_as_in_the_runner(keys):
     assert losses == runner_losses("bf16-mixed", [[batch] for batch in steps], **keys)[0]
 
 
-@pytest.mark.parametrize("name", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("name", ["32-true", "16-mixed", "bnb-int8-training"])
 def test_micro_batches_add_up_as_in_the_runner(name):
     loop = Loop(name)
     policy = loop.policy

@@ -103,8 +103,8 @@ def _remarks(batch: BatchComparison) -> str:
         if row.added and row.added.found.other_shape and not row.added.is_unexplained
     ]
     if reshaped:
-        names = first_names(reshaped, _LISTED)
-        text += f" Not compared, for rounding gives them other shapes: {names}."
+        modules = first_names(reshaped, _LISTED)
+        text += f" Not compared, for rounding gives them other shapes: {modules}."
     return text
 
 

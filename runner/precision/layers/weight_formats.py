@@ -257,7 +257,9 @@ def _quantize(weight: Tensor, config: Any) -> Any:
     out, into = weight.shape
     layer = nn.Linear(into, out, bias=False, device="meta")
     layer.weight = nn.Parameter(weight.detach().contiguous())
-    _import_torchao().quantize_(nn.Sequential(layer), config)
+    quantization = _import_torchao()
+    with suppress_import_warnings():  # it imports its kernels when it is first called
+        quantization.quantize_(nn.Sequential(layer), config)
     return layer.weight
 
 

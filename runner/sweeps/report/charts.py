@@ -225,7 +225,8 @@ class _Charts:
             charts.append(partial(self.train_loss, losses))
         # The quality that all jobs share, else the validation loss.
         names = {job.result.quality for job in self.jobs} - {""}
-        for key in (*(names if len(names) == 1 else ()), VAL_LOSS):
+        keys = [*names, VAL_LOSS] if len(names) == 1 else [VAL_LOSS]
+        for key in keys:
             qualities = _curves(self.jobs, key)
             if qualities:
                 charts.append(partial(self.quality, qualities, key))

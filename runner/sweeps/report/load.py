@@ -76,14 +76,15 @@ class JobSettings:
     @classmethod
     def of_texts(cls, config: str, environment: str) -> "JobSettings":
         """Return the settings that the texts of a run's two files hold; damaged ones hold none."""
-        facts: Any = None
+        facts: Any = {}
         with suppress(ValueError):
             facts = json.loads(environment)
         if not isinstance(facts, dict):
-            facts = {}
+            return cls(flat_config(config))
         known = {name: facts.get(name) for name in _MACHINE_FACTS}
         packages = facts.get("packages")
-        known |= packages if isinstance(packages, dict) else {}
+        if isinstance(packages, dict):
+            known |= packages
         texts = {str(name): str(value) for name, value in known.items() if value is not None}
         return cls(flat_config(config), texts)
 

@@ -87,8 +87,9 @@ def _write_folder(
         model_uuid=model.model_id,
         model_id=model.model_id,
     )
+    fields = bool(facts.get("fields"))
     description.signature = ModelSignature(
-        inputs=_schema(facts["inputs"], facts["fields"]),
+        inputs=_schema(facts["inputs"], fields),
         outputs=_schema(facts["outputs"], not facts["one_output"]),
     )
     data = f"data/{folder.name}"
@@ -102,7 +103,7 @@ def _write_folder(
         module = Path(exported_program_pyfunc.__file__).stem
         code = [exported_program_pyfunc.__file__]
         names = {key: [spec["name"] for spec in facts[key]] for key in ("inputs", "outputs")}
-        config = {**names, "fields": facts["fields"], "one_output": facts["one_output"]}
+        config = {**names, "fields": fields, "one_output": facts["one_output"]}
     # The part after a plus, as in 2.5.1+cpu, is a local version, which is on no package index.
     torch = f"torch=={facts['torch'].partition('+')[0]}"
     pyfunc.save_model(

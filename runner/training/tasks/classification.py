@@ -45,8 +45,8 @@ class Classification(TensorTask):
             )
         if label_smoothing and loss is not None:
             raise ConfigError(
-                f"task.label_smoothing={label_smoothing} is not part of task.loss. Type it as "
-                f"task.loss.label_smoothing={label_smoothing}, where that loss takes it."
+                f"task.label_smoothing={label_smoothing} is not part of task.loss. In its place "
+                f"type task.loss.label_smoothing={label_smoothing}, where that loss takes it."
             )
         self.label_smoothing = label_smoothing
 

@@ -60,8 +60,9 @@ class Segmentation(TensorTask):
         logits = output.get("aux") if isinstance(output, Mapping) else None
         if not isinstance(logits, Tensor):
             raise ConfigError(
-                f"task.aux_weight={self.aux_weight}: the model returns no part aux. Type task."
-                "aux_weight=0, or model.options={aux_loss: true} where torchvision's model has one."
+                f"task.aux_weight={self.aux_weight}: the model returns no part aux. Type "
+                "task.aux_weight=0, or model.options={aux_loss: true} where torchvision's model "
+                "has one."
             )
         aux = self.minimised(logits, target, F.cross_entropy)
         return main + self.aux_weight * aux, {"main_loss": main, "aux_loss": aux}

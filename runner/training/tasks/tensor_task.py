@@ -175,8 +175,10 @@ class TensorTask(Task):
         """
         if isinstance(output, Tensor):
             if self.output_field is not None:
-                typed = f"task.output={self.output_field}"
-                raise ConfigError(f"{typed}: the model returns one tensor. Leave task.output out.")
+                raise ConfigError(
+                    f"task.output={self.output_field}: the model returns one tensor. "
+                    "Leave task.output out."
+                )
             return output
         if self.output_field is None:
             logits = part_of(output, "logits")

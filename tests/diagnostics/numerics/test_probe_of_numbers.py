@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from states import CPU, are_equal, make_state, measure_step
+from states import CPU, are_equal, count_hooks, make_state, measure_step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -196,6 +196,8 @@ def test_a_step_that_fails_is_not_measured_and_the_next_one_is():
     with pytest.raises(RuntimeError), probe:
         train_step(state, [batch(width=5)])
     assert not found
+    assert count_hooks(state.model) == 0
     with probe:
         train_step(state, [batch()])
     assert len(found) == 1
+    assert count_hooks(state.model) == 0
