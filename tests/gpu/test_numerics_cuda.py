@@ -11,7 +11,7 @@ from runner.diagnostics.numerics.measure import (
 )
 from runner.precision.emulation.formats import FORMATS, round_to_format
 
-pytestmark = [pytest.mark.gpu, pytest.mark.imitated]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.imitated
