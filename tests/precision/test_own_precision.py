@@ -116,7 +116,7 @@ def test_a_built_in_yaml_is_the_base_of_one(own, tmp_path):
 def test_the_later_of_two_bases_wins(own, tmp_path):
     folder = tmp_path / "conf"
     (folder / "precision" / "own-both.yaml").write_text(
-        "defaults:\n  - 16-mixed\n  - bf16-mixed\n  - _self_\n\nname: own-both\n"
+        "defaults:\n  - 32-true\n  - bf16-true\n  - _self_\n\nname: own-both\n"
     )
     assert registry.load_precision("own-both", folder).compute is torch.bfloat16
 
