@@ -11,6 +11,8 @@ BIN := .venv/bin
 # Without compiled files each command and test process compiles the runner's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Of generated cases; make prints it.
+SEED := $(shell date +%s)
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: run test test-all test-extended test-budget check docs bench clean
@@ -22,11 +24,11 @@ test: .venv/installed
 	$(PYTEST)
 
 test-all: .venv/installed
-	$(PYTEST) -m "not soak"
+	$(PYTEST) -m "not soak" --hypothesis-seed=$(SEED)
 
 # What test-all adds to test; TEST_ARGS="--stop-after 600" skips what has not begun after 600 s.
 test-extended: .venv/installed
-	$(PYTEST) -m "extended and not soak" $(TEST_ARGS)
+	$(PYTEST) -m "extended and not soak" --hypothesis-seed=$(SEED) $(TEST_ARGS)
 
 test-budget:
 	$(BIN)/python tests/helpers/times_record.py .pytest_cache/v/runner/times

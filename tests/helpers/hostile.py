@@ -1,13 +1,16 @@
 """Settings and checks of the tests with generated input."""
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, core, settings
 
 
 def cases(count):
-    """Return settings for `count` examples, the same ones each time, without a deadline."""
+    """Return settings for `count` examples without a deadline.
+
+    They are the same ones each time, but with --hypothesis-seed, as in make test-all.
+    """
     return settings(
         max_examples=count,
-        derandomize=True,
+        derandomize=core.global_force_seed is None,
         deadline=None,
         database=None,
         phases=[Phase.explicit, Phase.generate],
