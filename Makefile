@@ -12,7 +12,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 # Of generated cases; make prints it.
-SEED := $(shell date +%s)
+SEED ?= $(shell date +%s)
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: run test test-all test-extended test-budget check docs bench clean
