@@ -124,3 +124,21 @@ def test_make_run_runs_what_is_typed(tmp_path, root, clean):
     )
     assert "bf16-mixed mlp digits" in done.stdout
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_the_sources_are_those_of_every_python_that_is_supported(version, root, tmp_path):
+    """Compiled where the interpreter is installed: warnings of its compiler are errors."""
+    versions = Path(sys.base_prefix).parent.glob(f"{version}*/bin/python{version}")
+    for interpreter in filter(None, (*versions, shutil.which(f"python{version}"))):
+        if (
+            subprocess.run([interpreter, "-c", ""], check=False, capture_output=True).returncode
+            == 0
+        ):
+            break
+    else:
+        pytest.skip(f"no Python {version} on this machine")
+    command = [interpreter, "-W", "error", "-m", "compileall", "-q", "-f", "runner", "models"]
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
