@@ -13,7 +13,7 @@ OF_THE_READER = re.compile(
     r"|(path|root|weights|batch|against|launcher)=(?!32-true)|accelerator=|strategy="
 )
 """What a command has that only its reader has: names, files, servers, launchers, devices."""
-SHRUNK = "train.max_steps=2 train.batch_size=4 tracking=none hydra/launcher=basic".split()
+SHRUNK = "train.max_steps=2 train.batch_size=4 tracking=none".split()
 LONG = re.compile(
     r"mode=(advise|gate)|experiment=molecules|sweep=(search|every_precision)|compile="
 )
@@ -49,5 +49,9 @@ def test_a_command_composes(line, compose):
 @pytest.mark.extended
 @pytest.mark.parametrize("line", [line for line in commands() if not LONG.search(line)])
 def test_a_command_runs(line, main):
-    done = main(*shlex.split(line), *(word for word in SHRUNK if word.split("=")[0] not in line))
+    launcher = [] if "n_jobs" in line else ["hydra/launcher=basic"]
+    shorter = [word for word in SHRUNK if word.split("=")[0] not in line]
+    done = main(*shlex.split(line), *shorter, *launcher)
+    if "needs an NVIDIA GPU" in done.stderr:
+        pytest.skip(done.stderr)
     assert done.rc == 0, done.stderr
