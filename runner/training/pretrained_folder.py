@@ -158,9 +158,9 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
         return {}
     layers: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if isinstance(module, library.LoraLayer) and "default" in module.lora_A:
+        if isinstance(module, library.LoraLayer):
             layers[name] = module
-    return layers
+    return {name: layer for name, layer in layers.items() if "default" in layer.lora_A}
 
 
 def write_adapter(
