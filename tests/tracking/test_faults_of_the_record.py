@@ -249,6 +249,19 @@ def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_everything_later
     )
 
 
+def test_a_server_that_comes_back_after_the_end_gets_the_run_without_a_command(
+    server, tmp_path, whole
+):
+    trainer = Trainer(server.url, tmp_path / "run", patience=1).training()
+    trainer.recorded(2_000)
+    trainer.stop()
+    done, _ = trainer.result()
+    assert not done["complete"]
+    server.start()
+    wait_for(lambda: progress_of(trainer.folder).done)
+    whole(trainer, done["steps"])
+
+
 @pytest.mark.soak
 def test_soak(server, tmp_path):
     """SOAK_OUTAGES short outages (20), one of SOAK_LONG seconds (600), and a server that is gone
