@@ -79,6 +79,8 @@ accelerator=tpu => accelerator=tpu | Type  | accelerator=cpu
 accelerator=cpu precision=tf32 => precision=tf32 needs | precision=32-true
 tracking=mlflow tracking.uri=foo://x => tracking.uri=foo://x | http, https
     tracking.uri=sqlite:///outputs/mlflow.db
+tracking=mlflow tracking.uri=mysql://u@127.0.0.1:1/db => mysql://***@127.0.0.1:1/db cannot be opened
+    No module named 'MySQLdb'. Install the package
 mode=evaluate checkpoint=/no/such.pt => checkpoint=/no/such.pt | outputs/runs/<time>
 mode=evaluate checkpoint=0123abcd => checkpoint=0123abcd is neither a file
 precision=32-true,bf16-mixed => precision=32-true,bf16-mixed | --multirun
