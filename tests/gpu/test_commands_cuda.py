@@ -12,9 +12,13 @@ SMALL = (
     "data.count=64 data.context=16 train.batch_size=8 train.log_every=1 tracking=none "
     "optimizer.eps=1e-4"
 ).split()
-RECIPES = [name for name in registry.precision_names() if name.startswith("transformer-engine-")]
+FIRST = (
+    *("tf32", "16-mixed", "bf16-mixed", "bf16-true", "transformer-engine", "float8-rowwise"),
+    *("bnb-nf4", "bnb-int8-training", "int4", "qat-int8"),
+)
+"""One of each kind; test_precisions_cuda.py takes steps in every precision."""
 NAMES = [
-    pytest.param(name, marks=pytest.mark.extended if name in RECIPES else ())
+    pytest.param(name, marks=() if name in FIRST else pytest.mark.extended)
     for name in registry.precision_names()
 ]
 
