@@ -22,7 +22,8 @@ _GROUPS = (
     "|callbacks|launcher|sweep"
 )
 _GROUP = re.compile(
-    rf"^(?P<plus>\+{{0,2}})(?P<group>{_GROUPS})=(?P<call>choice\()?(?P<names>[^()]*)(?P<end>\))?$"
+    rf"^(?P<plus>\+{{0,2}})(?P<group>{_GROUPS})=(?P<call>choice\()?"
+    r"(?P<names>[^(){}\[\]]*)(?P<end>\))?$"  # no list and no node
 )
 # Values that Hydra's parser reads as a number, null or a boolean.
 _NOT_TEXT = re.compile(r"^([-+]?\d+(\.\d*)?|null|true|false)$", re.IGNORECASE)

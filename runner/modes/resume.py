@@ -162,8 +162,10 @@ def _merge_spec(
     """
     typed = typed_overrides(invocation)
     saved_choices = saved.content["choices"]
-    choices = {group: name for group, name in saved_choices.items() if group not in typed}
-    invocation = replace(invocation, choices={**invocation.choices, **choices})
+    choices = {**invocation.choices}
+    for group in {*choices, *saved_choices} - {*typed}:
+        choices[group] = saved_choices.get(group, "")  # none of a group that was typed as a node
+    invocation = replace(invocation, choices=choices)
     presets = [group for group in PRESET_GROUPS if group in typed]
     if any(invocation.choices.get(group) != saved_choices.get(group) for group in presets):
         # A preset sets keys anywhere, so which of the checkpoint's keys would be meant to stay

@@ -72,6 +72,7 @@ def test_a_command_is_rewritten(given, wanted):
 UNCHANGED = (
     "precision=16-mixed precision=glob(*-mixed) precision.dtype=16 seed=16 ~debug"
     " train.max_steps=null mode=plan precision= hydra.run.dir=x"
+    " +model={hidden:[8,8,8]} callbacks=[1,2,a]"
 )
 
 

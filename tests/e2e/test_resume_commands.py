@@ -114,6 +114,18 @@ def test_what_cannot_be_resumed(refused, folder, main, tmp_path):
     assert (done.rc, "resumed at step 6 of 7" in done.stdout) == (0, True)
 
 
+def test_a_model_without_an_option_keeps_its_name(main, tmp_path):
+    sizes = "input_shape: [1,8,8], classes: 10, hidden: [8]"
+    node = f"+model={{_target_: runner.models.mlp.MLP, {sizes}}}"
+    words = [word for word in QUICK if not word.startswith("model")]
+    done = main("~model", node, *words, "tracking=none", "hydra.run.dir=run")
+    assert done.rc == 0, done.stderr
+    make_unfinished(tmp_path / "run", 2)
+    resumed = main("checkpoint.resume=run")
+    assert "32-true MLP digits" in done.stdout
+    assert "32-true MLP digits" in resumed.stdout
+
+
 def test_a_folder_is_one_commands_at_a_time(refused, folder):
     make_unfinished(folder, 2)
     for typed in ([f"checkpoint.resume={folder}"], [*QUICK, f"hydra.run.dir={folder}"]):
