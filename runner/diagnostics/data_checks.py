@@ -1,5 +1,5 @@
-"""Check the data before training: values that are not finite, labels outside the classes, and
-sets in which no label counts."""
+"""Check the data before training: values that are not finite, labels outside the classes, sets in
+which no label counts, and inputs that are all alike."""
 
 from collections.abc import Iterator, Mapping
 from time import perf_counter
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from runner.data.batch_layout import Batch
 from runner.data.step_samples import StepSamples, targets_of_steps
@@ -25,7 +25,7 @@ _LEFT_OUT = f"cross entropy leaves {IGNORED} out"
 
 
 def data_problems(
-    loader: BatchLoader, split: str, task: Task, classes: int | None
+    loader: BatchLoader, split: str, task: Task, classes: int | None, notes: list[str]
 ) -> Iterator[str]:
     """Yield what is wrong with a data set, a message for each kind of problem.
 
@@ -37,7 +37,9 @@ def data_problems(
         split: "train" or "val", for the message.
         task: knows which targets are labels.
         classes: number of classes; None where the data set does not say.
+        notes: gets what is suspicious and not wrong: inputs that are all alike.
     """
+    likeness = _Likeness()
     not_finite: dict[str, list[int]] = {"inputs": [], "targets": []}
     mislabelled: list[int] = []
     first_mislabelled: Any = None
@@ -47,6 +49,7 @@ def data_problems(
     for indices, (inputs, target) in _portions(loader):
         checked += len(indices)
         labelled = labelled or _has_labels(task, target)
+        likeness.add(inputs, len(indices))
         for name, nest in (("inputs", inputs), ("targets", target)):
             not_finite[name] += indices[_not_finite(nest, len(indices))].tolist()
         # Only tensors and boxes have labels, and a collator may have made another number of rows.
@@ -63,6 +66,12 @@ def data_problems(
         # After a portion, not before it: one is checked however slow the data is.
         if perf_counter() > deadline:
             break
+    if checked > 1:
+        notes += [
+            f"data: {what} in all {checked} samples of the {split} set that were looked at. See "
+            "how they are read: numbers that are cut off at a limit are such"
+            for what in likeness.findings()
+        ]
     for name, samples in not_finite.items():
         if samples:
             yield f"{_whose(samples, split, checked)}: its {name} are not finite."
@@ -73,6 +82,45 @@ def data_problems(
     if not labelled:
         which = f"the {checked} samples of the {split} set that were looked at"
         yield f"data: no label of {which} counts ({_LEFT_OUT}): the loss would be NaN."
+
+
+class _Likeness:
+    """Which inputs are the same in every sample so far, and which images are of one colour."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Tensor] = {}
+        self._varied: set[str] = set()
+        self._is_image: dict[str, bool] = {}
+        self._shaded: set[str] = set()
+
+    def add(self, inputs: Any, count: int) -> None:
+        """Compare a portion's inputs, a nest of tensors [count, ...]."""
+        for path, value in tree_flatten_with_path(inputs)[0]:
+            is_plain = isinstance(value, Tensor) and value.layout is torch.strided
+            if not is_plain or value.is_nested or value.shape[:1] != (count,):
+                continue
+            name = keystr(path).strip("[]'")
+            first = self._first.setdefault(name, value[:1])
+            is_shaped = value.shape[1:] == first.shape[1:]
+            if name not in self._varied and not (is_shaped and (value == first).all()):
+                self._varied.add(name)
+            self._is_image[name] = value.ndim > 3
+            if value.ndim > 3 and name not in self._shaded:
+                pixels = value.flatten(2)
+                if not (pixels == pixels[..., :1]).all():
+                    self._shaded.add(name)
+
+    def findings(self) -> Iterator[str]:
+        """Yield what all samples have in common; a mask of integers may be the same in all."""
+        same = [name for name in self._first if name not in self._varied]
+        if same and not self._varied:
+            yield "the inputs are the same"
+            return
+        floating = [name for name in same if self._first[name].is_floating_point()]
+        if floating:
+            yield f"the inputs {', '.join(floating)} are the same"
+        if any(is_image and name not in self._shaded for name, is_image in self._is_image.items()):
+            yield "the image is of one colour"
 
 
 def explain_uncounted_labels(loader: BatchLoader, samples: StepSamples, task: Task) -> str | None:

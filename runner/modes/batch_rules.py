@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from runner.data.batch_layout import KeywordInputs, PositionalInputs
 from runner.modes.error_rules import Failure, Rule, first_message, matches, precision_advice
@@ -37,6 +39,8 @@ def loss_problem(loss: Any, task: str) -> str | None:
     )
 
 
+_names_dtypes = matches(r"dtype|scalar type|[Ii]nput type|not implemented for|Boolean inputs|floating")
+"""Condition on PyTorch's messages about operands whose dtypes do not fit."""
 _names_sizes = matches(
     r"cannot be multiplied|to have \d+ channels|size mismatch|must match the size|is invalid for "
     r"input of size|normalized_shape|shape mismatch|size of tensor"
@@ -98,10 +102,15 @@ def _explain_arguments(failure: Failure) -> str:
                 f"{failure.takes}, and {fields}, which are passed by their names: {missing} is "
                 f"missing. Have the data set yield fields of these names {_LAYOUTS}."
             )
+        remedy = (
+            f"Have the data set yield a field named {names[0] if names else 'as the argument'}, or "
+            f"(input, target) {_LAYOUTS}."
+        )
+        if failure.names["data"] == "npz" and names:
+            remedy = f"Type 'data.inputs={{{names[0]}: {next(iter(inputs))}}}'."
         return (
             f"{failure.takes}, and {fields}: as none of them is an argument's name, the forward "
-            "was given all of them as one dict. Have the data set yield a field named "
-            f"{names[0] if names else 'as the argument'}, or (input, target) {_LAYOUTS}."
+            f"was given all of them as one dict. {remedy}"
         )
     if type(inputs) is PositionalInputs:
         return (
@@ -137,14 +146,32 @@ def _own_forward(names: Sequence[str], inputs: Any) -> str:
     return f"W{written}."
 
 
-def _lacks_embedding(failure: Failure) -> bool:
-    """Return whether the inputs are tokens and the model has no embedding."""
-    inputs = failure.inputs
-    if not failure.in_forward or not isinstance(inputs, Tensor):
-        return False
-    if inputs.is_floating_point() or inputs.is_complex():
-        return False
-    return not any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules())
+def _integer_inputs(failure: Failure) -> list[Tensor]:
+    """Return the integers among the inputs of a model without an embedding whose forward fails for
+    their dtype."""
+    if not failure.in_forward or not _names_dtypes(failure):
+        return []
+    if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules()):
+        return []
+    tensors = [leaf for leaf in tree_leaves(failure.inputs) if isinstance(leaf, Tensor)]
+    return [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
+
+
+def _explain_integers(failure: Failure) -> str:
+    """Return what to change where weights are given integers."""
+    integers = _integer_inputs(failure)[0]
+    white = {torch.uint8: " / 255", torch.uint16: " / 65535"}.get(integers.dtype, "")
+    is_image = bool(white) or integers.ndim > 2
+    if failure.names["data"] == "npz":
+        remedy = f"Write the array as x.astype('float32'){white}"
+    else:
+        remedy = f"Have the data set yield floating-point inputs, x.float(){white}"
+    what = "pixels or other numbers" if is_image else "tokens, or other numbers"
+    tokens = "" if is_image else ", or for tokens type a model with an embedding (model=gpt)"
+    return (
+        f"The inputs are integers, {_kind(integers)}: {what}, which the model's weights, floating "
+        f"point, cannot be multiplied with. {remedy}{tokens}."
+    )
 
 
 def _fitting_task(failure: Failure) -> str:
@@ -183,7 +210,7 @@ def _elsewhere(failure: Failure) -> str:
         )
     where = failure.module_in_words or f"{type(failure.model).__name__}.forward"
     return (
-        f"It fails in {where}, whose input or sizes do not fit this data set. Change model= (or "
+        f"It fails in {where}. If its input or sizes do not fit this data set, change model= (or "
         "its keys, model.<key>=) or data= to one that the other can take."
     )
 
@@ -240,12 +267,13 @@ BATCH_RULES: tuple[Rule, ...] = (
             f"the task needs {_LAYOUTS}."
         ),
     ),
+    (lambda f: bool(_integer_inputs(f)), _explain_integers),
     (
-        _lacks_embedding,
+        matches("selected index k out of range"),
         lambda f: (
-            f"The inputs are integers ({f.inputs.dtype}), tokens, and the model has no embedding "
-            "for them. Type a model that takes tokens (model=gpt), or have the data set yield "
-            "floating-point inputs (x.float())."
+            f"{f.module_in_words} takes the k largest of fewer than k numbers: a mixture chooses "
+            "more experts than it has. Type a smaller number in the model's config "
+            "(model.config.num_experts_per_tok=)."
         ),
     ),
     (
@@ -267,6 +295,13 @@ BATCH_RULES: tuple[Rule, ...] = (
     (
         lambda f: bool(f.outputs) and _fitting_task(f) not in ("", f.names["task"]),
         lambda f: f"{_output_and_target(f)} Those fit task={_fitting_task(f)}: type it.",
+    ),
+    (
+        lambda f: bool(f.raised_at),
+        lambda f: (
+            f"{f.raised_at}, raises it{f' in {f.module_in_words}' if f.module_in_words else ''}: "
+            "that code says what it needs."
+        ),
     ),
     (lambda _: True, _elsewhere),
 )

@@ -100,15 +100,16 @@ def check_data(run: RunContext, loaders: Mapping[str, BatchLoader]) -> None:
     if action == "ignore":
         return
     problems: list[str] = []
+    notes: list[str] = []
     classes = (run.spec.data.get("meta") or {}).get("classes")
     for label, loader in loaders.items():
         with explain_dead_workers(run, label):
-            problems += data_problems(loader, label, run.task, classes)
+            problems += data_problems(loader, label, run.task, classes, notes)
         if label.startswith("test"):
             loader.close()  # it is read again after the last step: no process waits until then
     if action == "stop" and problems:
         raise DataError("\n".join([*problems, "To train on them all the same: guard.data=warn."]))
-    for problem in problems:
+    for problem in [*problems, *notes]:
         run.say(f"warning: {problem}")
 
 

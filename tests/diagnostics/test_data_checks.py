@@ -23,7 +23,7 @@ every_kind = pytest.mark.parametrize("kind", [TensorDataset, in_a_nest])
 
 def problems(x, y, task=None, classes=10, kind=TensorDataset, size=4):
     loader = Loader(kind(x, y), size, shuffle=False, seed=0, device=CPU)
-    return list(data_problems(loader, "train", task or Classification(), classes))
+    return list(data_problems(loader, "train", task or Classification(), classes, []))
 
 
 def valid_data(count=20):

@@ -6,9 +6,11 @@ train.num_workers=N to decode in processes.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Subset
 from torchvision import transforms
@@ -22,10 +24,63 @@ _LAYOUT = (
 )
 # ImageNet's statistics, which torchvision's own training and weights use.
 _NORMALISE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_GREY_16_BITS = {
+    "I;16": ("PNG", "TIFF", "JPEG2000"),
+    "I;16B": ("TIFF",),
+    "I": ("PNG", "PPM"),
+}
+"""Pillow's modes of more than 8 bits, and the formats in which they fill 16 bits."""
+_BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # numbers of TIFF's tags
+_WHITE_IS_ZERO = 0
+
+
+def decoded_image(file: Path | BinaryIO | None, where: str) -> Image.Image:
+    """Return an image in Pillow's mode RGB, or of 16 grey bits in mode F from 0 to 1.
+
+    Args:
+        file: in a format that Pillow reads; None is refused as an empty value.
+        where: names the image in the message.
+
+    Raises:
+        ConfigError: it cannot be decoded, or its numbers have no range that its format states.
+    """
+    try:
+        if file is None:
+            raise TypeError("the value is empty")
+        with Image.open(file) as image:
+            if image.mode == "F" or image.mode.startswith("I"):
+                return _grey_levels(image)
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, TypeError) as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        if isinstance(error, UnidentifiedImageError):  # its text holds an address
+            reason = "it is in no format that Pillow knows"
+        raise ConfigError(
+            f"{where}: its image cannot be decoded: {reason}. Leave it out, or write it again as "
+            "PNG (8 or 16 bits) or JPEG."
+        ) from error
+
+
+def _grey_levels(image: Image.Image) -> Image.Image:
+    """Return grey levels in mode F from 0 to 1; convert("RGB") would clip them at 255.
+
+    Raises:
+        ValueError: the format does not say which number is white.
+    """
+    if image.format not in _GREY_16_BITS.get(image.mode, ()):
+        raise ValueError(f"a {image.format} in mode {image.mode} does not say which number is white")
+    tags = getattr(image, "tag_v2", {})  # a TIFF's, which may hold 12 bits
+    levels = np.asarray(image, np.float32) / (2 ** tags.get(_BITS_PER_SAMPLE, (16,))[0] - 1)
+    is_negative = tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
+    return Image.fromarray(1 - levels if is_negative else levels)
+
+
+def _in_three_channels(image: Tensor) -> Tensor:
+    return image.expand(3, -1, -1)
 
 
 def image_transform(size: int, augment: bool) -> Callable[[Any], Tensor]:
-    """Return the preprocessing: Pillow image to normalised float32 [3, size, size].
+    """Return the preprocessing: image of decoded_image to normalised float32 [3, size, size].
 
     Args:
         size: side in pixels: the shorter side is resized to it, then the centre is cropped.
@@ -35,7 +90,7 @@ def image_transform(size: int, augment: bool) -> Callable[[Any], Tensor]:
         crop = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
     else:
         crop = [transforms.Resize(size), transforms.CenterCrop(size)]
-    return transforms.Compose([*crop, transforms.ToTensor(), _NORMALISE])
+    return transforms.Compose([*crop, transforms.ToTensor(), _in_three_channels, _NORMALISE])
 
 
 def imagefolder(
@@ -49,7 +104,8 @@ def imagefolder(
 
     Args:
         root: the folder. It holds train/ and val/ with one folder for each class, or the class
-            folders themselves; the images in any format that torchvision's ImageFolder reads.
+            folders themselves; the images in any format that torchvision's ImageFolder reads. Grey
+            images of 16 bits keep them; numbers without a stated range (32 bits) are refused.
         size: side of the square image in pixels: the shorter side is resized to it, then
             the centre is cropped.
         val_fraction: share for validation, between 0 and 1; unused when ROOT/val is there.
@@ -96,9 +152,13 @@ def _folder(path: Path, size: int, augment: bool) -> ImageFolder:
         ConfigError: it does not exist, or a class has no images.
     """
     try:
-        return ImageFolder(str(path), image_transform(size, augment))
+        return ImageFolder(str(path), image_transform(size, augment), loader=_load)
     except OSError as error:
         raise ConfigError(
             f"data=imagefolder: no classes of images in {path.absolute()} ({error}). {_LAYOUT} "
             "Type data.root=FOLDER."
         ) from error
+
+
+def _load(path: str) -> Image.Image:
+    return decoded_image(Path(path), f"data=imagefolder: {path}")

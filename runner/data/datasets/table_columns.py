@@ -10,11 +10,10 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.datasets.imagefolder import image_transform
+from runner.data.datasets.imagefolder import decoded_image, image_transform
 from runner.data.datasets.npz import as_input, as_target
 from runner.data.splits import (
     IGNORED_LABEL,
@@ -42,7 +41,7 @@ class EncodedImages(Dataset):
             `path` as Hugging Face's datasets store them.
         labels: int64 [N].
         rows: of the column, which are the examples: int64.
-        transform: takes a Pillow image in RGB.
+        transform: takes an image of decoded_image.
         source: names the column in messages, for example `data=parquet: column photo`.
     """
 
@@ -65,33 +64,20 @@ class EncodedImages(Dataset):
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range: there are {len(self)} images")
         row = int(self.rows[index])
-        return self.transform(self._decoded(row)), int(self.labels[row])
-
-    def _decoded(self, row: int) -> Image.Image:
         value = self.images[row]
-        value = value.as_py() if hasattr(value, "as_py") else value
-        try:
-            with Image.open(io.BytesIO(_encoded(value))) as image:
-                return image.convert("RGB")
-        except (OSError, SyntaxError, ValueError, TypeError) as error:
-            reason = str(error).split("\n")[0].rstrip(".")
-            if isinstance(error, UnidentifiedImageError):  # its text holds an address
-                reason = "it is in no format that Pillow knows"
-            raise ConfigError(
-                f"{self.source}, row {row}: its image cannot be decoded: {reason}. Take that row "
-                "out of the table, or write its image again as PNG or JPEG."
-            ) from error
+        file = _image_file(value.as_py() if hasattr(value, "as_py") else value)
+        image = decoded_image(file, f"{self.source}, row {row}")
+        return self.transform(image), int(self.labels[row])
 
 
-def _encoded(value: Any) -> bytes:
-    """Return the bytes of an image, from its file where the table holds its path alone."""
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, Mapping) and value.get("bytes") is not None:
-        return value["bytes"]
-    if isinstance(value, Mapping) and value.get("path"):
-        return Path(value["path"]).read_bytes()
-    raise TypeError(f"the value is {'empty' if value is None else type(value).__name__}")
+def _image_file(value: Any) -> io.BytesIO | Path | None:
+    """Return the bytes of an image, or its file where the table holds a path alone."""
+    if isinstance(value, Mapping):
+        path = value.get("path")
+        value = value.get("bytes")
+        if value is None and path:
+            return Path(path)
+    return None if value is None else io.BytesIO(value)
 
 
 @dataclass
