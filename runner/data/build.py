@@ -20,7 +20,7 @@ from runner.data.batch_layout import PAIRS
 from runner.data.collate import Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
-from runner.data.splits import RunData, RunSets, set_labels
+from runner.data.splits import RunData, RunSets, TextPairs, set_labels
 from runner.data.stream_loader import (
     BatchLoader,
     StreamLoader,
@@ -288,6 +288,12 @@ def build_run_loaders(
         # The task itself is asked, as a class of the user's may name its fields.
         task = build_task(spec.task) if task is None else task
         layout = task.layout(task.input_fields, task.target_field, task.passes_target)
+        if isinstance(data.train, TextPairs) and not task.passes_target:
+            raise ConfigError(
+                f"data.target={spec.data.get('target')} holds texts, which an encoder-decoder is "
+                "given and this task keeps from the model. Type model.kind=seq2seq_lm or "
+                "task=seq2seq, or data.target=<a column of numbers>."
+            )
     options = LoaderOptions(
         spec.train.num_workers, rank, spec.train.data_on_device, layout, _collator(spec)
     )

@@ -104,6 +104,10 @@ class TensorFields(Dataset):
         return {name: tensor.index_select(0, indices) for name, tensor in self.fields.items()}
 
 
+class TextPairs(TensorFields):
+    """Tokens of texts, and of others as labels, which an encoder-decoder takes, too."""
+
+
 def split_rows(count: int, val: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return the rows of training and those of `val` examples for validation, drawn at random.
 

@@ -1,6 +1,7 @@
 """Make data sets of the columns of an Arrow table: numbers, texts through a tokenizer, images."""
 
 import io
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -19,6 +20,7 @@ from runner.data.splits import (
     IGNORED_LABEL,
     Splits,
     TensorFields,
+    TextPairs,
     held_out,
     require_at_least,
     split_fields,
@@ -26,10 +28,33 @@ from runner.data.splits import (
 )
 from runner.utils.errors import ConfigError
 
-_TOKEN_FIELDS = ("input_ids", "attention_mask", "labels")
+log = logging.getLogger(__name__)
+
+_TOKEN_FIELDS = ("input_ids", "attention_mask", "position_ids", "labels")
 """Fields that data.text becomes."""
 
-Tokenize = Callable[[list[str]], list[list[int]]]
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    """A tokenizer, and how texts end.
+
+    Attributes:
+        encode: returns the tokens of texts, which are targets or not.
+        end: token that ends each text, with its number; None for none.
+        ends: tokens after which no other end is added.
+    """
+
+    encode: Callable[[list[str], bool], list[list[int]]]
+    end: tuple[str, int] | None
+    ends: frozenset[int | None] = frozenset()
+
+    def rows(self, texts: list[str], is_target: bool, ends_texts: bool) -> list[list[int]]:
+        """Return the tokens of each text, with the end token where it has none yet."""
+        rows = self.encode(texts, is_target)
+        if self.end is None or not ends_texts:
+            return rows
+        ends = {*self.ends, self.end[1]}
+        return [row if row and row[-1] in ends else [*row, self.end[1]] for row in rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +118,16 @@ class TableColumns:
         columns: columns of numbers, or of lists of one length, that are fields under their names.
         target: the column with the targets, the field `labels`; None makes the tokens of `text`
             their own labels, as task=causal_lm takes them.
+            A column of texts, beside `text`, becomes the tokens of an encoder-decoder's targets.
         text: the column with texts, which become the fields input_ids and attention_mask.
         tokenizer: a local folder that transformers loads, or a tokenizer.json.
         length: tokens of an example: longer texts are cut, shorter ones padded at the end.
+        end_token: the token after each text that does not end with one: a token, True for that of
+            the tokenizer, `auto` for that one where the tokenizer has one and tokens are targets,
+            False for none.
         packing: texts one after the other, cut into examples without padding; without target.
+        separate: packed texts are alone: the field position_ids, in place of attention_mask, begins
+            anew at each, and the first token of a text is no label.
         seed: of the split into examples for training and validation.
         image: the column with images, as the bytes of PNG or JPEG files or as Hugging Face's
             {bytes, path} (datasets.Image); examples are then pairs (image, class).
@@ -115,13 +146,16 @@ class TableColumns:
     text: str | None = None
     tokenizer: str | None = None
     length: int = 128
+    # Runs that began before these keys resume with what they had: conf/data has other defaults.
+    end_token: str | bool = False
     packing: bool = False
+    separate: bool = False
     seed: int = 0
     image: str | None = None
     label: str | None = None
     size: int = 224
     augment: bool = False
-    _tokenize: Tokenize | None = field(default=None, init=False)
+    _tokenizer: _Tokenizer | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         require_at_least(self.source, length=(self.length, 2), size=(self.size, 1))
@@ -170,7 +204,7 @@ class TableColumns:
                 "data.packing=true mixes the texts of several rows, so data.target="
                 f"{self.target} has no row of its own. Type data.packing=false"
             )
-        self._tokenize = _load_tokenizer(Path(self.tokenizer))
+        self._tokenizer = _load_tokenizer(Path(self.tokenizer), self.end_token)
         if self.packing and self.columns:
             raise self._error(
                 "data.packing=true mixes the texts of several rows, so data.columns="
@@ -226,10 +260,37 @@ class TableColumns:
         if self.image is not None:
             return self._image_splits(train, val, val_fraction)
         fields = self._fields(train)
+        if self._tokenizer is not None:
+            self._log_texts(train)
         if val is not None:
-            return Splits(TensorFields(fields), TensorFields(self._fields(val)))
-        count = held_out(len(fields["labels"]), val_fraction, self.source)
-        return split_fields(fields, count, self.seed)
+            splits = Splits(TensorFields(fields), TensorFields(self._fields(val)))
+        else:
+            count = held_out(len(fields["labels"]), val_fraction, self.source)
+            splits = split_fields(fields, count, self.seed)
+        if self._has_target_texts(train):
+            return Splits(*(TextPairs(part.fields) for part in splits))
+        return splits
+
+    def _has_target_texts(self, table: Any) -> bool:
+        is_pair = self.text is not None and self.target is not None
+        return is_pair and "string" in str(table[self.target].type)
+
+    def _ends_texts(self, table: Any) -> bool:
+        # What is classified is given as the tokenizer makes it.
+        is_generated = self.target is None or self._has_target_texts(table)
+        return self.end_token != "auto" or is_generated
+
+    def _log_texts(self, table: Any) -> None:
+        assert self._tokenizer is not None
+        end = self._tokenizer.end
+        ending = "no end token is added to texts"
+        if end is not None and self._ends_texts(table):
+            ending = f"each text ends with {end[0]}"
+        joined = ""
+        if self.packing and not self.separate:
+            joined = "; packed texts see each other (data.separate=false)"
+        value = str(self.end_token).lower()
+        log.warning("data=%s: %s (data.end_token=%s)%s", self.source, ending, value, joined)
 
     def _image_splits(self, train: Any, val: Any, val_fraction: float) -> Splits:
         images, labels = self._images_and_labels(train)
@@ -272,8 +333,11 @@ class TableColumns:
     def _fields(self, table: Any) -> dict[str, Tensor]:
         fields = {name: as_input(self._array(table, name)) for name in self.columns or ()}
         if self.text is not None:
-            fields |= self._token_fields(table[self.text].to_pylist())
-        if self.target is not None:
+            rows = self._token_rows(table, self.text)
+            fields |= self._packed(rows) if self.packing else self._padded(rows)
+        if self._has_target_texts(table):
+            fields["labels"] = self._padded(self._token_rows(table, self.target))["labels"]
+        elif self.target is not None:
             fields["labels"] = as_target(self._array(table, self.target))
         if "labels" not in fields:
             raise self._error("no column is the target. Type data.target=<name>")
@@ -297,36 +361,53 @@ class TableColumns:
         # Arrow's own memory, a file perhaps, is not writable, of which torch warns.
         return array if array.flags.writeable else array.copy()
 
-    def _token_fields(self, texts: list[str]) -> dict[str, Tensor]:
-        """Return input_ids, attention_mask and labels, int64 [N, length] each."""
+    def _token_rows(self, table: Any, name: Any) -> list[list[int]]:
+        """Return the tokens of a column's texts."""
+        texts = table[name].to_pylist()
         if any(text is None for text in texts):
-            raise self._error(f"column {self.text} has empty values")
+            raise self._error(f"column {name} has empty values")
         if not all(isinstance(text, str) for text in texts):
             raise self._error(
-                f"column {self.text} holds values of type {type(texts[0]).__name__}, no "
+                f"column {name} holds values of type {type(texts[0]).__name__}, no "
                 "texts. Type data.text=<another column>, or data.columns=[<names>] for numbers"
             )
-        assert self._tokenize is not None
-        rows = self._tokenize(texts)
-        length = self.length
-        if self.packing:
-            stream = torch.tensor([token for row in rows for token in row])
-            count = len(stream) // length
-            if not count:
-                raise self._error(
-                    f"all texts together have {len(stream)} tokens, fewer "
-                    f"than one example of data.length={length}"
-                )
-            ids = stream[: count * length].reshape(count, length)
-            return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        ids = torch.zeros(len(rows), length, dtype=torch.int64)
+        assert self._tokenizer is not None
+        return self._tokenizer.rows(texts, name == self.target, self._ends_texts(table))
+
+    def _padded(self, rows: list[list[int]]) -> dict[str, Tensor]:
+        """Return input_ids, attention_mask and labels, int64 [N, length] each."""
+        ids = torch.zeros(len(rows), self.length, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for i, row in enumerate(rows):
-            tokens = row[:length]
+            tokens = row[: self.length]
             ids[i, : len(tokens)] = torch.tensor(tokens)
             mask[i, : len(tokens)] = 1
         labels = ids.masked_fill(mask == 0, IGNORED_LABEL)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    def _packed(self, rows: list[list[int]]) -> dict[str, Tensor]:
+        """Return input_ids, attention_mask or position_ids, and labels, int64 [N, length] each."""
+        length = self.length
+        stream = torch.tensor([token for row in rows for token in row])
+        count = len(stream) // length
+        if not count:
+            raise self._error(
+                f"all texts together have {len(stream)} tokens, fewer "
+                f"than one example of data.length={length}"
+            )
+        ids = stream[: count * length].reshape(count, length)
+        if not self.separate:
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        starts = torch.zeros(len(stream) + 1, dtype=torch.bool)
+        starts[torch.tensor([0, *map(len, rows)]).cumsum(0)] = True
+        starts = starts[: count * length].reshape(count, length)
+        # A text that began in the example before is a text of its own here.
+        starts[:, 0] = True
+        places = torch.arange(length)
+        positions = places - torch.where(starts, places, 0).cummax(1).values
+        labels = ids.masked_fill(starts, IGNORED_LABEL)
+        # transformers finds the texts by their positions only where it is given no mask.
+        return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
 def table_target(source: str, load: Callable[..., Splits]) -> Callable[..., Splits]:
@@ -351,19 +432,34 @@ def table_target(source: str, load: Callable[..., Splits]) -> Callable[..., Spli
     return target
 
 
-def _load_tokenizer(path: Path) -> Tokenize:
-    """Return a function from texts to their tokens."""
+def _load_tokenizer(path: Path, end_token: str | bool) -> _Tokenizer:
+    """Return the tokenizer at a path."""
     if not path.exists():
         raise ConfigError(f"data.tokenizer={path} does not exist. Type a local folder or file.")
+    own_end, ends = None, frozenset[int | None]()
     try:
         if path.is_file():
             from tokenizers import Tokenizer
 
             fast = Tokenizer.from_file(str(path))
-            return lambda texts: [encoding.ids for encoding in fast.encode_batch(texts)]
-        from transformers import AutoTokenizer
+            token_id = fast.token_to_id
 
-        loaded = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            def encode(texts: list[str], _is_target: bool) -> list[list[int]]:
+                return [encoding.ids for encoding in fast.encode_batch(texts)]
+        else:
+            from transformers import AutoTokenizer
+
+            loaded = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+            token_id = loaded.get_vocab().get
+            own_end = loaded.eos_token
+            # A text that BERT's tokenizer ends with [SEP], XLNet's with <cls>, has its end.
+            ends = frozenset({loaded.sep_token_id, loaded.cls_token_id})
+
+            def encode(texts: list[str], is_target: bool) -> list[list[int]]:
+                given = {"text_target": texts} if is_target else {"text": texts}
+                return loaded(**given)["input_ids"]
     except ImportError as error:
         raise ConfigError(
             "data.tokenizer: transformers is not installed here. Type pip install "
@@ -371,4 +467,12 @@ def _load_tokenizer(path: Path) -> Tokenize:
         ) from error
     except Exception as error:  # tokenizers raises a bare Exception
         raise ConfigError(f"data.tokenizer={path} cannot be loaded: {error}.") from error
-    return lambda texts: loaded(texts)["input_ids"]
+    token = own_end if end_token in (True, "auto") else end_token or None
+    number = None if token is None else token_id(token)
+    if end_token is True and token is None or token is not None and number is None:
+        raise ConfigError(
+            f"data.end_token={str(end_token).lower()}: the tokenizer {path} "
+            f"{'names no end token' if token is None else 'has no such token'}. Type "
+            "data.end_token=<one of its tokens>, auto or false."
+        )
+    return _Tokenizer(encode, None if token is None else (token, number), ends)
