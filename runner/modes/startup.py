@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from runner.config.schema import TrainSpec
@@ -47,6 +47,9 @@ _ROUNDING_LINES = {
     "fused; train.compile_rounding=eager rounds as the uncompiled model does",
 }
 """What a run that compiles prints, by train.compile_rounding."""
+
+_ROUNDING = 1e-3
+"""Share of a change of logits that another order of additions may cause elsewhere."""
 
 
 def prepare_loaders(run: RunContext) -> RunLoaders:
@@ -278,6 +281,8 @@ def try_batch(
             run.precision.eval_context(model),
         ):
             loss = loss_of(state, inputs, target)
+            if says_layout and isinstance(inputs, Mapping) and "position_ids" in inputs:
+                _say_what_texts_see(run, state, inputs, target, outputs)
     except RunnerError:
         raise  # its message says already what to change
     except Exception as error:
@@ -295,6 +300,43 @@ def try_batch(
     taken = state.task.describe_output(outputs[-1]) if outputs else ""
     if taken and says_layout:
         run.say(taken)
+
+
+def _say_what_texts_see(
+    run: RunContext, state: TrainState, inputs: Mapping[str, Any], target: Any, outputs: list[Any]
+) -> None:
+    """Say whether texts packed into one example see each other.
+
+    A forward with another first token shows it: what the later texts compute changes with it.
+
+    Args:
+        run: the run.
+        state: its model is called.
+        inputs: of a batch; position_ids, int64 [B, T], are 0 where a text begins.
+        target: of the batch.
+        outputs: of the model, the last one for these inputs; gets a further one.
+    """
+    positions = inputs["position_ids"]
+    tokens = inputs.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.shape != positions.shape:
+        return
+    changed = tokens.clone()
+    high = tokens.max()
+    changed[:, 0] = torch.where(tokens[:, 0] == high, tokens.min(), high)
+    loss_of(state, type(inputs)({**inputs, "input_ids": changed}), target)
+    before, after = (getattr(output, "logits", output) for output in outputs[-2:])
+    is_later = (positions == 0).cumsum(1) > 1
+    if not (isinstance(before, Tensor) and before.shape[:2] == tokens.shape and is_later.any()):
+        return
+    change = (before - after).abs().amax(-1).float()
+    if change[is_later].max() <= _ROUNDING * change[~is_later].max():
+        run.say("packed texts do not see each other")
+    elif not run.precision.converts_layers:  # whose scales depend on all tokens of a batch
+        run.say(
+            f"warning: packed texts see each other: {type(state.plain_model).__name__} does not "
+            "separate them by position_ids. Type data.packing=false, or data.separate=false to "
+            "count positions through."
+        )
 
 
 def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:

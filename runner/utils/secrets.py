@@ -35,7 +35,7 @@ _SECRET = re.compile(
 # A key of a config: api_key, hf_token, db.password; not num_tokens, pad_token, key.
 _KEY = (
     r"(?:[\w./@-]*[._@/-])?(?:password|passwd|passphrase|secret|credentials?|(?:api|access|secret"
-    r"|private)_?key|(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!cls_)(?<!sep_)(?<!mask_)token)"
+    r"|private)_?key|(?<!pad_)(?<!eos_)(?<!end_)(?<!bos_)(?<!unk_)(?<!cls_)(?<!sep_)(?<!mask_)token)"
 )
 _NAMED = re.compile(_KEY, re.IGNORECASE)
 _TYPED = re.compile(

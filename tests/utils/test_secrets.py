@@ -72,7 +72,7 @@ def test_the_value_of_a_key_that_names_a_secret_is_hidden(key):
         assert redact(f"failed with {name}=hunter2, twice") == f"failed with {name}=***, twice"
 
 
-@pytest.mark.parametrize("key", ["num_tokens", "pad_token", "key"])
+@pytest.mark.parametrize("key", ["num_tokens", "pad_token", "end_token", "key"])
 def test_the_value_of_another_key_is_shown(key):
     assert redact_values({key: "shown"}) == {key: "shown"}
     assert redact_override(f"{key}=shown") == f"{key}=shown"
