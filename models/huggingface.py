@@ -3,6 +3,7 @@
 import difflib
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -225,10 +226,23 @@ def _check_keys(typed: Iterable[str], config: Any) -> None:
     known = {*vars(type(config)()), *config.attribute_map, *vars(GenerationConfig())}
     known |= {"model_type", "num_labels", "attn_implementation"}
     for name in typed:
-        if name not in known and not hasattr(type(config), name):
+        if name not in known and not hasattr(type(config), name) and not _is_read(name, config):
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             hint = f". Close matches: {', '.join(close)}" if close else ""
             raise ValueError(f"config.{name} is no key of {type(config).__name__}{hint}")
+
+
+def _is_read(name: str, config: Any) -> bool:
+    """Return whether the code of a configuration's models reads a key, which it does not declare.
+
+    Many read config.head_dim where it is there.
+    """
+    module = type(config).__module__.replace(".configuration_", ".modeling_")
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        return False
+    reads = rf"""config\.{re.escape(name)}\b|getattr\((self\.)?config, ["']{re.escape(name)}["']"""
+    return re.search(reads, Path(spec.origin).read_text()) is not None
 
 
 def _disable_cache(config: Any, typed: Mapping[str, Any]) -> None:

@@ -213,7 +213,14 @@ def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
     if stated is None or not isinstance(example_input, Tensor):
         return
     shape = list(example_input.shape)
-    if not isinstance(stated, Sequence) or shape != list(stated):
+    is_batch = isinstance(stated, Sequence) and shape[1:] == list(stated)
+    if is_batch and getattr(example[1], "shape", ())[:1] == example_input.shape[:1]:
+        yield (
+            f"data: the train set yields batches of {shape[0]}, and the runner makes them of single "
+            "examples. Leave out what makes them (.batched(), a DataLoader), and type "
+            f"train.batch_size={shape[0]}."
+        )
+    elif not isinstance(stated, Sequence) or shape != list(stated):
         yield (
             f"data.meta.input={stated}, but an example has the shape {shape}. "
             f"Type data.meta.input={str(shape).replace(' ', '')}."
@@ -231,10 +238,14 @@ def _classes_problems(meta: Mapping[str, Any], dataset: Any) -> Iterator[str]:
     # torchvision's data sets list their class names.
     classes = len(getattr(dataset, "classes", None) or ())
     sample = ""
-    if isinstance(dataset, TensorDataset) and not dataset.tensors[-1].is_floating_point():
-        largest_label, index = dataset.tensors[-1].flatten().max(0)
+    labels = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else torch.zeros(())
+    if not (labels.is_floating_point() or labels.is_complex()):
+        largest_label, index = labels.flatten().max(0)
         classes = int(largest_label) + 1
         sample = f": sample {int(index)} has the label {int(largest_label)}"
+        if classes == stated + 1 and labels.min() == 1:
+            yield f"data: the labels are 1 to {stated}, and no label is 0. Subtract 1 from them."
+            return
     if classes > stated:
         yield (
             f"data.meta.classes={stated}, but the data have {classes} classes{sample}. "

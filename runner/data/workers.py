@@ -7,6 +7,7 @@ dies. `worker_failure` turns them into one sentence.
 import atexit
 import os
 import re
+import resource
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -16,13 +17,20 @@ from multiprocessing.connection import wait
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch.multiprocessing import set_sharing_strategy
 from torch.utils.data import _utils
 
 from runner.utils.stop_signals import Stopped, ignore_signals
 
 PREFETCH = 2  # batches that each process loads ahead: torch's default
 _DATASET_RAISED = re.compile(r"in DataLoader worker process \d+")
+_USUAL_OPEN_FILES = 1024
+_NO_DESCRIPTOR = ("Too many open files", "items of ancdata")
 _DEATH_DELAY = 10.0  # seconds between a broken connection and the end of its process, at most
+
+
+def _open_files_limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def init_worker(worker: int) -> None:
@@ -31,6 +39,10 @@ def init_worker(worker: int) -> None:
     A signal to every process of a group must not take the next batch from a run that finishes its
     step. A second SIGTERM, which torch sends, ends a process that hangs.
     """
+    # A batch of many tensors would take more files than a low limit allows, and torch's thread that
+    # sends it would drop it.
+    if _open_files_limit() < _USUAL_OPEN_FILES:
+        set_sharing_strategy("file_system")
     signal.set_wakeup_fd(-1)  # the run's, which the fork has copied
     ignore_signals()
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
@@ -108,6 +120,11 @@ def is_process_death(error: BaseException) -> bool:
 def worker_failure(error: BaseException) -> str | None:
     """Return why a loading process failed; None where the error is not a loading process's."""
     text = str(error)
+    if any(words in text for words in _NO_DESCRIPTOR):
+        return (
+            f"the shell allows {_open_files_limit()} open files (ulimit -n), and each tensor that a process "
+            "loads takes one. Type ulimit -n 4096 before the command, or train.num_workers=0"
+        )
     if is_dataset_error(error):
         # The last line of the process's traceback: the error's type and message.
         return text.strip().splitlines()[-1].rstrip(".")

@@ -45,6 +45,7 @@ def data_problems(
     first_mislabelled: Any = None
     checked = 0
     labelled = False
+    labels = {classes or 0}
     deadline = perf_counter() + MAX_CHECK_SECONDS
     for indices, (inputs, target) in _portions(loader):
         checked += len(indices)
@@ -57,6 +58,8 @@ def data_problems(
         wrong = None
         if classes and has_classes and len(target) == len(indices):
             wrong = task.misplaced(target, classes)
+            if isinstance(target, Tensor) and target.numel():
+                labels |= {int(target.real.min()), int(target.real.max())}
         if wrong is not None and wrong.any():
             if first_mislabelled is None:
                 first = target[int(wrong.nonzero()[0])]
@@ -78,6 +81,8 @@ def data_problems(
     if mislabelled:
         assert classes is not None
         problem = label_problem(first_mislabelled, classes)
+        if (min(labels), max(labels)) == (1, classes):
+            problem = f"label {classes} of {classes} classes, and no label is 0. Subtract 1 from all."
         yield f"{_whose(mislabelled, split, checked)}: {problem}"
     if not labelled:
         which = f"the {checked} samples of the {split} set that were looked at"

@@ -186,7 +186,11 @@ def _probed_bytes(
         attach_rules(key, node, optimizer, update)
         probe.grad = torch.ones_like(probe)
         closure = (lambda p=probe: p.sum()) if isinstance(optimizer, LBFGS) else None
-        optimizer.step(closure)  # type: ignore[arg-type]
+        try:
+            optimizer.step(closure)  # type: ignore[arg-type]
+        except RuntimeError:  # of SparseAdam, for a dense gradient
+            probe.grad = probe.grad.to_sparse()
+            optimizer.step(closure)  # type: ignore[arg-type]
         # A tensor of one element, a step count, does not grow with the parameter.
         values = [v for v in optimizer.state[probe].values() if isinstance(v, torch.Tensor)]
         state = [value for value in values if value.numel() > 1]

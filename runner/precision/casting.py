@@ -6,8 +6,9 @@ width (complex64 <-> complex128) and never lose their imaginary part.
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,12 +44,15 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
-    """Return a copy of nested dicts, lists, tuples and dataclasses with every tensor cast."""
+    """Return a copy of nested dicts, lists, tuples, dataclasses and graphs with every tensor
+    cast."""
     # The usual case of every step first: it is answered in a third of the time.
     if type(nest) is Tensor and nest.dtype is dtype:
         return nest
     if isinstance(nest, Tensor):
         return cast_tensor(nest, dtype)
+    if _has_own_apply(nest):
+        return copy(nest).apply(partial(cast_nest, dtype=dtype))
     if isinstance(nest, Mapping):
         return _cast_mapping(nest, dtype)
     # A named tuple takes its values as separate arguments.
@@ -61,6 +65,11 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
         values = {f.name: cast_nest(getattr(nest, f.name), dtype) for f in fields(nest) if f.init}
         return replace(nest, **values)
     return nest
+
+
+def _has_own_apply(value: Any) -> bool:
+    """Return whether an object calls a function on its tensors, as a Batch of torch_geometric."""
+    return hasattr(value, "apply") and hasattr(value, "to") and not isinstance(value, nn.Module)
 
 
 def _cast_mapping(nest: Mapping[Any, Any], dtype: torch.dtype) -> Any:
@@ -81,6 +90,8 @@ def float64_to_float32(nest: Any) -> Any:
     can be multiplied with float32 weights; other tensors are unchanged."""
 
     def to_single(value: Any) -> Any:
+        if _has_own_apply(value):
+            return copy(value).apply(to_single)
         is_wide = isinstance(value, Tensor) and value.dtype in (torch.float64, torch.complex128)
         return cast_tensor(value, torch.float32) if is_wide else value
 
