@@ -216,7 +216,7 @@ def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
     is_batch = isinstance(stated, Sequence) and shape[1:] == list(stated)
     if is_batch and getattr(example[1], "shape", ())[:1] == example_input.shape[:1]:
         yield (
-            f"data: the train set yields batches of {shape[0]}, and the runner makes them of single "
+            f"data: the train set yields batches of {shape[0]}, and the runner makes batches of "
             "examples. Leave out what makes them (.batched(), a DataLoader), and type "
             f"train.batch_size={shape[0]}."
         )
@@ -243,10 +243,9 @@ def _classes_problems(meta: Mapping[str, Any], dataset: Any) -> Iterator[str]:
         largest_label, index = labels.flatten().max(0)
         classes = int(largest_label) + 1
         sample = f": sample {int(index)} has the label {int(largest_label)}"
-        if classes == stated + 1 and labels.min() == 1:
-            yield f"data: the labels are 1 to {stated}, and no label is 0. Subtract 1 from them."
-            return
-    if classes > stated:
+    if classes == stated + 1 and labels.min() == 1:
+        yield f"data: the labels are 1 to {stated}, and no label is 0. Subtract 1 from all."
+    elif classes > stated:
         yield (
             f"data.meta.classes={stated}, but the data have {classes} classes{sample}. "
             f"Type data.meta.classes={classes}."

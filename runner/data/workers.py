@@ -24,7 +24,6 @@ from runner.utils.stop_signals import Stopped, ignore_signals
 
 PREFETCH = 2  # batches that each process loads ahead: torch's default
 _DATASET_RAISED = re.compile(r"in DataLoader worker process \d+")
-_USUAL_OPEN_FILES = 1024
 _NO_DESCRIPTOR = ("Too many open files", "items of ancdata")
 _DEATH_DELAY = 10.0  # seconds between a broken connection and the end of its process, at most
 
@@ -41,7 +40,7 @@ def init_worker(worker: int) -> None:
     """
     # A batch of many tensors would take more files than a low limit allows, and torch's thread that
     # sends it would drop it.
-    if _open_files_limit() < _USUAL_OPEN_FILES:
+    if _open_files_limit() < 1024:  # the usual one
         set_sharing_strategy("file_system")
     signal.set_wakeup_fd(-1)  # the run's, which the fork has copied
     ignore_signals()
@@ -122,8 +121,8 @@ def worker_failure(error: BaseException) -> str | None:
     text = str(error)
     if any(words in text for words in _NO_DESCRIPTOR):
         return (
-            f"the shell allows {_open_files_limit()} open files (ulimit -n), and each tensor that a process "
-            "loads takes one. Type ulimit -n 4096 before the command, or train.num_workers=0"
+            f"each tensor takes an open file, and the shell allows {_open_files_limit()}. Type "
+            "ulimit -n 4096 before the command, or train.num_workers=0"
         )
     if is_dataset_error(error):
         # The last line of the process's traceback: the error's type and message.

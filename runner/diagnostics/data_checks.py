@@ -45,7 +45,6 @@ def data_problems(
     first_mislabelled: Any = None
     checked = 0
     labelled = False
-    labels = {classes or 0}
     deadline = perf_counter() + MAX_CHECK_SECONDS
     for indices, (inputs, target) in _portions(loader):
         checked += len(indices)
@@ -58,8 +57,6 @@ def data_problems(
         wrong = None
         if classes and has_classes and len(target) == len(indices):
             wrong = task.misplaced(target, classes)
-            if isinstance(target, Tensor) and target.numel():
-                labels |= {int(target.real.min()), int(target.real.max())}
         if wrong is not None and wrong.any():
             if first_mislabelled is None:
                 first = target[int(wrong.nonzero()[0])]
@@ -69,20 +66,15 @@ def data_problems(
         # After a portion, not before it: one is checked however slow the data is.
         if perf_counter() > deadline:
             break
-    if checked > 1:
-        notes += [
-            f"data: {what} in all {checked} samples of the {split} set that were looked at. See "
-            "how they are read: numbers that are cut off at a limit are such"
-            for what in likeness.findings()
-        ]
+    notes += likeness.findings(split, checked)
     for name, samples in not_finite.items():
         if samples:
             yield f"{_whose(samples, split, checked)}: its {name} are not finite."
     if mislabelled:
         assert classes is not None
-        problem = label_problem(first_mislabelled, classes)
-        if (min(labels), max(labels)) == (1, classes):
-            problem = f"label {classes} of {classes} classes, and no label is 0. Subtract 1 from all."
+        targets = (target for _, (_, target) in _portions(loader))
+        least = min((int(t.min()) for t in targets if isinstance(t, Tensor)), default=0)
+        problem = label_problem(first_mislabelled, classes, least)
         yield f"{_whose(mislabelled, split, checked)}: {problem}"
     if not labelled:
         which = f"the {checked} samples of the {split} set that were looked at"
@@ -95,37 +87,37 @@ class _Likeness:
     def __init__(self) -> None:
         self._first: dict[str, Tensor] = {}
         self._varied: set[str] = set()
-        self._is_image: dict[str, bool] = {}
-        self._shaded: set[str] = set()
+        self._is_plain_image: dict[str, bool] = {}
 
     def add(self, inputs: Any, count: int) -> None:
         """Compare a portion's inputs, a nest of tensors [count, ...]."""
         for path, value in tree_flatten_with_path(inputs)[0]:
-            is_plain = isinstance(value, Tensor) and value.layout is torch.strided
-            if not is_plain or value.is_nested or value.shape[:1] != (count,):
+            is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+            if not is_dense or value.shape[:1] != (count,):
                 continue
             name = keystr(path).strip("[]'")
             first = self._first.setdefault(name, value[:1])
-            is_shaped = value.shape[1:] == first.shape[1:]
-            if name not in self._varied and not (is_shaped and (value == first).all()):
-                self._varied.add(name)
-            self._is_image[name] = value.ndim > 3
-            if value.ndim > 3 and name not in self._shaded:
+            if name not in self._varied:
+                is_same = value.shape[1:] == first.shape[1:] and bool((value == first).all())
+                self._varied |= set() if is_same else {name}
+            if value.ndim > 3 and self._is_plain_image.get(name, True):
                 pixels = value.flatten(2)
-                if not (pixels == pixels[..., :1]).all():
-                    self._shaded.add(name)
+                self._is_plain_image[name] = bool((pixels == pixels[..., :1]).all())
 
-    def findings(self) -> Iterator[str]:
+    def findings(self, split: str, checked: int) -> Iterator[str]:
         """Yield what all samples have in common; a mask of integers may be the same in all."""
         same = [name for name in self._first if name not in self._varied]
-        if same and not self._varied:
-            yield "the inputs are the same"
-            return
         floating = [name for name in same if self._first[name].is_floating_point()]
+        what = "the image is of one colour" if any(self._is_plain_image.values()) else ""
         if floating:
-            yield f"the inputs {', '.join(floating)} are the same"
-        if any(is_image and name not in self._shaded for name, is_image in self._is_image.items()):
-            yield "the image is of one colour"
+            what = f"the inputs {', '.join(floating)} are the same"
+        if same and not self._varied:
+            what = "the inputs are the same"
+        if what and checked > 1:
+            yield (
+                f"data: {what} in all {checked} samples of the {split} set that were looked at. "
+                "Were they cut off at a limit?"
+            )
 
 
 def explain_uncounted_labels(loader: BatchLoader, samples: StepSamples, task: Task) -> str | None:
@@ -153,15 +145,29 @@ def _has_labels(task: Task, target: Any) -> bool:
     return labels is None or bool(labels)
 
 
-def label_problem(target: Tensor, classes: int) -> str:
-    """Return what is wrong with one sample's label, or with one of its tokens."""
+def _extremes(target: Any) -> set[int]:
+    """Return the smallest and the largest of labels."""
+    is_empty = not isinstance(target, Tensor) or not target.numel()
+    return set() if is_empty else {int(target.real.min()), int(target.real.max())}
+
+
+def label_problem(target: Tensor, classes: int, least: int = 0) -> str:
+    """Return what is wrong with one sample's label, or with one of its tokens.
+
+    Args:
+        target: of the sample.
+        classes: number of classes.
+        least: the smallest label of the set.
+    """
     wrong = target[((target < 0) & (target != IGNORED)) | (target >= classes)]
     # The largest: that many classes hold all labels of this sample.
     label = int(wrong.max())
-    widen = f", or type data.meta.classes={label + 1}" if label >= classes else ""
+    remedy = f"Fix it, or type data.meta.classes={label + 1}" if label >= classes else "Fix it"
+    if (least, label) == (1, classes):
+        remedy = "No label is 0: subtract 1 from all"
     return (
         f"label {label} is outside the {classes} classes (0 to {classes - 1}) of "
-        f"data.meta.classes. Fix it{widen}."
+        f"data.meta.classes. {remedy}."
     )
 
 

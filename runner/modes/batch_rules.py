@@ -1,7 +1,9 @@
 """Explain why a model or a loss fails on the first batch, by a table of rules."""
 
 from collections.abc import Mapping, Sequence
+from dis import opmap
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.tensors import dtype_name
 
 _LAYOUTS = "(docs/own-code.md)"
+_NOT_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def explain_batch_error(failure: Failure) -> str:
@@ -39,7 +42,7 @@ def loss_problem(loss: Any, task: str) -> str | None:
     )
 
 
-_names_dtypes = matches(r"dtype|scalar type|[Ii]nput type|not implemented for|Boolean inputs|floating")
+_names_dtypes = matches(r"dtype|scalar type|[Ii]nput type|not implemented for|Boolean")
 """Condition on PyTorch's messages about operands whose dtypes do not fit."""
 _names_sizes = matches(
     r"cannot be multiplied|to have \d+ channels|size mismatch|must match the size|is invalid for "
@@ -102,15 +105,12 @@ def _explain_arguments(failure: Failure) -> str:
                 f"{failure.takes}, and {fields}, which are passed by their names: {missing} is "
                 f"missing. Have the data set yield fields of these names {_LAYOUTS}."
             )
-        remedy = (
-            f"Have the data set yield a field named {names[0] if names else 'as the argument'}, or "
-            f"(input, target) {_LAYOUTS}."
-        )
-        if failure.names["data"] == "npz" and names:
-            remedy = f"Type 'data.inputs={{{names[0]}: {next(iter(inputs))}}}'."
+        name = names[0] if names else "as the argument"
+        typed = f"; for data=npz type 'data.inputs={{{name}: {next(iter(inputs))}}}'"
         return (
             f"{failure.takes}, and {fields}: as none of them is an argument's name, the forward "
-            f"was given all of them as one dict. {remedy}"
+            f"was given all of them as one dict. Have the data set yield a field named {name}, or "
+            f"(input, target) {_LAYOUTS}{typed if failure.names['data'] == 'npz' else ''}."
         )
     if type(inputs) is PositionalInputs:
         return (
@@ -146,31 +146,40 @@ def _own_forward(names: Sequence[str], inputs: Any) -> str:
     return f"W{written}."
 
 
-def _integer_inputs(failure: Failure) -> list[Tensor]:
-    """Return the integers among the inputs of a model without an embedding whose forward fails for
-    their dtype."""
-    if not failure.in_forward or not _names_dtypes(failure):
-        return []
-    if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules()):
-        return []
-    tensors = [leaf for leaf in tree_leaves(failure.inputs) if isinstance(leaf, Tensor)]
-    return [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
-
-
 def _explain_integers(failure: Failure) -> str:
-    """Return what to change where weights are given integers."""
-    integers = _integer_inputs(failure)[0]
-    white = {torch.uint8: " / 255", torch.uint16: " / 65535"}.get(integers.dtype, "")
-    is_image = bool(white) or integers.ndim > 2
+    """Return what to change where weights are given integers; empty for another failure."""
+    tensors = [leaf for leaf in tree_leaves(failure.inputs) if isinstance(leaf, Tensor)]
+    integers = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
+    embeds = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules())
+    if embeds or not (integers and failure.in_forward and _names_dtypes(failure)):
+        return ""
+    first = integers[0]
+    white = {torch.uint8: " / 255", torch.uint16: " / 65535"}.get(first.dtype, "")
+    remedy = f"Have the data set yield floating-point inputs, x.float(){white}"
     if failure.names["data"] == "npz":
         remedy = f"Write the array as x.astype('float32'){white}"
-    else:
-        remedy = f"Have the data set yield floating-point inputs, x.float(){white}"
-    what = "pixels or other numbers" if is_image else "tokens, or other numbers"
-    tokens = "" if is_image else ", or for tokens type a model with an embedding (model=gpt)"
+    # Tokens are int64 [B, T].
+    if not white and first.ndim == 2:
+        remedy += "; or, for tokens, type a model with an embedding (model=gpt)"
+    what = "pixels" if white and first.ndim > 2 else "numbers or tokens"
+    return f"The inputs are integers, {_kind(first)}, {what}; the model takes floats. {remedy}."
+
+
+def _explain_raise(failure: Failure) -> str:
+    """Return where a `raise` or `assert` raised the error; empty where an operation, PyTorch or the
+    runner did."""
+    last = failure.error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    code = None if last is None else last.tb_frame.f_code
+    if code is None or code.co_code[last.tb_lasti] != opmap["RAISE_VARARGS"]:
+        return ""
+    if code.co_filename.startswith(_NOT_OWN):
+        return ""
+    inside = f" in {failure.module_in_words}" if failure.module_in_words else ""
     return (
-        f"The inputs are integers, {_kind(integers)}: {what}, which the model's weights, floating "
-        f"point, cannot be multiplied with. {remedy}{tokens}."
+        f"{Path(code.co_filename).name}, line {last.tb_lineno}, raises it{inside}: that code says "
+        "what it needs."
     )
 
 
@@ -267,7 +276,7 @@ BATCH_RULES: tuple[Rule, ...] = (
             f"the task needs {_LAYOUTS}."
         ),
     ),
-    (lambda f: bool(_integer_inputs(f)), _explain_integers),
+    (lambda _: True, _explain_integers),
     (
         matches("selected index k out of range"),
         lambda f: (
@@ -296,13 +305,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         lambda f: bool(f.outputs) and _fitting_task(f) not in ("", f.names["task"]),
         lambda f: f"{_output_and_target(f)} Those fit task={_fitting_task(f)}: type it.",
     ),
-    (
-        lambda f: bool(f.raised_at),
-        lambda f: (
-            f"{f.raised_at}, raises it{f' in {f.module_in_words}' if f.module_in_words else ''}: "
-            "that code says what it needs."
-        ),
-    ),
+    (lambda _: True, _explain_raise),
     (lambda _: True, _elsewhere),
 )
 """Kinds of failures. The order goes from what is certain (the model returns None) to what the text

@@ -7,7 +7,6 @@ whose message is not empty. batch_rules.py has those for a first batch that does
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from dis import opmap
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -29,7 +28,6 @@ from runner.utils.tensors import dtype_name
 _HALVES = {torch.float16: "16", torch.bfloat16: "bf16"}
 """Half-precision dtypes, and how the names of their precisions begin."""
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_RUNNER = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -123,21 +121,6 @@ class Failure:
         kind = type(module).__name__
         where = f"{name} ({kind})" if name else kind
         return f"It fails in {where}{line}."
-
-    @property
-    def raised_at(self) -> str:
-        """Return where a `raise` or `assert` raised the error, as `net.py, line 12`; empty where
-        an operation, PyTorch or the runner did."""
-        last = self.error.__traceback__
-        while last is not None and last.tb_next is not None:
-            last = last.tb_next
-        if last is None:
-            return ""
-        code = last.tb_frame.f_code
-        is_raise = code.co_code[last.tb_lasti] == opmap["RAISE_VARARGS"]
-        if not is_raise or code.co_filename.startswith((_LIBRARIES[0], _RUNNER)):
-            return ""
-        return f"{Path(code.co_filename).name}, line {last.tb_lineno}"
 
     @property
     def forward(self) -> str:
@@ -251,7 +234,7 @@ def _two_dtypes(failure: Failure) -> str:
     """Return what to change where an operation is given tensors of two floating dtypes."""
     precision = failure.precision
     dtypes = {precision.compute, precision.storage}
-    if re.search(r"\b(Long|U?Int\d*|Byte|Bool|Char|Short|long|u?int\d*|char|short|bool)\b", failure.text):
+    if re.search(r"(?i)\b(long|u?int\d*|byte|bool|char|short)\b", failure.text):
         return ""  # integers are no matter of the precision
     unconverted = _unconverted_parameters(failure)
     if unconverted or dtypes == {torch.float32}:

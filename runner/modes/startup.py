@@ -48,9 +48,6 @@ _ROUNDING_LINES = {
 }
 """What a run that compiles prints, by train.compile_rounding."""
 
-_ROUNDING = 1e-3
-"""Share of a change of logits that another order of additions may cause elsewhere."""
-
 
 def prepare_loaders(run: RunContext) -> RunLoaders:
     """Build, report and check the loaders of a run's data sets, those that its mode reads.
@@ -329,7 +326,8 @@ def _say_what_texts_see(
     if not (isinstance(before, Tensor) and before.shape[:2] == tokens.shape and is_later.any()):
         return
     change = (before - after).abs().amax(-1).float()
-    if change[is_later].max() <= _ROUNDING * change[~is_later].max():
+    # Another order of additions may change a logit, too.
+    if change[is_later].max() <= 1e-3 * change[~is_later].max():
         run.say("packed texts do not see each other")
     elif not run.precision.converts_layers:  # whose scales depend on all tokens of a batch
         run.say(

@@ -24,14 +24,9 @@ _LAYOUT = (
 )
 # ImageNet's statistics, which torchvision's own training and weights use.
 _NORMALISE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_GREY_16_BITS = {
-    "I;16": ("PNG", "TIFF", "JPEG2000"),
-    "I;16B": ("TIFF",),
-    "I": ("PNG", "PPM"),
-}
+_GREY_16_BITS = {"I;16": ("PNG", "TIFF", "JPEG2000"), "I;16B": ("TIFF",), "I": ("PNG", "PPM")}
 """Pillow's modes of more than 8 bits, and the formats in which they fill 16 bits."""
-_BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # numbers of TIFF's tags
-_WHITE_IS_ZERO = 0
+_BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # TIFF's tags; the latter is 0 where 0 is white
 
 
 def decoded_image(file: Path | BinaryIO | None, where: str) -> Image.Image:
@@ -68,11 +63,12 @@ def _grey_levels(image: Image.Image) -> Image.Image:
         ValueError: the format does not say which number is white.
     """
     if image.format not in _GREY_16_BITS.get(image.mode, ()):
-        raise ValueError(f"a {image.format} in mode {image.mode} does not say which number is white")
+        raise ValueError(
+            f"a {image.format} in mode {image.mode} does not say which number is white"
+        )
     tags = getattr(image, "tag_v2", {})  # a TIFF's, which may hold 12 bits
     levels = np.asarray(image, np.float32) / (2 ** tags.get(_BITS_PER_SAMPLE, (16,))[0] - 1)
-    is_negative = tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
-    return Image.fromarray(1 - levels if is_negative else levels)
+    return Image.fromarray(1 - levels if tags.get(_PHOTOMETRIC) == 0 else levels)
 
 
 def _in_three_channels(image: Tensor) -> Tensor:

@@ -60,8 +60,7 @@ def _fields(
         if inputs is None:
             inputs = [name for name in layouts if name != target]
         names = dict(inputs if isinstance(inputs, Mapping) else zip(inputs, inputs, strict=True))
-        used = [*dict.fromkeys((*names.values(), target))]
-        _check_layouts(path, names, target, layouts)
+        used = _checked_names(path, names, target, layouts)
         size = sum(prod(layouts[name][0]) * layouts[name][1].itemsize for name in used)
         if size > psutil.virtual_memory().available:
             raise ConfigError(
@@ -74,16 +73,19 @@ def _fields(
     return fields | {"labels": as_target(arrays[target])}
 
 
-def _check_layouts(
+def _checked_names(
     path: str, names: Mapping[str, str], target: str, layouts: Mapping[str, tuple[Any, np.dtype]]
-) -> None:
-    """Raise ConfigError where arrays cannot be fields.
+) -> list[str]:
+    """Return the arrays that are read.
 
     Args:
         path: of the file.
         names: the inputs' arrays by the names of their fields.
         target: array of the targets.
         layouts: shapes and dtypes of the file's arrays.
+
+    Raises:
+        ConfigError: one of them cannot be a field.
     """
     used = [*dict.fromkeys((*names.values(), target))]
     missing = [name for name in used if name not in layouts]
@@ -110,6 +112,7 @@ def _check_layouts(
     if len({layouts[name][0][0] for name in used}) != 1:
         counts = ", ".join(f"{name}: {layouts[name][0][0]}" for name in used)
         raise ConfigError(f"data=npz: the arrays of {path} differ in their length: {counts}.")
+    return used
 
 
 @contextmanager
@@ -134,9 +137,8 @@ def _layouts(file: Any) -> Iterator[tuple[str, tuple[tuple[int, ...], np.dtype]]
     for name in file.files:
         with file.zip.open(f"{name}.npy") as stream:
             is_short = np.lib.format.read_magic(stream) == (1, 0)
-            read = np.lib.format.read_array_header_2_0
-            if is_short:
-                read = np.lib.format.read_array_header_1_0
+            form = np.lib.format
+            read = form.read_array_header_1_0 if is_short else form.read_array_header_2_0
             shape, _, dtype = read(stream)
             yield name, (shape, dtype)
 

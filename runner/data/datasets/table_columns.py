@@ -282,10 +282,8 @@ class TableColumns:
 
     def _log_texts(self, table: Any) -> None:
         assert self._tokenizer is not None
-        end = self._tokenizer.end
-        ending = "no end token is added to texts"
-        if end is not None and self._ends_texts(table):
-            ending = f"each text ends with {end[0]}"
+        end = self._tokenizer.end if self._ends_texts(table) else None
+        ending = f"each text ends with {end[0]}" if end else "no end token is added to texts"
         joined = ""
         if self.packing and not self.separate:
             joined = "; packed texts see each other (data.separate=false)"
@@ -469,7 +467,7 @@ def _load_tokenizer(path: Path, end_token: str | bool) -> _Tokenizer:
         raise ConfigError(f"data.tokenizer={path} cannot be loaded: {error}.") from error
     token = own_end if end_token in (True, "auto") else end_token or None
     number = None if token is None else token_id(token)
-    if end_token is True and token is None or token is not None and number is None:
+    if (end_token is True and token is None) or (token is not None and number is None):
         raise ConfigError(
             f"data.end_token={str(end_token).lower()}: the tokenizer {path} "
             f"{'names no end token' if token is None else 'has no such token'}. Type "
