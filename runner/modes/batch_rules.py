@@ -160,7 +160,7 @@ def _explain_integers(failure: Failure) -> str:
         remedy = f"Write the array as x.astype('float32'){white}"
     # Tokens are int64 [B, T].
     if not white and first.ndim == 2:
-        remedy += "; or, for tokens, type a model with an embedding (model=gpt)"
+        remedy += ". Type a model that takes tokens (model=gpt) where they are tokens"
     what = "pixels" if white and first.ndim > 2 else "numbers or tokens"
     return f"The inputs are integers, {_kind(first)}, {what}; the model takes floats. {remedy}."
 

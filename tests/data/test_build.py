@@ -107,6 +107,26 @@ def test_every_wrong_description_is_refused(target, named):
     )
 
 
+def shifted(count):
+    """Labels 1 to 3."""
+    pairs = TensorDataset(torch.zeros(count, 2), torch.arange(count) % 3 + 1)
+    return pairs, pairs
+
+
+def batches(count):
+    """Data sets of one batch of `count` examples."""
+    return ([(torch.zeros(count, 2), torch.zeros(count))],) * 2
+
+
+def waves():
+    pairs = TensorDataset(torch.zeros(6, 2), torch.zeros(6, 2, dtype=torch.complex64))
+    return pairs, pairs
+
+
+def test_complex_targets_have_no_classes():
+    assert len(build_data(make_spec("waves", meta={"classes": 1})).train) == 6
+
+
 def test_real_targets_have_no_classes():
     assert len(build_data(make_spec("numbers", meta={"classes": 1})).train) == 6
 
@@ -122,6 +142,8 @@ def test_real_targets_have_no_classes():
         # As a damaged checkpoint may hold it.
         ("tensors", {"meta": 5}, "data.meta=5: it is a mapping"),
         ("tensors", {"meta": {"input": 5}}, "data.meta.input=5, but an example has the shape"),
+        ("shifted", {"count": 6, "meta": {"classes": 3}}, "labels are 1 to 3, and no label is 0"),
+        ("batches", {"count": 8, "meta": {"input": [2]}}, r"batches of 8, .*train.batch_size=8"),
         ("tensors", {"meta": {"classes": "ten"}}, "data.meta.classes=ten: type a whole number"),
     ],
 )

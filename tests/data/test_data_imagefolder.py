@@ -1,8 +1,11 @@
+import io
+
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from runner.data.datasets.imagefolder import imagefolder
+from runner.data.datasets.imagefolder import decoded_image, image_transform, imagefolder
 from runner.utils.errors import ConfigError
 
 COLOURS = {"green": (0, 255, 0), "red": (255, 0, 0)}
@@ -68,3 +71,42 @@ def test_folders_without_images_of_every_class_are_refused(tmp_path, folders, me
         write(tmp_path / name, classes)
     with pytest.raises(ConfigError, match=message):
         imagefolder(str(tmp_path))
+
+
+RAMP = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+
+
+def read(image, form, **options):
+    """Return an image that was written and read again, before its normalisation: [3, 8, 8]."""
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    *_, normalise = image_transform(8, False).transforms
+    mean, std = (torch.tensor(each)[:, None, None] for each in (normalise.mean, normalise.std))
+    return image_transform(8, False)(decoded_image(io.BytesIO(file.getvalue()), "it")) * std + mean
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
+def test_grey_images_of_16_bits_keep_them(form):
+    wanted = torch.tensor(RAMP.astype(np.float64) / 65535).float().expand(3, -1, -1)
+    assert torch.allclose(read(Image.fromarray(RAMP), form), wanted, atol=1e-6)
+    negative = read(Image.fromarray(RAMP), "TIFF", tiffinfo={262: 0})
+    assert torch.allclose(negative, 1 - wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "YCbCr"])
+def test_images_of_8_bits_are_those_of_pillow(mode):
+    image = Image.fromarray((RAMP >> 8).astype(np.uint8)).convert("RGB").convert(mode)
+    form = "TIFF" if mode in ("CMYK", "YCbCr") else "PNG"
+    wanted = torch.tensor(np.asarray(image.convert("RGB"))).permute(2, 0, 1) / 255
+    assert torch.allclose(read(image, form), wanted, atol=1e-6)
+
+
+def test_an_image_whose_numbers_have_no_stated_range_is_named(tmp_path):
+    write(tmp_path)
+    for dtype in (np.float32, np.int32):
+        Image.fromarray(RAMP.astype(dtype)).save(tmp_path / "green" / "0.tif")
+        (tmp_path / "green" / "0.png").unlink(missing_ok=True)
+        train = imagefolder(str(tmp_path), size=8).train
+        place = train.indices.index(0) if 0 in train.indices else None
+        with pytest.raises(ConfigError, match=r"green/0\.tif: .* mode (I|F) does not say which"):
+            train.dataset[0] if place is None else train[place]

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ from runner.data.datasets.imagefolder import imagefolder
 from runner.data.datasets.npz import npz
 from runner.data.datasets.parquet import parquet
 from runner.data.fingerprint import describe_data
-from runner.data.splits import split_fields
+from runner.data.splits import TextPairs, split_fields
 from runner.utils.errors import ConfigError
 
 TEXTS = ["one two", "two", "three one two three", "one", "two two two two two two", "three"]
@@ -50,6 +51,23 @@ def test_arrays_become_fields_and_are_split_without_overlap(arrays):
     assert npz(arrays, inputs=["a"], val_path=arrays).val.fields.keys() == {"a", "labels"}
     again = npz(arrays, val_fraction=0.2).val
     assert torch.equal(again.fields["b"], val.fields["b"])
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i2", "float64", "longdouble", "complex64", "uint16"])
+def test_arrays_of_every_dtype_keep_their_numbers(tmp_path, dtype):
+    numbers = np.arange(6).astype(dtype) * (1 + 1j if dtype == "complex64" else 1)
+    np.savez(tmp_path / "data.npz", x=numbers, y=numbers)
+    path = str(tmp_path / "data.npz")
+    fields = npz(path, inputs={"pixels": "x"}, val_path=path).train.fields
+    assert fields["pixels"].tolist() == fields["labels"].tolist() == numbers.tolist()
+
+
+def test_arrays_larger_than_the_memory_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "big.npz", x=np.zeros((1024, 1024)), y=np.zeros(1024))
+    memory = SimpleNamespace(available=2**20)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    with pytest.raises(ConfigError, match=r"unpack to 0\.0 GiB, more than the memory"):
+        npz(str(tmp_path / "big.npz"))
 
 
 def test_arrays_that_cannot_be_used_are_refused(tmp_path, arrays):
@@ -145,6 +163,52 @@ def test_packed_texts_have_no_padding(rows, tokenizer):
     assert packed[0]["labels"].tolist() == [1, 2, 2, 3, 1]
 
 
+def test_packed_texts_are_told_apart_by_their_positions(rows, tokenizer):
+    fields = parquet(
+        rows, text="text", tokenizer=tokenizer, length=5, packing=True, separate=True, val_path=rows
+    ).val.fields
+    # "one two", "two", "three one two three", "one", "two two two two two two", "three"
+    assert fields["input_ids"].tolist() == [[1, 2, 2, 3, 1], [2, 3, 1, 2, 2], [2, 2, 2, 2, 3]]
+    assert fields["position_ids"].tolist() == [[0, 1, 0, 0, 1], [0, 1, 0, 0, 1], [0, 1, 2, 3, 0]]
+    assert fields["labels"][0].tolist() == [-100, 2, -100, -100, 1]
+    assert fields["labels"][2].tolist() == [-100, 2, 2, 2, -100]
+    assert "attention_mask" not in fields  # with which transformers looks at no positions
+
+
+@pytest.fixture
+def folder(tokenizer, tmp_path):
+    """The folder of a tokenizer with an end token, 4."""
+    from transformers import PreTrainedTokenizerFast
+
+    fast = PreTrainedTokenizerFast(tokenizer_file=tokenizer, unk_token="[UNK]", eos_token="</s>")
+    fast.save_pretrained(tmp_path / "ended")
+    return str(tmp_path / "ended")
+
+
+@pytest.mark.parametrize(
+    ("end_token", "last"), [("auto", 4), (True, 4), ("three", 3), (False, None)]
+)
+def test_a_text_ends_with_one_end_token(rows, folder, end_token, last):
+    given = {"text": "text", "tokenizer": folder, "length": 7, "val_path": rows}
+    read = parquet(rows, end_token=end_token, **given).val.fields["input_ids"].tolist()
+    assert read[0] == [1, 2, *([last] if last else []), *[0] * (4 if last else 5)]
+    assert read[5][:2] == [3, 0 if last in (3, None) else 4]  # which has its end already
+    # What is classified is as the tokenizer makes it, unless an end token is asked for.
+    classes = parquet(rows, end_token=end_token, target="kind", **given).val.fields["input_ids"]
+    assert classes[0].tolist() == ([1, 2, *[0] * 5] if end_token == "auto" else read[0])
+
+
+def test_pairs_of_text_columns_are_inputs_and_labels(rows, folder):
+    path = Path(rows).parent / "pairs.parquet"
+    pq.write_table(pa.table({"src": ["one two", "two"], "tgt": ["three", "one one"]}), path)
+    given = {"text": "src", "target": "tgt", "tokenizer": folder, "length": 4, "end_token": "auto"}
+    pairs = parquet(str(path), val_path=str(path), **given).train
+    assert isinstance(pairs, TextPairs)
+    assert pairs.fields["input_ids"].tolist() == [[1, 2, 4, 0], [2, 4, 0, 0]]
+    assert pairs.fields["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert pairs.fields["labels"].tolist() == [[3, 4, -100, -100], [1, 1, 4, -100]]
+
+
 def test_a_folder_of_a_hugging_face_tokenizer_is_loaded(rows, tokenizer, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
@@ -173,6 +237,8 @@ def test_tables_that_cannot_be_used_are_refused(rows, tokenizer, tmp_path):
         ({**text, "packing": True, "target": "kind"}, "Type data.packing=false"),
         ({**text, "packing": True, "length": 500}, "fewer than one example of data.length=500"),
         ({**text, "length": 1}, "length=1 is below 2"),
+        ({**text, "end_token": True}, "names no end token. Type data.end_token="),
+        ({**text, "end_token": "four"}, "has no such token"),
         ({**text, "packing": True, "columns": ["size"]}, r"columns=\[size\] have no rows of"),
         ({**text, "columns": ["labels"]}, r"labels, and data\.text=text makes .* data\.target="),
         ({**text, "columns": ["input_ids"]}, "Type others in data.columns"),

@@ -1,4 +1,5 @@
 import os
+import resource
 
 import psutil
 import pytest
@@ -127,6 +128,19 @@ def test_processes_gather_whole_batches():
 def test_what_a_gathered_batch_draws_depends_on_the_batch_alone():
     drawn = [x[2].tolist() for x, _ in loader(Batches(gathered), workers=2).epoch(2)]
     assert [x[2].tolist() for x, _ in loader(Batches(gathered), workers=1).epoch(2, 1)] == drawn[1:]
+
+
+def test_processes_share_more_tensors_than_files_may_be_open():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+    try:
+        many = Items(lambda i: ({f"{j}": X[i] for j in range(60)}, Y[i]))
+        loading = loader(many, shuffle=False, workers=1)
+        inputs, _ = next(loading.epoch(0))
+        assert torch.equal(inputs["59"], X[: len(inputs["59"])])
+        loading.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

@@ -96,3 +96,27 @@ def test_the_check_ends_after_its_batches_and_seconds(monkeypatch):
     monkeypatch.setattr(data_checks, "ROWS_PER_PIECE", 10)
     monkeypatch.setattr(data_checks, "MAX_CHECK_SECONDS", 0.0)
     assert problems(x, y) == []
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.ones(20, 3), "inputs are the same"),
+        (lambda: torch.arange(20.0)[:, None].expand(20, 3), None),
+        (lambda: torch.arange(20.0).view(20, 1, 1, 1).expand(20, 3, 4, 4), "image is of one col"),
+        (lambda: torch.rand(20, 3, 4, 4), None),
+    ],
+)
+def test_inputs_that_are_all_alike_are_noted(kind, make, words):
+    notes = []
+    loader = Loader(kind(make(), torch.arange(20) % 10), 4, shuffle=False, seed=0, device=CPU)
+    assert list(data_problems(loader, "train", Classification(), 10, notes)) == []
+    assert (words is None) == (not notes)
+    assert words is None or words in notes[0]
+
+
+@every_kind
+def test_labels_that_begin_at_1_are_named(kind):
+    (message,) = problems(torch.rand(20, 3), torch.arange(20) % 3 + 1, classes=3, kind=kind)
+    assert message.endswith("No label is 0: subtract 1 from all.")

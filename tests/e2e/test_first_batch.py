@@ -79,6 +79,16 @@ class NoGrad(Base):
         return self.layer(x.flatten(1))
 
 
+class Boom(Base):
+    def forward(self, x):
+        raise RuntimeError("boom")
+
+
+class Top(Base):
+    def forward(self, x):
+        return self.layer(x.flatten(1)).topk(11)
+
+
 class Unused(Base):
     def forward(self, x):
         return x.flatten(1)[:, :10]
@@ -122,7 +132,8 @@ def rows(kind):
 def tensors(kind):
     x = torch.randn(8, 8, 8)
     ids = torch.arange(8).repeat(8, 1)
-    pair = {"same": (x, x), "tokens": (ids, ids), "floats": (ids.float(), ids)}[kind]
+    pair = {"same": (x, x), "tokens": (ids, ids), "floats": (ids.float(), ids),
+            "pixels": (ids.repeat(1, 8).to(torch.uint8).view(8, 1, 8, 8), ids[0])}[kind]
     return TensorDataset(*pair), TensorDataset(*pair)
 """
 TASKS = """
@@ -194,6 +205,10 @@ Same data=tensors task=classification => classification needs logits
 Positions => classification needs logits [B, C] | The loss fails, not the model
     returns float32 [64, 8, 10] | the targets are int64 [64]
 Base => NotImplementedError | It fails in
+Boom => RuntimeError: boom. nets.py, line 72, raises it in the model itself (Boom)
+Top => takes the k largest of fewer than k numbers | Type a smaller number
+Rows data=tensors data.kind=pixels => The inputs are integers, uint8 [8, 1, 8, 8], pixels
+    x.float() / 255
 Detached => has no gradient, so nothing can train | The last module whose output has one is layer
     .detach(), .data
 Detached data.collate=odd.nets.fields => has no gradient, so nothing can train

@@ -165,6 +165,13 @@ def test_it_follows_min_8bit_size(least, bits):
     assert per_element == pytest.approx(2 * bits / 8, rel=0.04)  # scales and tables
 
 
+def test_the_state_of_sparse_adam_is_that_of_adam():
+    model = nn.Embedding(30, 40, sparse=True)
+    node = {"_target_": "torch.optim.SparseAdam", "lr": 0.1}
+    planned = _state_bytes("optimizer", node, list(model.parameters()), model, "nearest")
+    assert planned == 2 * 4 * 30 * 40
+
+
 def test_an_optimizer_that_reads_values_is_estimated_from_a_small_tensor(monkeypatch):
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:

@@ -6,7 +6,13 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
+from runner.precision.casting import (
+    DefaultDtype,
+    cast_floats,
+    cast_nest,
+    cast_tensor,
+    float64_to_float32,
+)
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -162,3 +168,31 @@ def test_the_reusable_context_nests():
                 assert torch.get_default_dtype() is torch.float64
             assert torch.get_default_dtype() is torch.bfloat16
         assert torch.get_default_dtype() is torch.float32
+
+
+class Graph:
+    """A container as torch_geometric's, whose `apply` changes it."""
+
+    def __init__(self, **tensors):
+        self.tensors = tensors
+
+    def __copy__(self):
+        return Graph(**self.tensors)
+
+    def apply(self, function):
+        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+        return self
+
+    def to(self, device):
+        raise AssertionError
+
+
+def test_an_object_that_applies_a_function_to_its_tensors_is_cast():
+    graph = Graph(x=torch.zeros(2, dtype=torch.float64), edges=torch.zeros(2, dtype=torch.int64))
+    (cast,) = cast_nest([graph], torch.bfloat16)
+    assert {k: t.dtype for k, t in cast.tensors.items()} == {
+        "x": torch.bfloat16,
+        "edges": torch.int64,
+    }
+    assert float64_to_float32({"graph": graph})["graph"].tensors["x"].dtype is torch.float32
+    assert graph.tensors["x"].dtype is torch.float64

@@ -55,7 +55,7 @@ class Regression(TensorTask):
         are_complex = numbers.is_complex() and target.is_complex()
         if numbers.shape != target.shape or not (are_real or are_complex):
             raise ValueError(
-                "regression needs output and target of one shape, both real or both complex, got "
+                "regression needs float output and target of one shape, or both complex, got "
                 f"{numbers.dtype} {list(numbers.shape)} and {target.dtype} {list(target.shape)}"
             )
         return numbers

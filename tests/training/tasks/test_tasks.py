@@ -103,3 +103,14 @@ def test_squared_errors_below_single_precision_are_kept():
     assert Regression().totals(above, one)[0].item() == pytest.approx(1e-24, rel=1e-3)
     tiny = torch.full((1, 1), 1e-30)  # its square underflows float32
     assert Regression().totals(tiny, 0 * tiny)[0].item() == pytest.approx(1e-60, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_the_error_of_complex_numbers_is_their_squared_distance(dtype):
+    output = torch.tensor([3 + 4j, 1j], dtype=dtype, requires_grad=True)
+    target = torch.zeros(2, dtype=dtype)
+    loss = Regression().loss(output, target)
+    assert loss.item() == pytest.approx((25 + 1) / 2)
+    loss.backward()
+    assert output.grad.tolist() == [3 + 4j, 1j]  # d|z|^2 = 2 z, over two numbers
+    assert Regression().totals(output, target).tolist() == [26, 2]
