@@ -123,20 +123,23 @@ def split_rows(count: int, val: int, seed: int) -> tuple[Tensor, Tensor]:
     return order[val:].sort().values, order[:val].sort().values
 
 
-def split_fields(fields: Mapping[str, Tensor], val: int, seed: int) -> Splits:
+def split_fields(
+    fields: Mapping[str, Tensor], val: int, seed: int, kind: type[TensorFields] = TensorFields
+) -> Splits:
     """Split examples at random.
 
     Args:
         fields: tensors [N, ...] by name.
         val: examples for validation.
         seed: of the split alone.
+        kind: of the data sets.
 
     Raises:
         ValueError: the fields differ in N.
     """
     dataset = TensorFields(fields)
     rows, val_rows = split_rows(len(dataset), val, seed)
-    return Splits(TensorFields(dataset.batch(rows)), TensorFields(dataset.batch(val_rows)))
+    return Splits(kind(dataset.batch(rows)), kind(dataset.batch(val_rows)))
 
 
 def first_for_validation(inputs: Tensor, targets: Tensor, val: int) -> Splits:

@@ -171,16 +171,13 @@ def _explain_raise(failure: Failure) -> str:
     last = failure.error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    code = None if last is None else last.tb_frame.f_code
-    if code is None or code.co_code[last.tb_lasti] != opmap["RAISE_VARARGS"]:
+    if last is None or last.tb_frame.f_code.co_code[last.tb_lasti] != opmap["RAISE_VARARGS"]:
         return ""
-    if code.co_filename.startswith(_NOT_OWN):
+    path = last.tb_frame.f_code.co_filename
+    if path.startswith(_NOT_OWN):
         return ""
     inside = f" in {failure.module_in_words}" if failure.module_in_words else ""
-    return (
-        f"{Path(code.co_filename).name}, line {last.tb_lineno}, raises it{inside}: that code says "
-        "what it needs."
-    )
+    return f"{Path(path).name}, line {last.tb_lineno}, raises it{inside}: that code says why."
 
 
 def _fitting_task(failure: Failure) -> str:

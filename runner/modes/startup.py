@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from runner.config.schema import TrainSpec
 from runner.data import fingerprint
+from runner.data.batch_layout import KeywordInputs
 from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.splits import RunData
 from runner.data.stream_loader import BatchLoader, StreamLoader, is_stream
@@ -278,7 +279,7 @@ def try_batch(
             run.precision.eval_context(model),
         ):
             loss = loss_of(state, inputs, target)
-            if says_layout and isinstance(inputs, Mapping) and "position_ids" in inputs:
+            if says_layout and isinstance(inputs, KeywordInputs) and "position_ids" in inputs:
                 _say_what_texts_see(run, state, inputs, target, outputs)
     except RunnerError:
         raise  # its message says already what to change
@@ -320,7 +321,7 @@ def _say_what_texts_see(
     changed = tokens.clone()
     high = tokens.max()
     changed[:, 0] = torch.where(tokens[:, 0] == high, tokens.min(), high)
-    loss_of(state, type(inputs)({**inputs, "input_ids": changed}), target)
+    loss_of(state, KeywordInputs({**inputs, "input_ids": changed}), target)
     before, after = (getattr(output, "logits", output) for output in outputs[-2:])
     is_later = (positions == 0).cumsum(1) > 1
     if not (isinstance(before, Tensor) and before.shape[:2] == tokens.shape and is_later.any()):

@@ -1,5 +1,6 @@
 import os
 import resource
+from pathlib import Path
 
 import psutil
 import pytest
@@ -132,7 +133,7 @@ def test_what_a_gathered_batch_draws_depends_on_the_batch_alone():
 
 def test_processes_share_more_tensors_than_files_may_be_open():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 40, hard))
     try:
         many = Items(lambda i: ({f"{j}": X[i] for j in range(60)}, Y[i]))
         loading = loader(many, shuffle=False, workers=1)

@@ -212,6 +212,64 @@ def test_the_four_lines_of_the_docs_train_on_a_parquet_file(lab, root, main, res
     assert 1 < result(lab)["metrics"]["val/perplexity"] < 100
 
 
+@pytest.fixture
+def texts(lab, main):
+    """Evaluate a model, and return it with the texts of a table, each of four words."""
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(("</s>", "a", "b", "c", "d", "e", "f"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.save_pretrained(lab / "tokenizer")
+    ids = [[(i * j + i) % 6 + 1 for j in range(4)] for i in range(12)]
+    lines = [fast.decode(row) for row in ids]
+    pq.write_table(pa.table({"body": lines, "turned": lines[::-1]}), lab / "rows.parquet")
+    (lab / "pretrained").mkdir()
+
+    def run(kind, settings, *typed):
+        import transformers
+
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(**settings)
+        maker = {"causal_lm": "CausalLM", "seq2seq_lm": "Seq2SeqLM"}[kind]
+        model = getattr(transformers, f"AutoModelFor{maker}").from_config(config).eval()
+        model.save_pretrained(lab / "pretrained")
+        words = "model=hf model.path=pretrained data=parquet data.path=rows.parquet data.text=body"
+        keys = "data.val_path=rows.parquet data.tokenizer=tokenizer tracking=none train.max_steps=1"
+        done = main(*words.split(), *keys.split(), f"model.kind={kind}", "optimizer.lr=0.0", *typed)
+        assert done.rc == 0, done.stderr
+        assert "each text ends with </s> (data.end_token=auto)" in done.stderr
+        return model, torch.tensor([[*row, 0] for row in ids]), done.stdout
+
+    return run
+
+
+def test_packed_texts_have_the_losses_of_each_text_alone(texts, lab, result):
+    packed = ("data.packing=true", "data.length=10")
+    model, ids, out = texts("causal_lm", GPT2, *packed)
+    assert "packed texts do not see each other" in out
+    alone = torch.stack([model(input_ids=row[None], labels=row[None]).loss for row in ids])
+    assert result(lab)["metrics"]["val/loss"] == pytest.approx(alone.mean().item(), rel=1e-5)
+    bloom = {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64}
+    out = texts("causal_lm", bloom, *packed)[2]
+    assert "warning: packed texts see each other: BloomForCausalLM does not" in out
+
+
+def test_pairs_of_texts_have_the_loss_of_the_encoder_decoder(texts, lab, result, main):
+    settings = {**CONFIGS["seq2seq_lm"], "pad_token_id": 0}
+    model, ids, _ = texts("seq2seq_lm", settings, "data.target=turned", "data.length=6")
+    wanted = model(input_ids=ids, labels=ids.flip(0)).loss.item()
+    assert result(lab)["metrics"]["val/loss"] == pytest.approx(wanted, rel=1e-5)
+    words = "model=hf model.path=pretrained model.kind=causal_lm data=parquet data.text=body"
+    keys = "data.path=rows.parquet data.tokenizer=tokenizer data.target=turned"
+    done = main(*words.split(), *keys.split())
+    check_refused(done, "data.target=turned holds texts", "Type model.kind=seq2seq_lm")
+
+
 SAME_STEPS = [
     "train.batch_size=2 train.accumulate=2 numerics.every=3",
     "precision=16-mixed",

@@ -17,6 +17,16 @@ GPT2 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+QWEN = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "vocab_size": 20,
+    "hidden_size": 16,
+}
 BERT = {
     "model_type": "bert",
     "num_hidden_layers": 1,
@@ -50,6 +60,7 @@ def folder(tmp_path_factory):
     [
         ("causal_lm", BERT, "bert sees all. Type +model.config.is_decoder=true"),
         ("causal_lm", {**GPT2, "n_layers": 2}, "config.n_layers is no key of GPT2Config. Close"),
+        ("causal_lm", {**QWEN, "head_dimm": 16}, "config.head_dimm is no key"),
         ("causal_lm", {**GPT2, "device_map": "meta"}, "config.device_map is no key"),
         ("causal_lm", {**GPT2, "attn_implementation": "a/kernel"}, "names code from elsewhere"),
         ("causal_lm", {**GPT2, "x": {"attn_implementation": "a/b"}}, "names code from elsewhere"),
@@ -61,6 +72,11 @@ def test_a_config_that_cannot_be_used_is_refused(kind, config, said):
     with pytest.raises(ValueError) as refused:
         huggingface(kind, config=config)
     assert said in str(refused.value)
+
+
+def test_a_key_that_the_models_read_without_declaring_it_is_taken():
+    model = huggingface("causal_lm", config={**QWEN, "head_dim": 6})
+    assert model.model.layers[0].self_attn.q_proj.out_features == 2 * 6
 
 
 def test_a_decoder_of_an_encoder_s_kind_does_not_see_the_next_token():

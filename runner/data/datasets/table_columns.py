@@ -36,24 +36,18 @@ _TOKEN_FIELDS = ("input_ids", "attention_mask", "position_ids", "labels")
 
 @dataclass(frozen=True)
 class _Tokenizer:
-    """A tokenizer, and how texts end.
+    """A tokenizer of transformers, and the token that ends each text, with its number."""
 
-    Attributes:
-        encode: returns the tokens of texts, which are targets or not.
-        end: token that ends each text, with its number; None for none.
-        ends: tokens after which no other end is added.
-    """
-
-    encode: Callable[[list[str], bool], list[list[int]]]
-    end: tuple[str, int] | None
-    ends: frozenset[int | None] = frozenset()
+    loaded: Any
+    end: tuple[str, int] | None = None
 
     def rows(self, texts: list[str], is_target: bool, ends_texts: bool) -> list[list[int]]:
-        """Return the tokens of each text, with the end token where it has none yet."""
-        rows = self.encode(texts, is_target)
+        """Return the tokens of each text, with the end token where it has no end yet."""
+        rows = self.loaded(**{"text_target" if is_target else "text": texts})["input_ids"]
         if self.end is None or not ends_texts:
             return rows
-        ends = {*self.ends, self.end[1]}
+        # A text that BERT's tokenizer ends with [SEP], XLNet's with <cls>, has its end.
+        ends = {self.end[1], self.loaded.sep_token_id, self.loaded.cls_token_id}
         return [row if row and row[-1] in ends else [*row, self.end[1]] for row in rows]
 
 
@@ -262,14 +256,11 @@ class TableColumns:
         fields = self._fields(train)
         if self._tokenizer is not None:
             self._log_texts(train)
+        kind = TextPairs if self._has_target_texts(train) else TensorFields
         if val is not None:
-            splits = Splits(TensorFields(fields), TensorFields(self._fields(val)))
-        else:
-            count = held_out(len(fields["labels"]), val_fraction, self.source)
-            splits = split_fields(fields, count, self.seed)
-        if self._has_target_texts(train):
-            return Splits(*(TextPairs(part.fields) for part in splits))
-        return splits
+            return Splits(kind(fields), kind(self._fields(val)))
+        count = held_out(len(fields["labels"]), val_fraction, self.source)
+        return split_fields(fields, count, self.seed, kind)
 
     def _has_target_texts(self, table: Any) -> bool:
         is_pair = self.text is not None and self.target is not None
@@ -434,30 +425,15 @@ def _load_tokenizer(path: Path, end_token: str | bool) -> _Tokenizer:
     """Return the tokenizer at a path."""
     if not path.exists():
         raise ConfigError(f"data.tokenizer={path} does not exist. Type a local folder or file.")
-    own_end, ends = None, frozenset[int | None]()
+    loaded: Any
     try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
         if path.is_file():
-            from tokenizers import Tokenizer
-
-            fast = Tokenizer.from_file(str(path))
-            token_id = fast.token_to_id
-
-            def encode(texts: list[str], _is_target: bool) -> list[list[int]]:
-                return [encoding.ids for encoding in fast.encode_batch(texts)]
+            loaded = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
-            from transformers import AutoTokenizer
-
-            loaded = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
-            )
-            token_id = loaded.get_vocab().get
-            own_end = loaded.eos_token
-            # A text that BERT's tokenizer ends with [SEP], XLNet's with <cls>, has its end.
-            ends = frozenset({loaded.sep_token_id, loaded.cls_token_id})
-
-            def encode(texts: list[str], is_target: bool) -> list[list[int]]:
-                given = {"text_target": texts} if is_target else {"text": texts}
-                return loaded(**given)["input_ids"]
+            keys = {"local_files_only": True, "trust_remote_code": False}
+            loaded = AutoTokenizer.from_pretrained(path, **keys)
     except ImportError as error:
         raise ConfigError(
             "data.tokenizer: transformers is not installed here. Type pip install "
@@ -465,12 +441,14 @@ def _load_tokenizer(path: Path, end_token: str | bool) -> _Tokenizer:
         ) from error
     except Exception as error:  # tokenizers raises a bare Exception
         raise ConfigError(f"data.tokenizer={path} cannot be loaded: {error}.") from error
-    token = own_end if end_token in (True, "auto") else end_token or None
-    number = None if token is None else token_id(token)
-    if (end_token is True and token is None) or (token is not None and number is None):
+    if end_token is False or (end_token == "auto" and loaded.eos_token is None):
+        return _Tokenizer(loaded)
+    token = loaded.eos_token if end_token in (True, "auto") else end_token
+    number = loaded.get_vocab().get(token)
+    if number is None:
         raise ConfigError(
             f"data.end_token={str(end_token).lower()}: the tokenizer {path} "
             f"{'names no end token' if token is None else 'has no such token'}. Type "
             "data.end_token=<one of its tokens>, auto or false."
         )
-    return _Tokenizer(encode, None if token is None else (token, number), ends)
+    return _Tokenizer(loaded, (str(token), number))
