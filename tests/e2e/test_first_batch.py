@@ -195,7 +195,8 @@ Narrow data=rows data.kind=fields => forward takes (input) | as none of them is
 Base data=rows => yields as inputs a list of 2 | self.net(*inputs)
 Same data=rows data.kind=target task=regression => yields as target a dict with the keys label
     task=regression takes a tensor
-Base data=tensors data.kind=tokens task=language => The inputs are integers
+Same data=tensors data.kind=tokens task=language => The inputs are integers, int64 [8, 8]
+    Type a model that takes tokens (model=gpt)
 Gpt data=tensors data.kind=floats task=language => transformer.wte (Embedding) takes integer tokens
     x.long()
 Narrow => cannot be multiplied | 1 (Linear) was made for inputs of another size
@@ -205,7 +206,7 @@ Same data=tensors task=classification => classification needs logits
 Positions => classification needs logits [B, C] | The loss fails, not the model
     returns float32 [64, 8, 10] | the targets are int64 [64]
 Base => NotImplementedError | It fails in
-Boom => RuntimeError: boom. nets.py, line 72, raises it in the model itself (Boom)
+Boom => RuntimeError: boom. nets.py, line 77, raises it in the model itself (Boom)
 Top => takes the k largest of fewer than k numbers | Type a smaller number
 Rows data=tensors data.kind=pixels => The inputs are integers, uint8 [8, 1, 8, 8], pixels
     x.float() / 255

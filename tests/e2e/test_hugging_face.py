@@ -213,7 +213,7 @@ def test_the_four_lines_of_the_docs_train_on_a_parquet_file(lab, root, main, res
 
 
 @pytest.fixture
-def texts(lab, main):
+def texts(lab, main, caplog):
     """Evaluate a model, and return it with the texts of a table, each of four words."""
     import pyarrow as pa
     from pyarrow import parquet as pq
@@ -242,7 +242,7 @@ def texts(lab, main):
         keys = "data.val_path=rows.parquet data.tokenizer=tokenizer tracking=none train.max_steps=1"
         done = main(*words.split(), *keys.split(), f"model.kind={kind}", "optimizer.lr=0.0", *typed)
         assert done.rc == 0, done.stderr
-        assert "each text ends with </s> (data.end_token=auto)" in done.stderr
+        assert "each text ends with </s> (data.end_token=auto)" in caplog.text
         return model, torch.tensor([[*row, 0] for row in ids]), done.stdout
 
     return run
