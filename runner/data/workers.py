@@ -24,7 +24,6 @@ from runner.utils.stop_signals import Stopped, ignore_signals
 
 PREFETCH = 2  # batches that each process loads ahead: torch's default
 _DATASET_RAISED = re.compile(r"in DataLoader worker process \d+")
-_NO_DESCRIPTOR = ("Too many open files", "items of ancdata")
 _DEATH_DELAY = 10.0  # seconds between a broken connection and the end of its process, at most
 
 
@@ -119,7 +118,7 @@ def is_process_death(error: BaseException) -> bool:
 def worker_failure(error: BaseException) -> str | None:
     """Return why a loading process failed; None where the error is not a loading process's."""
     text = str(error)
-    if any(words in text for words in _NO_DESCRIPTOR):
+    if "Too many open files" in text or "items of ancdata" in text:
         return (
             f"each tensor takes an open file, and the shell allows {_open_files_limit()}. Type "
             "ulimit -n 4096 before the command, or train.num_workers=0"
