@@ -73,7 +73,9 @@ def data_problems(
     if mislabelled:
         assert classes is not None
         targets = (target for _, (_, target) in _portions(loader))
-        least = min((int(t.min()) for t in targets if isinstance(t, Tensor)), default=0)
+        least = min(
+            (int(t.min()) for t in targets if isinstance(t, Tensor) and t.numel()), default=0
+        )
         problem = label_problem(first_mislabelled, classes, least)
         yield f"{_whose(mislabelled, split, checked)}: {problem}"
     if not labelled:
@@ -100,7 +102,8 @@ class _Likeness:
             if name not in self._varied:
                 is_same = value.shape[1:] == first.shape[1:] and bool((value == first).all())
                 self._varied |= set() if is_same else {name}
-            if value.ndim > 3 and self._is_plain_image.get(name, True):
+            is_image = value.ndim > 3 and value.shape[-1] > 1
+            if is_image and self._is_plain_image.get(name, True):
                 pixels = value.flatten(2)
                 self._is_plain_image[name] = bool((pixels == pixels[..., :1]).all())
 
@@ -143,12 +146,6 @@ def _has_labels(task: Task, target: Any) -> bool:
     """Return whether a label counts; also True where the task does not count labels."""
     labels = labels_of(task, target) if isinstance(target, Tensor) else None
     return labels is None or bool(labels)
-
-
-def _extremes(target: Any) -> set[int]:
-    """Return the smallest and the largest of labels."""
-    is_empty = not isinstance(target, Tensor) or not target.numel()
-    return set() if is_empty else {int(target.real.min()), int(target.real.max())}
 
 
 def label_problem(target: Tensor, classes: int, least: int = 0) -> str:

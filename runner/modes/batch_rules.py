@@ -101,9 +101,11 @@ def _explain_arguments(failure: Failure) -> str:
             kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
             needed = [n for n, p in parameters.items() if p.kind in kinds and p.default is p.empty]
             missing = ", ".join(name for name in needed if name not in inputs)
+            is_packed = missing == "attention_mask" and "position_ids" in inputs
+            typed = " Packed texts have one with data.separate=false." if is_packed else ""
             return (
                 f"{failure.takes}, and {fields}, which are passed by their names: {missing} is "
-                f"missing. Have the data set yield fields of these names {_LAYOUTS}."
+                f"missing. Have the data set yield fields of these names {_LAYOUTS}.{typed}"
             )
         name = names[0] if names else "as the argument"
         typed = f"; for data=npz type 'data.inputs={{{name}: {next(iter(inputs))}}}'"

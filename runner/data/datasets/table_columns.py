@@ -263,8 +263,7 @@ class TableColumns:
         return split_fields(fields, count, self.seed, kind)
 
     def _has_target_texts(self, table: Any) -> bool:
-        is_pair = self.text is not None and self.target is not None
-        return is_pair and "string" in str(table[self.target].type)
+        return bool(self.text and self.target) and "string" in str(table[self.target].type)
 
     def _ends_texts(self, table: Any) -> bool:
         # What is classified is given as the tokenizer makes it.
@@ -275,9 +274,8 @@ class TableColumns:
         assert self._tokenizer is not None
         end = self._tokenizer.end if self._ends_texts(table) else None
         ending = f"each text ends with {end[0]}" if end else "no end token is added to texts"
-        joined = ""
-        if self.packing and not self.separate:
-            joined = "; packed texts see each other (data.separate=false)"
+        joins = self.packing and not self.separate
+        joined = "; packed texts see each other (data.separate=false)" if joins else ""
         value = str(self.end_token).lower()
         log.warning("data=%s: %s (data.end_token=%s)%s", self.source, ending, value, joined)
 
