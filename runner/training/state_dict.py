@@ -27,11 +27,14 @@ from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training.callbacks.callback import RunCallback
 from runner.training.optimizers import optimizer_nodes
 from runner.training.schedules import (
-    RUN_LENGTH_KEYWORDS,
+    EvaluationSchedule,
     WarmUp,
+    follows_run_length,
     is_same_schedule,
     load_schedule,
     plain_schedules,
+    schedule_after_warmup,
+    taken_steps,
 )
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.weight_average import AVERAGE_KEY
@@ -217,6 +220,7 @@ def checkpoint_state_dict(
         "schedulers": [
             part.scheduler.state_dict() if part.scheduler else {} for part in state.optimizers
         ],
+        "planned_steps": max((part.planned_steps for part in state.optimizers), default=0),
         "loss_scale": state.scale.state_dict(),
         **({} if state.average is None else {AVERAGE_KEY: state.average.state_dict()}),
     }
@@ -259,22 +263,34 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
                 optimizer = {**optimizer, "state": values}
             else:
                 optimizer = sharded_tensors.load_full(optimizer, parts)
-            is_new_schedule = not is_same_schedule(
+            planned = content.get("planned_steps")
+            has_other_length = planned != scheduled.planned_steps
+            follows = follows_run_length(spec.scheduler)
+            is_same = is_same_schedule(
                 theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
             )
+            is_new_schedule = not is_same or (follows and has_other_length)
+            plain = schedule_after_warmup(scheduled.scheduler)
+            has_own_length = plain is not None and not isinstance(plain, EvaluationSchedule)
+            if planned is not None and has_other_length and has_own_length and not follows:
+                line = (
+                    f"{type(plain).__name__} does not follow the run's length of "
+                    f"{scheduled.planned_steps} steps: of its settings no T_max, total_steps or "
+                    "total_iters is null"
+                )
+                notes |= {line: None}
             optimizer_notes = _load_optimizer(
                 scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, had_rules
             )
             notes |= dict.fromkeys(optimizer_notes)
             if is_new_schedule:
-                notes |= dict.fromkeys(_begin_schedule(scheduled, applied_steps))
+                taken = taken_steps(scheduler, applied_steps) if is_same else applied_steps
+                notes |= dict.fromkeys(_begin_schedule(scheduled, taken, is_same))
                 continue
             if scheduled.scheduler is not None:
-                # The checkpoint's state holds the length of the run before, and train.epochs may be
-                # larger now.
                 before = theirs["scheduler"]
                 typed = [key for key, v in spec.scheduler.items() if before.get(key) != v]
-                load_schedule(scheduled.scheduler, scheduler, [*RUN_LENGTH_KEYWORDS, *typed])
+                load_schedule(scheduled.scheduler, scheduler, typed)
             # After the schedule, whose state holds the learning rates that it continues from.
             _apply_hyperparameters(scheduled.optimizer, scheduled.scheduler, changed)
     except MISFIT_ERRORS as error:
@@ -360,8 +376,16 @@ def _load_optimizer(
     return notes
 
 
-def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int) -> list[str]:
-    """Advance a schedule that the checkpoint does not have to the step of the run."""
+def _begin_schedule(
+    scheduled: ScheduledOptimizer, applied_steps: int, is_longer: bool
+) -> list[str]:
+    """Advance a schedule to the step of the run, where the checkpoint's own is another one.
+
+    Args:
+        scheduled: its schedule is at its beginning.
+        applied_steps: that it is advanced by.
+        is_longer: whether the run's length alone makes it another one.
+    """
     if scheduled.scheduler is None:
         return [f"the learning rate is constant at {scheduled.lr:g}: the checkpoint had a schedule"]
     if not 0 <= applied_steps <= _MAX_REPLAYED_STEPS:
@@ -376,7 +400,10 @@ def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int) -> list[s
     name = names[0] if names else "the constant rate"
     if isinstance(scheduled.scheduler, WarmUp):
         name += f" after {scheduled.scheduler.steps} steps of warm-up"
-    return [f"{name} is not the checkpoint's schedule: it is taken up at its step {applied_steps}"]
+    reason = "is not the checkpoint's schedule"
+    if is_longer:
+        reason = f"follows the run's length of {scheduled.planned_steps} steps"
+    return [f"{name} {reason}: it is taken up at its step {applied_steps}"]
 
 
 def _apply_hyperparameters(

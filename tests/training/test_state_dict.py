@@ -38,12 +38,12 @@ EVERYWHERE = [
 MLP = ("model=mlp", "model.hidden=[72,4]", "tracking=none")
 
 
-def begin(spec, start=None):
+def begin(spec, start=None, steps=20):
     """The state of a run before its first step, as a run builds it."""
     torch.manual_seed(0)
     precision = build_group("precision", spec.precision)
     model = build_model(spec, precision, CPU, start=start, restore_exactly=start is not None).model
-    return build_state(TrainingSetup(spec, precision, Classification(), CPU), model, 20)
+    return build_state(TrainingSetup(spec, precision, Classification(), CPU), model, steps)
 
 
 def train(state, steps=1):
