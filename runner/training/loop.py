@@ -15,7 +15,6 @@ from runner.training.records import EvalRecord, Record
 from runner.training.state import TrainState
 from runner.training.step import train_step
 from runner.utils.formatting import now_ms
-from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 from runner.utils.stop_signals import until_interrupted
 
 _NO_CONTEXT = nullcontext()
@@ -156,15 +155,7 @@ def _evaluation(
     state: TrainState, validation: Mapping[str, BatchLoader], should_stop: Callable[[], bool]
 ) -> Iterator[EvalRecord]:
     """Yield the record of an evaluation; nothing if the run is asked to stop meanwhile."""
-    random_state = host_rng_state()
-    metrics = None
-    try:
-        metrics = evaluate_sets("val", state, validation, should_stop)
-    finally:
-        # After a stop, or where the hook fails, the resumed run evaluates this step from the start,
-        # so what the data has drawn here is put back.
-        if metrics is None:
-            set_host_rng_state(random_state)
+    metrics = evaluate_sets("val", state, validation, should_stop)
     if metrics is not None:
         state.record_evaluation(metrics)
         yield EvalRecord(state.step, now_ms(), state.epoch, metrics, state.stagnant_share)
