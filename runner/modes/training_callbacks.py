@@ -201,6 +201,7 @@ class TrainingCallbacks:
         is_evaluated = self.summary.last_evaluation_step == self.state.step
         metrics = self.summary.metrics if is_evaluated else {}
         rest = state_dict.state_dict(self.state, self.callbacks)
+        rest["device"] = self.run.device_name
         invocation = self.run.invocation
         return checkpoint_state_dict(
             self.state, self.run.spec, invocation.choices, metrics, rest, invocation.is_trusted

@@ -63,10 +63,7 @@ def evaluate(
     first_batch: list[Batch] = []
     # Not the run's seed itself: the initial weights are drawn from that.
     seed = batch_seed(validation.seed, 0, 0, _SEED_USE + state.strategy.rank.index)
-    with (
-        state.evaluated_weights(),
-        evaluation_mode(state.model, state.task, state.device, seed),
-    ):
+    with state.evaluated_weights(), evaluation_mode(state.model, state.task, state.device, seed):
         loaded = islice(validation.epoch(0), batches)
         if hook is not None:
             loaded = _noting_first(loaded, first_batch)
