@@ -142,7 +142,7 @@ def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
     last = 0 if isinstance(validation, StreamLoader) else len(validation) - 1
     precision = state.precision
     for start in {0, last}:
-        inputs, _ = next(validation.epoch(0, start))
+        inputs, _ = next(validation.epoch(0, start * validation.batch_size))
         with (
             evaluation_mode(state.model, state.task, state.device),
             precision.eval_context(state.model),

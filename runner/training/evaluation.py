@@ -130,7 +130,7 @@ def _totals(
             sums = task.totals(output, target)
             # A process without an example of this batch has computed one of another process's:
             # all processes run every forward, since a strategy may exchange weights in it.
-            if not strategy.rank.batch_share(validation.examples_in(i)):
+            if not strategy.rank.batch_share(validation.examples_in(i * validation.batch_size)):
                 sums = torch.zeros_like(sums)
             elif task.added_metrics is not None:
                 task.added_metrics.update(*task.metric_inputs(output, target))

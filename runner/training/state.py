@@ -84,7 +84,7 @@ class TrainState:
         strategy: how the processes of the run share the model.
         step: attempted optimizer steps.
         epoch: passes over the data that were begun.
-        position: micro-batches of this pass that were taken.
+        position: examples of this pass that were taken, in all processes.
         skipped: skipped steps, as far as the records have arrived on the host.
         last_evaluation_step: the step after which the last evaluation ran; 0 before the first.
         stagnant_share: the share of parameter elements that had a gradient and that the last step

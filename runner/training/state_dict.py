@@ -22,6 +22,7 @@ from runner.checkpoint.checkpoint_file import (
 from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import sign
+from runner.data.sampling import StartingPoint
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training.callbacks.callback import RunCallback
@@ -65,6 +66,26 @@ def state_dict(state: TrainState, callbacks: Sequence[RunCallback]) -> dict[str,
     }
 
 
+def starting_point(saved: LoadedCheckpoint) -> StartingPoint:
+    """Return where in the training data the run of a checkpoint was.
+
+    Raises:
+        ConfigError: the checkpoint does not say it in numbers that fit.
+    """
+    content = saved.content
+    try:
+        size = content["spec"]["train"]["batch_size"]
+        # Earlier versions counted micro-batches.
+        reads = content.get("reads", [[content["position"] * size, size]])
+        reads = tuple((int(taken), int(size)) for taken, size in reads)
+        # More would overflow an index; a damaged file may count any number.
+        if not all(0 <= taken < 2**48 and size > 0 for taken, size in reads):
+            raise ValueError(f"reads={reads}")
+        return StartingPoint(content["step"], max(1, content["epoch"]), reads)
+    except MISFIT_ERRORS as error:
+        raise _foreign_checkpoint(saved, error) from error
+
+
 def restore(
     state: TrainState,
     saved: LoadedCheckpoint,
@@ -93,7 +114,7 @@ def restore(
         state.precision.load_state_dict(state.plain_model, content["precision_state"])
         state.step = content["step"]
         state.epoch = content["epoch"]
-        state.position = content["position"]
+        state.position = starting_point(saved).examples
         state.skipped = content["skipped_steps"]
         state.last_evaluation_step = content["evaluated"]
         state.stagnant_share = content["stagnant"]
@@ -113,11 +134,15 @@ def restore(
             notes.append("the average of the weights begins here: the checkpoint holds none")
         notes += _restore_scale(state, content, spec, typed_keys)
     except MISFIT_ERRORS as error:
-        raise ConfigError(
-            f"checkpoint.resume={saved.path} was not written by this runner: "
-            f"{type(error).__name__}: {error}. Type init.weights=<it> to start from its weights."
-        ) from error
+        raise _foreign_checkpoint(saved, error) from error
     return notes
+
+
+def _foreign_checkpoint(saved: LoadedCheckpoint, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"checkpoint.resume={saved.path} was not written by this runner: "
+        f"{type(error).__name__}: {error}. Type init.weights=<it> to start from its weights."
+    )
 
 
 def _restore_callbacks(
