@@ -77,8 +77,7 @@ def train(
     # Until the loop runs there is nothing to save, so a signal ends the set-up at once.
     with run.signals.interruptible():
         loaders = prepare_loaders(run)
-        if resumed is not None:
-            loaders.train.start = starting_point(resumed)
+        loaders.train.start = starting_point(resumed)
         make = starting_model(run.setup, resumed)
         built = build_proven_model(run.setup, make, lambda: next(loaders.val.epoch(0))[0])
         check_compile_options(spec, run.precision, run.device, built.model)

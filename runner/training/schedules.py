@@ -305,16 +305,17 @@ def follows_run_length(node: Mapping[str, Any]) -> bool:
     return any(key in part and part[key] is None for part in every for key in RUN_LENGTH_KEYWORDS)
 
 
-def taken_steps(saved: Mapping[str, Any], applied: int) -> int:
-    """Return the steps that a checkpoint's schedule has taken.
+def taken_steps(saved: Mapping[str, Any], is_same: bool, applied: int) -> int:
+    """Return the applied steps of a checkpoint's optimizer, of which each has skipped its own.
 
     Args:
-        saved: its state.
-        applied: steps of the run that no loss scale skipped, where the state has no count. Of
-            several optimizers each may have skipped other ones.
+        saved: state of its schedule.
+        is_same: whether this run has the same schedule, so that its count means the same.
+        applied: steps of the run that no optimizer skipped, where the state has no count.
     """
-    counted = saved.get("warmup", {}).get("taken", saved.get("last_epoch"))
-    return counted if isinstance(counted, int) else applied
+    if "warmup" in saved:
+        return saved["warmup"]["taken"]
+    return saved.get("last_epoch", applied) if is_same else applied
 
 
 def is_same_schedule(

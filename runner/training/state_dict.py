@@ -22,7 +22,7 @@ from runner.checkpoint.checkpoint_file import (
 from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import sign
-from runner.data.sampling import StartingPoint
+from runner.data.sampling import FIRST_STEP, StartingPoint
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training.callbacks.callback import RunCallback
@@ -66,12 +66,14 @@ def state_dict(state: TrainState, callbacks: Sequence[RunCallback]) -> dict[str,
     }
 
 
-def starting_point(saved: LoadedCheckpoint) -> StartingPoint:
-    """Return where in the training data the run of a checkpoint was.
+def starting_point(saved: LoadedCheckpoint | None) -> StartingPoint:
+    """Return where in the training data a run begins: where that of the checkpoint was, if any.
 
     Raises:
         ConfigError: the checkpoint does not say it in numbers that fit.
     """
+    if saved is None:
+        return FIRST_STEP
     content = saved.content
     try:
         size = content["spec"]["train"]["batch_size"]
@@ -288,28 +290,19 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
                 optimizer = {**optimizer, "state": values}
             else:
                 optimizer = sharded_tensors.load_full(optimizer, parts)
-            planned = content.get("planned_steps")
-            has_other_length = planned != scheduled.planned_steps
-            follows = follows_run_length(spec.scheduler)
             is_same = is_same_schedule(
                 theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
             )
-            is_new_schedule = not is_same or (follows and has_other_length)
-            plain = schedule_after_warmup(scheduled.scheduler)
-            has_own_length = plain is not None and not isinstance(plain, EvaluationSchedule)
-            if planned is not None and has_other_length and has_own_length and not follows:
-                line = (
-                    f"{type(plain).__name__} does not follow the run's length of "
-                    f"{scheduled.planned_steps} steps: of its settings no T_max, total_steps or "
-                    "total_iters is null"
-                )
-                notes |= {line: None}
+            is_new_schedule = not is_same
+            if content.get("planned_steps") != scheduled.planned_steps:
+                is_new_schedule |= follows_run_length(spec.scheduler)
+                notes |= dict.fromkeys(_own_length(scheduled, spec.scheduler))
             optimizer_notes = _load_optimizer(
                 scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, had_rules
             )
             notes |= dict.fromkeys(optimizer_notes)
             if is_new_schedule:
-                taken = taken_steps(scheduler, applied_steps) if is_same else applied_steps
+                taken = taken_steps(scheduler, is_same, applied_steps)
                 notes |= dict.fromkeys(_begin_schedule(scheduled, taken, is_same))
                 continue
             if scheduled.scheduler is not None:
@@ -399,6 +392,17 @@ def _load_optimizer(
             f"the checkpoint's {key.replace('_', ' ')}s are dropped: precision.update has changed"
         )
     return notes
+
+
+def _own_length(scheduled: ScheduledOptimizer, node: Mapping[str, Any]) -> list[str]:
+    """Return that a schedule does not follow the run's length; nothing for one that has none."""
+    plain = schedule_after_warmup(scheduled.scheduler)
+    if plain is None or isinstance(plain, EvaluationSchedule) or follows_run_length(node):
+        return []
+    return [
+        f"{type(plain).__name__} does not follow the run's length of {scheduled.planned_steps} "
+        "steps: of its settings no T_max, total_steps or total_iters is null"
+    ]
 
 
 def _begin_schedule(
