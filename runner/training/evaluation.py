@@ -254,8 +254,16 @@ def evaluation_mode(
             if is_random or isinstance(module, _NormBase):
                 module.eval()
     drawn = rng_state(device)
+    # Those that a module, the task or its loss keeps, too.
+    holders = [task, *vars(task).values(), *model.modules()]
+    kept = [each for holder in holders for each in getattr(holder, "__dict__", {}).values()]
+    own = {each: each.get_state() for each in kept if isinstance(each, torch.Generator)}
     seed_all(seed)
+    for generator in own:
+        generator.manual_seed(seed)
     try:
         yield
     finally:
         set_rng_state(drawn, device)
+        for generator, state in own.items():
+            generator.set_state(state)

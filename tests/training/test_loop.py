@@ -320,10 +320,15 @@ def test_evaluations_do_not_change_the_training():
 
 
 class Noisy(nn.Linear):
-    """Draws from every generator of the host in evaluation, too."""
+    """Draws from every generator of the host, and from one of its own, in evaluation, too."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.own = torch.Generator().manual_seed(1)
 
     def forward(self, x):
         noise = torch.randn_like(x) + random.random() + float(np.random.rand())
+        noise += torch.randn(x.shape, generator=self.own)
         return super().forward(x + noise)
 
 
