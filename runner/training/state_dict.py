@@ -296,7 +296,8 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
             is_new_schedule = not is_same
             if content.get("planned_steps") != scheduled.planned_steps:
                 is_new_schedule |= follows_run_length(spec.scheduler)
-                notes |= dict.fromkeys(_own_length(scheduled, spec.scheduler))
+                if theirs["scheduler"] == spec.scheduler:
+                    notes |= dict.fromkeys(_own_length(scheduled, spec.scheduler))
             optimizer_notes = _load_optimizer(
                 scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, had_rules
             )
