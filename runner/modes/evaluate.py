@@ -182,7 +182,13 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
         run.say("The checkpoint holds no evaluation of its own to compare with.")
     # debug.overfit evaluates on a few training examples, so its metrics are of other data, too.
     reasons: list[str] = []
-    for key, (old, new) in changes(content["spec"], run.spec).items():
+    saved = content["spec"]
+    # Without other keys, which an earlier version may have had.
+    compared = {key: saved[key] for key in ("data", "task", "seed") if key in saved}
+    for key, part in (("debug", "overfit"), ("train", "batch_size")):
+        values = saved.get(key, {})
+        compared[key] = {part: values[part]} if part in values else {}
+    for key, (old, new) in changes(compared, run.spec).items():
         is_added = key.startswith(tuple(f"task.{name}" for name in TASK_KEYS))
         if not is_added and any(f"{key}.".startswith(f"{each}.") for each in _COMPARED_KEYS):
             reasons.append(f"{key}={old} in its run, {new} here")
