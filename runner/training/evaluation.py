@@ -227,6 +227,23 @@ class Stagnation:
         return unchanged / with_gradient if with_gradient else 0.0
 
 
+def set_evaluation_mode(model: nn.Module, task: Task) -> None:
+    """Set a model to evaluation mode.
+
+    For a task that evaluates losses, the modules are in training mode, in which detection models
+    return losses. Those in which the mode decides about more are in evaluation mode: batch and
+    instance normalisations, which neither use nor change the batch's statistics, and dropout.
+    """
+    model.eval()
+    if not task.evaluates_losses:
+        return
+    model.train()
+    for module in model.modules():
+        is_random = isinstance(module, _DropoutNd) or type(module).__name__ in _RANDOM_DEPTH
+        if is_random or isinstance(module, _NormBase):
+            module.eval()
+
+
 @contextmanager
 def evaluation_mode(
     model: nn.Module, task: Task, device: torch.device, seed: int = 0
@@ -236,23 +253,13 @@ def evaluation_mode(
     The caller sets the model back to training mode. On exit all generators are restored, so that an
     evaluation changes no training.
 
-    For a task that evaluates losses, the modules are in training mode, in which detection models
-    return losses. Those in which the mode decides about more are in evaluation mode: batch and
-    instance normalisations, which neither use nor change the batch's statistics, and dropout.
-
     Args:
         model: changed in place.
         task: of the run.
         device: whose generator is seeded and restored, beside those of the host.
         seed: of the generators.
     """
-    model.eval()
-    if task.evaluates_losses:
-        model.train()
-        for module in model.modules():
-            is_random = isinstance(module, _DropoutNd) or type(module).__name__ in _RANDOM_DEPTH
-            if is_random or isinstance(module, _NormBase):
-                module.eval()
+    set_evaluation_mode(model, task)
     drawn = rng_state(device)
     # Those that a module, the task or its loss keeps, too.
     holders = [task, *vars(task).values(), *model.modules()]
