@@ -95,7 +95,8 @@ def compose_run(
     typed = tuple(redact_override(as_typed(word)) for word in words)
     invocation = Invocation(
         choices,
-        tuple(word for word in typed if not word.startswith("hydra.run.dir=")),
+        # The second is torchrun.command_of_rank's.
+        tuple(w for w in typed if not w.startswith(("hydra.run.dir=", "hydra.output_subdir="))),
         config_dir=None if folder is None else str(folder),
         composed_config=content,
     )

@@ -94,13 +94,14 @@ def _run_composed(
 ) -> RunResult:
     """Run a composed command; a run with checkpoint.resume=auto that is finished has its result."""
     try:
+        if spec.checkpoint.resume is None:
+            check_new_folder(folder)
+        torchrun.publish(torchrun.START_KEY, folder)
+        # All processes find a result.
         if spec.checkpoint.resume == AUTO:
             finished = final_result(folder, invocation.overrides)
             if finished is not None:
                 return finished
-        if spec.checkpoint.resume is None:
-            check_new_folder(folder)
-        torchrun.publish(torchrun.START_KEY, folder)
         return run_spec(spec, folder, invocation, console)
     except Stopped as error:
         torchrun.publish_failure()

@@ -34,6 +34,7 @@ _SPEC_MAPPINGS = (
     "model",
     "data",
     "task",
+    "train",
     "precision",
     "optimizer",
     "scheduler",

@@ -324,7 +324,10 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         remove_keys(config, keys_left_out_of_job())
     finished = _finished_before(config, folder, sweeping)
     if finished is not None:
-        print(f"{finished.outcome} before", flush=True)
+        # The other processes find the result, too, and leave.
+        torchrun.publish(torchrun.START_KEY, folder)
+        if torchrun.process_rank().is_main:
+            print(f"{finished.outcome} before", flush=True)
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None

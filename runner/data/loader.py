@@ -23,7 +23,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from runner.config.schema import AUTO
 from runner.data.batch_layout import PAIRS, Batch, BatchLayout
 from runner.data.collate import CollateFailure, Collator, collate, makes_batches
-from runner.data.sampling import SamplerOrder, batch_seed, epoch_seed, restored_random_state
+from runner.data.sampling import (
+    FIRST_STEP,
+    SamplerOrder,
+    StartingPoint,
+    batch_seed,
+    epoch_seed,
+    restored_random_state,
+)
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError
@@ -79,6 +86,7 @@ class Loader:
         wait_context: makes the context around each wait for a loading process, which a signal may
             interrupt.
         has_failed: whether the last wait for a loading process raised an error.
+        start: where the run begins to train on these data.
 
     Raises:
         ConfigError: the data set is empty, cannot be held, or makes batches beside a collator.
@@ -93,6 +101,7 @@ class Loader:
     options: LoaderOptions = DEFAULT_OPTIONS
     wait_context: WaitContext = field(default=nullcontext, init=False)
     has_failed: bool = field(default=False, init=False)
+    start: StartingPoint = field(default=FIRST_STEP, init=False)
 
     def __post_init__(self) -> None:
         self.examples = len(self.dataset)  # type: ignore[arg-type]
@@ -151,17 +160,20 @@ class Loader:
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(self.examples, generator=generator)
 
-    def examples_in(self, number: int) -> int:
-        """Return how many examples an epoch's batch of this number (from 0) has in all
-        processes."""
-        return min(self.batch_size, self.epoch_examples - number * self.batch_size)
+    def examples_in(self, first: int) -> int:
+        """Return how many examples, in all processes, a batch has that begins with an epoch's
+        example of this number, from 0."""
+        return min(self.batch_size, self.epoch_examples - first)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return this process's part of each batch of an epoch, from batch `start` (from 0) on."""
-        batches = self.order(epoch).split(self.batch_size)[start:]
+    def epoch(self, epoch: int, taken: int = 0) -> Iterator[Batch]:
+        """Return this process's part of each batch of an epoch, of whose examples the first
+        `taken` are left out."""
+        batches = self.order(epoch)[taken:].split(self.batch_size)
+        # An empty tensor is split into one batch without an example.
+        batches = [indices for indices in batches if len(indices)]
         if self.options.rank.world_size > 1:
             batches = [self._process_part(indices) for indices in batches]
-        return self.batches(batches, epoch, start)
+        return self.batches(batches, epoch, taken // self.batch_size)
 
     def _process_part(self, indices: Tensor) -> Tensor:
         """Return the indices that this process loads of a batch's."""

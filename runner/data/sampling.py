@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,28 @@ from runner.utils.reproducibility import (
 
 # A prime above the number of epochs and of an epoch's batches: no two of them share a seed.
 _SEED_STRIDE = 1_000_003
+
+
+class StartingPoint(NamedTuple):
+    """Where in the training data a run begins, or is resumed.
+
+    Attributes:
+        step: optimizer steps that were taken.
+        epoch: passes that were begun, from 1.
+        reads: examples of this pass that were taken, and in batches of which size, in order.
+    """
+
+    step: int = 0
+    epoch: int = 1
+    reads: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def examples(self) -> int:
+        """Return the examples of the pass that were taken, in all processes."""
+        return sum(taken for taken, _ in self.reads)
+
+
+FIRST_STEP = StartingPoint()
 
 
 def epoch_seed(seed: int, epoch: int, use: int = 0) -> int:

@@ -40,14 +40,35 @@ def samples_of_step(loader: BatchLoader, accumulate: int, step: int) -> StepSamp
         accumulate: micro-batches in a step; the last step of an epoch may have fewer.
         step: counted from 1.
     """
+    start = loader.start
+    if isinstance(loader, StreamLoader) or step <= start.step:
+        return StepSamples(step, 0, [])  # the batches of steps before a resume may be others
+    epoch = start.epoch
+    taken = start.examples
+    position = step - start.step - 1
+    rest = steps_of_epoch(loader, accumulate, taken)
+    if position >= rest:
+        later, position = divmod(position - rest, steps_of_epoch(loader, accumulate))
+        epoch += 1 + later
+        taken = 0
+    first = taken + position * accumulate * loader.batch_size
+    batches = loader.order(epoch)[first:].split(loader.batch_size)[:accumulate]
+    micro_batches = [indices.tolist() for indices in batches]
+    return StepSamples(step, epoch, micro_batches, first // loader.batch_size)
+
+
+def steps_of_epoch(loader: Loader, accumulate: int, taken: int = 0) -> int:
+    """Return the optimizer steps of an epoch, of whose examples the first `taken` are left out."""
+    batches = -(-max(0, loader.epoch_examples - taken) // loader.batch_size)
+    return -(-batches // accumulate)
+
+
+def ends_epoch(loader: BatchLoader, accumulate: int, step: int) -> bool:
+    """Return whether an epoch ends with a step; False for a stream, whose length is not known."""
     if isinstance(loader, StreamLoader):
-        return StepSamples(step, 0, [])
-    steps_per_epoch = -(-len(loader) // accumulate)
-    epoch = (step - 1) // steps_per_epoch + 1
-    position = (step - 1) % steps_per_epoch
-    first = position * accumulate
-    batches = loader.order(epoch).split(loader.batch_size)[first : first + accumulate]
-    return StepSamples(step, epoch, [indices.tolist() for indices in batches], first)
+        return False
+    beyond = step - loader.start.step - steps_of_epoch(loader, accumulate, loader.start.examples)
+    return beyond >= 0 and beyond % steps_of_epoch(loader, accumulate) == 0
 
 
 def saved_batches(

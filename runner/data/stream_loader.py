@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
-from itertools import count, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from runner.data.loader import (
     move_batches,
     unchanged,
 )
-from runner.data.sampling import batch_seed, restored_random_state
+from runner.data.sampling import FIRST_STEP, StartingPoint, batch_seed, restored_random_state
 from runner.data.value_hash import hash_value
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
@@ -58,12 +58,12 @@ class StreamBatch(NamedTuple):
     """A batch of a stream.
 
     Attributes:
-        number: of the batch in its pass, from 0.
+        first: number of its first example in the pass, from 0.
         size: examples in all processes.
         content: this process's part, collated.
     """
 
-    number: int
+    first: int
     size: int
     content: Any
 
@@ -80,7 +80,8 @@ class StreamPass(IterableDataset[StreamBatch]):
         collate: makes a batch of a list of examples.
         seed: of the run.
         number: of the pass.
-        start: number of the first batch that is collated; those before it are read and dropped.
+        reads: examples that are read and dropped first, and in batches of which size. A stream may
+            draw from the generators, which are seeded for each batch.
         rank: of this process.
     """
 
@@ -89,29 +90,39 @@ class StreamPass(IterableDataset[StreamBatch]):
     collate: Callable[[list[Any]], Any]
     seed: int
     number: int
-    start: int = 0
+    reads: tuple[tuple[int, int], ...] = ()
     rank: ProcessRank = SINGLE_PROCESS
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Yield the batches of the pass."""
         stream: Iterator[Any] | None = None
-        for number in count():
+        first = 0
+        for number, (size, is_new) in enumerate(self._sizes()):
             batch = None
             # Around both: to save and restore numpy's state takes longer than a small batch.
             with restored_random_state():
                 seed_host(batch_seed(self.seed, self.number, number))
                 if stream is None:
                     stream = begin_pass(self.stream, self.number)
-                examples = list(islice(stream, self.batch_size))
-                if examples and number >= self.start:
+                examples = list(islice(stream, size))
+                if examples and is_new:
                     # At least one example, for collectives need every process to run a step.
                     part = examples[self.rank.batch_slice(len(examples))] or examples[:1]
                     seed_host(batch_seed(self.seed, self.number, number, self.rank.index + 1))
-                    batch = StreamBatch(number, len(examples), self.collate(part))
+                    batch = StreamBatch(first, len(examples), self.collate(part))
             if batch is not None:
                 yield batch
-            if len(examples) < self.batch_size:
+            if len(examples) < size:
                 return
+            first += size
+
+    def _sizes(self) -> Iterator[tuple[int, bool]]:
+        """Yield the size of each batch, and whether it is collated."""
+        for taken, size in self.reads:
+            for begun in range(0, taken, size):
+                yield min(size, taken - begun), False
+        while True:
+            yield self.batch_size, True
 
 
 def first_examples(stream: Any, count: int) -> list[Any]:
@@ -195,6 +206,7 @@ class StreamLoader:
             interrupt.
         examples: of the pass that ended last; 0 before.
         has_failed: whether the last wait for the loading process raised an error.
+        start: where the run begins to train on these data.
     """
 
     dataset: Any
@@ -206,29 +218,29 @@ class StreamLoader:
     examples: int = field(default=0, init=False)
     wait_context: WaitContext = field(default=nullcontext, init=False)
     has_failed: bool = field(default=False, init=False)
+    start: StartingPoint = field(default=FIRST_STEP, init=False)
     _last_batch: tuple[int, int] = field(default=(-1, 0), init=False)
-    """Number and size of the batch that was read last."""
+    """First example and size of the batch that was read last."""
 
-    def examples_in(self, number: int) -> int:
+    def examples_in(self, first: int) -> int:
         """Return how many examples a batch that has been read has in all processes.
 
         Args:
-            number: of the batch in the pass that is being read, from 0.
+            first: number of its first example in the pass that is being read, from 0.
         """
-        last_number, last_size = self._last_batch
+        last_first, last_size = self._last_batch
         # Only the last batch of a pass is smaller.
-        return last_size if number == last_number else self.batch_size
+        return last_size if first == last_first else self.batch_size
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return this process's part of each batch of a pass, from batch `start` (from 0) on.
-
-        The batches before it are read and dropped.
+    def epoch(self, epoch: int, taken: int = 0) -> Iterator[Batch]:
+        """Return this process's part of each batch of a pass, of whose examples the first `taken`
+        are read and dropped.
 
         Raises:
             ConfigError: the stream is empty, or a batch cannot be made of its examples.
             DataError: the stream fails in this process.
         """
-        batches = map(self.options.layout.split, self._read(epoch, start))
+        batches = map(self.options.layout.split, self._read(epoch, taken))
         return batches if self.device.type == "cpu" else move_batches(batches, self.device)
 
     def first_batches(self, count: int | None = None) -> Iterator[tuple[torch.Tensor, Batch]]:
@@ -239,8 +251,7 @@ class StreamLoader:
         """
         with explain_stream_errors(self.dataset):
             for read in islice(self._pass(1), count):
-                first = read.number * self.batch_size
-                places = torch.arange(first, first + read.size)
+                places = torch.arange(read.first, read.first + read.size)
                 yield places, self.options.layout.split(checked_batch(read.content))
 
     def first_digest(self) -> int:
@@ -256,19 +267,20 @@ class StreamLoader:
     def close(self) -> None:
         """Do nothing: a loading process ends with its pass."""
 
-    def _pass(self, epoch: int, start: int = 0, rank: ProcessRank = SINGLE_PROCESS) -> StreamPass:
+    def _pass(self, epoch: int, taken: int = 0, rank: ProcessRank = SINGLE_PROCESS) -> StreamPass:
         make = self.options.collator or collate
-        return StreamPass(self.dataset, self.batch_size, make, self.seed, epoch, start, rank)
+        reads = reads_of(self, epoch, taken)
+        return StreamPass(self.dataset, self.batch_size, make, self.seed, epoch, reads, rank)
 
-    def _read(self, epoch: int, start: int) -> Iterator[Any]:
+    def _read(self, epoch: int, taken: int) -> Iterator[Any]:
         """Yield this process's part of the batches of a pass, as they are collated."""
         read = None
-        for read in self._received(self._pass(epoch, start, self.options.rank)):
-            self._last_batch = (read.number, read.size)
+        for read in self._received(self._pass(epoch, taken, self.options.rank)):
+            self._last_batch = (read.first, read.size)
             yield checked_batch(read.content)
         if read is not None:
-            self.examples = read.number * self.batch_size + read.size
-        elif start == 0:
+            self.examples = read.first + read.size
+        elif taken == 0:
             raise ConfigError(
                 f"data: the stream, a {type(self.dataset).__name__}, yields no example"
                 f"{' when it is begun anew' if epoch > 1 else ''}. Have its __iter__ return a new "
@@ -299,3 +311,17 @@ class StreamLoader:
 
 BatchLoader = Loader | StreamLoader
 """What yields the batches of a data set: of a map-style one, or of a stream."""
+
+
+def reads_of(loader: BatchLoader, epoch: int, taken: int) -> tuple[tuple[int, int], ...]:
+    """Return examples that a run has taken of a pass, and in batches of which size.
+
+    Args:
+        loader: of the training set.
+        epoch: number of the pass.
+        taken: examples, in all processes.
+    """
+    start = loader.start
+    if epoch != start.epoch or taken < start.examples:
+        return ((taken, loader.batch_size),)
+    return (*start.reads, (taken - start.examples, loader.batch_size))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from time import sleep
 from typing import TYPE_CHECKING
 
 from runner.config.overrides import override_key, quote_value
@@ -29,6 +30,7 @@ RESUME_KEY = "runner/out"
 
 # How long a process waits for the main one to compose its config and publish the folder.
 _STORE_TIMEOUT = timedelta(minutes=10)
+_STORE_INTERVAL = timedelta(milliseconds=50)
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,7 @@ def command_of_rank(argv: Sequence[str]) -> Sequence[str]:
         extra = {"hydra.run.dir": quote_value(folder), "checkpoint.resume": "auto"}
     if not here.is_main:
         if not extra:
-            # Waits until the main process has published it; empty if that failed.
-            folder = shared.get(START_KEY).decode()
+            folder = _published_folder(shared)
             if not folder:
                 raise MainRankFailed
             extra["hydra.run.dir"] = quote_value(folder)
@@ -126,6 +127,22 @@ def command_of_rank(argv: Sequence[str]) -> Sequence[str]:
     # First: Hydra's parser takes overrides next to each other, and rewrite_arguments has put the
     # flags last.
     return [*published, *others]
+
+
+def _published_folder(shared: "TCPStore") -> str:
+    """Wait until the main process has published its folder; empty if it failed.
+
+    Raises:
+        ConfigError: it has not within ten minutes.
+    """
+    # Asked again and again: a signal is obeyed only between calls of the store.
+    for _ in range(_STORE_TIMEOUT // _STORE_INTERVAL):
+        if shared.check([START_KEY]):
+            return shared.get(START_KEY).decode()
+        sleep(_STORE_INTERVAL.total_seconds())
+    raise ConfigError(
+        f"The main process of the run has not started within {_STORE_TIMEOUT}: see what it said."
+    )
 
 
 def publish(key: str, folder: Path) -> None:

@@ -14,6 +14,8 @@ import torch
 
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.loading_keys import TASK_KEYS
+from runner.config.resolve import to_dict
 from runner.data.build import RunLoaders
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
@@ -21,7 +23,7 @@ from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result
 from runner.modes.execution import build_proven_model
 from runner.modes.resume import PlannedRun
-from runner.modes.saved_run import merge
+from runner.modes.saved_run import changes, merge
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
 from runner.modes.training_outputs import save_dtypes, set_evaluation_hook
 from runner.training.compile import check_compile_options, prepare_model
@@ -33,15 +35,19 @@ from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError
-from runner.utils.formatting import now_ms
+from runner.utils.formatting import first_names, now_ms
 
+_TRAIN_KEYS = ("batch_size", "num_workers", "channels_last", "compile", "compile_rounding")
+"""Keys of train that the numbers of an evaluation depend on, by the batches or by rounding."""
+_COMPARED_KEYS = ("data", "task", "seed", "debug.overfit", "train.batch_size")
+"""Keys, with those under them, whose values decide whether two evaluations can be compared."""
 MIN_TIMED_SECONDS = 0.5
 """Shortest evaluation whose speed is reported; a shorter one measures the machine's noise."""
 
 
 def plan_evaluation(plan: PlannedRun) -> PlannedRun:
-    """Return a run with its checkpoint, whose model, data, task and precision it has where none
-    was typed.
+    """Return a run with its checkpoint, whose settings it has where none was typed: those that the
+    numbers of an evaluation depend on.
 
     Args:
         plan: its spec's checkpoint.path names the checkpoint.
@@ -65,7 +71,11 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
     config = saved.config("checkpoint")
     nodes = {key: config.values.get(key, {}) for key in untyped}
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
-    spec, invocation = merge(config._replace(values=nodes), spec, invocation, untyped, choices)
+    nodes |= {key: config.values[key] for key in ("seed", "deterministic") if key in config.values}
+    trained = config.values.get("train", {})
+    composed = (invocation.composed_config or to_dict(spec))["train"]
+    nodes["train"] = {**composed, **{key: trained[key] for key in _TRAIN_KEYS if key in trained}}
+    spec, invocation = merge(config._replace(values=nodes), spec, invocation, [*nodes], choices)
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
     return PlannedRun(plan.folder, saved, spec, invocation)
 
@@ -132,7 +142,7 @@ def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
     last = 0 if isinstance(validation, StreamLoader) else len(validation) - 1
     precision = state.precision
     for start in {0, last}:
-        inputs, _ = next(validation.epoch(0, start))
+        inputs, _ = next(validation.epoch(0, start * validation.batch_size))
         with (
             evaluation_mode(state.model, state.task, state.device),
             precision.eval_context(state.model),
@@ -163,14 +173,35 @@ def _timed_evaluation(
 
 
 def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the precision of the checkpoint, and its metrics where they are of the same data."""
-    precision = content["precision"]
-    saved = content["spec"]
-    is_same_data = saved["data"] == run.spec.data
-    # debug.overfit evaluates on a few training examples, so its metrics are of other data, too.
-    if not is_same_data or saved["debug"]["overfit"] != run.spec.debug.overfit:
-        return {"trained_in": precision}
+    """Return the precision of the checkpoint, and its metrics where these can be compared.
+
+    What prevents or disturbs the comparison is printed.
+    """
     metrics = content.get("metrics", {})
     if not metrics:
         run.say("The checkpoint holds no evaluation of its own to compare with.")
-    return {"trained_in": precision, "as_trained": metrics}
+    # debug.overfit evaluates on a few training examples, so its metrics are of other data, too.
+    reasons: list[str] = []
+    saved = content["spec"]
+    # Without other keys, which an earlier version may have had.
+    compared = {key: saved[key] for key in ("data", "task", "seed") if key in saved}
+    for key, part in (("debug", "overfit"), ("train", "batch_size")):
+        values = saved.get(key, {})
+        compared[key] = {part: values[part]} if part in values else {}
+    for key, (old, new) in changes(compared, run.spec).items():
+        is_added = key.startswith(tuple(f"task.{name}" for name in TASK_KEYS))
+        if not is_added and any(f"{key}.".startswith(f"{each}.") for each in _COMPARED_KEYS):
+            reasons.append(f"{key}={old} in its run, {new} here")
+    if metrics and reasons:
+        run.say(
+            "warning: the checkpoint's own metrics cannot be compared, for they are of other "
+            f"settings: {first_names(reasons, 3, '; ')}. To compare, leave these keys out."
+        )
+        metrics = {}
+    before = content.get("device", run.device_name)
+    if metrics and before != run.device_name:
+        run.say(
+            f"The checkpoint's own metrics were computed on {before}, these on {run.device_name}: "
+            "they may differ by rounding, and by what is drawn at random."
+        )
+    return {"trained_in": content["precision"], "as_trained": metrics}

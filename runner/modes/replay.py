@@ -456,6 +456,7 @@ def states_before(
     # are those of the seed.
     seed_all(spec.seed)
     loaders = build_run_loaders(spec, build_data(spec), device, task=task)
+    loaders.train.start = state_dict.starting_point(start)
     planned = total_steps(spec.train, loaders.train)
     last = steps[-1]
     if last > planned:

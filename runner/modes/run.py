@@ -113,10 +113,18 @@ def _plan_resume(plan: PlannedRun, console: Console, strategy: Strategy) -> Plan
     """
     rank = strategy.rank
     say = partial(console.print, markup=False, soft_wrap=True)
-    found = resume.plan_resume(plan, say) if rank.is_main else plan
-    if rank.world_size == 1:
-        return found
-    path = strategy.broadcast_object(str(found.saved.path) if found.saved else None)
+    found = plan
+    failure = None
+    if rank.is_main:
+        try:
+            found = resume.plan_resume(plan, say)
+        except ConfigError as error:
+            failure = error
+    path = str(found.saved.path) if found.saved else None
+    # All processes raise, so that none waits for one that has ended.
+    path, failure = strategy.broadcast_object((path, failure))
+    if failure is not None:
+        raise failure
     if rank.is_main or path is None:
         return found
     checkpoint = replace(plan.spec.checkpoint, resume=path)

@@ -17,6 +17,7 @@ from runner.config.schema import TrainSpec
 from runner.data import fingerprint
 from runner.data.batch_layout import KeywordInputs
 from runner.data.build import RunLoaders, build_data, build_run_loaders
+from runner.data.sampling import restored_random_state
 from runner.data.splits import RunData
 from runner.data.stream_loader import BatchLoader, StreamLoader, is_stream
 from runner.diagnostics.data_checks import data_problems
@@ -38,7 +39,7 @@ from runner.training.state import TrainState
 from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError
 from runner.utils.formatting import first_names, format_percent, now_ms
-from runner.utils.reproducibility import host_rng_state, seed_all, set_host_rng_state
+from runner.utils.reproducibility import seed_all
 from runner.utils.secrets import redact_values
 from runner.utils.tensors import MIB, count_elements, stored_bytes
 
@@ -211,7 +212,6 @@ def check_evaluation(
     quality = task.additions.quality
     if quality is None and task.added_metrics is None:
         return
-    drawn = host_rng_state()
     first = next(iter(sets.values()))
     try:
         metrics = evaluate(state, first, batches=1) or {}
@@ -222,8 +222,6 @@ def check_evaluation(
             names = [*(tried or {})]
     except (ModelError, HookError) as error:
         raise ConfigError(str(error)) from error
-    finally:
-        set_host_rng_state(drawn)
     recorded = _all_names(names, sets)
     if quality is not None and quality not in recorded:
         raise ConfigError(
@@ -260,7 +258,8 @@ def try_batch(
     Raises:
         ConfigError: they do not fit; the message says what to change.
     """
-    inputs, target = next(loader.epoch(0))
+    with restored_random_state():
+        inputs, target = next(loader.epoch(0))
     names = {
         key: run.invocation.option_name(key, getattr(run.spec, key))
         for key in ("model", "data", "task")

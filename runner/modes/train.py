@@ -43,6 +43,7 @@ from runner.training.evaluation import evaluate_sets
 from runner.training.loop import fit, total_steps
 from runner.training.setup import build_state
 from runner.training.state import TrainState
+from runner.training.state_dict import starting_point
 from runner.utils.errors import CheckpointError, Diverged, HookError, RunnerError
 from runner.utils.formatting import format_number, now_ms, relative_path
 from runner.utils.layout import RESULT
@@ -76,6 +77,7 @@ def train(
     # Until the loop runs there is nothing to save, so a signal ends the set-up at once.
     with run.signals.interruptible():
         loaders = prepare_loaders(run)
+        loaders.train.start = starting_point(resumed)
         make = starting_model(run.setup, resumed)
         built = build_proven_model(run.setup, make, lambda: next(loaders.val.epoch(0))[0])
         check_compile_options(spec, run.precision, run.device, built.model)

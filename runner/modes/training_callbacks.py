@@ -12,7 +12,7 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.locate import checkpoints_in
 from runner.checkpoint.writers import AsyncCheckpointWriter, ShardedCheckpointWriter
 from runner.data.step_samples import samples_of_step
-from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.data.stream_loader import BatchLoader, StreamLoader, reads_of
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.modes.context import RunContext
@@ -75,7 +75,7 @@ class TrainingCallbacks:
         state.set_update_hook(self.writer.wait_for_copy)
         spec = run.spec
         task = run.task
-        self._reads_stream = isinstance(loader, StreamLoader)
+        self._loader = loader
         self.planned_steps = total_steps(spec.train, loader)
         self.summary = RunSummary(task.quality, task.direction)
         self.guard = _guard(run, loader, start_step)
@@ -171,9 +171,9 @@ class TrainingCallbacks:
         run = self.run
         typed = typed_overrides(run.invocation).keys()
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
-        if self._reads_stream:
+        if isinstance(self._loader, StreamLoader):
             messages.append(
-                f"the stream is read again up to batch {self.state.position} of pass "
+                f"the stream is read again up to example {self.state.position} of pass "
                 f"{self.state.epoch}: that it yields the same examples is not checked"
             )
         if self.user is not None:
@@ -201,6 +201,9 @@ class TrainingCallbacks:
         is_evaluated = self.summary.last_evaluation_step == self.state.step
         metrics = self.summary.metrics if is_evaluated else {}
         rest = state_dict.state_dict(self.state, self.callbacks)
+        rest["device"] = self.run.device_name
+        reads = reads_of(self._loader, self.state.epoch, self.state.position)
+        rest["reads"] = [[*read] for read in reads]
         invocation = self.run.invocation
         return checkpoint_state_dict(
             self.state, self.run.spec, invocation.choices, metrics, rest, invocation.is_trusted

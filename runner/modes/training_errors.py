@@ -188,7 +188,7 @@ class TrainingErrors:
             return self._evaluated_label_out_of_range(text)
         if _DEVICE_ASSERT in text:
             # A GPU reports it late, and the host reads records at most two blocks after the device.
-            first = max(1, step - 2 * run.spec.train.log_every)
+            first = max(self.train.start.step + 1, step - 2 * run.spec.train.log_every)
             return self._label_out_of_range(text, range(first, step + 1))
         return None
 

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from runner.data.batch_layout import Batch
+from runner.data.sampling import batch_seed
 from runner.data.stream_loader import BatchLoader
 from runner.precision.casting import cast_nest
 from runner.training.model_call import call_model
@@ -22,7 +23,8 @@ from runner.utils.stop_signals import until_interrupted
 
 _RANDOM_DEPTH = ("StochasticDepth", "DropPath")
 """Classes of torchvision and timm that leave out branches at random in training mode."""
-_SEED = 0
+_SEED_USE = 2**16
+"""Use of an evaluation's seed, see batch_seed: above those of loading processes."""
 
 
 @torch.no_grad()
@@ -36,7 +38,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the task's metrics over a data set, computed in the run's precision.
 
-    With train.ema they are those of the averaged weights.
+    With train.ema they are those of the averaged weights. What data, model, loss, metrics and hook
+    draw at random is the same in each evaluation.
 
     Args:
         state: its model is evaluated; schedules that wait for a found-inf flag are advanced.
@@ -58,7 +61,9 @@ def evaluate(
     for scheduled in state.optimizers:
         scheduled.advance_schedule()
     first_batch: list[Batch] = []
-    with state.evaluated_weights():
+    # Not the run's seed itself: the initial weights are drawn from that.
+    seed = batch_seed(validation.seed, 0, 0, _SEED_USE + state.strategy.rank.index)
+    with state.evaluated_weights(), evaluation_mode(state.model, state.task, state.device, seed):
         loaded = islice(validation.epoch(0), batches)
         if hook is not None:
             loaded = _noting_first(loaded, first_batch)
@@ -111,10 +116,7 @@ def _totals(
     if task.added_metrics is not None:
         task.added_metrics.begin(state.device, strategy.gather_tensors)
     totals: Tensor | None = None
-    with (
-        evaluation_mode(state.model, task, state.device),
-        precision.eval_context(state.plain_model),
-    ):
+    with precision.eval_context(state.plain_model):
         for i, (inputs, target) in enumerate(until_interrupted(batches)):
             if should_stop():
                 return None
@@ -128,7 +130,7 @@ def _totals(
             sums = task.totals(output, target)
             # A process without an example of this batch has computed one of another process's:
             # all processes run every forward, since a strategy may exchange weights in it.
-            if not strategy.rank.batch_share(validation.examples_in(i)):
+            if not strategy.rank.batch_share(validation.examples_in(i * validation.batch_size)):
                 sums = torch.zeros_like(sums)
             elif task.added_metrics is not None:
                 task.added_metrics.update(*task.metric_inputs(output, target))
@@ -225,33 +227,50 @@ class Stagnation:
         return unchanged / with_gradient if with_gradient else 0.0
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module, task: Task, device: torch.device) -> Iterator[None]:
-    """Set a model to evaluation mode; the caller sets it back to training mode.
+def set_evaluation_mode(model: nn.Module, task: Task) -> None:
+    """Set a model to evaluation mode.
 
     For a task that evaluates losses, the modules are in training mode, in which detection models
     return losses. Those in which the mode decides about more are in evaluation mode: batch and
-    instance normalisations, which neither use nor change the batch's statistics, and dropout. What
-    is drawn at random (a detection model samples the proposals of its loss) is drawn from one seed
-    in each evaluation, and all generators are restored.
-
-    Args:
-        model: changed in place.
-        task: of the run.
-        device: whose generator is restored.
+    instance normalisations, which neither use nor change the batch's statistics, and dropout.
     """
     model.eval()
     if not task.evaluates_losses:
-        yield
         return
     model.train()
     for module in model.modules():
         is_random = isinstance(module, _DropoutNd) or type(module).__name__ in _RANDOM_DEPTH
         if is_random or isinstance(module, _NormBase):
             module.eval()
+
+
+@contextmanager
+def evaluation_mode(
+    model: nn.Module, task: Task, device: torch.device, seed: int = 0
+) -> Iterator[None]:
+    """Set a model to evaluation mode and seed what is drawn at random.
+
+    The caller sets the model back to training mode. On exit all generators are restored, so that an
+    evaluation changes no training.
+
+    Args:
+        model: changed in place.
+        task: of the run.
+        device: whose generator is seeded and restored, beside those of the host.
+        seed: of the generators.
+    """
+    set_evaluation_mode(model, task)
     drawn = rng_state(device)
-    seed_all(_SEED)
+    # Those that a module, the task or its loss keeps, too.
+    holders = [task, *vars(task).values(), *model.modules()]
+    kept = [each for holder in holders for each in getattr(holder, "__dict__", {}).values()]
+    own = {each: each.get_state() for each in kept if isinstance(each, torch.Generator)}
+    seed_all(seed)
+    for generator in own:
+        generator.manual_seed(seed)
     try:
         yield
     finally:
         set_rng_state(drawn, device)
+        for generator, state in own.items():
+            generator.set_state(state)

@@ -8,14 +8,15 @@ from time import perf_counter
 
 from runner.config.schema import TrainSpec
 from runner.data.batch_layout import Batch
-from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.data.loader import Loader
+from runner.data.step_samples import ends_epoch, steps_of_epoch
+from runner.data.stream_loader import BatchLoader
 from runner.training.evaluation import Stagnation, evaluate_sets
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import EvalRecord, Record
 from runner.training.state import TrainState
 from runner.training.step import train_step
 from runner.utils.formatting import now_ms
-from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 from runner.utils.stop_signals import until_interrupted
 
 _NO_CONTEXT = nullcontext()
@@ -25,23 +26,20 @@ def total_steps(train: TrainSpec, loader: BatchLoader) -> int:
     """Return the optimizer steps of a run; an epoch's last step may have fewer micro-batches."""
     if train.max_steps:
         return train.max_steps
-    per_epoch = _steps_per_epoch(train, loader)
-    assert per_epoch is not None  # a stream is refused without train.max_steps
-    return train.epochs * per_epoch
-
-
-def _steps_per_epoch(train: TrainSpec, loader: BatchLoader) -> int | None:
-    """Return the optimizer steps of an epoch; None for a stream, whose length is not known."""
-    if isinstance(loader, StreamLoader):
-        return None
-    return -(-len(loader) // train.accumulate)  # rounded up
+    assert isinstance(loader, Loader)  # a stream is refused without train.max_steps
+    start = loader.start
+    rest = steps_of_epoch(loader, train.accumulate, start.examples)
+    later = (train.epochs - start.epoch) * steps_of_epoch(loader, train.accumulate)
+    return start.step + rest + later
 
 
 def is_evaluation_step(train: TrainSpec, loader: BatchLoader, step: int) -> bool:
     """Return whether an evaluation follows this step: at an interval, and after the last one."""
     # Without an interval, an evaluation follows each epoch; on a stream the last step alone.
-    every = train.eval_every or _steps_per_epoch(train, loader)
-    is_due = every is not None and step % every == 0
+    if train.eval_every:
+        is_due = step % train.eval_every == 0
+    else:
+        is_due = ends_epoch(loader, train.accumulate, step)
     return is_due or step == total_steps(train, loader)
 
 
@@ -64,10 +62,12 @@ def accumulation_batches(
         batches = loader.epoch(state.epoch, state.position)
         group = list(islice(batches, size))
         while group:
-            first = state.position
+            sizes: list[int] = []
             # The position moves before the step: a checkpoint after it resumes with the next group.
-            state.position = first + len(group)
-            yield group, [loader.examples_in(i) for i in range(first, state.position)]
+            for _ in group:
+                sizes.append(loader.examples_in(state.position))
+                state.position += sizes[-1]
+            yield group, sizes
             group = list(islice(batches, size))
         state.position = 0
 
@@ -156,15 +156,7 @@ def _evaluation(
     state: TrainState, validation: Mapping[str, BatchLoader], should_stop: Callable[[], bool]
 ) -> Iterator[EvalRecord]:
     """Yield the record of an evaluation; nothing if the run is asked to stop meanwhile."""
-    random_state = host_rng_state()
-    metrics = None
-    try:
-        metrics = evaluate_sets("val", state, validation, should_stop)
-    finally:
-        # After a stop, or where the hook fails, the resumed run evaluates this step from the start,
-        # so what the data has drawn here is put back.
-        if metrics is None:
-            set_host_rng_state(random_state)
+    metrics = evaluate_sets("val", state, validation, should_stop)
     if metrics is not None:
         state.record_evaluation(metrics)
         yield EvalRecord(state.step, now_ms(), state.epoch, metrics, state.stagnant_share)

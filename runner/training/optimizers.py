@@ -202,7 +202,7 @@ def build_scheduled_optimizers(
         # The only optimizer of a run needs no name: its metrics are those without one.
         name = key.partition(".")[2]
         schedule = build_scheduler(spec.scheduler, optimizer, steps, direction)
-        scheduled.append(ScheduledOptimizer(optimizer, schedule, name=name))
+        scheduled.append(ScheduledOptimizer(optimizer, schedule, name=name, planned_steps=steps))
     return scheduled
 
 

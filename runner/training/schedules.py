@@ -278,32 +278,54 @@ def load_schedule(schedule: Any, saved: Mapping[str, Any], current_keys: Sequenc
     Args:
         schedule: made for this run.
         saved: what its state_dict() returned.
-        current_keys: attributes of torch's schedules that keep this run's values.
+        current_keys: attributes of a schedule of evaluations that keep this run's values.
     """
     if isinstance(schedule, WarmUp):
         schedule.load_state_dict(saved)
         schedule = schedule.schedule
         saved = saved["schedule"]
+    settings: dict[str, Any] = {}
     if isinstance(schedule, EvaluationSchedule):
         schedule = schedule.schedule
+        settings = {k: value for k, value in vars(schedule).items() if k in current_keys}
     if schedule is None:
         return
-    parts = [*plain_schedules(schedule)]
-    settings: list[dict[str, Any]] = []
-    for part in parts:
-        settings.append({k: value for k, value in vars(part).items() if k in current_keys})
     schedule.load_state_dict(saved)
-    for part, attributes in zip(parts, settings, strict=True):
-        vars(part).update(attributes)
+    vars(schedule).update(settings)
+
+
+def schedule_after_warmup(schedule: Any) -> Any:
+    """Return a schedule without its warm-up; None for a constant rate."""
+    return schedule.schedule if isinstance(schedule, WarmUp) else schedule
+
+
+def follows_run_length(node: Mapping[str, Any]) -> bool:
+    """Return whether a schedule, or one nested in it, lasts as long as the run."""
+    every = [*_every_node("scheduler", node)]
+    return any(key in part and part[key] is None for part in every for key in RUN_LENGTH_KEYWORDS)
+
+
+def taken_steps(saved: Mapping[str, Any], is_same: bool, applied: int) -> int:
+    """Return the applied steps of a checkpoint's optimizer, of which each has skipped its own.
+
+    Args:
+        saved: state of its schedule.
+        is_same: whether this run has the same schedule, so that its count means the same.
+        applied: steps of the run that no optimizer skipped, where the state has no count.
+    """
+    if "warmup" in saved:
+        return saved["warmup"]["taken"]
+    return saved.get("last_epoch", applied) if is_same else applied
 
 
 def is_same_schedule(
     theirs: Mapping[str, Any], ours: Mapping[str, Any], saved: Mapping[str, Any], schedule: Any
 ) -> bool:
-    """Return whether a checkpoint's schedule can continue as this run's.
+    """Return whether a checkpoint's schedule can continue as this run's, of the same length.
 
-    It can with the same classes, the same warm-up, and settings that are the same or that
-    load_schedule keeps as attributes of the schedule.
+    It can with the same settings and the same warm-up. A schedule of evaluations also takes over
+    settings that load_schedule keeps as its attributes. Others would mix two schedules: torch
+    computes many a rate from the one before.
 
     Args:
         theirs: the scheduler node of the checkpoint.
@@ -311,15 +333,18 @@ def is_same_schedule(
         saved: the state of the checkpoint's schedule.
         schedule: made for this run.
     """
-    parts = [*plain_schedules(schedule)]
-    attributes = vars(parts[0]) if parts else {}
-    for key in (theirs.keys() | ours.keys()) - {"warmup", *RUN_LENGTH_KEYWORDS}:
+    warmup = schedule.steps if isinstance(schedule, WarmUp) else 0
+    plain = schedule_after_warmup(schedule)
+    attributes = vars(plain.schedule) if isinstance(plain, EvaluationSchedule) else {}
+    for key in (theirs.keys() | ours.keys()) - {"warmup"}:
         if theirs.get(key) != ours.get(key) and key not in attributes:
             return False
-    old = saved.get("warmup")
-    before = old.get("steps") if isinstance(old, Mapping) else 0
-    now = schedule.steps if isinstance(schedule, WarmUp) else 0
-    return before == now
+    old = saved.get("warmup") or {}
+    # Past its end a warm-up leaves no trace in a constant rate and in one that evaluations reduce.
+    has_own_steps = plain is not None and not isinstance(plain, EvaluationSchedule)
+    if has_own_steps or not warmup or old.get("taken", 0) < max(warmup, old["steps"]):
+        return old.get("steps", 0) == warmup
+    return True
 
 
 def describe_schedule(schedule: Any, steps: int, quality: str, direction: str) -> str:

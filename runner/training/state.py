@@ -35,6 +35,7 @@ class ScheduledOptimizer:
             after its step would make the host wait for the device.
         params: the optimizer's parameters, in the order of its groups.
         name: where a run has several optimizers; empty for the only one.
+        planned_steps: steps of the whole run, which the schedule was built for.
         group_names: of the optimizer's groups of parameters; empty where no setting made them.
     """
 
@@ -43,6 +44,7 @@ class ScheduledOptimizer:
     pending_found_inf: HostFlag | None = None
     params: list[Tensor] = field(default_factory=list)
     name: str = ""
+    planned_steps: int = 0
     group_names: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +84,7 @@ class TrainState:
         strategy: how the processes of the run share the model.
         step: attempted optimizer steps.
         epoch: passes over the data that were begun.
-        position: micro-batches of this pass that were taken.
+        position: examples of this pass that were taken, in all processes.
         skipped: skipped steps, as far as the records have arrived on the host.
         last_evaluation_step: the step after which the last evaluation ran; 0 before the first.
         stagnant_share: the share of parameter elements that had a gradient and that the last step

@@ -22,16 +22,20 @@ from runner.checkpoint.checkpoint_file import (
 from runner.config.resolve import redacted_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import sign
+from runner.data.sampling import FIRST_STEP, StartingPoint
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training.callbacks.callback import RunCallback
 from runner.training.optimizers import optimizer_nodes
 from runner.training.schedules import (
-    RUN_LENGTH_KEYWORDS,
+    EvaluationSchedule,
     WarmUp,
+    follows_run_length,
     is_same_schedule,
     load_schedule,
     plain_schedules,
+    schedule_after_warmup,
+    taken_steps,
 )
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.weight_average import AVERAGE_KEY
@@ -62,6 +66,28 @@ def state_dict(state: TrainState, callbacks: Sequence[RunCallback]) -> dict[str,
     }
 
 
+def starting_point(saved: LoadedCheckpoint | None) -> StartingPoint:
+    """Return where in the training data a run begins: where that of the checkpoint was, if any.
+
+    Raises:
+        ConfigError: the checkpoint does not say it in numbers that fit.
+    """
+    if saved is None:
+        return FIRST_STEP
+    content = saved.content
+    try:
+        size = content["spec"]["train"]["batch_size"]
+        # Earlier versions counted micro-batches.
+        reads = content.get("reads", [[content["position"] * size, size]])
+        reads = tuple((int(taken), int(size)) for taken, size in reads)
+        # More would overflow an index; a damaged file may count any number.
+        if not all(0 <= taken < 2**48 and size > 0 for taken, size in reads):
+            raise ValueError(f"reads={reads}")
+        return StartingPoint(content["step"], max(1, content["epoch"]), reads)
+    except MISFIT_ERRORS as error:
+        raise _foreign_checkpoint(saved, error) from error
+
+
 def restore(
     state: TrainState,
     saved: LoadedCheckpoint,
@@ -90,7 +116,7 @@ def restore(
         state.precision.load_state_dict(state.plain_model, content["precision_state"])
         state.step = content["step"]
         state.epoch = content["epoch"]
-        state.position = content["position"]
+        state.position = starting_point(saved).examples
         state.skipped = content["skipped_steps"]
         state.last_evaluation_step = content["evaluated"]
         state.stagnant_share = content["stagnant"]
@@ -110,11 +136,15 @@ def restore(
             notes.append("the average of the weights begins here: the checkpoint holds none")
         notes += _restore_scale(state, content, spec, typed_keys)
     except MISFIT_ERRORS as error:
-        raise ConfigError(
-            f"checkpoint.resume={saved.path} was not written by this runner: "
-            f"{type(error).__name__}: {error}. Type init.weights=<it> to start from its weights."
-        ) from error
+        raise _foreign_checkpoint(saved, error) from error
     return notes
+
+
+def _foreign_checkpoint(saved: LoadedCheckpoint, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"checkpoint.resume={saved.path} was not written by this runner: "
+        f"{type(error).__name__}: {error}. Type init.weights=<it> to start from its weights."
+    )
 
 
 def _restore_callbacks(
@@ -217,6 +247,7 @@ def checkpoint_state_dict(
         "schedulers": [
             part.scheduler.state_dict() if part.scheduler else {} for part in state.optimizers
         ],
+        "planned_steps": max((part.planned_steps for part in state.optimizers), default=0),
         "loss_scale": state.scale.state_dict(),
         **({} if state.average is None else {AVERAGE_KEY: state.average.state_dict()}),
     }
@@ -259,22 +290,26 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
                 optimizer = {**optimizer, "state": values}
             else:
                 optimizer = sharded_tensors.load_full(optimizer, parts)
-            is_new_schedule = not is_same_schedule(
+            is_same = is_same_schedule(
                 theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
             )
+            is_new_schedule = not is_same
+            if content.get("planned_steps") != scheduled.planned_steps:
+                is_new_schedule |= follows_run_length(spec.scheduler)
+                if theirs["scheduler"] == spec.scheduler:
+                    notes |= dict.fromkeys(_own_length(scheduled, spec.scheduler))
             optimizer_notes = _load_optimizer(
                 scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, had_rules
             )
             notes |= dict.fromkeys(optimizer_notes)
             if is_new_schedule:
-                notes |= dict.fromkeys(_begin_schedule(scheduled, applied_steps))
+                taken = taken_steps(scheduler, is_same, applied_steps)
+                notes |= dict.fromkeys(_begin_schedule(scheduled, taken, is_same))
                 continue
             if scheduled.scheduler is not None:
-                # The checkpoint's state holds the length of the run before, and train.epochs may be
-                # larger now.
                 before = theirs["scheduler"]
                 typed = [key for key, v in spec.scheduler.items() if before.get(key) != v]
-                load_schedule(scheduled.scheduler, scheduler, [*RUN_LENGTH_KEYWORDS, *typed])
+                load_schedule(scheduled.scheduler, scheduler, typed)
             # After the schedule, whose state holds the learning rates that it continues from.
             _apply_hyperparameters(scheduled.optimizer, scheduled.scheduler, changed)
     except MISFIT_ERRORS as error:
@@ -360,8 +395,27 @@ def _load_optimizer(
     return notes
 
 
-def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int) -> list[str]:
-    """Advance a schedule that the checkpoint does not have to the step of the run."""
+def _own_length(scheduled: ScheduledOptimizer, node: Mapping[str, Any]) -> list[str]:
+    """Return that a schedule does not follow the run's length; nothing for one that has none."""
+    plain = schedule_after_warmup(scheduled.scheduler)
+    if plain is None or isinstance(plain, EvaluationSchedule) or follows_run_length(node):
+        return []
+    return [
+        f"{type(plain).__name__} does not follow the run's length of {scheduled.planned_steps} "
+        "steps: of its settings no T_max, total_steps or total_iters is null"
+    ]
+
+
+def _begin_schedule(
+    scheduled: ScheduledOptimizer, applied_steps: int, is_longer: bool
+) -> list[str]:
+    """Advance a schedule to the step of the run, where the checkpoint's own is another one.
+
+    Args:
+        scheduled: its schedule is at its beginning.
+        applied_steps: that it is advanced by.
+        is_longer: whether the run's length alone makes it another one.
+    """
     if scheduled.scheduler is None:
         return [f"the learning rate is constant at {scheduled.lr:g}: the checkpoint had a schedule"]
     if not 0 <= applied_steps <= _MAX_REPLAYED_STEPS:
@@ -376,7 +430,10 @@ def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int) -> list[s
     name = names[0] if names else "the constant rate"
     if isinstance(scheduled.scheduler, WarmUp):
         name += f" after {scheduled.scheduler.steps} steps of warm-up"
-    return [f"{name} is not the checkpoint's schedule: it is taken up at its step {applied_steps}"]
+    reason = "is not the checkpoint's schedule"
+    if is_longer:
+        reason = f"follows the run's length of {scheduled.planned_steps} steps"
+    return [f"{name} {reason}: it is taken up at its step {applied_steps}"]
 
 
 def _apply_hyperparameters(

@@ -1,18 +1,25 @@
+import random
+from math import ceil
+
 import pytest
 import torch
 from items import CPU, Batches, Items, X, Y
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
+from runner.config.schema import TrainSpec
 from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
+from runner.data.sampling import StartingPoint
 from runner.data.step_samples import (
     StepSamples,
     all_targets,
+    ends_epoch,
     samples_of_step,
     saved_batches,
     targets_of_steps,
 )
-from runner.training.loop import accumulation_batches
+from runner.data.stream_loader import StreamLoader, reads_of
+from runner.training.loop import accumulation_batches, total_steps
 
 
 class State:
@@ -31,6 +38,66 @@ def test_the_samples_of_a_step_are_those_that_the_loop_gives_it(accumulate):
         assert computed.micro_batches == [y.tolist() for _, y in micros]
         if step == 12:
             return
+
+
+class Shuffled(IterableDataset):
+    """A stream that draws its order from the global generator as it is read."""
+
+    def __iter__(self):
+        rest = list(range(50))
+        while rest:
+            yield torch.zeros(1), rest.pop(random.randrange(len(rest)))
+
+
+NUMBERS = TensorDataset(torch.zeros(50, 1), torch.arange(50))
+
+
+def taken(state, loader, accumulate, steps=None):
+    """Labels of each step up to the end of the epoch, or of some steps, in all processes."""
+    found = []
+    for micros, sizes in accumulation_batches(state, loader, accumulate):
+        if state.epoch > 1:
+            break
+        found.append([label for _, target in micros for label in target.tolist()])
+        assert sizes == [len(target) for _, target in micros]
+        if steps is not None and len(found) == steps:
+            break
+    return found
+
+
+@pytest.mark.parametrize("dataset", [NUMBERS, Shuffled()])
+@pytest.mark.parametrize(("size", "accumulate"), [(4, 1), (16, 1), (5, 2), (8, 3)])
+def test_every_batch_size_after_a_resume_takes_each_example_of_the_epoch_once(
+    dataset, size, accumulate
+):
+    def loader(size):
+        if dataset is NUMBERS:
+            return Loader(dataset, size, shuffle=True, seed=4, device=CPU)
+        return StreamLoader(dataset, size, seed=4, device=CPU)
+
+    state = State()
+    begun = loader(8)
+    whole = taken(state, begun, 1, 3)
+    resumed, third = loader(size), loader(7)
+    resumed.start = StartingPoint(3, 1, reads_of(begun, 1, state.position))
+    whole += taken(state, resumed, accumulate, 1)
+    # Resumed again, at the second step of that size.
+    third.start = StartingPoint(4, 1, reads_of(resumed, 1, state.position))
+    copied = State()
+    copied.position, copied.epoch = state.position, 1
+    for last, batches in ((state, third), (copied, resumed)):
+        rest = taken(last, batches, accumulate)
+        assert sorted(label for labels in whole + rest for label in labels) == list(range(50))
+    if dataset is NUMBERS:
+        train = TrainSpec(epochs=2, batch_size=size, accumulate=accumulate)
+        ends = [step for step in range(3, 40) if ends_epoch(resumed, accumulate, step)]
+        assert ends[0] == 4 + len(rest)
+        assert (
+            total_steps(train, resumed) == ends[1] == ends[0] + ceil(ceil(50 / size) / accumulate)
+        )
+        found = [samples_of_step(resumed, accumulate, step) for step in range(4, ends[0] + 2)]
+        assert [samples.indices for samples in found[:-1]] == [whole[3], *rest]
+        assert [samples.epoch for samples in found] == [1] * (ends[0] - 3) + [2]
 
 
 @pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Items(), Batches()])

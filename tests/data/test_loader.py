@@ -99,7 +99,7 @@ def test_processes_stay_until_they_are_closed():
     assert os.getpid() not in first
     assert pids(loading.epoch(2)) == first
     assert next(loading.epoch(3)) is not None  # and the rest is left
-    assert pids(loading.epoch(4, 1)) <= first
+    assert pids(loading.epoch(4, 4)) <= first
     loading.close()
     assert not any(map(psutil.pid_exists, first))
     assert not pids(loading.epoch(5)) & first
@@ -116,7 +116,7 @@ def test_processes_gather_whole_batches():
     loading, plain = loader(Batches(gathered), workers=2), loader(Batches(gathered))
     seen = set()
     for epoch, start in ((1, 0), (2, 1)):
-        pairs = zip(loading.epoch(epoch, start), plain.epoch(epoch, start), strict=True)
+        pairs = zip(loading.epoch(epoch, 4 * start), plain.epoch(epoch, 4 * start), strict=True)
         for ((x, pid, _), y), ((wanted, _, _), labels) in pairs:
             assert torch.equal(x, wanted)
             assert torch.equal(y, labels)
@@ -128,7 +128,7 @@ def test_processes_gather_whole_batches():
 
 def test_what_a_gathered_batch_draws_depends_on_the_batch_alone():
     drawn = [x[2].tolist() for x, _ in loader(Batches(gathered), workers=2).epoch(2)]
-    assert [x[2].tolist() for x, _ in loader(Batches(gathered), workers=1).epoch(2, 1)] == drawn[1:]
+    assert [x[2].tolist() for x, _ in loader(Batches(gathered), workers=1).epoch(2, 4)] == drawn[1:]
 
 
 def test_processes_share_more_tensors_than_files_may_be_open():
@@ -188,14 +188,14 @@ def test_an_epoch_that_was_not_iterated_to_its_end_does_not_reach_the_next():
     loading, plain = loader(Items(), workers=2), loader(Items())
     for start in range(3):
         next(loading.epoch(1))
-        assert_same_batches(loading.epoch(2, start), plain.epoch(2, start))
+        assert_same_batches(loading.epoch(2, 4 * start), plain.epoch(2, 4 * start))
 
 
 def test_what_is_drawn_does_not_depend_on_what_was_loaded_before():
     drawn = loader(DRAWN, workers=2)
     first, second = ([x.tolist() for x, _ in drawn.epoch(epoch)] for epoch in (1, 2))
     assert first != second
-    assert [x.tolist() for x, _ in loader(DRAWN, workers=1).epoch(2, 1)] == second[1:]
+    assert [x.tolist() for x, _ in loader(DRAWN, workers=1).epoch(2, 4)] == second[1:]
     assert [x.tolist() for x, _ in drawn.epoch(1)] == first
 
 
@@ -210,7 +210,7 @@ in_memory = pytest.mark.parametrize("dataset", [TENSORS, WINDOWS], ids=["tensors
 def test_data_on_the_device_give_the_same_batches(dataset):
     held, plain = loader(dataset, on_device=True), loader(dataset)
     for start in range(len(plain) + 1):
-        assert_same_batches(held.epoch(2, start), plain.epoch(2, start))
+        assert_same_batches(held.epoch(2, 4 * start), plain.epoch(2, 4 * start))
 
 
 @in_memory

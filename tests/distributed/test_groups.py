@@ -1,12 +1,18 @@
 """A group of one process: what is reduced, how often, and in which dtype."""
 
+import os
+import signal
 import socket
+from datetime import timedelta
+from threading import Timer
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore
 
+from runner.distributed import torchrun
 from runner.distributed.ddp import DDP
 from runner.distributed.fsdp import FSDP
 from runner.distributed.torchrun import ProcessRank, command_of_rank, process_rank
@@ -125,3 +131,26 @@ def test_a_sweep_starts_its_own_processes(monkeypatch):
     with pytest.raises(ConfigError, match="a sweep starts its own"):
         command_of_rank(["-m", "seed=0,1"])
     assert command_of_rank(["--help"]) == ["--help"]
+
+
+def test_a_process_that_waits_for_the_main_one_obeys_a_signal(monkeypatch):
+    def refuse(*_):
+        raise KeyboardInterrupt
+
+    store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    rank = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    for key, value in {**rank, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(key, str(value))
+    monkeypatch.setattr(torchrun, "_STORE_TIMEOUT", timedelta(seconds=20))
+    before = signal.signal(signal.SIGUSR1, refuse)
+    timer = Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command_of_rank(["model=mlp"])
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    store.set(torchrun.START_KEY, "/runs/here")
+    expected = ["hydra.run.dir='/runs/here'", "hydra.output_subdir=null", "model=mlp"]
+    assert command_of_rank(["model=mlp"]) == expected

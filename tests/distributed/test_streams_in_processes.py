@@ -45,7 +45,7 @@ def test_one_process_resumes_a_run_of_two(alone, run_in_processes, tmp_path):
     rest = {"part": f"{STREAM} checkpoint.resume=auto train.max_steps=6"}
     found = run_in_processes(1, rest, tmp_path)["part"]
     output = (tmp_path / "output-0.txt").read_text()
-    assert "the stream is read again up to batch 1 of pass 2" in output
+    assert "the stream is read again up to example 11 of pass 2" in output
     close(found.values("train/loss"), alone["plain"].values("train/loss"), **EXACT)
 
 

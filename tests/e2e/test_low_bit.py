@@ -140,6 +140,7 @@ def test_other_data_are_not_compared_with_the_training(base, evaluate):
     assert found["as_trained"] == {}
     assert found["trained_in"] == "32-true"
     assert "as trained" not in printed
+    assert "of other settings: data.seed=0 in its run, 1 here." in printed
 
 
 # What a conversion tells

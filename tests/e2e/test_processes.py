@@ -72,6 +72,17 @@ def test_an_error_of_all_processes_is_printed_once(torchrun):
     assert not out
 
 
+@pytest.mark.slow
+def test_a_finished_run_that_is_repeated_ends_in_all_processes(torchrun):
+    words = (*DIGITS, "strategy=ddp", "tracking=none", "train.max_steps=2", "hydra.run.dir=it")
+    for printed in ("32-true mlp digits", "finished before\n"):
+        process = torchrun(*words, "checkpoint.resume=auto")
+        out, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, err[-2000:]
+        assert out.count(printed) > 0
+    assert out == printed
+
+
 ORDERS = {
     "flag first": "--config-dir lab/conf model=net data=mine",
     "flag between": "model=net --config-dir=lab/conf data=mine",

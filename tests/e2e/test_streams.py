@@ -101,7 +101,7 @@ def test_a_run_is_resumed_in_the_middle_of_the_second_pass(runs):
     assert "evaluated every 3 steps" in whole.stdout
     runs.train("train.max_steps=5 train.eval_every=3", "part")
     part = runs.resume("train.max_steps=8", "part")
-    assert "the stream is read again up to batch 2 of pass 2: that it yields" in part.stdout
+    assert "the stream is read again up to example 16 of pass 2: that it yields" in part.stdout
     assert part.numbers == whole.numbers
     assert same_weights(part, whole)
     assert runs.evaluate().result["metrics"] == whole.result["metrics"]

@@ -1,7 +1,10 @@
+import random
 import signal
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from time import perf_counter, sleep
 
+import numpy as np
 import pytest
 import torch
 from states import CPU, are_equal, make_state
@@ -19,6 +22,7 @@ from runner.training.records import EvalRecord
 from runner.training.state import ScheduledOptimizer
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
+from runner.utils.reproducibility import seed_all
 from runner.utils.stop_signals import Stopped
 
 
@@ -160,7 +164,7 @@ def test_an_interrupted_wait_for_a_batch_ends_after_a_last_block():
     batches.epoch = interrupted
     _, course = run(state, batches, epochs=5, log_every=100)
     assert course == [2]
-    assert (state.step, state.position) == (2, 2)
+    assert (state.step, state.position) == (2, 8)
 
 
 def test_a_loop_that_its_caller_breaks_leaves_a_usable_state():
@@ -313,6 +317,47 @@ def test_evaluations_do_not_change_the_training():
     run(often, max_steps=6, eval_every=1)
     run(never, max_steps=6, eval_every=100)
     assert are_equal(often.model.state_dict().values(), never.model.state_dict().values())
+
+
+class Noisy(nn.Linear):
+    """Draws from every generator of the host, and from one of its own, in evaluation, too."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.own = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        noise = torch.randn_like(x) + random.random() + float(np.random.rand())
+        noise += torch.randn(x.shape, generator=self.own)
+        return super().forward(x + noise)
+
+
+@pytest.mark.parametrize("every", [1, 2, 6])
+def test_noise_is_the_same_in_each_evaluation_and_the_trainings_goes_on(every):
+    def course(lr, every):
+        seed_all(0)
+        optimizer = partial(torch.optim.SGD, lr=lr)
+        state = make_state(Noisy(4, 3), task=Classification(), optimizer=optimizer)
+        records, _ = run(state, max_steps=6, eval_every=every)
+        losses = [record.metrics["val/loss"] for record in evaluations(records)]
+        return [record.loss for record in steps(records)], losses
+
+    trained, _ = course(0.1, every)
+    seed_all(0)
+    model = Noisy(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = loader()
+    by_hand = []
+    for inputs, target in islice(chain(batches.epoch(1), batches.epoch(2)), 6):
+        loss = nn.functional.cross_entropy(model(inputs), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        by_hand.append(loss.item())
+    assert trained == by_hand
+    _, fixed = course(0.0, every)
+    assert len(fixed) == 6 // every
+    assert len({*fixed, *course(0.0, 6)[1]}) == 1
 
 
 # Stagnation

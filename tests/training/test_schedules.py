@@ -160,6 +160,46 @@ def test_a_resume_continues_every_schedule_bit_by_bit(compose, name, split):
     assert are_equal(straight.model.parameters(), resumed.model.parameters())
 
 
+SHARES = {
+    **RESUMED,
+    "linear": {"_target_": f"{TORCH}.LinearLR", "total_iters": None},
+    "typed": {"_target_": f"{TORCH}.CosineAnnealingLR", "T_max": 12, "warmup": 1},
+    "plateau with warm-up": {**PLATEAU, "mode": "max", "warmup": 0.1},
+}
+
+
+def rates_of_steps(state, first, last):
+    found = []
+    for step in range(first, last):
+        train(state)
+        state.record_evaluation({"val/accuracy": QUALITIES[step % 6]})
+        found.append(
+            [group["lr"] for part in state.optimizers for group in part.optimizer.param_groups]
+        )
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+@pytest.mark.parametrize("name", SHARES)
+def test_ten_steps_and_ten_more_have_the_rates_of_twenty(compose, name, optimizer):
+    spec = replace(compose(*MLP, f"optimizer={optimizer}"), scheduler=SHARES[name])
+    short = begin(spec, steps=10)
+    rates_of_steps(short, 0, 10)
+    saved = save(short, spec)
+    resumed = begin(spec, saved, steps=20)
+    notes = state_dict.restore(resumed, saved, spec, ())
+    # What evaluations have reduced is no function of the step.
+    wanted = short if "plateau" in name else begin(spec, steps=20)
+    begun = 10 if "plateau" in name else 0
+    assert rates_of_steps(resumed, 10, 20) == rates_of_steps(wanted, begun, 20)[10 - begun :]
+    said = {
+        "typed": "CosineAnnealingLR does not follow the run's length of 20 steps",
+        "sequential": "SequentialLR follows the run's length of 20 steps: it is taken up at its st",
+    }
+    assert said.get(name, "") in " ".join(notes)
+    assert ("plateau" in name or name == "warm-up") != bool(notes)
+
+
 def test_another_warm_up_for_a_resume_is_taken_up_at_the_runs_step(compose):
     first, spec = state_and_spec(compose, {"_target_": None, "warmup": 2})
     saved = save(train(first, 3), spec)

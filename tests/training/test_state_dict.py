@@ -38,12 +38,12 @@ EVERYWHERE = [
 MLP = ("model=mlp", "model.hidden=[72,4]", "tracking=none")
 
 
-def begin(spec, start=None):
+def begin(spec, start=None, steps=20):
     """The state of a run before its first step, as a run builds it."""
     torch.manual_seed(0)
     precision = build_group("precision", spec.precision)
     model = build_model(spec, precision, CPU, start=start, restore_exactly=start is not None).model
-    return build_state(TrainingSetup(spec, precision, Classification(), CPU), model, 20)
+    return build_state(TrainingSetup(spec, precision, Classification(), CPU), model, steps)
 
 
 def train(state, steps=1):
@@ -203,3 +203,22 @@ def test_state_of_another_model_is_refused_in_one_message(compose):
     other = compose(*MLP, "model.hidden=[4]")
     with pytest.raises(ConfigError, match=r"its optimizer state does not fit.*init\.weights"):
         state_dict.restore(begin(other), source, other, ())
+
+
+@pytest.mark.parametrize(
+    ("counted", "reads"),
+    [
+        ({"position": 3}, ((24, 8),)),  # in micro-batches, by an earlier version
+        ({"position": 30, "reads": [[24, 8], [6, 2]]}, ((24, 8), (6, 2))),
+        ({"reads": [[24, 0]]}, None),
+        ({"reads": [[2**60, 1]]}, None),
+    ],
+)
+def test_where_a_run_was_in_its_data_is_read_in_examples(counted, reads):
+    content = {"spec": {"train": {"batch_size": 8}}, "step": 3, "epoch": 1, **counted}
+    saved = LoadedCheckpoint(Path("x.pt"), content)
+    if reads is None:
+        with pytest.raises(ConfigError, match=r"was not written by this runner"):
+            state_dict.starting_point(saved)
+    else:
+        assert state_dict.starting_point(saved) == (3, 1, reads)

@@ -24,7 +24,7 @@ from runner.diagnostics.memory.memory_tracker import (
 from runner.precision.casting import cast_nest
 from runner.precision.contract import Precision
 from runner.training.compile import prepare_model
-from runner.training.evaluation import Stagnation, evaluation_mode
+from runner.training.evaluation import Stagnation, set_evaluation_mode
 from runner.training.model import build_model
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
@@ -92,11 +92,9 @@ class Rehearsal:
         """Compute what an evaluation computes with a batch."""
         state = self.state
         precision = state.precision
-        with (
-            evaluation_mode(state.model, state.task, state.device),
-            precision.eval_context(state.plain_model),
-            precision.forward(state.device),
-        ):
+        # Generators have no state on fake tensors that could be saved.
+        set_evaluation_mode(state.model, state.task)
+        with precision.eval_context(state.plain_model), precision.forward(state.device):
             output = call_model(state.model, precision.cast(inputs))
         dtype = precision.loss_dtype
         state.task.totals(cast_nest(output, dtype), cast_nest(target, dtype))

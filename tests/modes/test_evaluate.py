@@ -1,0 +1,42 @@
+"""An evaluation of a checkpoint in its own precision has the numbers that the training recorded."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import runner
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in evaluation, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x + torch.randn_like(x))
+
+
+def contrast(output, _):
+    """A loss over the batch: each example is to be found among the others."""
+    return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+@pytest.mark.parametrize("words", [[], ["train.ema=0.5"], ["precision=bf16-mixed", "seed=3"]])
+def test_own_precision_reproduces_the_recorded_loss(words, tmp_path, capsys):
+    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
+    data = (TensorDataset(x, x), TensorDataset(x, x))
+    given = {"model": Noisy, "data": data, "loss": contrast}
+    length = ["train.max_steps=6", "train.eval_every=3", "train.batch_size=8", "optimizer.lr=0.1"]
+    own = ["tracking=none", "task=regression"]
+    trained = runner.run([*own, *length, *words], **given, out=tmp_path / "run")
+    evaluate = [*own, "mode=evaluate", f"checkpoint={tmp_path / 'run'}"]
+    again = runner.run(evaluate, **given, out=tmp_path / "again")
+    assert again.metrics == trained.metrics == again.as_trained
+    capsys.readouterr()
+    other = runner.run([*evaluate, "train.batch_size=4"], **given, out=tmp_path / "other")
+    assert other.metrics != trained.metrics
+    assert other.as_trained == {}
+    assert "train.batch_size=8 in its run, 4 here" in capsys.readouterr().out
