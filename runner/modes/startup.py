@@ -37,7 +37,7 @@ from runner.training.state import TrainState
 from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError
 from runner.utils.formatting import first_names, format_percent, now_ms
-from runner.utils.reproducibility import host_rng_state, seed_all, set_host_rng_state
+from runner.utils.reproducibility import saved_forward_state, seed_all
 from runner.utils.secrets import redact_values
 from runner.utils.tensors import MIB, count_elements, stored_bytes
 
@@ -209,7 +209,7 @@ def check_evaluation(
     quality = task.additions.quality
     if quality is None and task.added_metrics is None:
         return
-    drawn = host_rng_state()
+    restore = saved_forward_state(state.plain_model, state.device)
     first = next(iter(sets.values()))
     try:
         metrics = evaluate(state, first, batches=1) or {}
@@ -221,7 +221,7 @@ def check_evaluation(
     except (ModelError, HookError) as error:
         raise ConfigError(str(error)) from error
     finally:
-        set_host_rng_state(drawn)
+        restore()
     recorded = _all_names(names, sets)
     if quality is not None and quality not in recorded:
         raise ConfigError(
@@ -269,6 +269,7 @@ def try_batch(
         run.say(layout)
     model = state.plain_model
     outputs: list[Any] = []
+    restore = saved_forward_state(model, state.device)
     handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
         with (
@@ -288,6 +289,7 @@ def try_batch(
         ) from error
     finally:
         handle.remove()
+        restore()
     problem = batch_rules.loss_problem(loss, names["task"])
     if problem:
         raise ConfigError(problem)

@@ -275,8 +275,14 @@ def _step_contexts(
     @contextmanager
     def around_first(measured: AbstractContextManager[object]) -> Iterator[None]:
         # A signal ends it at once: it may compile for minutes, with nothing to save before it.
+        state = callbacks.state
+        own_state = state.own_state  # before the step, which changes it
         with run.signals.interruptible(), proof.probe, proof.watch(), measured:
             yield
+        state.end_first_step()
+        warning = own_state.narrow_warning("")
+        if warning:
+            run.say(warning)
 
     def around(step: int) -> AbstractContextManager[object]:
         measured = numerics.around_step(step) if numerics else _UNMEASURED

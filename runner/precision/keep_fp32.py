@@ -118,7 +118,7 @@ def no_op_hook(module: nn.Module, args: Any) -> None:
 
 @cache
 def _float32_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Float32{kind.__name__}", (KeptInFloat32, kind), {})
+    return type(f"Float32{kind.__name__}", (KeptInFloat32, kind), {"__module__": kind.__module__})
 
 
 def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:

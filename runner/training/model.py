@@ -24,13 +24,14 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group, locate, target_arguments
 from runner.config.trusted_targets import check_trusted
 from runner.data.build import build_data, build_run_loaders
-from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
+from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport, is_converted
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.initial_weights import InitialWeights, load_selected, unpack_weights
 from runner.training.model_call import call_model
+from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.parameter_groups import freeze_parameters
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import tensors_only
@@ -271,6 +272,17 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
         raise ConfigError(
             f"checkpoint={saved.path} does not fit the model: {reason} {remedy}"
         ) from error
+    for name, value in saved.content.get(OWN_BUFFERS_KEY, {}).items():
+        path, _, key = name.rpartition(".")
+        buffers = model.get_submodule(path)._buffers
+        before = buffers.get(key)
+        if not isinstance(before, Tensor):
+            raise ConfigError(
+                f"checkpoint={saved.path} does not fit the model: it holds the buffer {name}, which "
+                f"the model lacks. {_model_remedy(saved, node)}"
+            )
+        # Not copied: the forward may have given it another shape.
+        buffers[key] = value.to(before.device, cast_tensor(value, before.dtype).dtype, copy=True)
 
 
 def _unpacked_weights(model: nn.Module, saved: LoadedCheckpoint) -> Mapping[str, Any]:

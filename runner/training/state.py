@@ -15,6 +15,7 @@ from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
 from runner.precision.loss_scale import HostFlag, LossScale
 from runner.training.model_call import plain_module
+from runner.training.own_state import OwnState, SkippedSteps
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
 from runner.utils.reproducibility import saved_forward_state
@@ -184,6 +185,22 @@ class TrainState:
     def sparse_gradient_parameters(self) -> list[Tensor]:
         """Return the trainable parameters whose gradients are sparse."""
         return [*sparse_parameters(self.plain_model).values()]
+
+    @cached_property
+    def own_state(self) -> OwnState:
+        """Return what the model changes by itself, from the first use on."""
+        return OwnState(self.plain_model, self.strategy.rank.world_size)
+
+    @cached_property
+    def skipped_steps(self) -> SkippedSteps | None:
+        """Return what undoes the forwards of skipped steps; None where no step is skipped."""
+        return None if self.scale.value is None else SkippedSteps(self.plain_model)
+
+    def end_first_step(self) -> None:
+        """Note what the model changes by itself in a step; own_state was used before it."""
+        uncounted = self.own_state.end_first_step()
+        if self.skipped_steps is not None:
+            self.skipped_steps = SkippedSteps(self.plain_model, uncounted)
 
     @cached_property
     def takes_closure(self) -> bool:

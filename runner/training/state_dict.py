@@ -26,6 +26,7 @@ from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training.callbacks.callback import RunCallback
 from runner.training.optimizers import optimizer_nodes
+from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.schedules import (
     RUN_LENGTH_KEYWORDS,
     WarmUp,
@@ -94,6 +95,7 @@ def restore(
         state.skipped = content["skipped_steps"]
         state.last_evaluation_step = content["evaluated"]
         state.stagnant_share = content["stagnant"]
+        state.own_state.restored.update(content.get(OWN_BUFFERS_KEY, {}))
         _restore_callbacks(callbacks, content["callbacks"])
         generators = content["rng"]
         rank = state.strategy.rank.index
@@ -218,6 +220,7 @@ def checkpoint_state_dict(
             part.scheduler.state_dict() if part.scheduler else {} for part in state.optimizers
         ],
         "loss_scale": state.scale.state_dict(),
+        OWN_BUFFERS_KEY: state.own_state.changed_buffers() if state.optimizers else {},
         **({} if state.average is None else {AVERAGE_KEY: state.average.state_dict()}),
     }
 

@@ -127,7 +127,12 @@ def train_step(
     state.step += 1
     sizes = sizes or [examples_in(micro) for micro in micros]
     take_step = _closure_step if state.takes_closure else _plain_step
+    skipped_steps = state.skipped_steps
+    if skipped_steps is not None:
+        skipped_steps.begin()
     values, terms = take_step(state, micros, sizes)
+    if skipped_steps is not None:
+        skipped_steps.end(values["found_inf"])
     measured = measure_step(state)  # before the gradients are dropped
     for name, value in terms.items():
         measured[f"{TERM_PREFIX}{name}"] = value

@@ -1,0 +1,278 @@
+"""Follow what a model changes by itself in a step: counters, running averages, hidden states.
+
+No optimizer knows of it. A step that the loss scale skips must leave it as it was, a checkpoint
+must hold it, and 16 bits round small changes of it away.
+"""
+
+import io
+import pickle
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from runner.utils.formatting import first_names
+from runner.utils.reproducibility import own_tensors, plain_attributes
+from runner.utils.tensors import dtype_name
+
+OWN_BUFFERS_KEY = "own_buffers"
+"""Of a checkpoint's content: the buffers outside of the state dict that the model has changed."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Place(NamedTuple):
+    """A place in a module that holds a tensor.
+
+    Attributes:
+        path: dotted name of the module.
+        module: holds the tensor.
+        members: the module's buffers, parameters or attributes.
+        key: name of the tensor among them.
+    """
+
+    path: str
+    module: nn.Module
+    members: dict[str, Any]
+    key: str
+
+    @property
+    def name(self) -> str:
+        """Return the dotted name of the tensor."""
+        return f"{self.path}.{self.key}".lstrip(".")
+
+    @property
+    def tensor(self) -> Any:
+        """Return what is in the place now."""
+        return self.members.get(self.key)
+
+    @property
+    def pattern(self) -> str:
+        """Return what precision.keep_fp32 names, so that the tensor can compute in float32: a layer
+        multiplies weights of its input's dtype, as batch norm does."""
+        is_layers = self.members is self.module._parameters or isinstance(self.module, _NormBase)
+        return self.path if is_layers and self.path else self.name
+
+
+def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) -> list[_Place]:
+    """Return the places of tensors of a model, and of those that attributes hold."""
+    places = []
+    wanted = {id(tensor) for tensor in tensors}
+    seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())} - wanted
+    for path, module in model.named_modules():
+        every = [module._buffers, module._parameters]
+        for members in [*every, vars(module)] if with_attributes else every:
+            named = plain_attributes(module) if members is vars(module) else members
+            for key, value in named.items():
+                is_new = isinstance(value, Tensor) and id(value) not in seen
+                # An activation belongs to its step.
+                if is_new and value.grad_fn is None and not value.is_inference():
+                    seen.add(id(value))
+                    places.append(_Place(path, module, members, key))
+    return places
+
+
+class SkippedSteps:
+    """Undoes what the forwards of a step changed in a model where the loss scale skips the step.
+
+    Nothing waits for the device: the flag chooses there between new values and copies. Numbers of
+    Python that a forward counts are not undone.
+
+    Args:
+        model: of the run.
+        uncounted: names of the tensors whose changes torch does not count, those through
+            `tensor.data`; None takes none of its counts for true.
+    """
+
+    def __init__(self, model: nn.Module, uncounted: Collection[str] | None = None) -> None:
+        self._places = _places(model, own_tensors(model), True)
+        self._before: list[Tensor] = [place.tensor for place in self._places]
+        self._copies = [tensor.detach().clone() for tensor in self._before]
+        self._versions = [tensor._version for tensor in self._before]
+        self._uncounted = set[int]()
+        for i, place in enumerate(self._places):
+            if uncounted is None or place.name in uncounted:
+                self._uncounted.add(i)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Copy what has changed since the last copy, before the first forward of a step."""
+        changed = []
+        for i, place in enumerate(self._places):
+            tensor = place.tensor
+            if tensor is self._before[i]:
+                if tensor._version != self._versions[i] or i in self._uncounted:
+                    changed.append(i)
+            elif isinstance(tensor, Tensor):
+                self._before[i] = tensor
+                self._copies[i] = tensor.detach().clone()
+            self._versions[i] = self._before[i]._version
+        for copies, tensors in self._bits(changed):
+            torch._foreach_copy_(copies, tensors)
+
+    @torch.no_grad()
+    def end(self, found_inf: Tensor) -> None:
+        """Restore the copies where a step is skipped.
+
+        Args:
+            found_inf: float32 [], not 0 where gradients overflowed.
+        """
+        changed = []
+        for i, place in enumerate(self._places):
+            before, now = self._before[i], place.tensor
+            if now is before:
+                if now._version != self._versions[i] or i in self._uncounted:
+                    changed.append(i)
+                    self._versions[i] = -1  # the next step copies it again
+            elif isinstance(now, Tensor) and (now.shape, now.dtype) == (before.shape, before.dtype):
+                place.members[place.key] = torch.where(found_inf != 0, self._copies[i], now)
+        # In whole numbers, whose differences are exact and have no NaN; a kernel for all tensors.
+        for copies, tensors in self._bits(changed):
+            torch._foreach_sub_(tensors, copies)
+            torch._foreach_mul_(tensors, (found_inf == 0).to(tensors[0].dtype))
+            torch._foreach_add_(tensors, copies)
+
+    def _bits(self, indices: Sequence[int]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Yield the copies and the tensors of some places as whole numbers, by their dtype."""
+        groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for i in indices:
+            bits = _as_bits(self._before[i])
+            copies, tensors = groups.setdefault(bits.dtype, ([], []))
+            copies.append(_as_bits(self._copies[i]))
+            tensors.append(bits)
+        yield from groups.values()
+
+
+def _as_bits(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    real = torch.view_as_real(detached) if detached.is_complex() else detached
+    return real.view(_BITS[real.itemsize])
+
+
+class OwnState:
+    """What a model has changed by itself since the training began, from values on the host.
+
+    Reading them waits for the device, so it is for the first step and for checkpoints.
+
+    Args:
+        model: of the run, before its first step.
+        world_size: processes of the run.
+
+    Attributes:
+        restored: names of the buffers outside of the state dict that a checkpoint has set.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int = 1) -> None:
+        self._model = model
+        frozen = [p for p in model.parameters() if not p.requires_grad and type(p) is nn.Parameter]
+        self._places = _places(model, [*model.buffers(), *frozen], False)
+        self._tensors = [place.tensor for place in self._places]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._digests = [_digest(tensor) for tensor in self._tensors]
+        # DDP writes every buffer in each forward, changed or not.
+        self._counts_writes = world_size == 1
+        self._at_start = dict(_attributes(model))
+        self._after_first: dict[str, bytes] = {}
+        self.restored: set[str] = set()
+
+    def end_first_step(self) -> list[str]:
+        """Note what the first step has made; return the names of the tensors whose change torch
+        has not counted."""
+        self._after_first = dict(_attributes(self._model))
+        return [place.name for i, place in self._changed() if not self._is_written(i)]
+
+    def _is_written(self, i: int) -> bool:
+        tensor = self._places[i].tensor
+        return tensor is not self._tensors[i] or tensor._version != self._versions[i]
+
+    def _changed(self) -> Iterator[tuple[int, _Place]]:
+        """Yield the places whose tensors have other values than at the start, with their index."""
+        for i, place in enumerate(self._places):
+            if isinstance(place.tensor, Tensor) and _digest(place.tensor) != self._digests[i]:
+                yield i, place
+
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers outside of the state dict that have changed, by name; not copied."""
+        changed = {i for i, _ in self._changed()}
+        buffers = {}
+        for i, place in enumerate(self._places):
+            is_unsaved = place.key in place.module._non_persistent_buffers_set
+            if is_unsaved and (i in changed or place.name in self.restored):
+                buffers[place.name] = place.tensor
+        return buffers
+
+    def narrow_warning(self, remedy: str) -> str:
+        """Return a warning that names the 16-bit tensors that the model writes and no optimizer
+        steps; empty without any.
+
+        Args:
+            remedy: what else to type than precision.keep_fp32.
+        """
+        changed = {i for i, _ in self._changed()}
+        names, patterns = [], dict[str, None]()
+        for i, place in enumerate(self._places):
+            dtype = self._tensors[i].dtype
+            # What is rounded away leaves no other trace than the write.
+            is_written = i in changed or (self._counts_writes and self._is_written(i))
+            if dtype in (torch.bfloat16, torch.float16) and is_written:
+                names.append(f"{place.name} ({dtype_name(dtype)})")
+                patterns[place.pattern] = None
+        if not names:
+            return ""
+        return (
+            f"warning: the model itself changes {first_names(names, 4)}, and 16 bits round small "
+            f"changes away. Type precision.keep_fp32=[{','.join(patterns)}]{remedy}, or a -mixed "
+            "precision."
+        )
+
+    def unsaved_attributes(self) -> list[str]:
+        """Return the attributes that change between steps and that no checkpoint holds."""
+        saved = [*self._model.state_dict().keys()]
+        extra = set[bytes]()
+        for module in self._model.modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                state = module.get_extra_state()
+                extra |= {_digest(v) for v in (state.values() if isinstance(state, dict) else [])}
+        names = []
+        for name, digest in _attributes(self._model):
+            # What a first step makes, such as a table of positions, the next run makes again; but a
+            # flag says that it must not.
+            before = self._at_start.get(name)
+            if before not in (_digest(False), _digest(True)):
+                before = self._after_first.get(name, digest)
+            if digest != before and name not in saved and digest not in extra:
+                names.append(name)
+        return names
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the digest of each attribute of a model's modules, torch's own left out."""
+    torchs = vars(nn.Module()).keys()
+    for path, module in model.named_modules():
+        for key, value in plain_attributes(module).items():
+            if key not in torchs:
+                yield f"{path}.{key}".lstrip("."), _digest(value)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as sums of their bits, and weights, activations, modules and code as names."""
+
+    def persistent_id(self, value: Any) -> Any:
+        kind = type(value).__name__
+        if isinstance(value, Tensor) and not value.requires_grad and value.layout is torch.strided:
+            return kind, value.shape, _as_bits(value).sum(dtype=torch.int64).item()
+        return kind if isinstance(value, Tensor | nn.Module) or callable(value) else None
+
+
+def _digest(value: Any) -> bytes:
+    """Return bytes that are equal for equal values; of what cannot be pickled, none."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.fast = True  # else equal values differ where one object is in two places
+    try:
+        pickler.dump(value)
+    except Exception:
+        return b""
+    return file.getvalue()
