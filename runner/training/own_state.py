@@ -6,7 +6,7 @@ must hold it, and 16 bits round small changes of it away.
 
 import io
 import pickle
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,19 +82,20 @@ class SkippedSteps:
 
     Args:
         model: of the run.
-        uncounted: names of the tensors whose changes torch does not count, those through
-            `tensor.data`; None takes none of its counts for true.
+        trusts_versions: a tensor whose version is the same is unchanged, as it is unless the model
+            changes `tensor.data`.
+
+    Attributes:
+        found_inf: of the last step; None before.
     """
 
-    def __init__(self, model: nn.Module, uncounted: Collection[str] | None = None) -> None:
+    def __init__(self, model: nn.Module, trusts_versions: bool = False) -> None:
+        self.found_inf: Tensor | None = None
+        self._trusts_versions = trusts_versions
         self._places = _places(model, own_tensors(model), True)
         self._before: list[Tensor] = [place.tensor for place in self._places]
         self._copies = [tensor.detach().clone() for tensor in self._before]
         self._versions = [tensor._version for tensor in self._before]
-        self._uncounted = set[int]()
-        for i, place in enumerate(self._places):
-            if uncounted is None or place.name in uncounted:
-                self._uncounted.add(i)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -103,7 +104,7 @@ class SkippedSteps:
         for i, place in enumerate(self._places):
             tensor = place.tensor
             if tensor is self._before[i]:
-                if tensor._version != self._versions[i] or i in self._uncounted:
+                if tensor._version != self._versions[i] or not self._trusts_versions:
                     changed.append(i)
             elif isinstance(tensor, Tensor):
                 self._before[i] = tensor
@@ -119,11 +120,12 @@ class SkippedSteps:
         Args:
             found_inf: float32 [], not 0 where gradients overflowed.
         """
+        self.found_inf = found_inf
         changed = []
         for i, place in enumerate(self._places):
             before, now = self._before[i], place.tensor
             if now is before:
-                if now._version != self._versions[i] or i in self._uncounted:
+                if now._version != self._versions[i] or not self._trusts_versions:
                     changed.append(i)
                     self._versions[i] = -1  # the next step copies it again
             elif isinstance(now, Tensor) and (now.shape, now.dtype) == (before.shape, before.dtype):
@@ -146,8 +148,8 @@ class SkippedSteps:
 
 
 def _as_bits(tensor: Tensor) -> Tensor:
-    detached = tensor.detach()
-    real = torch.view_as_real(detached) if detached.is_complex() else detached
+    # `data`: what is written here does not count as a change by the model.
+    real = torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
     return real.view(_BITS[real.itemsize])
 
 
@@ -177,11 +179,11 @@ class OwnState:
         self._after_first: dict[str, bytes] = {}
         self.restored: set[str] = set()
 
-    def end_first_step(self) -> list[str]:
-        """Note what the first step has made; return the names of the tensors whose change torch
-        has not counted."""
+    def end_first_step(self) -> bool:
+        """Note what the first step has made; return whether torch has counted all changes of
+        tensors in it."""
         self._after_first = dict(_attributes(self._model))
-        return [place.name for i, place in self._changed() if not self._is_written(i)]
+        return all(self._is_written(i) for i, _ in self._changed())
 
     def _is_written(self, i: int) -> bool:
         tensor = self._places[i].tensor

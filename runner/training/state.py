@@ -198,9 +198,11 @@ class TrainState:
 
     def end_first_step(self) -> None:
         """Note what the model changes by itself in a step; own_state was used before it."""
-        uncounted = self.own_state.end_first_step()
+        counts_all = self.own_state.end_first_step()
         if self.skipped_steps is not None:
-            self.skipped_steps = SkippedSteps(self.plain_model, uncounted)
+            # A skipped step has left no change to compare.
+            trusts_versions = counts_all and not self.skipped_steps.found_inf
+            self.skipped_steps = SkippedSteps(self.plain_model, trusts_versions)
 
     @cached_property
     def takes_closure(self) -> bool:

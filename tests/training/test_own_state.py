@@ -1,0 +1,86 @@
+"""What a model changes by itself: skipped steps leave no trace, checkpoints hold it or say so."""
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from states import CPU, make_state, regression_batch
+from torch import nn
+
+from runner.training.own_state import OWN_BUFFERS_KEY
+from runner.training.step import train_step
+
+
+@dataclass
+class Memory:
+    rows: list = field(default_factory=list)
+
+
+class Changing(nn.Module):
+    """Changes buffers in place and by another one, a teacher through `data`, and attributes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        nn.init.constant_(self.teacher.weight, 0.5)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("late", torch.zeros(2), persistent=False)
+        self.hidden, self.table = torch.zeros(2), None
+        self.count, self.memory, self.is_begun = 0, Memory(), False
+
+    def forward(self, x):
+        y = self.norm(self.student(x))
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                slow.data.mul_(0.9).add_(fast + y.mean(), alpha=0.1)
+            # Another tensor in the place of each.
+            self.mean = 0.9 * self.mean + 0.1 * y.mean(0).float()
+            self.hidden = 0.5 * self.hidden + y.mean(0).float()
+            self.table = torch.arange(3)
+            if self.count:
+                self.late += y.mean(0)
+            self.count += 1
+            self.is_begun = True
+            self.memory.rows.append(float(y.mean()))
+        return y
+
+
+def own_values(model):
+    return [*model.state_dict().values(), model.late, model.hidden]
+
+
+@pytest.mark.parametrize("order", [("bad", 1, "bad", 2), (1, "bad", 2), (1, 2, "bad")])
+@pytest.mark.parametrize("is_first_noted", [False, True])
+def test_a_step_that_the_loss_scale_skips_leaves_what_the_forward_changes(order, is_first_noted):
+    values = []
+    for batches in (order, [seed for seed in order if seed != "bad"]):
+        scale = {"fixed": 1024.0}
+        state = make_state(Changing(), "16-mixed", loss_scale=scale)
+        state.model.train()
+        state.model.count = 1
+        for i, seed in enumerate(batches):
+            state.own_state  # noqa: B018: seen before the first step
+            inputs, targets = regression_batch(4, 7 if seed == "bad" else seed)
+            inputs = inputs * (1e30 if seed == "bad" else 1)
+            # Of two micro-batches the first is a good one.
+            train_step(state, [regression_batch(4, 9), (inputs, targets)])
+            if i == 0 and is_first_noted:
+                state.end_first_step()
+        values.append(own_values(state.model))
+    for after_skip, without in zip(*values, strict=True):
+        assert torch.equal(after_skip, without)
+
+
+def test_a_checkpoint_holds_the_buffers_that_change_and_names_the_attributes():
+    state = make_state(Changing(), "32-true")
+    state.own_state  # noqa: B018
+    train_step(state, [regression_batch(4)])
+    state.end_first_step()
+    assert state.own_state.changed_buffers() == {}
+    train_step(state, [regression_batch(4)])
+    assert [*state.own_state.changed_buffers()] == ["late"]
+    # Not the table, which is the same after each step.
+    assert state.own_state.unsaved_attributes() == ["hidden", "count", "memory", "is_begun"]
