@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from runner.utils.modules import tensors_named
+
 # complex32 (ComplexHalf) lacks most kernels, so half precisions keep complex64.
 _COMPLEX = {torch.float64: torch.complex128}
 
@@ -97,14 +99,13 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str]
     Args:
         model: changed in place.
         dtype: of floating tensors after.
-        keep_fp32: dotted names of modules that are not cast.
+        keep_fp32: dotted names of modules, parameters and buffers that are not cast.
     """
     # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
     for name in keep_fp32:
-        kept = model.get_submodule(name)
-        for tensor in (*kept.parameters(), *kept.buffers()):
+        for tensor in tensors_named(model, name):
             replacements[id(tensor)] = (tensor, tensor)
 
     def cast_once(tensor: Tensor) -> Tensor:

@@ -262,7 +262,13 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
     """
     try:
         model.load_state_dict(_unpacked_weights(model, saved), strict=True)
-    except (RuntimeError, ValueError) as error:
+        for name, value in saved.content.get(OWN_BUFFERS_KEY, {}).items():
+            path, _, key = name.rpartition(".")
+            before = model.get_buffer(name)
+            dtype = cast_tensor(value, before.dtype).dtype
+            # Not copied into it: a forward may have given it another shape.
+            model.get_submodule(path)._buffers[key] = value.to(before.device, dtype, copy=True)
+    except (RuntimeError, ValueError, AttributeError) as error:
         # torch lists each name below a first line that says nothing about this model.
         lines = str(error).splitlines()
         reason = lines[1].strip() if len(lines) > 1 else str(error)
@@ -272,17 +278,6 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
         raise ConfigError(
             f"checkpoint={saved.path} does not fit the model: {reason} {remedy}"
         ) from error
-    for name, value in saved.content.get(OWN_BUFFERS_KEY, {}).items():
-        path, _, key = name.rpartition(".")
-        buffers = model.get_submodule(path)._buffers
-        before = buffers.get(key)
-        if not isinstance(before, Tensor):
-            raise ConfigError(
-                f"checkpoint={saved.path} does not fit the model: it holds the buffer {name}, which "
-                f"the model lacks. {_model_remedy(saved, node)}"
-            )
-        # Not copied: the forward may have given it another shape.
-        buffers[key] = value.to(before.device, cast_tensor(value, before.dtype).dtype, copy=True)
 
 
 def _unpacked_weights(model: nn.Module, saved: LoadedCheckpoint) -> Mapping[str, Any]:
