@@ -5,6 +5,7 @@ later are explained by training_errors.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +25,7 @@ from runner.modes import batch_rules
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.error_rules import Failure
 from runner.modes.training_errors import explain_dead_workers
+from runner.precision.casting import CastCacheWatch
 from runner.training.compile import fused_rounding
 from runner.training.evaluation import evaluate, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
@@ -276,6 +278,7 @@ def try_batch(
             torch.no_grad(),
             evaluation_mode(state.model, state.task, state.device),
             run.precision.eval_context(model),
+            watched_casts(run, model),
         ):
             loss = loss_of(state, inputs, target)
     except RunnerError:
@@ -296,6 +299,23 @@ def try_batch(
     taken = state.task.describe_output(outputs[-1]) if outputs else ""
     if taken and says_layout:
         run.say(taken)
+
+
+@contextmanager
+def watched_casts(run: RunContext, model: nn.Module) -> Iterator[None]:
+    """Return a context around a forward, after which weights that change within one are cast at
+    each use; see CastCacheWatch."""
+    if not isinstance(run.precision.forward(run.device), torch.autocast):
+        yield
+        return
+    with CastCacheWatch(model) as watch:
+        yield
+    if watch.rewritten and run.precision.caches_casts:
+        run.precision.caches_casts = False
+        run.say(
+            f"the forward changes {first_names([*watch.rewritten], 4)} between two uses: autocast "
+            "casts weights at each use, without its cache"
+        )
 
 
 def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:

@@ -23,6 +23,7 @@ from runner.modes.startup import (
     describe_optimizers,
     prepare_loaders,
     try_batch,
+    watched_casts,
 )
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.training_errors import TrainingErrors
@@ -277,7 +278,9 @@ def _step_contexts(
         # A signal ends it at once: it may compile for minutes, with nothing to save before it.
         state = callbacks.state
         own_state = state.own_state  # before the step, which changes it
-        with run.signals.interruptible(), proof.probe, proof.watch(), measured:
+        # What is compiled does not run a mode of torch's.
+        casts = _UNMEASURED if run.spec.train.compile else watched_casts(run, state.plain_model)
+        with run.signals.interruptible(), proof.probe, proof.watch(), casts, measured:
             yield
         state.end_first_step()
         warning = own_state.narrow_warning("")

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.utils.modules import tensors_named
 
@@ -26,12 +27,67 @@ class WideFields(dict[str, Any]):
 
 
 @cache
-def autocast(device_type: str, dtype: torch.dtype) -> torch.autocast:
-    """Return torch's autocast context, one object for a device type and dtype.
+def autocast(device_type: str, dtype: torch.dtype, caches: bool = True) -> torch.autocast:
+    """Return torch's autocast context, one object for each device type, dtype and use of the cache
+    of weights' casts.
 
     It is made once, because it is entered in every micro-batch; it must not be nested in itself.
     """
-    return torch.autocast(device_type, dtype=dtype)
+    return torch.autocast(device_type, dtype=dtype, cache_enabled=caches)
+
+
+class CastCacheWatch(TorchFunctionMode):
+    """A context that finds weights which a forward changes between two uses under autocast.
+
+    autocast casts a weight at its first use in a forward and keeps the cast for the further ones. A
+    policy whose weights make place for a reference's would be compared with itself. The casts of
+    such weights are dropped here; later forwards must do without the cache.
+
+    Args:
+        model: of the run, not compiled.
+
+    Attributes:
+        rewritten: names of the weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._used: dict[int, set[int]] = {}  # ids of weights with a cast, by their memory
+        self._stale = set[int]()
+        self.rewritten: dict[str, None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not leaves or not torch.is_autocast_enabled(leaves[0].device.type):
+            return func(*args, **kwargs)
+        weights = {id(leaf) for leaf in leaves if id(leaf) in self._names}
+        stale = weights & self._stale
+        if stale:
+            torch.clear_autocast_cache()
+            self._stale -= stale
+            self.rewritten |= dict.fromkeys(self._names[one] for one in sorted(stale))
+        name = getattr(func, "__name__", "")
+        is_write = name.endswith("_") and not name.endswith("__")
+        # Also through `weight.data`, which torch does not count as a change of the weight.
+        if is_write or name in ("__set__", "__setitem__") or name.startswith("__i"):
+            for leaf in tree_leaves(args[0]):
+                self._stale |= self._used.get(_memory(leaf), set())
+        result = func(*args, **kwargs)
+        made = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), leaves[0])
+        # Another result shows that the operation took the weight as it is.
+        if made.dtype is torch.get_autocast_dtype(made.device.type):
+            for leaf in leaves:
+                if id(leaf) in weights:
+                    self._used.setdefault(_memory(leaf), set()).add(id(leaf))
+        return result
+
+
+def _memory(value: Any) -> int:
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
