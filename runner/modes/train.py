@@ -270,6 +270,7 @@ def _step_contexts(
 
     The first step is watched, and every step in which the tensors are to be measured.
     """
+    spec = run.spec
     first = callbacks.state.step + 1
     numerics = callbacks.numerics
 
@@ -279,11 +280,14 @@ def _step_contexts(
         state = callbacks.state
         own_state = state.own_state  # before the step, which changes it
         # What is compiled does not run a mode of torch's.
-        casts = _UNMEASURED if run.spec.train.compile else watched_casts(run, state.plain_model)
+        casts = _UNMEASURED if spec.train.compile else watched_casts(run, state.plain_model)
         with run.signals.interruptible(), proof.probe, proof.watch(), casts, measured:
             yield
         state.end_first_step()
-        warning = own_state.narrow_warning("")
+        wide = state.wide_forward
+        covered = wide.kept.keys() - wide.copied if wide else ()
+        remedy = "" if wide or spec.train.compile else run.precision.update_remedy
+        warning = own_state.narrow_warning(remedy, covered)
         if warning:
             run.say(warning)
 

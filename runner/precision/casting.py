@@ -65,21 +65,20 @@ class CastCacheWatch(TorchFunctionMode):
         if not leaves or not torch.is_autocast_enabled(leaves[0].device.type):
             return func(*args, **kwargs)
         weights = {id(leaf) for leaf in leaves if id(leaf) in self._names}
-        stale = weights & self._stale
-        if stale:
-            torch.clear_autocast_cache()
-            self._stale -= stale
-            self.rewritten |= dict.fromkeys(self._names[one] for one in sorted(stale))
         name = getattr(func, "__name__", "")
-        is_write = name.endswith("_") and not name.endswith("__")
         # Also through `weight.data`, which torch does not count as a change of the weight.
-        if is_write or name in ("__set__", "__setitem__") or name.startswith("__i"):
+        is_write = name in ("__set__", "__setitem__") or name.rstrip("_") + "_" == name
+        if is_write:
             for leaf in tree_leaves(args[0]):
                 self._stale |= self._used.get(_memory(leaf), set())
+        elif weights & self._stale:
+            torch.clear_autocast_cache()
+            self.rewritten |= {self._names[one]: None for one in weights & self._stale}
+            self._stale -= weights
         result = func(*args, **kwargs)
-        made = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), leaves[0])
-        # Another result shows that the operation took the weight as it is.
-        if made.dtype is torch.get_autocast_dtype(made.device.type):
+        dtypes = {leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        # Another dtype shows that the operation took the weight as it is.
+        if torch.get_autocast_dtype(leaves[0].device.type) in dtypes:
             for leaf in leaves:
                 if id(leaf) in weights:
                     self._used.setdefault(_memory(leaf), set()).add(id(leaf))

@@ -6,12 +6,11 @@ must hold it, and 16 bits round small changes of it away.
 
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from runner.utils.formatting import first_names
 from runner.utils.reproducibility import own_tensors, plain_attributes
@@ -20,6 +19,9 @@ from runner.utils.tensors import dtype_name
 OWN_BUFFERS_KEY = "own_buffers"
 """Of a checkpoint's content: the buffers outside of the state dict that the model has changed."""
 
+OWN_UPDATES_KEY = "own_updates"
+"""Of a checkpoint's content: what precision.update keeps beside tensors that the model changes."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,33 +29,24 @@ class _Place(NamedTuple):
     """A place in a module that holds a tensor.
 
     Attributes:
-        path: dotted name of the module.
+        name: dotted, of the tensor.
+        pattern: what precision.keep_fp32 names to have the model compute with it in float32: a
+            layer, which multiplies tensors of one dtype, or the tensor.
         module: holds the tensor.
         members: the module's buffers, parameters or attributes.
         key: name of the tensor among them.
     """
 
-    path: str
+    name: str
+    pattern: str
     module: nn.Module
     members: dict[str, Any]
     key: str
 
     @property
-    def name(self) -> str:
-        """Return the dotted name of the tensor."""
-        return f"{self.path}.{self.key}".lstrip(".")
-
-    @property
     def tensor(self) -> Any:
         """Return what is in the place now."""
         return self.members.get(self.key)
-
-    @property
-    def pattern(self) -> str:
-        """Return what precision.keep_fp32 names, so that the tensor can compute in float32: a layer
-        multiplies weights of its input's dtype, as batch norm does."""
-        is_layers = self.members is self.module._parameters or isinstance(self.module, _NormBase)
-        return self.path if is_layers and self.path else self.name
 
 
 def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) -> list[_Place]:
@@ -70,7 +63,9 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
                 # An activation belongs to its step.
                 if is_new and value.grad_fn is None and not value.is_inference():
                     seen.add(id(value))
-                    places.append(_Place(path, module, members, key))
+                    name = f"{path}.{key}".lstrip(".")
+                    pattern = name if module._modules else path or name
+                    places.append(_Place(name, pattern, module, members, key))
     return places
 
 
@@ -183,21 +178,20 @@ class OwnState:
         """Note what the first step has made; return whether torch has counted all changes of
         tensors in it."""
         self._after_first = dict(_attributes(self._model))
-        return all(self._is_written(i) for i, _ in self._changed())
+        return all(map(self._is_written, self._changed()))
 
     def _is_written(self, i: int) -> bool:
         tensor = self._places[i].tensor
         return tensor is not self._tensors[i] or tensor._version != self._versions[i]
 
-    def _changed(self) -> Iterator[tuple[int, _Place]]:
-        """Yield the places whose tensors have other values than at the start, with their index."""
-        for i, place in enumerate(self._places):
-            if isinstance(place.tensor, Tensor) and _digest(place.tensor) != self._digests[i]:
-                yield i, place
+    def _changed(self) -> set[int]:
+        """Return the indices of the places whose tensors have other values than at the start."""
+        digests = [_digest(place.tensor) for place in self._places]
+        return {i for i, digest in enumerate(digests) if digest != self._digests[i]}
 
     def changed_buffers(self) -> dict[str, Tensor]:
         """Return the buffers outside of the state dict that have changed, by name; not copied."""
-        changed = {i for i, _ in self._changed()}
+        changed = self._changed()
         buffers = {}
         for i, place in enumerate(self._places):
             is_unsaved = place.key in place.module._non_persistent_buffers_set
@@ -205,28 +199,29 @@ class OwnState:
                 buffers[place.name] = place.tensor
         return buffers
 
-    def narrow_warning(self, remedy: str) -> str:
+    def narrow_warning(self, update: str, covered: Collection[str]) -> str:
         """Return a warning that names the 16-bit tensors that the model writes and no optimizer
         steps; empty without any.
 
         Args:
-            remedy: what else to type than precision.keep_fp32.
+            update: what to type beside precision.keep_fp32, see Precision.update_remedy.
+            covered: names of the tensors whose changes are computed in float32.
         """
-        changed = {i for i, _ in self._changed()}
-        names, patterns = [], dict[str, None]()
+        changed = self._changed()
+        patterns: dict[str, str] = {}
         for i, place in enumerate(self._places):
             dtype = self._tensors[i].dtype
             # What is rounded away leaves no other trace than the write.
             is_written = i in changed or (self._counts_writes and self._is_written(i))
-            if dtype in (torch.bfloat16, torch.float16) and is_written:
-                names.append(f"{place.name} ({dtype_name(dtype)})")
-                patterns[place.pattern] = None
-        if not names:
+            if dtype.itemsize == 2 and dtype.is_floating_point and is_written:
+                if place.name not in covered:
+                    patterns[f"{place.name} ({dtype_name(dtype)})"] = place.pattern
+        if not patterns:
             return ""
+        kept = ",".join(dict.fromkeys(patterns.values()))
         return (
-            f"warning: the model itself changes {first_names(names, 4)}, and 16 bits round small "
-            f"changes away. Type precision.keep_fp32=[{','.join(patterns)}]{remedy}, or a -mixed "
-            "precision."
+            f"warning: the model itself changes {first_names([*patterns], 4)}, and 16 bits round "
+            f"small changes away. Type {update}precision.keep_fp32=[{kept}], or a -mixed precision."
         )
 
     def unsaved_attributes(self) -> list[str]:

@@ -6,6 +6,7 @@ on the device until record_buffer.py copies a block of them.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from math import nan
 from time import perf_counter
@@ -38,6 +39,8 @@ from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 from runner.utils.tensors import widest_float
+
+_PLAIN = nullcontext()
 
 
 def examples_in(batch: Batch) -> int:
@@ -130,7 +133,8 @@ def train_step(
     skipped_steps = state.skipped_steps
     if skipped_steps is not None:
         skipped_steps.begin()
-    values, terms = take_step(state, micros, sizes)
+    with state.wide_forward or _PLAIN:
+        values, terms = take_step(state, micros, sizes)
     if skipped_steps is not None:
         skipped_steps.end(values["found_inf"])
     measured = measure_step(state)  # before the gradients are dropped

@@ -8,7 +8,7 @@ import torch
 from states import CPU, make_state, regression_batch
 from torch import nn
 
-from runner.training.own_state import OWN_BUFFERS_KEY
+from runner.precision.weight_updates import UPDATE_RULES
 from runner.training.step import train_step
 
 
@@ -84,3 +84,50 @@ def test_a_checkpoint_holds_the_buffers_that_change_and_names_the_attributes():
     assert [*state.own_state.changed_buffers()] == ["late"]
     # Not the table, which is the same after each step.
     assert state.own_state.unsaved_attributes() == ["hidden", "count", "memory", "is_begun"]
+
+
+class Followed(nn.Module):
+    """A teacher that follows by a moving average, a counter, and a mean that is copied into."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(3, 2)
+        self.teacher = nn.Linear(3, 2).requires_grad_(False)
+        nn.init.constant_(self.teacher.weight, 0.5)
+        self.register_buffer("tokens", torch.zeros(4))
+        self.register_buffer("copied", torch.ones(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.998).add_(self.student.weight, alpha=0.002)
+            torch._foreach_add_([self.tokens[:2]], 1.0)
+            self.copied.copy_(self.copied * 1.001)
+        return self.student(x)
+
+
+@pytest.mark.parametrize("name", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("rule", [*UPDATE_RULES])
+def test_what_a_forward_writes_in_16_bits_follows_the_update_rule(name, rule):
+    if (name, rule) == ("16-true", "remainders"):
+        pytest.skip("remainders are those of bfloat16")
+    torch.manual_seed(0)
+    state = make_state(Followed(), name, update=rule, optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    model, student = state.model, state.model.student.weight.detach().float()
+    state.own_state  # noqa: B018
+    for step in range(600):
+        train_step(state, [regression_batch(4)])
+        if step == 0:
+            state.end_first_step()
+    counted = model.tokens.float().tolist()
+    wide = state.wide_forward
+    warning = state.own_state.narrow_warning("", wide.kept.keys() - wide.copied if wide else ())
+    named = [word in warning for word in ("copied", "teacher", "tokens")]
+    if rule == "nearest":
+        assert counted == [256 if name == "bf16-true" else 600] * 2 + [0, 0]
+        assert named == [True, True, True] and "keep_fp32=[tokens,copied,teacher]" in warning
+        return
+    left = (model.teacher.weight.float() - student).abs().mean() / (0.5 - student).abs().mean()
+    assert float(left) == pytest.approx(0.998**600, abs=0.02)
+    assert counted[0] == pytest.approx(600, abs=40 if rule == "stochastic_rounding" else 2)
+    # What is computed in 16 bits before it is copied is not mended.
+    assert named == [True, False, False] and "keep_fp32=[copied]" in warning
