@@ -305,9 +305,6 @@ def try_batch(
 def watched_casts(run: RunContext, model: nn.Module) -> Iterator[None]:
     """Return a context around a forward, after which weights that change within one are cast at
     each use; see CastCacheWatch."""
-    if not isinstance(run.precision.forward(run.device), torch.autocast):
-        yield
-        return
     with CastCacheWatch(model) as watch:
         yield
     if watch.rewritten and run.precision.caches_casts:

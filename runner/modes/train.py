@@ -285,7 +285,7 @@ def _step_contexts(
             yield
         state.end_first_step()
         wide = state.wide_forward
-        covered = wide.kept.keys() - wide.copied if wide else ()
+        covered = wide.kept if wide else ()
         remedy = "" if wide or spec.train.compile else run.precision.update_remedy
         warning = own_state.narrow_warning(remedy, covered)
         if warning:

@@ -202,9 +202,9 @@ class TrainingCallbacks:
             self._named_attributes = self.state.own_state.unsaved_attributes()
             if self._named_attributes:
                 self.run.say(
-                    f"warning: {first_names(self._named_attributes, 6)} change in a step and are no "
-                    "buffers: no checkpoint holds them, and a resumed run starts them anew. Have "
-                    "the model register_buffer them, or return them in get_extra_state()."
+                    f"warning: {first_names(self._named_attributes, 6)}: no checkpoint holds what "
+                    "the model changes in attributes, and a resumed run starts it anew. Have the "
+                    "model register_buffer it, or return it in get_extra_state()."
                 )
         # Metrics of an earlier step would be taken for those of the weights in the file.
         is_evaluated = self.summary.last_evaluation_step == self.state.step

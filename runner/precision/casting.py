@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.utils.modules import tensors_named
+from runner.utils.tensors import memory_of
 
 # complex32 (ComplexHalf) lacks most kernels, so half precisions keep complex64.
 _COMPLEX = {torch.float64: torch.complex128}
@@ -70,7 +71,7 @@ class CastCacheWatch(TorchFunctionMode):
         is_write = name in ("__set__", "__setitem__") or name.rstrip("_") + "_" == name
         if is_write:
             for leaf in tree_leaves(args[0]):
-                self._stale |= self._used.get(_memory(leaf), set())
+                self._stale |= self._used.get(memory_of(leaf), set())
         elif weights & self._stale:
             torch.clear_autocast_cache()
             self.rewritten |= {self._names[one]: None for one in weights & self._stale}
@@ -81,12 +82,8 @@ class CastCacheWatch(TorchFunctionMode):
         if torch.get_autocast_dtype(leaves[0].device.type) in dtypes:
             for leaf in leaves:
                 if id(leaf) in weights:
-                    self._used.setdefault(_memory(leaf), set()).add(id(leaf))
+                    self._used.setdefault(memory_of(leaf), set()).add(id(leaf))
         return result
-
-
-def _memory(value: Any) -> int:
-    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:

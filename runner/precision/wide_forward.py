@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_map
 
 from runner.precision.weight_updates import (
     STORES,
+    Kahan,
     MasterWeights,
     Remainders,
     SteppedWeights,
     WeightStore,
 )
+from runner.utils.tensors import memory_of
 
 
 class WideForward(TorchDispatchMode):
@@ -31,7 +33,6 @@ class WideForward(TorchDispatchMode):
     Attributes:
         kept: what the rule keeps beside each tensor that was written, by name; empty tensors for
             stochastic rounding.
-        copied: names of tensors that took numbers computed elsewhere, in 16 bits.
     """
 
     def __init__(self, model: nn.Module, rule: str) -> None:
@@ -39,36 +40,35 @@ class WideForward(TorchDispatchMode):
         self._tensors: dict[int, tuple[str, Tensor, WeightStore]] = {}
         for name, tensor in (*model.named_buffers(), *model.named_parameters()):
             if _is_narrow(tensor) and not tensor.requires_grad:
-                # The same float32 numbers, in a form that follows what is written elsewhere.
-                is_copy = rule == MasterWeights.name and tensor.dtype is torch.bfloat16
-                store = Remainders() if is_copy else STORES[rule]()
-                self._tensors[_memory(tensor)] = (name, tensor.detach(), store)
+                store = STORES[rule]
+                if store is MasterWeights:
+                    # A copy would not follow what is written elsewhere; these are beside the value.
+                    store = Remainders if tensor.dtype is torch.bfloat16 else Kahan
+                self._tensors[memory_of(tensor)] = (name, tensor.detach(), store())
         self.kept: dict[str, Tensor] = {}
-        self.copied = set[str]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         targets = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
-        written = {_memory(target) for target in targets} if func._schema.is_mutable else set()
+        # What is copied was computed in 16 bits before.
+        is_update = func._schema.is_mutable and "copy_" not in func.__name__
+        written = {memory_of(target) for target in targets} if is_update else set()
         stepped = {key: self._widened(*self._tensors[key]) for key in written & {*self._tensors}}
         if not stepped:
             return func(*args, **kwargs)
 
         def widen(value: Any) -> Any:
-            if _memory(value) in stepped:
-                (wide,), (base,) = stepped[_memory(value)].wide, stepped[_memory(value)].weights
+            if memory_of(value) in stepped:
+                (wide,), (base,) = stepped[memory_of(value)].wide, stepped[memory_of(value)].weights
                 offset = value.storage_offset() - base.storage_offset()
                 return wide.as_strided(value.size(), value.stride(), offset)
             return value.float() if _is_narrow(value) else value
 
         result = func(*tree_map(widen, args), **tree_map(widen, kwargs))
         for key, one in stepped.items():
-            name, _, store = self._tensors[key]
-            store.store(one)
-            if "copy_" in func.__name__:
-                self.copied.add(name)
+            self._tensors[key][2].store(one)
         # An operation on lists returns nothing.
         return None if result is None else args[0]
 
@@ -83,7 +83,3 @@ class WideForward(TorchDispatchMode):
 def _is_narrow(value: Any) -> bool:
     is_plain = type(value) in (Tensor, nn.Parameter)  # no shard
     return is_plain and value.itemsize == 2 and value.is_floating_point()
-
-
-def _memory(value: Any) -> int:
-    return value.untyped_storage().data_ptr() if type(value) in (Tensor, nn.Parameter) else 0

@@ -95,18 +95,14 @@ class SkippedSteps:
     @torch.no_grad()
     def begin(self) -> None:
         """Copy what has changed since the last copy, before the first forward of a step."""
-        changed = []
-        for i, place in enumerate(self._places):
-            tensor = place.tensor
-            if tensor is self._before[i]:
-                if tensor._version != self._versions[i] or not self._trusts_versions:
-                    changed.append(i)
-            elif isinstance(tensor, Tensor):
-                self._before[i] = tensor
-                self._copies[i] = tensor.detach().clone()
-            self._versions[i] = self._before[i]._version
-        for copies, tensors in self._bits(changed):
+        for copies, tensors in self._written():
             torch._foreach_copy_(copies, tensors)
+        for i, place in enumerate(self._places):
+            now = place.tensor
+            if now is not self._before[i] and isinstance(now, Tensor):
+                self._before[i] = now
+                self._copies[i] = now.detach().clone()
+            self._versions[i] = self._before[i]._version
 
     @torch.no_grad()
     def end(self, found_inf: Tensor) -> None:
@@ -116,30 +112,32 @@ class SkippedSteps:
             found_inf: float32 [], not 0 where gradients overflowed.
         """
         self.found_inf = found_inf
-        changed = []
-        for i, place in enumerate(self._places):
-            before, now = self._before[i], place.tensor
-            if now is before:
-                if now._version != self._versions[i] or not self._trusts_versions:
-                    changed.append(i)
-                    self._versions[i] = -1  # the next step copies it again
-            elif isinstance(now, Tensor) and (now.shape, now.dtype) == (before.shape, before.dtype):
-                place.members[place.key] = torch.where(found_inf != 0, self._copies[i], now)
         # In whole numbers, whose differences are exact and have no NaN; a kernel for all tensors.
-        for copies, tensors in self._bits(changed):
+        for copies, tensors in self._written():
             torch._foreach_sub_(tensors, copies)
             torch._foreach_mul_(tensors, (found_inf == 0).to(tensors[0].dtype))
             torch._foreach_add_(tensors, copies)
+        for place, before, copied in zip(self._places, self._before, self._copies, strict=True):
+            now = place.tensor
+            if now is before or not isinstance(now, Tensor):
+                continue
+            if (now.shape, now.dtype) == (before.shape, before.dtype):
+                place.members[place.key] = torch.where(found_inf != 0, copied, now)
 
-    def _bits(self, indices: Sequence[int]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yield the copies and the tensors of some places as whole numbers, by their dtype."""
+    def _written(self) -> Collection[tuple[list[Tensor], list[Tensor]]]:
+        """Return copies and tensors, by dtype and as whole numbers, of the places where the model
+        has written since the last copy."""
         groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for i in indices:
-            bits = _as_bits(self._before[i])
-            copies, tensors = groups.setdefault(bits.dtype, ([], []))
-            copies.append(_as_bits(self._copies[i]))
-            tensors.append(bits)
-        yield from groups.values()
+        for i, place in enumerate(self._places):
+            tensor = place.tensor
+            if tensor is not self._before[i]:
+                continue
+            if not self._trusts_versions or tensor._version != self._versions[i]:
+                bits = _as_bits(tensor)
+                copies, tensors = groups.setdefault(bits.dtype, ([], []))
+                copies.append(_as_bits(self._copies[i]))
+                tensors.append(bits)
+        return groups.values()
 
 
 def _as_bits(tensor: Tensor) -> Tensor:
@@ -192,12 +190,12 @@ class OwnState:
     def changed_buffers(self) -> dict[str, Tensor]:
         """Return the buffers outside of the state dict that have changed, by name; not copied."""
         changed = self._changed()
-        buffers = {}
-        for i, place in enumerate(self._places):
-            is_unsaved = place.key in place.module._non_persistent_buffers_set
-            if is_unsaved and (i in changed or place.name in self.restored):
-                buffers[place.name] = place.tensor
-        return buffers
+        return {
+            place.name: place.tensor
+            for i, place in enumerate(self._places)
+            if place.key in place.module._non_persistent_buffers_set
+            and (i in changed or place.name in self.restored)
+        }
 
     def narrow_warning(self, update: str, covered: Collection[str]) -> str:
         """Return a warning that names the 16-bit tensors that the model writes and no optimizer
@@ -213,9 +211,9 @@ class OwnState:
             dtype = self._tensors[i].dtype
             # What is rounded away leaves no other trace than the write.
             is_written = i in changed or (self._counts_writes and self._is_written(i))
-            if dtype.itemsize == 2 and dtype.is_floating_point and is_written:
-                if place.name not in covered:
-                    patterns[f"{place.name} ({dtype_name(dtype)})"] = place.pattern
+            is_narrow = dtype.itemsize == 2 and dtype.is_floating_point
+            if is_narrow and is_written and place.name not in covered:
+                patterns[f"{place.name} ({dtype_name(dtype)})"] = place.pattern
         if not patterns:
             return ""
         kept = ",".join(dict.fromkeys(patterns.values()))
@@ -234,8 +232,8 @@ class OwnState:
                 extra |= {_digest(v) for v in (state.values() if isinstance(state, dict) else [])}
         names = []
         for name, digest in _attributes(self._model):
-            # What a first step makes, such as a table of positions, the next run makes again; but a
-            # flag says that it must not.
+            # What a first step makes, such as a table of positions, the next run makes again,
+            # unless a flag says that it is made.
             before = self._at_start.get(name)
             if before not in (_digest(False), _digest(True)):
                 before = self._after_first.get(name, digest)
@@ -245,7 +243,7 @@ class OwnState:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the digest of each attribute of a model's modules, torch's own left out."""
+    """Yield the name and digest of each attribute of a model's modules, torch's own left out."""
     torchs = vars(nn.Module()).keys()
     for path, module in model.named_modules():
         for key, value in plain_attributes(module).items():

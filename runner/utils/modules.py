@@ -46,7 +46,7 @@ def select_modules(
         names: dotted names of the model's modules, the empty one of the model itself included; or
             of its parameters.
         nothing: says in the message what a pattern matches that matches none of them.
-        others: names that a pattern selects which matches none of `names`.
+        others: further names, for patterns that match none of `names`.
 
     Raises:
         ConfigError: a pattern matches no name.
@@ -62,7 +62,8 @@ def select_modules(
         if not matches:
             problems.append(
                 f"{key}: {pattern} matches {nothing}. Nearest names: "
-                f"{nearest_names(pattern, [*names, *others])}. `*` stands for any part of one segment."
+                f"{nearest_names(pattern, [*names, *others])}. "
+                "`*` stands for any part of one segment."
             )
         selected |= matches
     if problems:
@@ -71,7 +72,7 @@ def select_modules(
 
 
 def tensors_named(model: nn.Module, name: str) -> list[Tensor]:
-    """Return the parameter or buffer of a dotted name, or the tensors of the module of that name."""
+    """Return the parameter or buffer of a dotted name, or the tensors of that name's module."""
     path, _, key = name.rpartition(".")
     holder = model.get_submodule(path)
     tensor = holder._parameters.get(key, holder._buffers.get(key))

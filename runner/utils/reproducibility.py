@@ -246,15 +246,11 @@ def _saved_attributes(
     attributes = plain_attributes(module)
     for value in attributes.values():
         _save_members(value, restores, seen)
-    members = {**module._modules, **module._parameters}.keys()
 
     def restore() -> None:
-        # A forward may have made a layer, and a flag that says so: both stay.
-        if members == {**module._modules, **module._parameters}.keys():
-            for key in plain_attributes(module).keys() - attributes.keys():
-                del vars(module)[key]
-            vars(module).update(attributes)
-        module.training = attributes["training"]
+        for key in plain_attributes(module).keys() - attributes.keys():
+            del vars(module)[key]
+        vars(module).update(attributes)
 
     return restore
 
@@ -271,7 +267,7 @@ def _save_members(value: Any, restores: list[Callable[[], None]], seen: set[int]
     elif isinstance(value, np.ndarray):
         restores.append(partial(np.copyto, value, value.copy()))
     elif isinstance(value, torch.Generator):
-        restores.append(partial(value.set_state, value.get_state()))
+        restores.append(partial(torch.Generator.set_state, value, value.get_state()))  # type: ignore[arg-type]
     elif isinstance(value, dict | list | set | deque):
         members = value.values() if isinstance(value, dict) else value
         restores.append(partial(_refill, value, copy(value)))
@@ -291,7 +287,4 @@ def _copy_if_changed(tensor: Tensor, value: Tensor) -> None:
 
 def _refill(container: Any, content: Any) -> None:
     container.clear()
-    if isinstance(container, list | deque):
-        container.extend(content)
-    else:
-        container.update(content)
+    (container.extend if hasattr(container, "extend") else container.update)(content)
