@@ -162,7 +162,8 @@ class OwnState:
     def __init__(self, model: nn.Module, world_size: int = 1) -> None:
         self._model = model
         frozen = [p for p in model.parameters() if not p.requires_grad and type(p) is nn.Parameter]
-        self._places = _places(model, [*model.buffers(), *frozen], False)
+        narrow = [p for p in frozen if p.itemsize == 2]
+        self._places = _places(model, [*own_tensors(model), *narrow], False)
         self._tensors = [place.tensor for place in self._places]
         self._versions = [tensor._version for tensor in self._tensors]
         self._digests = [_digest(tensor) for tensor in self._tensors]
@@ -170,47 +171,45 @@ class OwnState:
         self._counts_writes = world_size == 1
         self._at_start = dict(_attributes(model))
         self._after_first: dict[str, bytes] = {}
+        self._changed: set[int] = set()  # indices of places, in the first step
         self.restored: set[str] = set()
 
     def end_first_step(self) -> bool:
         """Note what the first step has made; return whether torch has counted all changes of
         tensors in it."""
         self._after_first = dict(_attributes(self._model))
-        return all(map(self._is_written, self._changed()))
+        self._changed = {i for i in range(len(self._places)) if self._is_changed(i)}
+        return all(map(self._is_written, self._changed))
 
     def _is_written(self, i: int) -> bool:
         tensor = self._places[i].tensor
         return tensor is not self._tensors[i] or tensor._version != self._versions[i]
 
-    def _changed(self) -> set[int]:
-        """Return the indices of the places whose tensors have other values than at the start."""
-        digests = [_digest(place.tensor) for place in self._places]
-        return {i for i, digest in enumerate(digests) if digest != self._digests[i]}
+    def _is_changed(self, i: int) -> bool:
+        return _digest(self._places[i].tensor) != self._digests[i]
 
     def changed_buffers(self) -> dict[str, Tensor]:
         """Return the buffers outside of the state dict that have changed, by name; not copied."""
-        changed = self._changed()
         return {
             place.name: place.tensor
             for i, place in enumerate(self._places)
             if place.key in place.module._non_persistent_buffers_set
-            and (i in changed or place.name in self.restored)
+            and (place.name in self.restored or self._is_changed(i))
         }
 
     def narrow_warning(self, update: str, covered: Collection[str]) -> str:
-        """Return a warning that names the 16-bit tensors that the model writes and no optimizer
-        steps; empty without any.
+        """Return a warning that names the 16-bit tensors that the model wrote in the first step and
+        no optimizer steps; empty without any.
 
         Args:
             update: what to type beside precision.keep_fp32, see Precision.update_remedy.
             covered: names of the tensors whose changes are computed in float32.
         """
-        changed = self._changed()
         patterns: dict[str, str] = {}
         for i, place in enumerate(self._places):
             dtype = self._tensors[i].dtype
             # What is rounded away leaves no other trace than the write.
-            is_written = i in changed or (self._counts_writes and self._is_written(i))
+            is_written = i in self._changed or (self._counts_writes and self._is_written(i))
             is_narrow = dtype.itemsize == 2 and dtype.is_floating_point
             if is_narrow and is_written and place.name not in covered:
                 patterns[f"{place.name} ({dtype_name(dtype)})"] = place.pattern

@@ -6,6 +6,7 @@ from precision_models import CPU
 from torch import nn
 
 from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.distributed.fsdp import _modules_of_other_dtype
 from runner.precision import registry
 from runner.precision.keep_fp32 import KeptInFloat32, find_kept_modules, keep_in_float32
 from runner.utils.errors import ConfigError
@@ -301,3 +302,9 @@ def test_a_layer_whose_weight_is_kept_is_not_converted():
     layers = [nn.Linear(64, 64), nn.Linear(64, 64)]
     _, report = precision.convert(nn.Sequential(*layers))
     assert [row.done for row in report.modules] == [False, True]
+
+
+def test_a_module_of_which_one_weight_is_kept_is_not_sharded():
+    _, model = converted("bf16-true", nn.Sequential(nn.Linear(4, 4)), "0.bias")
+    with pytest.raises(ConfigError, match="weights of a Linear have several dtypes"):
+        _modules_of_other_dtype(model)
