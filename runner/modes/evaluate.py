@@ -34,6 +34,7 @@ from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
+from runner.utils.reproducibility import saved_forward_state
 
 MIN_TIMED_SECONDS = 0.5
 """Shortest evaluation whose speed is reported; a shorter one measures the machine's noise."""
@@ -131,6 +132,7 @@ def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
     # last batch is not known.
     last = 0 if isinstance(validation, StreamLoader) else len(validation) - 1
     precision = state.precision
+    restore = saved_forward_state(state.plain_model, state.device)
     for start in {0, last}:
         inputs, _ = next(validation.epoch(0, start))
         with (
@@ -139,6 +141,7 @@ def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
             precision.forward(state.device),
         ):
             call_model(state.model, precision.cast(inputs))
+    restore()
 
 
 def _timed_evaluation(

@@ -264,10 +264,10 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
         model.load_state_dict(_unpacked_weights(model, saved), strict=True)
         for name, value in saved.content.get(OWN_BUFFERS_KEY, {}).items():
             path, _, key = name.rpartition(".")
-            before = model.get_buffer(name)
-            dtype = cast_tensor(value, before.dtype).dtype
+            before: Tensor | None = model.get_buffer(name)
+            like = value if before is None else cast_tensor(value, before.dtype).to(before.device)
             # Not copied into it: a forward may have given it another shape.
-            model.get_submodule(path)._buffers[key] = value.to(before.device, dtype, copy=True)
+            model.get_submodule(path)._buffers[key] = like.clone()
     except (RuntimeError, ValueError, AttributeError) as error:
         # torch lists each name below a first line that says nothing about this model.
         lines = str(error).splitlines()

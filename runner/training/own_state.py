@@ -32,14 +32,12 @@ class _Place(NamedTuple):
         name: dotted, of the tensor.
         pattern: what precision.keep_fp32 names to have the model compute with it in float32: a
             layer, which multiplies tensors of one dtype, or the tensor.
-        module: holds the tensor.
         members: the module's buffers, parameters or attributes.
         key: name of the tensor among them.
     """
 
     name: str
     pattern: str
-    module: nn.Module
     members: dict[str, Any]
     key: str
 
@@ -65,7 +63,7 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
                     seen.add(id(value))
                     name = f"{path}.{key}".lstrip(".")
                     pattern = name if module._modules else path or name
-                    places.append(_Place(name, pattern, module, members, key))
+                    places.append(_Place(name, pattern, members, key))
     return places
 
 
@@ -169,6 +167,7 @@ class OwnState:
         self._digests = [_digest(tensor) for tensor in self._tensors]
         # DDP writes every buffer in each forward, changed or not.
         self._counts_writes = world_size == 1
+        self._unsaved = {name: _digest(buffer) for name, buffer in _unsaved_buffers(model)}
         self._at_start = dict(_attributes(model))
         self._after_first: dict[str, bytes] = {}
         self._changed: set[int] = set()  # indices of places, in the first step
@@ -178,23 +177,20 @@ class OwnState:
         """Note what the first step has made; return whether torch has counted all changes of
         tensors in it."""
         self._after_first = dict(_attributes(self._model))
-        self._changed = {i for i in range(len(self._places)) if self._is_changed(i)}
+        digests = [_digest(place.tensor) for place in self._places]
+        self._changed = {i for i, digest in enumerate(digests) if digest != self._digests[i]}
         return all(map(self._is_written, self._changed))
 
     def _is_written(self, i: int) -> bool:
         tensor = self._places[i].tensor
         return tensor is not self._tensors[i] or tensor._version != self._versions[i]
 
-    def _is_changed(self, i: int) -> bool:
-        return _digest(self._places[i].tensor) != self._digests[i]
-
     def changed_buffers(self) -> dict[str, Tensor]:
         """Return the buffers outside of the state dict that have changed, by name; not copied."""
         return {
-            place.name: place.tensor
-            for i, place in enumerate(self._places)
-            if place.key in place.module._non_persistent_buffers_set
-            and (place.name in self.restored or self._is_changed(i))
+            name: buffer
+            for name, buffer in _unsaved_buffers(self._model)
+            if name in self.restored or _digest(buffer) != self._unsaved.get(name)
         }
 
     def narrow_warning(self, update: str, covered: Collection[str]) -> str:
@@ -241,6 +237,15 @@ class OwnState:
         return names
 
 
+def _unsaved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tensor of each buffer outside of the state dict."""
+    for path, module in model.named_modules():
+        for key in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers[key]
+            if buffer is not None:
+                yield f"{path}.{key}".lstrip("."), buffer
+
+
 def _attributes(model: nn.Module) -> Iterator[tuple[str, bytes]]:
     """Yield the name and digest of each attribute of a model's modules, torch's own left out."""
     torchs = vars(nn.Module()).keys()
@@ -256,7 +261,10 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         kind = type(value).__name__
         if isinstance(value, Tensor) and not value.requires_grad and value.layout is torch.strided:
-            return kind, value.shape, _as_bits(value).sum(dtype=torch.int64).item()
+            bits = _as_bits(value).flatten()
+            # Of parts, too, which another order changes.
+            sums = [bits[::step].sum(dtype=torch.int64) for step in (1, 2, 3)]
+            return kind, value.shape, torch.stack(sums).tolist()
         return kind if isinstance(value, Tensor | nn.Module) or callable(value) else None
 
 

@@ -28,6 +28,7 @@ class Changing(nn.Module):
         nn.init.constant_(self.teacher.weight, 0.5)
         self.register_buffer("mean", torch.zeros(2))
         self.register_buffer("late", torch.zeros(2), persistent=False)
+        self.register_buffer("queue", None, persistent=False)
         self.hidden, self.table = torch.zeros(2), None
         self.count, self.memory, self.is_begun = 0, Memory(), False
 
@@ -42,6 +43,8 @@ class Changing(nn.Module):
             self.mean = 0.9 * self.mean + 0.1 * y.mean(0).float()
             self.hidden = 0.5 * self.hidden + y.mean(0).float()
             self.table = torch.arange(3)
+            if self.count:
+                self.queue = y[:2].float()
             if self.count:
                 self.late += y.mean(0)
             self.count += 1
@@ -83,7 +86,7 @@ def test_a_checkpoint_holds_the_buffers_that_change_and_names_the_attributes():
     state.end_first_step()
     assert state.own_state.changed_buffers() == {}
     train_step(state, [regression_batch(4)])
-    assert [*state.own_state.changed_buffers()] == ["late"]
+    assert {*state.own_state.changed_buffers()} == {"late", "queue"}
     # Not the table, which is the same after each step.
     assert state.own_state.unsaved_attributes() == ["hidden", "count", "memory", "is_begun"]
 
