@@ -2,14 +2,19 @@
 
 import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 from states import make_state, regression_batch
 from torch import nn
 
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.precision.weight_updates import UPDATE_RULES
+from runner.training.model import load_weights
+from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.step import train_step
+from runner.utils.errors import ConfigError
 
 
 @dataclass
@@ -140,3 +145,17 @@ def test_what_a_forward_writes_in_16_bits_follows_the_update_rule(name, rule):
     # What is computed in 16 bits before it is copied is not mended.
     assert named == [True, False, False]
     assert "keep_fp32=[copied]" in warning
+
+
+def test_saved_buffers_are_loaded_or_do_not_fit():
+    saved, loaded = Changing(), Changing()
+    train_step(make_state(saved, "32-true"), [regression_batch(4)])
+    saved.queue = torch.ones(3)
+    content = {"model": saved.state_dict(), "layout": "", "spec": {}}
+    content[OWN_BUFFERS_KEY] = {"late": torch.full((2,), 7.0), "queue": saved.queue}
+    load_weights(loaded, LoadedCheckpoint(Path("a.pt"), content))
+    assert torch.equal(loaded.late, torch.full((2,), 7.0))
+    assert torch.equal(loaded.queue, torch.ones(3))
+    content[OWN_BUFFERS_KEY] = {"gone": saved.queue}
+    with pytest.raises(ConfigError, match="does not fit the model"):
+        load_weights(loaded, LoadedCheckpoint(Path("a.pt"), content))
