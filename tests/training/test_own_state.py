@@ -14,6 +14,7 @@ from runner.precision.weight_updates import UPDATE_RULES
 from runner.training.model import load_weights
 from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.step import train_step
+from runner.training.weight_average import WeightAverage
 from runner.utils.errors import ConfigError
 
 
@@ -69,7 +70,7 @@ def test_a_step_that_the_loss_scale_skips_leaves_what_the_forward_changes(order,
     for batches in (order, [seed for seed in order if seed != "bad"]):
         scale = {"fixed": 1024.0}
         state = make_state(Changing(), "16-mixed", loss_scale=scale)
-        state.model.train()
+        state.average = WeightAverage(state.model, [state.optimizers[0].params], 0.9)
         state.model.count = 1
         for i, seed in enumerate(batches):
             assert not state.own_state.restored  # seen before the first step
@@ -79,7 +80,7 @@ def test_a_step_that_the_loss_scale_skips_leaves_what_the_forward_changes(order,
             train_step(state, [regression_batch(4, 9), (inputs, targets)])
             if i == 0 and is_first_noted:
                 state.end_first_step()
-        values.append(own_values(state.model))
+        values.append([*own_values(state.model), *state.average.tensors()])
     for after_skip, without in zip(*values, strict=True):
         assert torch.equal(after_skip, without)
 
