@@ -17,6 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from runner.distributed.process_group import ProcessGroupStrategy
 from runner.distributed.strategy import is_sharded
+from runner.utils.errors import ConfigError
 from runner.utils.modules import repeated_blocks, select_modules
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -159,6 +160,12 @@ def _modules_of_other_dtype(model: nn.Module) -> list[nn.Module]:
     others = []
     for module in model.modules():
         dtypes = {p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()}
+        if len(dtypes) > 1:
+            name = type(module).__name__
+            raise ConfigError(
+                f"strategy=fsdp: the weights of a {name} have several dtypes, and it shards one. "
+                "Name the module in precision.keep_fp32, or type strategy=ddp."
+            )
         if dtypes - {usual}:
             others.append(module)
     return others

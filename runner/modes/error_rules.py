@@ -27,7 +27,9 @@ from runner.utils.tensors import dtype_name
 
 _HALVES = {torch.float16: "16", torch.bfloat16: "bf16"}
 """Half-precision dtypes, and how the names of their precisions begin."""
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_HERE = Path(__file__).parent
+# The modes of runner.precision have frames between the model's code and torch's.
+_LIBRARIES = (str(Path(torch.__file__).parent), str(_HERE), str(_HERE.with_name("precision")))
 
 
 @dataclass(frozen=True)

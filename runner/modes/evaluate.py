@@ -36,6 +36,7 @@ from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names, now_ms
+from runner.utils.reproducibility import saved_forward_state
 
 _TRAIN_KEYS = ("batch_size", "num_workers", "channels_last", "compile", "compile_rounding")
 """Keys of train that the numbers of an evaluation depend on, by the batches or by rounding."""
@@ -141,6 +142,7 @@ def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
     # last batch is not known.
     last = 0 if isinstance(validation, StreamLoader) else len(validation) - 1
     precision = state.precision
+    restore = saved_forward_state(state.plain_model, state.device)
     for start in {0, last}:
         inputs, _ = next(validation.epoch(0, start * validation.batch_size))
         with (
@@ -149,6 +151,7 @@ def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
             precision.forward(state.device),
         ):
             call_model(state.model, precision.cast(inputs))
+    restore()
 
 
 def _timed_evaluation(

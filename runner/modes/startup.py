@@ -5,6 +5,7 @@ later are explained by training_errors.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +27,7 @@ from runner.modes import batch_rules
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.error_rules import Failure
 from runner.modes.training_errors import explain_dead_workers
+from runner.precision.casting import CastCacheWatch
 from runner.training.compile import fused_rounding
 from runner.training.evaluation import evaluate, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
@@ -39,7 +41,7 @@ from runner.training.state import TrainState
 from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError
 from runner.utils.formatting import first_names, format_percent, now_ms
-from runner.utils.reproducibility import seed_all
+from runner.utils.reproducibility import saved_forward_state, seed_all
 from runner.utils.secrets import redact_values
 from runner.utils.tensors import MIB, count_elements, stored_bytes
 
@@ -212,6 +214,7 @@ def check_evaluation(
     quality = task.additions.quality
     if quality is None and task.added_metrics is None:
         return
+    restore = saved_forward_state(state.plain_model, state.device)
     first = next(iter(sets.values()))
     try:
         metrics = evaluate(state, first, batches=1) or {}
@@ -222,6 +225,8 @@ def check_evaluation(
             names = [*(tried or {})]
     except (ModelError, HookError) as error:
         raise ConfigError(str(error)) from error
+    finally:
+        restore()
     recorded = _all_names(names, sets)
     if quality is not None and quality not in recorded:
         raise ConfigError(
@@ -270,12 +275,14 @@ def try_batch(
         run.say(layout)
     model = state.plain_model
     outputs: list[Any] = []
+    restore = saved_forward_state(model, state.device)
     handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
         with (
             torch.no_grad(),
             evaluation_mode(state.model, state.task, state.device),
             run.precision.eval_context(model),
+            watched_casts(run, model),
         ):
             loss = loss_of(state, inputs, target)
             if says_layout and isinstance(inputs, KeywordInputs) and "position_ids" in inputs:
@@ -291,6 +298,7 @@ def try_batch(
         ) from error
     finally:
         handle.remove()
+        restore()
     problem = batch_rules.loss_problem(loss, names["task"])
     if problem:
         raise ConfigError(problem)
@@ -334,6 +342,20 @@ def _say_what_texts_see(
             f"warning: packed texts see each other: {type(state.plain_model).__name__} does not "
             "separate them by position_ids. Type data.packing=false, or data.separate=false to "
             "count positions through."
+        )
+
+
+@contextmanager
+def watched_casts(run: RunContext, model: nn.Module) -> Iterator[None]:
+    """Return a context around a forward, after which weights that change within one are cast at
+    each use; see CastCacheWatch."""
+    with CastCacheWatch(model) as watch:
+        yield
+    if watch.rewritten and run.precision.caches_casts:
+        run.precision.caches_casts = False
+        run.say(
+            f"the forward changes {first_names([*watch.rewritten], 4)} between two uses: autocast "
+            "casts weights at each use, without its cache"
         )
 
 

@@ -23,6 +23,7 @@ from runner.modes.startup import (
     describe_optimizers,
     prepare_loaders,
     try_batch,
+    watched_casts,
 )
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.training_errors import TrainingErrors
@@ -271,14 +272,26 @@ def _step_contexts(
 
     The first step is watched, and every step in which the tensors are to be measured.
     """
+    spec = run.spec
     first = callbacks.state.step + 1
     numerics = callbacks.numerics
 
     @contextmanager
     def around_first(measured: AbstractContextManager[object]) -> Iterator[None]:
         # A signal ends it at once: it may compile for minutes, with nothing to save before it.
-        with run.signals.interruptible(), proof.probe, proof.watch(), measured:
+        state = callbacks.state
+        own_state = state.own_state  # before the step, which changes it
+        # What is compiled does not run a mode of torch's.
+        casts = _UNMEASURED if spec.train.compile else watched_casts(run, state.plain_model)
+        with run.signals.interruptible(), proof.probe, proof.watch(), casts, measured:
             yield
+        state.end_first_step()
+        wide = state.wide_forward
+        covered = wide.kept if wide else ()
+        remedy = "" if wide or spec.train.compile else run.precision.update_remedy
+        warning = own_state.narrow_warning(remedy, covered)
+        if warning:
+            run.say(warning)
 
     def around(step: int) -> AbstractContextManager[object]:
         measured = numerics.around_step(step) if numerics else _UNMEASURED

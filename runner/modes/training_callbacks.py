@@ -33,7 +33,7 @@ from runner.training.loop import is_evaluation_step, total_steps
 from runner.training.records import Record, StepRecord
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
-from runner.utils.formatting import relative_path
+from runner.utils.formatting import first_names, relative_path
 from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 
 
@@ -76,6 +76,7 @@ class TrainingCallbacks:
         spec = run.spec
         task = run.task
         self._loader = loader
+        self._named_attributes: list[str] = []
         self.planned_steps = total_steps(spec.train, loader)
         self.summary = RunSummary(task.quality, task.direction)
         self.guard = _guard(run, loader, start_step)
@@ -197,6 +198,14 @@ class TrainingCallbacks:
         return not self.run.strategy.all_reduce_max(not valid)
 
     def _checkpoint_content(self) -> dict[str, Any]:
+        if not self._named_attributes:
+            self._named_attributes = self.state.own_state.unsaved_attributes()
+            if self._named_attributes:
+                self.run.say(
+                    f"warning: {first_names(self._named_attributes, 6)}: no checkpoint holds what "
+                    "the model changes in attributes, and a resumed run starts it anew. Have the "
+                    "model register_buffer it, or return it in get_extra_state()."
+                )
         # Metrics of an earlier step would be taken for those of the weights in the file.
         is_evaluated = self.summary.last_evaluation_step == self.state.step
         metrics = self.summary.metrics if is_evaluated else {}

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from runner.utils.modules import tensors_named
+from runner.utils.tensors import memory_of
 
 # complex32 (ComplexHalf) lacks most kernels, so half precisions keep complex64.
 _COMPLEX = {torch.float64: torch.complex128}
@@ -25,12 +29,62 @@ class WideFields(dict[str, Any]):
 
 
 @cache
-def autocast(device_type: str, dtype: torch.dtype) -> torch.autocast:
-    """Return torch's autocast context, one object for a device type and dtype.
+def autocast(device_type: str, dtype: torch.dtype, caches: bool = True) -> torch.autocast:
+    """Return torch's autocast context, one object for each device type, dtype and use of the cache
+    of weights' casts.
 
     It is made once, because it is entered in every micro-batch; it must not be nested in itself.
     """
-    return torch.autocast(device_type, dtype=dtype)
+    return torch.autocast(device_type, dtype=dtype, cache_enabled=caches)
+
+
+class CastCacheWatch(TorchFunctionMode):
+    """A context that finds weights which a forward changes between two uses under autocast.
+
+    autocast casts a weight at its first use in a forward and keeps the cast for the further ones. A
+    policy whose weights make place for a reference's would be compared with itself. The casts of
+    such weights are dropped here; later forwards must do without the cache.
+
+    Args:
+        model: of the run, not compiled.
+
+    Attributes:
+        rewritten: names of the weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._used: dict[int, set[int]] = {}  # ids of weights with a cast, by their memory
+        self._stale = set[int]()
+        self.rewritten: dict[str, None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not leaves or not torch.is_autocast_enabled(leaves[0].device.type):
+            return func(*args, **kwargs)
+        weights = {id(leaf) for leaf in leaves if id(leaf) in self._names}
+        name = getattr(func, "__name__", "")
+        # Also through `weight.data`, which torch does not count as a change of the weight.
+        is_write = name in ("__set__", "__setitem__") or name.rstrip("_") + "_" == name
+        if is_write:
+            for leaf in tree_leaves(args[0]):
+                self._stale |= self._used.get(memory_of(leaf), set())
+        elif weights & self._stale:
+            torch.clear_autocast_cache()
+            self.rewritten |= {self._names[one]: None for one in weights & self._stale}
+            self._stale -= weights
+        result = func(*args, **kwargs)
+        dtypes = {leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        # Another dtype shows that the operation took the weight as it is.
+        if torch.get_autocast_dtype(leaves[0].device.type) in dtypes:
+            for leaf in leaves:
+                if id(leaf) in weights:
+                    self._used.setdefault(memory_of(leaf), set()).add(id(leaf))
+        return result
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,14 +162,13 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str]
     Args:
         model: changed in place.
         dtype: of floating tensors after.
-        keep_fp32: dotted names of modules that are not cast.
+        keep_fp32: dotted names of modules, parameters and buffers that are not cast.
     """
     # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
     for name in keep_fp32:
-        kept = model.get_submodule(name)
-        for tensor in (*kept.parameters(), *kept.buffers()):
+        for tensor in tensors_named(model, name):
             replacements[id(tensor)] = (tensor, tensor)
 
     def cast_once(tensor: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ class Precision(ABC):
             precision.
         operand_roundoffs: the unit roundoffs of a converted layer's operands and of its output
             gradients, up to which mode=diff takes differences for rounding.
+        caches_casts: autocast casts a weight once in a forward, not at each use.
         emulates_products: on a CPU, products are computed as tensor cores compute them.
     """
 
@@ -106,6 +107,7 @@ class Precision(ABC):
     reduced_precision_reduction: bool = False
     emulates_products: bool = False
     operand_roundoffs: tuple[float, float] = FP8_ROUNDOFFS
+    caches_casts: bool = True
     _kernels: str = ""
     # One object: forward and backward enter it once per micro-batch.
     _plain_context: AbstractContextManager[Any] = nullcontext()

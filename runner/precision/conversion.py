@@ -245,7 +245,11 @@ def classify_modules(
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
     ignored = {modules[name] for name in ignored_names}
-    kept = {part for name in rules.keep_fp32 for part in modules[name].modules()}
+    kept: set[nn.Module] = set()
+    for name in rules.keep_fp32:
+        # Of a tensor's name, the layer that holds it.
+        holder = model.get_submodule(name.rpartition(".")[0])
+        kept.update(modules[name].modules() if name in modules else [holder])
     holders = _holders_by_parameter(model)
     pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():

@@ -83,7 +83,9 @@ class ConvertingPrecision(Precision):
         return self.compute is not self.storage
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        return autocast(device.type, self.compute) if self.has_autocast else self._plain_context
+        if not self.has_autocast:
+            return self._plain_context
+        return autocast(device.type, self.compute, self.caches_casts)
 
     def cast(self, inputs: Any) -> Any:
         """Return the inputs in the storage dtype. Under autocast they are not cast, so that

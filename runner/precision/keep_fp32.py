@@ -1,6 +1,7 @@
-"""Keep the modules that `precision.keep_fp32` names in float32 inside a model of another precision.
+"""Keep what `precision.keep_fp32` names in float32 inside a model of another precision.
 
-Such a module stores and computes in float32. Its class is swapped for a subclass whose forward
+A parameter or buffer is stored in float32, and the model's code computes with it as torch promotes
+dtypes. A module stores and computes in float32. Its class is swapped for a subclass whose forward
 casts inputs and outputs (the way torch.nn.utils.parametrize does it): names, state dict, hooks,
 isinstance and deepcopy survive, and torch.compile sees an ordinary forward.
 """
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
+from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.utils.errors import ConfigError
 from runner.utils.module_tape import is_in_backward
-from runner.utils.modules import outermost_names, select_modules
+from runner.utils.modules import outermost_names, select_modules, tensors_named
 
 KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"
 
@@ -46,7 +47,8 @@ class KeptInFloat32:
 
 
 def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
-    """Return the dotted names of the outermost modules that the patterns of keep_fp32 match.
+    """Return the dotted names of the outermost modules that the patterns of keep_fp32 match; of a
+    pattern that matches no module, of the parameters and buffers that it matches.
 
     Args:
         model: not changed.
@@ -59,24 +61,32 @@ def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.
     """
     # A module that is registered twice can be meant by either name.
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    chosen = select_modules("precision.keep_fp32", patterns, names)
+    tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    nothing = "no module of the model, and no parameter or buffer"
+    chosen = select_modules("precision.keep_fp32", patterns, names, nothing, tensors)
     outermost = outermost_names(chosen)
     # In a mixed precision every parameter is in float32 anyway.
     if storage is not torch.float32:
-        _refuse_ties(model, outermost)
+        _refuse_ties(model, outermost.intersection(names))
     return outermost
 
 
 def keep_in_float32(model: nn.Module, names: Collection[str], storage: torch.dtype) -> None:
-    """Make modules store and compute in float32.
+    """Make modules store and compute in float32, and single tensors be in float32.
 
     Args:
         model: changed in place.
-        names: dotted names of the modules, as find_kept_modules returns them.
+        names: dotted names, as find_kept_modules returns them.
         storage: dtype of the surroundings, to which the modules' outputs are cast.
     """
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name in names:
-        module = model.get_submodule(name)
+        module = modules.get(name)
+        if module is None:
+            (tensor,) = tensors_named(model, name)
+            tensor.data = cast_tensor(tensor.data, torch.float32)
+            continue
         if not isinstance(module, KeptInFloat32):
             module.__class__ = _float32_class(type(module))
             module._surroundings = storage  # type: ignore[assignment]
@@ -118,7 +128,7 @@ def no_op_hook(module: nn.Module, args: Any) -> None:
 
 @cache
 def _float32_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Float32{kind.__name__}", (KeptInFloat32, kind), {})
+    return type(f"Float32{kind.__name__}", (KeptInFloat32, kind), {"__module__": kind.__module__})
 
 
 def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:

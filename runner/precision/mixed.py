@@ -116,7 +116,7 @@ class MixedPrecision(Precision):
                 )
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        return autocast(device.type, self.compute)
+        return autocast(device.type, self.compute, self.caches_casts)
 
     def cast(self, inputs: Any) -> Any:
         """Return the inputs as they are, for autocast to cast; only float64, which it does not

@@ -24,13 +24,14 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group, locate, target_arguments
 from runner.config.trusted_targets import check_trusted
 from runner.data.build import build_data, build_run_loaders
-from runner.precision.casting import DefaultDtype, cast_floats, cast_nest
+from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport, is_converted
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.initial_weights import InitialWeights, load_selected, unpack_weights
 from runner.training.model_call import call_model
+from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.parameter_groups import freeze_parameters
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import tensors_only
@@ -261,7 +262,13 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
     """
     try:
         model.load_state_dict(_unpacked_weights(model, saved), strict=True)
-    except (RuntimeError, ValueError) as error:
+        for name, value in saved.content.get(OWN_BUFFERS_KEY, {}).items():
+            path, _, key = name.rpartition(".")
+            before: Tensor | None = model.get_buffer(name)
+            like = value if before is None else cast_tensor(value, before.dtype).to(before.device)
+            # Not copied into it: a forward may have given it another shape.
+            model.get_submodule(path)._buffers[key] = like.clone()
+    except (RuntimeError, ValueError, AttributeError) as error:
         # torch lists each name below a first line that says nothing about this model.
         lines = str(error).splitlines()
         reason = lines[1].strip() if len(lines) > 1 else str(error)

@@ -14,7 +14,10 @@ from torch.utils._pytree import tree_map_only
 from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
 from runner.precision.loss_scale import HostFlag, LossScale
+from runner.precision.weight_updates import Nearest
+from runner.precision.wide_forward import WideForward
 from runner.training.model_call import plain_module
+from runner.training.own_state import OwnState, SkippedSteps
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
 from runner.utils.reproducibility import saved_forward_state
@@ -186,6 +189,35 @@ class TrainState:
     def sparse_gradient_parameters(self) -> list[Tensor]:
         """Return the trainable parameters whose gradients are sparse."""
         return [*sparse_parameters(self.plain_model).values()]
+
+    @cached_property
+    def own_state(self) -> OwnState:
+        """Return what the model changes by itself, from the first use on."""
+        return OwnState(self.plain_model, self.strategy.rank.world_size)
+
+    @cached_property
+    def skipped_steps(self) -> SkippedSteps | None:
+        """Return what undoes the forwards of skipped steps; None where no step is skipped."""
+        return None if self.scale.value is None else SkippedSteps(self.plain_model)
+
+    @cached_property
+    def wide_forward(self) -> WideForward | None:
+        """Return what has the model's own writes follow precision.update; None without a rule."""
+        model = self.plain_model
+        is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        if is_compiled or self.precision.update == Nearest.name:
+            return None
+        return WideForward(model, self.precision.update)
+
+    def end_first_step(self) -> None:
+        """Note what the model changes by itself in a step; own_state was used before it."""
+        if self.wide_forward is not None and not self.wide_forward.kept:
+            self.wide_forward = None
+        counts_all = self.own_state.end_first_step()
+        if self.skipped_steps is not None:
+            # A skipped step has left no change to compare.
+            trusts_versions = counts_all and not self.skipped_steps.found_inf
+            self.skipped_steps = SkippedSteps(self.plain_model, trusts_versions)
 
     @cached_property
     def takes_closure(self) -> bool:

@@ -27,6 +27,7 @@ from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training.callbacks.callback import RunCallback
 from runner.training.optimizers import optimizer_nodes
+from runner.training.own_state import OWN_BUFFERS_KEY, OWN_UPDATES_KEY
 from runner.training.schedules import (
     EvaluationSchedule,
     WarmUp,
@@ -120,6 +121,10 @@ def restore(
         state.skipped = content["skipped_steps"]
         state.last_evaluation_step = content["evaluated"]
         state.stagnant_share = content["stagnant"]
+        state.own_state.restored.update(content.get(OWN_BUFFERS_KEY, {}))
+        for name, kept in content.get(OWN_UPDATES_KEY, {}).items():
+            if state.wide_forward is not None:
+                state.wide_forward.kept[name] = kept.to(state.device, copy=True)
         _restore_callbacks(callbacks, content["callbacks"])
         generators = content["rng"]
         rank = state.strategy.rank.index
@@ -249,6 +254,8 @@ def checkpoint_state_dict(
         ],
         "planned_steps": max((part.planned_steps for part in state.optimizers), default=0),
         "loss_scale": state.scale.state_dict(),
+        OWN_BUFFERS_KEY: state.own_state.changed_buffers() if state.optimizers else {},
+        OWN_UPDATES_KEY: {} if state.wide_forward is None else dict(state.wide_forward.kept),
         **({} if state.average is None else {AVERAGE_KEY: state.average.state_dict()}),
     }
 

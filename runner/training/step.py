@@ -6,6 +6,7 @@ on the device until record_buffer.py copies a block of them.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from math import nan
 from time import perf_counter
@@ -38,6 +39,8 @@ from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 from runner.utils.tensors import widest_float
+
+_PLAIN = nullcontext()
 
 
 def examples_in(batch: Batch) -> int:
@@ -127,7 +130,8 @@ def train_step(
     state.step += 1
     sizes = sizes or [examples_in(micro) for micro in micros]
     take_step = _closure_step if state.takes_closure else _plain_step
-    values, terms = take_step(state, micros, sizes)
+    with state.wide_forward or _PLAIN:
+        values, terms = take_step(state, micros, sizes)
     measured = measure_step(state)  # before the gradients are dropped
     for name, value in terms.items():
         measured[f"{TERM_PREFIX}{name}"] = value
@@ -154,6 +158,9 @@ def _plain_step(
         Values of its record by field, and the task's further values by name.
     """
     strategy = state.strategy
+    skipped_steps = state.skipped_steps
+    if skipped_steps is not None:
+        skipped_steps.begin()
     scale = state.scale.value  # in force in this step; the update at its end may change it
     loss, terms = compute_gradients(state, micros, sizes)
     grads = [strategy.local_shards(gradients_of(part.params)) for part in state.optimizers]
@@ -177,6 +184,9 @@ def _plain_step(
     }
     state.run_update_hook()
     state.scale.step_all([part.optimizer for part in state.optimizers], found_infs)
+    # Before the average, which has running statistics, too.
+    if skipped_steps is not None:
+        skipped_steps.end(values["found_inf"])
     for scheduled, found_inf in zip(state.optimizers, found_infs, strict=True):
         # Without a flag the step was applied for certain. With one the schedule waits for the flag,
         # which is copied to the host in the background.

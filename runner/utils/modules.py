@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from runner.utils.errors import ConfigError
 
@@ -32,7 +32,11 @@ def _matches_prefix(segments: Sequence[str], path: Sequence[str]) -> bool:
 
 
 def select_modules(
-    key: str, patterns: Iterable[Any], names: Iterable[str], nothing: str = "no module of the model"
+    key: str,
+    patterns: Iterable[Any],
+    names: Iterable[str],
+    nothing: str = "no module of the model",
+    others: Iterable[str] = (),
 ) -> set[str]:
     """Return the names that any pattern matches.
 
@@ -42,25 +46,40 @@ def select_modules(
         names: dotted names of the model's modules, the empty one of the model itself included; or
             of its parameters.
         nothing: says in the message what a pattern matches that matches none of them.
+        others: further names, for patterns that match none of `names`.
 
     Raises:
         ConfigError: a pattern matches no name.
     """
     names = list(names)
+    others = list(others)
     selected: set[str] = set()
     problems = []
     # A module's name may be a number, as in [0,1], which YAML reads as such.
     for pattern in map(str, patterns):
         matches = {name for name in names if matches_pattern(pattern, name)}
+        matches = matches or {name for name in others if matches_pattern(pattern, name)}
         if not matches:
             problems.append(
                 f"{key}: {pattern} matches {nothing}. Nearest names: "
-                f"{nearest_names(pattern, names)}. `*` stands for any part of one segment."
+                f"{nearest_names(pattern, [*names, *others])}. "
+                "`*` stands for any part of one segment."
             )
         selected |= matches
     if problems:
         raise ConfigError(*problems)
     return selected
+
+
+def tensors_named(model: nn.Module, name: str) -> list[Tensor]:
+    """Return the parameter or buffer of a dotted name, or the tensors of that name's module."""
+    path, _, key = name.rpartition(".")
+    holder = model.get_submodule(path)
+    tensor = holder._parameters.get(key, holder._buffers.get(key))
+    if tensor is not None:
+        return [tensor]
+    module = model.get_submodule(name)
+    return [*module.parameters(), *module.buffers()]
 
 
 def name_prefixes(name: str) -> Iterator[str]:

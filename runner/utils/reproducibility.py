@@ -6,13 +6,17 @@ run leaves behind would change the next one.
 
 import os
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runner.utils import accelerator
 
@@ -183,38 +187,104 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
 def saved_forward_state(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """Return a function that restores what a forward and a backward of a model change.
 
-    That is the random generators, and of each module its buffers, its mode and its attributes that
-    are numbers. Other attributes, for example lists, stay as they are. The function can be called
-    any number of times.
+    That is the random generators, the tensors of `own_tensors`, and of each module its mode and
+    its attributes, with what lists, dicts, sets, deques and dataclasses among them hold. Attributes
+    of other objects stay as they are. The function can be called any number of times.
 
     Args:
-        model: its weights are neither saved nor restored.
+        model: its other weights are neither saved nor restored.
         device: whose generator is saved, too.
     """
     drawn = rng_state(device)
-    # A forward may also put another tensor in the place of a buffer.
-    modules = [(module, dict(module._buffers), _numbers(module)) for module in model.modules()]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    restores: list[Callable[[], None]] = []
+    own = own_tensors(model)
+    # Weights that an optimizer trains, also those that an attribute holds (nn.LSTM's flat weights).
+    seen = {id(p) for p in model.parameters()} - {id(tensor) for tensor in own}
+    for tensor in own:
+        _save_members(tensor, restores, seen)
+    for module in model.modules():
+        # A forward may also put another tensor in the place of a buffer.
+        _save_members(module._buffers, restores, seen)
+        restores.append(_saved_attributes(module, restores, seen))
 
     def restore() -> None:
-        for module, buffers, numbers in modules:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            vars(module).update(numbers)
-        with torch.no_grad():
-            for buffer, value in values:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        for restore_one in restores:
+            restore_one()
         set_rng_state(drawn, device)
 
     return restore
 
 
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    """Return a module's mode and its attributes that are numbers, by name."""
-    numbers: dict[str, Any] = {"training": module.training}
-    for name, value in vars(module).items():
-        # No other flags: one may say that an object was made, which stays.
-        if type(value) in (int, float):
-            numbers[name] = value
-    return numbers
+def own_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the tensors that a model's own forward may change: its buffers, and its frozen weights
+    unless they outnumber the others."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    # A moving average of weights is as large as they are. The frozen model under an adapter is
+    # larger, is only read, and a copy of it may not fit into memory. Shards are of another class.
+    frozen = [p for p in model.parameters() if not p.requires_grad and type(p) is nn.Parameter]
+    if sum(p.numel() for p in frozen) > trained:
+        frozen = []
+    return [*model.buffers(), *frozen]
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are no parameters, buffers or modules, by name; of a
+    precision's own layer its mode and its numbers alone."""
+    registered = ("_parameters", "_buffers", "_modules")
+    attributes = {key: value for key, value in vars(module).items() if key not in registered}
+    # What else such a layer holds is saved by its precision, or refers to its library's registries.
+    if type(module).__module__.startswith(("runner.precision.", "transformer_engine.")):
+        numbers = {k: v for k, v in attributes.items() if type(v) in (int, float)}
+        return {**numbers, "training": module.training}
+    return attributes
+
+
+def _saved_attributes(
+    module: nn.Module, restores: list[Callable[[], None]], seen: set[int]
+) -> Callable[[], None]:
+    """Return a function that sets a module's attributes to what they are now."""
+    attributes = plain_attributes(module)
+    for value in attributes.values():
+        _save_members(value, restores, seen)
+
+    def restore() -> None:
+        for key in plain_attributes(module).keys() - attributes.keys():
+            del vars(module)[key]
+        vars(module).update(attributes)
+
+    return restore
+
+
+def _save_members(value: Any, restores: list[Callable[[], None]], seen: set[int]) -> None:
+    """Append functions that restore the content of a tensor, an array, a generator or a container,
+    and of a container's members; `seen` has the ids of what is left out or done."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    members: Any = ()
+    if isinstance(value, Tensor):
+        restores.append(partial(_copy_if_changed, value, value.detach().clone()))
+    elif isinstance(value, np.ndarray):
+        restores.append(partial(np.copyto, value, value.copy()))
+    elif isinstance(value, torch.Generator):
+        restores.append(partial(torch.Generator.set_state, value, value.get_state()))  # type: ignore[arg-type]
+    elif isinstance(value, dict | list | set | deque):
+        members = value.values() if isinstance(value, dict) else value
+        restores.append(partial(_refill, value, copy(value)))
+    elif isinstance(value, tuple):
+        members = value
+    elif is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        _save_members(vars(value), restores, seen)
+    for member in [*members]:
+        _save_members(member, restores, seen)
+
+
+def _copy_if_changed(tensor: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        if not torch.equal(tensor, value):
+            tensor.copy_(value)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if hasattr(container, "extend") else container.update)(content)

@@ -26,6 +26,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def memory_of(value: object) -> int:
+    """Return the address of a plain tensor's storage, which views of it share; 0 for others."""
+    is_plain = type(value) in (Tensor, nn.Parameter)
+    return value.untyped_storage().data_ptr() if is_plain else 0  # type: ignore[attr-defined]
+
+
 def tensor_bytes(*tensors: Tensor) -> int:
     """Return the bytes of the tensors' storages, each storage counted once.
 

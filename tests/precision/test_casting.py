@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from runner.precision.casting import (
+    CastCacheWatch,
     DefaultDtype,
     cast_floats,
     cast_nest,
@@ -196,3 +198,41 @@ def test_an_object_that_applies_a_function_to_its_tensors_is_cast():
     }
     assert float64_to_float32({"graph": graph})["graph"].tensors["x"].dtype is torch.float32
     assert graph.tensors["x"].dtype is torch.float64
+
+
+def exchange(change):
+    """Return a policy's output, a reference's from the same layer, and what a watch has named."""
+    torch.manual_seed(0)
+    layer, reference, x = nn.Linear(4, 4, bias=False), torch.randn(4, 4), torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16), CastCacheWatch(layer) as watch:
+        policy = layer(x)
+        with torch.no_grad():
+            change(layer, reference)
+        return policy, layer(x), x, reference, [*watch.rewritten]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, reference: layer.weight.copy_(reference),
+        lambda layer, reference: layer.weight.data.copy_(reference),
+        lambda layer, reference: setattr(layer.weight, "data", reference),
+        lambda layer, reference: layer.load_state_dict({"weight": reference}),
+        lambda layer, reference: torch._foreach_copy_([layer.weight], [reference]),
+        lambda layer, reference: layer.weight.__setitem__(slice(None), reference),
+    ],
+)
+def test_a_weight_that_changes_between_two_uses_is_cast_again_and_named(change):
+    _, made, x, reference, names = exchange(change)
+    assert torch.equal(made, F.linear(x.bfloat16(), reference.bfloat16()))
+    assert names == ["weight"]
+
+
+def test_a_weight_that_is_read_or_constrained_before_its_use_is_not_named():
+    assert exchange(lambda layer, _: layer.weight.clone())[-1] == []
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16), CastCacheWatch(layer) as watch:
+        with torch.no_grad():
+            layer.weight.copy_(F.normalize(layer.weight))
+        layer(x)
+    assert not watch.rewritten

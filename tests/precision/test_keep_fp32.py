@@ -6,6 +6,7 @@ from precision_models import CPU
 from torch import nn
 
 from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.distributed.fsdp import _modules_of_other_dtype
 from runner.precision import registry
 from runner.precision.keep_fp32 import KeptInFloat32, find_kept_modules, keep_in_float32
 from runner.utils.errors import ConfigError
@@ -264,3 +265,46 @@ def test_a_kept_module_without_tensor_arguments_asks_its_parameters(monkeypatch)
     monkeypatch.setattr(torch, "autocast", lambda kind, **k: asked.append(kind) or real("cpu", **k))
     model[0].to("meta")()
     assert asked == ["meta"]
+
+
+class Decay(nn.Module):
+    """A state-space layer's decay and a router's counter, which a forward updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(16, 16)
+        self.a_log = nn.Parameter(torch.linspace(0.1, 1.0, 16))
+        self.register_buffer("tokens", torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.tokens += 1.01
+        return self.proj((x * -self.a_log.exp()).to(x.dtype))
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "transformer-engine", "float8-rowwise"])
+def test_a_parameter_and_a_buffer_are_kept_by_name(name):
+    options = {} if name in OTHERS else {"emulate": True}
+    precision = registry.load_precision(name, keep_fp32=["0.a_log", "*.tokens"], **options)
+    model, _ = precision.convert(nn.Sequential(Decay(), nn.Linear(16, 16)))
+    expected = torch.linspace(0.1, 1.0, 16)
+    assert torch.equal(model[0].a_log, expected)
+    for _ in range(300):
+        forward(precision, model, torch.randn(32, 16))
+    # bfloat16 would stop at 256.
+    assert float(model[0].tokens) == pytest.approx(303, rel=1e-5)
+    assert model[0].proj.weight.dtype is model[1].weight.dtype
+    assert model[0].a_log.dtype is model[0].tokens.dtype is torch.float32
+
+
+def test_a_layer_whose_weight_is_kept_is_not_converted():
+    precision = registry.load_precision("bnb-nf4", keep_fp32=["0.weight"])
+    layers = [nn.Linear(64, 64), nn.Linear(64, 64)]
+    _, report = precision.convert(nn.Sequential(*layers))
+    assert [row.done for row in report.modules] == [False, True]
+
+
+def test_a_module_of_which_one_weight_is_kept_is_not_sharded():
+    _, model = converted("bf16-true", nn.Sequential(nn.Linear(4, 4)), "0.bias")
+    with pytest.raises(ConfigError, match="weights of a Linear have several dtypes"):
+        _modules_of_other_dtype(model)

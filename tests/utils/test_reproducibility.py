@@ -1,6 +1,7 @@
 import os
 import random
 import sys
+from collections import deque
 
 import numpy as np
 import pytest
@@ -133,16 +134,26 @@ def test_tf32_is_as_asked_after_a_program_has_set_either_family_of_switches(
 
 
 class Counts(torch.nn.Module):
-    """Changes a number, a buffer in place, and puts another buffer in the place of one."""
+    """Changes attributes, a buffer and a frozen weight in place, and replaces a buffer."""
 
     def __init__(self):
         super().__init__()
-        self.calls = 0
+        self.calls, self.is_begun, self.hidden = 0, False, torch.zeros(())
+        self.seen, self.by_name, self.last_two = [], {"rows": []}, deque(maxlen=2)
+        self.generator = torch.Generator()
+        self.teacher = torch.nn.Parameter(torch.ones(()), requires_grad=False)
+        self.weight = torch.nn.Parameter(torch.ones(()))
         self.register_buffer("total", torch.zeros(()))
         self.register_buffer("last", torch.zeros(()))
 
     def forward(self, x):
         self.calls += 1
+        self.is_begun = True
+        self.hidden += 1
+        for rows in (self.seen, self.by_name["rows"], self.last_two):
+            rows.append(float(x))
+        self.made = torch.rand((), generator=self.generator)
+        self.teacher.data.mul_(0.5)
         self.total += x
         self.last = x + torch.rand(())
         return self.last
@@ -157,5 +168,10 @@ def test_what_a_forward_changes_is_restored_any_number_of_times():
         model.eval()
         restore()
         assert (model[0].calls, float(model[0].total), float(model[0].last)) == (0, 0, 0)
+        first = model[0]
+        assert (float(first.teacher), float(first.hidden), first.is_begun) == (1, 0, False)
+        assert (first.seen, first.by_name, [*first.last_two]) == ([], {"rows": []}, [])
+        assert not hasattr(first, "made")
+        assert torch.equal(first.generator.get_state(), torch.Generator().get_state())
         assert model.training
     assert len(outputs) == 1

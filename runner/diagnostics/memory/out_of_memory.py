@@ -120,7 +120,7 @@ def out_of_memory_message(watch: MemoryWatch, error: BaseException) -> str:
     sizes = {}
     if state is not None:
         when = "in the first evaluation"
-        if state.model.training:
+        if state.model.training and state.step:
             when = f"in step {state.step}"
         elif state.step:
             when = f"in the evaluation after step {state.step}"
