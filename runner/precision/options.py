@@ -19,6 +19,7 @@ from runner.precision.emulation.cpu_kernels import (
     float32_accumulate,
     tf32_products,
 )
+from runner.precision.emulation.cuda_autocast import cuda_casts
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.reproducibility import saved_float32_switches, set_float32_switches
 
@@ -77,8 +78,17 @@ def products_session(
         if kernels == "float32_accumulate":
             products = float32_accumulate(precision.compute)
     sums = reduced_precision_sums(precision.reduced_precision_reduction)
-    with float32_matmul(matmul), sums, products:
+    with float32_matmul(matmul), sums, products, emulated_casts(precision, device):
         yield kernels
+
+
+def emulated_casts(
+    precision: "Precision", device: torch.device
+) -> AbstractContextManager[None]:
+    """Return the context in which autocast casts as on CUDA, where precision.emulate=true asks for
+    that on a CPU."""
+    is_asked = device.type == "cpu" and getattr(precision, "emulate", False)
+    return cuda_casts() if is_asked else nullcontext()
 
 
 def require_emulated_products(

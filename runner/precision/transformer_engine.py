@@ -122,7 +122,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         amaxes = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
         sums = options.reduced_precision_sums(self.reduced_precision_reduction)
-        with options.float32_matmul("highest"), sums, amaxes:
+        casts = options.emulated_casts(self, device)
+        with options.float32_matmul("highest"), sums, amaxes, casts:
             yield
 
     def find_obstacle(self, module: nn.Module) -> str:

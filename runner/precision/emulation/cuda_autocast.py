@@ -1,0 +1,197 @@
+"""Cast on a CPU as torch's autocast does on CUDA, operator by operator.
+
+torch has one list of casts for each kind of device. The CPU's leaves norms, softmax, pow, exp, log
+and sums in half precision, which CUDA's computes in float32; operators of CUDA's list that the
+CPU's lacks get its cast here, and those of the CPU's alone lose theirs. Which operators CUDA's list
+has is asked of torch's dispatcher, which knows it on machines without a GPU, too.
+
+Source of the kinds of cast: ATen/autocast_mode.h and autocast_mode.cpp of PyTorch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
+
+LOWER_PRECISION = frozenset(
+    "_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d "
+    "conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul "
+    "einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot "
+    "_thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
+    "_scaled_dot_product_flash_attention scaled_dot_product_attention _cudnn_rnn "
+    "cudnn_convolution cudnn_convolution_transpose".split()
+)
+"""Operators whose arguments CUDA's list casts to half precision."""
+WIDEST = frozenset(
+    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot "
+    "scatter_add".split()
+)
+"""Operators whose arguments it casts to the widest dtype among them."""
+# The others of the list are in float32: their arguments, or, where they have an argument dtype, the
+# result, which the kernel then sums up in.
+_WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+_REFUSED = "binary_cross_entropy"
+# What cuDNN's recurrent layers, which CUDA's list casts, are on a CPU.
+_RECURRENT = [
+    f"{kind}.{layout}"
+    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for layout in ("input", "data")
+]
+# The CPU has no kernel of it in half precision.
+_ROUNDED = "avg_pool3d"
+# Of each weight, by identity: the weight, which must live as long, and its cast.
+_half_weights: dict[int, tuple[Tensor, Tensor]] = {}
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def listed_operators(device_type: str) -> set[str]:
+    """Return the ATen operators, as mm or sum.dim_IntList, that torch's list for CPU or CUDA has."""
+    key = f"Autocast{device_type}"
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+@contextmanager
+def cuda_casts() -> Iterator[None]:
+    """Have autocast on the CPU cast as on CUDA while the context is open.
+
+    It is process-wide: see cpu_kernels.replace_kernels. torch refuses binary_cross_entropy under
+    CUDA's autocast, and so it does here.
+    """
+    # Fused attention in evaluation, which torch leaves out under CUDA's autocast.
+    fuses = torch.backends.mha.get_fastpath_enabled()
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        clear()
+        _half_weights.clear()
+
+    try:
+        with replace_kernels("cuda_casts", _make_kernels):
+            torch.backends.mha.set_fastpath_enabled(False)
+            # torch.autocast calls it at the end of the outermost context.
+            torch.clear_autocast_cache = clear_both
+            yield
+    finally:
+        torch.clear_autocast_cache = clear
+        torch.backends.mha.set_fastpath_enabled(fuses)
+
+
+def _make_kernels() -> Kernels:
+    on_cpu = listed_operators("CPU")
+    on_cuda = listed_operators("CUDA")
+    kernels: dict[str, BoxedKernel] = dict.fromkeys(
+        on_cpu - on_cuda, torch.library.fallthrough_kernel
+    )
+    kernels[_ROUNDED] = _kernel(_ROUNDED, _rounded_to_input)
+    for name in on_cuda:
+        if name in WIDEST:
+            kernels[name] = _kernel(name, _in_widest_dtype)
+        elif name not in LOWER_PRECISION:
+            kernels[name] = _kernel(name, _in_float32)
+    # The CPU's own kernels of the others cast as CUDA's do, from the same source.
+    for name in (*((on_cuda & LOWER_PRECISION) - on_cpu), *_RECURRENT):
+        kernels[name] = _kernel(name, _in_half)
+    return {(name, "AutocastCPU"): kernel for name, kernel in kernels.items()}
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _kernel(name: str, rule: Callable[..., Any]) -> BoxedKernel:
+    """Return an operator's kernel for autocast, which calls rule(operator, args, kwargs)."""
+    operator = _operator(name)
+
+    def run(_: Any, *args: Any, **kwargs: Any) -> Any:
+        # What the operator is composed of is not cast again.
+        with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+            return rule(operator, args, kwargs)
+
+    return run
+
+
+def _is_cast(value: Any) -> bool:
+    """Return whether autocast looks at a value: a floating tensor on the CPU, but no float64."""
+    if not isinstance(value, Tensor) or value.device.type != "cpu":
+        return False
+    return value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _cast(values: Any, cast: Callable[[Tensor], Tensor]) -> Any:
+    """Return arguments, a tuple, list or dict of them, with a function applied to their tensors."""
+    if isinstance(values, dict):
+        return {key: _cast(value, cast) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_cast(value, cast) for value in values]
+    return cast(values) if _is_cast(values) else values
+
+
+def _call_in(dtype: torch.dtype, operator: Any, args: Any, kwargs: Any) -> Any:
+    args = _cast(args, lambda tensor: tensor.to(dtype))
+    return operator(*args, **_cast(kwargs, lambda tensor: tensor.to(dtype)))
+
+
+def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator in float32, or with dtype=float32 where it takes a dtype."""
+    name = operator.name().removeprefix("aten::")
+    if name == _REFUSED:
+        raise RuntimeError(
+            "torch refuses binary_cross_entropy (BCELoss) under CUDA's autocast, for it overflows "
+            "in half precision. Use binary_cross_entropy_with_logits, or compute it in float32 "
+            "within torch.autocast(enabled=False)."
+        )
+    target = _operator(_WITH_DTYPE.get(name, name))
+    names = [argument.name for argument in target._schema.arguments]
+    if "dtype" not in names:
+        return _call_in(torch.float32, operator, args, kwargs)
+    given = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    first = given.pop(names[0])
+    if not _is_cast(first):
+        return operator(*args, **kwargs)
+    if given.get("dtype") is None:
+        given["dtype"] = torch.float32
+    return target(first, **given)
+
+
+def _in_widest_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
+    found: set[torch.dtype] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        found.add(tensor.dtype)
+        return tensor
+
+    _cast([args, kwargs], note)
+    half = torch.get_autocast_dtype("cpu")
+    unknown = found - {half, torch.float32}
+    if unknown:
+        raise RuntimeError(f"Unexpected {unknown} in an operator under CUDA's autocast to {half}.")
+    return _call_in(torch.float32 if torch.float32 in found else half, operator, args, kwargs)
+
+
+def _rounded_to_input(operator: Any, args: Any, kwargs: Any) -> Any:
+    result = _call_in(torch.float32, operator, args, kwargs)
+    return result.to(args[0].dtype) if _is_cast(args[0]) else result
+
+
+def _in_half(operator: Any, args: Any, kwargs: Any) -> Any:
+    return operator(*_cast(args, _to_half), **_cast(kwargs, _to_half))
+
+
+def _to_half(tensor: Tensor) -> Tensor:
+    """Return a tensor in autocast's dtype. As in torch, a weight is cast once for all its uses in a
+    forward, so that their gradients add up in half precision."""
+    half = torch.get_autocast_dtype("cpu")
+    is_weight = tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
+    caches = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
+    if not (is_weight and caches) or tensor._is_view():
+        return tensor.to(half)
+    if id(tensor) not in _half_weights:
+        _half_weights[id(tensor)] = tensor, tensor.to(half)
+    return _half_weights[id(tensor)][1]
