@@ -82,9 +82,7 @@ def products_session(
         yield kernels
 
 
-def emulated_casts(
-    precision: "Precision", device: torch.device
-) -> AbstractContextManager[None]:
+def emulated_casts(precision: "Precision", device: torch.device) -> AbstractContextManager[None]:
     """Return the context in which autocast casts as on CUDA, where precision.emulate=true asks for
     that on a CPU."""
     is_asked = device.type == "cpu" and getattr(precision, "emulate", False)

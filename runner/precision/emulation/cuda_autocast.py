@@ -8,12 +8,14 @@ has is asked of torch's dispatcher, which knows it on machines without a GPU, to
 Source of the kinds of cast: ATen/autocast_mode.h and autocast_mode.cpp of PyTorch.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
 
@@ -33,7 +35,10 @@ WIDEST = frozenset(
 """Operators whose arguments it casts to the widest dtype among them."""
 # The others of the list are in float32: their arguments, or, where they have an argument dtype, the
 # result, which the kernel then sums up in.
-_WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+_WITH_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
 _REFUSED = "binary_cross_entropy"
 # What cuDNN's recurrent layers, which CUDA's list casts, are on a CPU.
 _RECURRENT = [
@@ -62,7 +67,6 @@ def cuda_casts() -> Iterator[None]:
     It is process-wide: see cpu_kernels.replace_kernels. torch refuses binary_cross_entropy under
     CUDA's autocast, and so it does here.
     """
-    # Fused attention in evaluation, which torch leaves out under CUDA's autocast.
     fuses = torch.backends.mha.get_fastpath_enabled()
     clear = torch.clear_autocast_cache
 
@@ -70,8 +74,12 @@ def cuda_casts() -> Iterator[None]:
         clear()
         _half_weights.clear()
 
+    _forget_compiled()
+    # A cached graph holds casts, and its key lacks the kernels that made them.
+    caches_no_graphs = functorch_config.patch(enable_autograd_cache=False)
     try:
-        with replace_kernels("cuda_casts", _make_kernels):
+        with replace_kernels("cuda_casts", _make_kernels), caches_no_graphs:
+            # Fused attention in evaluation, which torch leaves out under CUDA's autocast.
             torch.backends.mha.set_fastpath_enabled(False)
             # torch.autocast calls it at the end of the outermost context.
             torch.clear_autocast_cache = clear_both
@@ -79,6 +87,13 @@ def cuda_casts() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache = clear
         torch.backends.mha.set_fastpath_enabled(fuses)
+        _forget_compiled()
+
+
+def _forget_compiled() -> None:
+    """Forget what was compiled with other casts in this process, for which torch has no guard."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def _make_kernels() -> Kernels:
