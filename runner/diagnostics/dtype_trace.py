@@ -1,15 +1,14 @@
 """Record which dtypes each module really stores and computes in, in a step that runs anyway."""
 
 from collections import Counter, defaultdict
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.precision.emulation import cuda_autocast
+from runner.precision.emulation.cuda_autocast import noted_casts
 from runner.utils.module_tape import ROOT, ModuleTape
 from runner.utils.tensors import dtype_name, inner_tensors
 
@@ -50,7 +49,8 @@ def _operator_name(kernel: Any) -> str:
 # Of products that add something first: their first factor's place among the arguments.
 _FACTORS = dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmm_activation", "addmv"), 1)
 _FACTORS |= dict.fromkeys(
-    ("mm", "bmm", "int_mm", "scaled_mm", "grouped_mm", "scaled_grouped_mm", "linear", "mv", "dot"), 0
+    ("mm", "bmm", "int_mm", "scaled_mm", "grouped_mm", "scaled_grouped_mm", "linear", "mv", "dot"),
+    0,
 )
 
 
@@ -70,17 +70,6 @@ def _product(name: str, args: tuple[Any, ...], out: Any) -> tuple[Tensor, int] |
         rows = args[0].numel() // args[0].shape[-1]
         return args[0], 2 * rows * sum(weight.numel() for weight in weights)
     return None
-
-
-@cache
-def _cast_on_cuda() -> tuple[set[str], set[str]]:
-    """Return the operators that CUDA's autocast has in float32, and in half precision."""
-    half = cuda_autocast.LOWER_PRECISION
-    single = cuda_autocast.listed_operators("CUDA") - half - cuda_autocast.WIDEST
-    # As the composites among them are dispatched.
-    single |= {"native_group_norm", "fused_rms_norm"}
-    plain = [{name.partition(".")[0].strip("_") for name in names} for names in (single, half)]
-    return plain[0], plain[1]
 
 
 def _names(values: Any) -> set[str]:
@@ -137,6 +126,7 @@ class DtypeProbe(TorchDispatchMode):
                     note = partial(_note, self.seen, "gradients", name)
                     self._tape.watch_gradient(p, lambda p, note=note: note(p.grad))
         if self._shows_kernels:
+            self._tape.enter_context(noted_casts(self.cast_otherwise))
             super().__enter__()
             self._tape.push(super().__exit__)
         return self
@@ -157,7 +147,6 @@ class DtypeProbe(TorchDispatchMode):
                 # torchao's FP8 tensors hold codes.
                 dtype = next(inner_tensors(product[0]), product[0]).dtype
                 self.work[module, name, dtype_name(dtype)] += product[1]
-            self._note_cast(name, args)
         return out
 
     def _note_inputs(self, name: str, values: Any) -> None:
@@ -165,18 +154,6 @@ class DtypeProbe(TorchDispatchMode):
         first = next((v for v in tree_leaves(values) if isinstance(v, Tensor) and v.ndim), None)
         if first is not None and first.numel():
             self.input_rows[name] += first.numel() // first.shape[-1]
-
-    def _note_cast(self, name: str, args: tuple[Any, ...]) -> None:
-        # Within an operator of the CPU's list autocast is off.
-        if not torch.is_autocast_enabled("cpu"):
-            return
-        first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
-        if first is None or first.device.type != "cpu":
-            return
-        in_single, in_half = _cast_on_cuda()
-        is_half = first.dtype is torch.get_autocast_dtype("cpu")
-        if (is_half and name in in_single) or (first.dtype is torch.float32 and name in in_half):
-            self.cast_otherwise[name] = dtype_name(first.dtype)
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each module that ran, in the model's order."""

@@ -4,9 +4,7 @@ Work is counted in floating-point operations, two for a multiplication and its a
 """
 
 from collections import Counter, defaultdict
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import NamedTuple
 
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision.contract import Precision
@@ -54,7 +52,9 @@ def _work(probe: DtypeProbe, precision: Precision, report: ConversionReport) -> 
     seen = {module.removesuffix(".base_layer") for module, _, _ in probe.work}
     elements = {row.module: row.elements for row in report.modules}
     # Their kernels may be a library's own, which torch does not dispatch, or emulated.
-    counted = {r.module for r in report.modules if r.done and (layer_format or r.module not in seen)}
+    counted = {
+        r.module for r in report.modules if r.done and (layer_format or r.module not in seen)
+    }
     work: _Work = Counter()
     for (module, operator, kind), flops in probe.work.items():
         if module.removesuffix(".base_layer") not in counted:

@@ -16,22 +16,30 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
-
-LOWER_PRECISION = frozenset(
-    "_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d "
-    "conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul "
-    "einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot "
-    "_thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
-    "_scaled_dot_product_flash_attention scaled_dot_product_attention _cudnn_rnn "
-    "cudnn_convolution cudnn_convolution_transpose".split()
+from runner.precision.emulation.cpu_kernels import (
+    BoxedKernel,
+    Kernels,
+    open_replacements,
+    original_kernel,
+    replace_kernels,
 )
+from runner.utils.tensors import dtype_name
+
+_LOWER_PRECISION = """
+_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d convolution
+conv_transpose2d.input conv_transpose3d.input prelu addmm addmv addr matmul einsum mm mv linear
+linalg_vecdot addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell lstm_cell
+_thnn_fused_gru_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+scaled_dot_product_attention _cudnn_rnn cudnn_convolution cudnn_convolution_transpose
+"""
+_WIDEST = """
+addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+"""
+LOWER_PRECISION = frozenset(_LOWER_PRECISION.split())
 """Operators whose arguments CUDA's list casts to half precision."""
-WIDEST = frozenset(
-    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot "
-    "scatter_add".split()
-)
+WIDEST = frozenset(_WIDEST.split())
 """Operators whose arguments it casts to the widest dtype among them."""
 # The others of the list are in float32: their arguments, or, where they have an argument dtype, the
 # result, which the kernel then sums up in.
@@ -41,11 +49,7 @@ _WITH_DTYPE = {
 }
 _REFUSED = "binary_cross_entropy"
 # What cuDNN's recurrent layers, which CUDA's list casts, are on a CPU.
-_RECURRENT = [
-    f"{kind}.{layout}"
-    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    for layout in ("input", "data")
-]
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # The CPU has no kernel of it in half precision.
 _ROUNDED = "avg_pool3d"
 # Of each weight, by identity: the weight, which must live as long, and its cast.
@@ -54,7 +58,7 @@ _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 def listed_operators(device_type: str) -> set[str]:
-    """Return the ATen operators, as mm or sum.dim_IntList, that torch's list for CPU or CUDA has."""
+    """Return the ATen operators, as sum.dim_IntList, that torch's list for CPU or CUDA has."""
     key = f"Autocast{device_type}"
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
@@ -90,6 +94,48 @@ def cuda_casts() -> Iterator[None]:
         _forget_compiled()
 
 
+@contextmanager
+def noted_casts(noted: dict[str, str]) -> Iterator[None]:
+    """Note, while the context is open, the operators that autocast on the CPU casts otherwise than
+    CUDA's would, with the dtype that the CPU's computes in; nothing within cuda_casts.
+
+    Args:
+        noted: given names of operators and of dtypes.
+    """
+    if "cuda_casts" in open_replacements():
+        yield
+        return
+    with replace_kernels("noted_casts", lambda: _noting_kernels(noted)):
+        yield
+
+
+def _noting_kernels(noted: dict[str, str]) -> Kernels:
+    on_cpu = listed_operators("CPU")
+    on_cuda = listed_operators("CUDA")
+    # Both lists join tensors in their widest dtype.
+    names = (on_cuda ^ on_cpu) - WIDEST - {"cat", "stack"}
+    return {(name, "AutocastCPU"): _noting_kernel(name, name in on_cpu, noted) for name in names}
+
+
+def _noting_kernel(name: str, is_on_cpu: bool, noted: dict[str, str]) -> BoxedKernel:
+    """Return an operator's kernel that notes a call whose casts differ, and computes as before."""
+    operator = _operator(name)
+    own = original_kernel(name, "AutocastCPU") if is_on_cpu else None
+    is_half_on_cuda = name in LOWER_PRECISION
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        half = torch.get_autocast_dtype("cpu")
+        given = torch.float32 if is_half_on_cuda else half
+        if given in _dtypes([args, kwargs]):
+            computed = torch.float32 if is_half_on_cuda or is_on_cpu else half
+            noted[name.partition(".")[0]] = dtype_name(computed)
+        if own is not None:
+            return own(keys, *args, **kwargs)
+        return operator.redispatch(keys.remove(torch._C.DispatchKey.AutocastCPU), *args, **kwargs)
+
+    return run
+
+
 def _forget_compiled() -> None:
     """Forget what was compiled with other casts in this process, for which torch has no guard."""
     if "torch._dynamo" in sys.modules:
@@ -109,7 +155,8 @@ def _make_kernels() -> Kernels:
         elif name not in LOWER_PRECISION:
             kernels[name] = _kernel(name, _in_float32)
     # The CPU's own kernels of the others cast as CUDA's do, from the same source.
-    for name in (*((on_cuda & LOWER_PRECISION) - on_cpu), *_RECURRENT):
+    recurrent = {f"{kind}.{layout}" for kind in _RECURRENT for layout in ("input", "data")}
+    for name in (on_cuda & LOWER_PRECISION) - on_cpu | recurrent:
         kernels[name] = _kernel(name, _in_half)
     return {(name, "AutocastCPU"): kernel for name, kernel in kernels.items()}
 
@@ -138,18 +185,19 @@ def _is_cast(value: Any) -> bool:
     return value.is_floating_point() and value.dtype is not torch.float64
 
 
-def _cast(values: Any, cast: Callable[[Tensor], Tensor]) -> Any:
-    """Return arguments, a tuple, list or dict of them, with a function applied to their tensors."""
-    if isinstance(values, dict):
-        return {key: _cast(value, cast) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_cast(value, cast) for value in values]
-    return cast(values) if _is_cast(values) else values
+def _dtypes(values: Any) -> set[torch.dtype]:
+    """Return the dtypes of the tensors that autocast looks at."""
+    return {value.dtype for value in tree_leaves(values) if _is_cast(value)}
+
+
+def _call_cast(cast: Callable[[Tensor], Tensor], operator: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator with its tensors cast, those in lists too."""
+    args, kwargs = tree_map(lambda value: cast(value) if _is_cast(value) else value, (args, kwargs))
+    return operator(*args, **kwargs)
 
 
 def _call_in(dtype: torch.dtype, operator: Any, args: Any, kwargs: Any) -> Any:
-    args = _cast(args, lambda tensor: tensor.to(dtype))
-    return operator(*args, **_cast(kwargs, lambda tensor: tensor.to(dtype)))
+    return _call_cast(lambda tensor: tensor.to(dtype), operator, args, kwargs)
 
 
 def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -176,13 +224,7 @@ def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_widest_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
-    found: set[torch.dtype] = set()
-
-    def note(tensor: Tensor) -> Tensor:
-        found.add(tensor.dtype)
-        return tensor
-
-    _cast([args, kwargs], note)
+    found = _dtypes([args, kwargs])
     half = torch.get_autocast_dtype("cpu")
     unknown = found - {half, torch.float32}
     if unknown:
@@ -196,7 +238,7 @@ def _rounded_to_input(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_half(operator: Any, args: Any, kwargs: Any) -> Any:
-    return operator(*_cast(args, _to_half), **_cast(kwargs, _to_half))
+    return _call_cast(_to_half, operator, args, kwargs)
 
 
 def _to_half(tensor: Tensor) -> Tensor:

@@ -7,7 +7,13 @@ from rich.console import Console
 
 from runner.config.invocation import given_keys, python_call
 from runner.sweeps.report.columns import advice_table
-from runner.sweeps.report.wording import format_interval, memory_name, memory_words, speed_words
+from runner.sweeps.report.wording import (
+    caveats_text,
+    format_interval,
+    memory_name,
+    memory_words,
+    speed_words,
+)
 from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict
@@ -116,12 +122,13 @@ def other_sentences(advice: Advice) -> str:
             f"Emulated, {', '.join(emulated)} trained as well; the hardware itself is needed to "
             "measure the speed."
         )
+    sentences.append(caveats_text(job for v in advice.verdicts for job in v.group.jobs))
     if advice.settings.busy > BUSY_SHARE:
         sentences.append(
             f"Other programs kept {advice.settings.busy:.0%} of the processors busy when this "
             "began; speeds may differ on a quiet machine."
         )
-    return " ".join(sentences)
+    return " ".join(filter(None, sentences))
 
 
 def _unclear(advice: Advice) -> list[PrecisionVerdict]:
@@ -145,7 +152,8 @@ def gate_sentence(gate: GateVerdict) -> str:
             sentences.append("The budget ended first: a larger advise.budget may decide.")
         else:
             sentences.append(f"More seeds may decide: type advise.seeds={2 * settings.seeds}.")
-    return " ".join(sentences)
+    sentences.append(caveats_text(gate.precision.group.jobs))
+    return " ".join(filter(None, sentences))
 
 
 def _looks_table(gate: GateVerdict) -> Table:

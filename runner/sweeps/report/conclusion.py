@@ -14,6 +14,7 @@ from runner.modes.result import shared_settings
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     VERDICT_WORDS,
+    caveats_text,
     difference_words,
     format_mean_sd,
     format_range,
@@ -81,13 +82,18 @@ def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | Non
 
 
 def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
-    """Return the result of a sweep and, in a sentence of its own, what did not end well.
+    """Return the result of a sweep and, in sentences of their own, what did not end well and what
+    was not computed as asked.
 
     Args:
         comparisons: as compare_with_baselines() returns them.
         missing_jobs: which of the sweep's jobs did not begin; see SweepData.missing_jobs_clause.
     """
-    sentences = [conclusion_sentence(comparisons), failure_sentence(comparisons, missing_jobs)]
+    sentences = [
+        conclusion_sentence(comparisons),
+        failure_sentence(comparisons, missing_jobs),
+        caveats_text(job for comparison in comparisons for job in comparison.group.jobs),
+    ]
     return " ".join(filter(None, sentences))
 
 
