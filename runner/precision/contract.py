@@ -29,6 +29,7 @@ from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
 from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.options import products_session
+from runner.precision.sessions import open_session
 from runner.precision.weight_updates import UpdateRule
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
@@ -125,7 +126,19 @@ class Precision(ABC):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         """Return the context around the whole run, which sets the process-wide switches that the
-        precision needs and restores them after."""
+        precision needs and restores them after.
+
+        Raises:
+            PolicyError: another session or run is open, in this thread or another, that needs
+                other switches.
+        """
+        dtypes = frozenset((self.storage, self.compute))
+        with open_session(self.name, dtypes, self.switches(model, device)):
+            yield
+
+    @contextmanager
+    def switches(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        """Return the context that sets the switches of a session."""
         if not self.float32_matmul:
             yield
             return

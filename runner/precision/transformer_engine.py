@@ -119,7 +119,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         super().require_strategy(strategy)
 
     @contextmanager
-    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+    def switches(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         amaxes = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
         sums = options.reduced_precision_sums(self.reduced_precision_reduction)
         casts = options.emulated_casts(self, device)
