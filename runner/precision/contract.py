@@ -28,7 +28,7 @@ from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
 from runner.precision.loss_scale import LossScale, NoLossScale
-from runner.precision.options import products_session
+from runner.precision.options import Switches, switched, wanted_switches
 from runner.precision.sessions import open_session
 from runner.precision.weight_updates import UpdateRule
 from runner.utils.errors import Unavailable
@@ -132,18 +132,18 @@ class Precision(ABC):
             PolicyError: another session or run is open, in this thread or another, that needs
                 other switches.
         """
-        dtypes = frozenset((self.storage, self.compute))
-        with open_session(self.name, dtypes, self.switches(model, device)):
-            yield
-
-    @contextmanager
-    def switches(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        """Return the context that sets the switches of a session."""
-        if not self.float32_matmul:
+        wanted = self.wanted_switches(model, device)
+        if wanted is None:
             yield
             return
-        with products_session(self, model, device) as self._kernels:
+        self._kernels = wanted.kernels
+        dtypes = frozenset((self.storage, self.compute))
+        with open_session(self.name, dtypes, wanted, switched(wanted, model)):
             yield
+
+    def wanted_switches(self, model: nn.Module, device: torch.device) -> Switches | None:
+        """Return what a session switches; None leaves torch's settings."""
+        return wanted_switches(self, model, device) if self.float32_matmul else None
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runner.precision.emulation.cpu_kernels import open_replacements
+from runner.precision.options import Switches
 from runner.utils.errors import PolicyError
 from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 
@@ -24,48 +24,40 @@ _runs: list[int] = []
 
 @dataclass(eq=False)
 class _Session:
-    """An open session: its name, the dtypes it computes in, and the kernels that it replaced."""
+    """A session: its precision's name, the dtypes that it computes in, and what it switches."""
 
     name: str
     dtypes: frozenset[torch.dtype]
+    switches: Switches
     context: AbstractContextManager[Any]
     thread: int = field(default_factory=threading.get_ident)
-    kernels: frozenset[Hashable] = frozenset()
     is_open: bool = True
 
     def suits(self, other: "_Session") -> bool:
-        """Return whether neither's kernels would compute for the other."""
-        foreign = self.kernels - other.kernels
-        own = other.kernels - self.kernels
-        return not any([*map(other.is_concerned, foreign), *map(self.is_concerned, own)])
+        """Return whether neither changes what the other computes."""
+        own, others = self.switches, other.switches
+        foreign = own.replacements - others.replacements
+        lacking = others.replacements - own.replacements
+        concerned = [*map(other.is_concerned, foreign), *map(self.is_concerned, lacking)]
+        return own[:2] == others[:2] and not any(concerned)
 
-    def is_concerned(self, kernels: Hashable) -> bool:
+    def is_concerned(self, replacement: Hashable) -> bool:
         """Return whether kernels of another session would compute for this one."""
-        if isinstance(kernels, torch.dtype):
-            return kernels in self.dtypes
+        if isinstance(replacement, torch.dtype):
+            return replacement in self.dtypes
         # Without autocast a precision stores and computes in one dtype.
-        return len(self.dtypes) > 1 or kernels != "cuda_casts"
+        return len(self.dtypes) > 1 or replacement != "cuda_casts"
 
 
 _sessions: list[_Session] = []
 
 
-def _process_switches() -> tuple[object, ...]:
-    """Return the process-wide switches of products that sessions set."""
-    backends: Any = torch.backends
-    matmul = backends.cuda.matmul
-    return (
-        matmul.fp32_precision,
-        backends.mkldnn.matmul.fp32_precision,
-        backends.cudnn.conv.fp32_precision,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-    )
-
-
 @contextmanager
 def open_session(
-    name: str, dtypes: frozenset[torch.dtype], context: AbstractContextManager[Any]
+    name: str,
+    dtypes: frozenset[torch.dtype],
+    switches: Switches,
+    context: AbstractContextManager[Any],
 ) -> Iterator[None]:
     """Return the context of a precision's session, beside which another one may be open, in any
     thread, if both want the same switches.
@@ -73,33 +65,30 @@ def open_session(
     Args:
         name: of the precision.
         dtypes: that it stores and computes in.
-        context: sets its switches.
+        switches: what it switches.
+        context: sets the switches.
 
     Raises:
-        PolicyError: it changes what an open session has set, or a run works in another thread.
+        PolicyError: it would change what an open session has set, or a run works in another thread.
     """
-    session = _Session(name, dtypes, context)
+    session = _Session(name, dtypes, switches, context)
     with _lock:
         if _runs and _runs[0] != session.thread:
             raise PolicyError(
                 f"The session of precision={name} would share random generators and switches with "
                 "the run in another thread. Open it when that run has ended."
             )
-        switches, depths = _process_switches(), open_replacements()
+        for other in _sessions:
+            if not other.suits(session):
+                where = "" if other.thread == session.thread else " in another thread"
+                raise PolicyError(
+                    f"The session of precision={name} would change process-wide switches or "
+                    f"kernels that precision={other.name}, whose session is open{where}, has set. "
+                    "Open them one after the other."
+                )
         context.__enter__()
-        now = open_replacements()
-        session.kernels = frozenset(key for key in now if now[key] > depths.get(key, 0))
-        has_changed = bool(_sessions) and _process_switches() != switches
-        other = next((s for s in _sessions if has_changed or not s.suits(session)), None)
         _sessions.append(session)
     try:
-        if other is not None:
-            where = "" if other.thread == session.thread else " in another thread"
-            raise PolicyError(
-                f"The session of precision={name} would change process-wide switches or kernels "
-                f"that precision={other.name}, whose session is open{where}, needs. Open them one "
-                "after the other."
-            )
         yield
     finally:
         with _lock:

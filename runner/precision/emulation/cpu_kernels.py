@@ -91,9 +91,9 @@ def replace_kernels(key: Hashable, make_kernels: Callable[[], Kernels]) -> Itera
                 library._destroy()
 
 
-def open_replacements() -> dict[Hashable, int]:
-    """Return the keys of the replacements that are in place, and how many contexts are open."""
-    return {key: depth for key, (depth, _) in _active.items()}
+def is_replaced(key: Hashable) -> bool:
+    """Return whether the kernels of a key are in place."""
+    return key in _active
 
 
 def original_kernel(name: str, key: str = "CPU") -> BoxedKernel:

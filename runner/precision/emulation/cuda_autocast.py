@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from runner.precision.emulation.cpu_kernels import (
     BoxedKernel,
     Kernels,
-    open_replacements,
+    is_replaced,
     original_kernel,
     replace_kernels,
 )
@@ -102,7 +102,7 @@ def noted_casts(noted: dict[str, str]) -> Iterator[None]:
     Args:
         noted: given names of operators and of dtypes.
     """
-    if "cuda_casts" in open_replacements():
+    if is_replaced("cuda_casts"):
         yield
         return
     with replace_kernels("noted_casts", lambda: _noting_kernels(noted)):
@@ -145,9 +145,8 @@ def _forget_compiled() -> None:
 def _make_kernels() -> Kernels:
     on_cpu = listed_operators("CPU")
     on_cuda = listed_operators("CUDA")
-    kernels: dict[str, BoxedKernel] = dict.fromkeys(
-        on_cpu - on_cuda, torch.library.fallthrough_kernel
-    )
+    none: BoxedKernel = torch.library.fallthrough_kernel
+    kernels = dict.fromkeys(on_cpu - on_cuda, none)
     kernels[_ROUNDED] = _kernel(_ROUNDED, _rounded_to_input)
     for name in on_cuda:
         if name in WIDEST:
@@ -224,12 +223,9 @@ def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_widest_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
-    found = _dtypes([args, kwargs])
     half = torch.get_autocast_dtype("cpu")
-    unknown = found - {half, torch.float32}
-    if unknown:
-        raise RuntimeError(f"Unexpected {unknown} in an operator under CUDA's autocast to {half}.")
-    return _call_in(torch.float32 if torch.float32 in found else half, operator, args, kwargs)
+    widest = torch.float32 if _dtypes([args, kwargs]) - {half} else half
+    return _call_in(widest, operator, args, kwargs)
 
 
 def _rounded_to_input(operator: Any, args: Any, kwargs: Any) -> Any:

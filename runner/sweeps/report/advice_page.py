@@ -7,13 +7,7 @@ from rich.console import Console
 
 from runner.config.invocation import given_keys, python_call
 from runner.sweeps.report.columns import advice_table
-from runner.sweeps.report.wording import (
-    caveats_text,
-    format_interval,
-    memory_name,
-    memory_words,
-    speed_words,
-)
+from runner.sweeps.report.wording import format_interval, memory_name, memory_words, speed_words
 from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict
@@ -122,7 +116,7 @@ def other_sentences(advice: Advice) -> str:
             f"Emulated, {', '.join(emulated)} trained as well; the hardware itself is needed to "
             "measure the speed."
         )
-    sentences.append(caveats_text(job for v in advice.verdicts for job in v.group.jobs))
+    sentences += [verdict.group.caveats for verdict in advice.verdicts]
     if advice.settings.busy > BUSY_SHARE:
         sentences.append(
             f"Other programs kept {advice.settings.busy:.0%} of the processors busy when this "
@@ -152,7 +146,7 @@ def gate_sentence(gate: GateVerdict) -> str:
             sentences.append("The budget ended first: a larger advise.budget may decide.")
         else:
             sentences.append(f"More seeds may decide: type advise.seeds={2 * settings.seeds}.")
-    sentences.append(caveats_text(gate.precision.group.jobs))
+    sentences.append(gate.precision.group.caveats)
     return " ".join(filter(None, sentences))
 
 

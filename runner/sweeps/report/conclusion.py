@@ -14,7 +14,6 @@ from runner.modes.result import shared_settings
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     VERDICT_WORDS,
-    caveats_text,
     difference_words,
     format_mean_sd,
     format_range,
@@ -92,7 +91,7 @@ def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -
     sentences = [
         conclusion_sentence(comparisons),
         failure_sentence(comparisons, missing_jobs),
-        caveats_text(job for comparison in comparisons for job in comparison.group.jobs),
+        *(comparison.group.caveats for comparison in comparisons),
     ]
     return " ".join(filter(None, sentences))
 

@@ -32,7 +32,7 @@ from runner.sweeps.report.conclusion import (
     settings_blocks,
 )
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.wording import caveats_text, join_names
+from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.compare import (
     BASELINE,
     MIN_GAIN_ONE_SEED,
@@ -219,7 +219,7 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Text(note)
     yield Text(conclusion_sentence(compared), "answer")
     failures = failure_sentence(compared, data.missing_jobs_clause)
-    for text in filter(None, (failures, caveats_text(data.results))):
+    for text in filter(None, (failures, *(group.caveats for group in groups))):
         yield Text(text)
     if not compared:
         return

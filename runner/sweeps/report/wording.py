@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 
-from runner.modes.result import RunResult
 from runner.sweeps.verdict.compare import BASELINE, Comparison
 from runner.sweeps.verdict.ranking import PrecisionVerdict
 from runner.sweeps.verdict.settings import TIMEOUT_WORDS
@@ -84,15 +83,6 @@ def format_range(ratio: Ratio | None) -> str:
 def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     """Return the first names, and how many more there are."""
     return first_names([*names], limit)
-
-
-def caveats_text(jobs: Iterable[RunResult]) -> str:
-    """Return the caveats on what jobs computed, each with the precisions that it is about."""
-    names: dict[str, dict[str, None]] = {}
-    for job in jobs:
-        for caveat in job.caveats:
-            names.setdefault(caveat, {})[job.precision] = None
-    return " ".join(f"{join_names(precisions)}: {text}" for text, precisions in names.items())
 
 
 def difference_words(difference: Difference) -> tuple[str, str]:
