@@ -48,10 +48,8 @@ def _operator_name(kernel: Any) -> str:
 
 # Of products that add something first: their first factor's place among the arguments.
 _FACTORS = dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmm_activation", "addmv"), 1)
-_FACTORS |= dict.fromkeys(
-    ("mm", "bmm", "int_mm", "scaled_mm", "grouped_mm", "scaled_grouped_mm", "linear", "mv", "dot"),
-    0,
-)
+_PLAIN = "mm bmm int_mm scaled_mm grouped_mm scaled_grouped_mm linear mv dot"
+_FACTORS |= dict.fromkeys(_PLAIN.split(), 0)
 
 
 def _product(name: str, args: tuple[Any, ...], out: Any) -> tuple[Tensor, int] | None:

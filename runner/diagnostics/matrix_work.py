@@ -52,9 +52,8 @@ def _work(probe: DtypeProbe, precision: Precision, report: ConversionReport) -> 
     seen = {module.removesuffix(".base_layer") for module, _, _ in probe.work}
     elements = {row.module: row.elements for row in report.modules}
     # Their kernels may be a library's own, which torch does not dispatch, or emulated.
-    counted = {
-        r.module for r in report.modules if r.done and (layer_format or r.module not in seen)
-    }
+    done = {row.module for row in report.modules if row.done}
+    counted = done if layer_format else done - seen
     work: _Work = Counter()
     for (module, operator, kind), flops in probe.work.items():
         if module.removesuffix(".base_layer") not in counted:
@@ -103,7 +102,7 @@ def _casts_caveat(probe: DtypeProbe, precision: Precision) -> str:
     if not by_dtype:
         return ""
     casts = " and ".join(f"{first_names(ops)} in {kind}" for kind, ops in by_dtype.items())
-    text = f"autocast had the CPU's list, with {casts}, which CUDA's list casts otherwise."
+    text = f"autocast followed torch's list for CPUs, with {casts}, which CUDA's casts otherwise."
     if hasattr(precision, "emulate"):
         text += " Type precision.emulate=true for CUDA's casts."
     return text

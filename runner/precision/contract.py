@@ -29,7 +29,7 @@ from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
 from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.options import Switches, switched, wanted_switches
-from runner.precision.sessions import open_session
+from runner.precision.sessions import Session, open_session
 from runner.precision.weight_updates import UpdateRule
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
@@ -138,7 +138,7 @@ class Precision(ABC):
             return
         self._kernels = wanted.kernels
         dtypes = frozenset((self.storage, self.compute))
-        with open_session(self.name, dtypes, wanted, switched(wanted, model)):
+        with open_session(Session(self.name, dtypes, wanted, switched(wanted, model))):
             yield
 
     def wanted_switches(self, model: nn.Module, device: torch.device) -> Switches | None:

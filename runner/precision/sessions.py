@@ -23,8 +23,17 @@ _runs: list[int] = []
 
 
 @dataclass(eq=False)
-class _Session:
-    """A session: its precision's name, the dtypes that it computes in, and what it switches."""
+class Session:
+    """A precision's session.
+
+    Attributes:
+        name: of the precision.
+        dtypes: that it stores and computes in.
+        switches: what it switches.
+        context: sets the switches.
+        thread: that opens it.
+        is_open: False once it has ended; its switches stay until those of later ones are restored.
+    """
 
     name: str
     dtypes: frozenset[torch.dtype]
@@ -33,7 +42,7 @@ class _Session:
     thread: int = field(default_factory=threading.get_ident)
     is_open: bool = True
 
-    def suits(self, other: "_Session") -> bool:
+    def suits(self, other: "Session") -> bool:
         """Return whether neither changes what the other computes."""
         own, others = self.switches, other.switches
         foreign = own.replacements - others.replacements
@@ -49,29 +58,18 @@ class _Session:
         return len(self.dtypes) > 1 or replacement != "cuda_casts"
 
 
-_sessions: list[_Session] = []
+_sessions: list[Session] = []
 
 
 @contextmanager
-def open_session(
-    name: str,
-    dtypes: frozenset[torch.dtype],
-    switches: Switches,
-    context: AbstractContextManager[Any],
-) -> Iterator[None]:
-    """Return the context of a precision's session, beside which another one may be open, in any
-    thread, if both want the same switches.
-
-    Args:
-        name: of the precision.
-        dtypes: that it stores and computes in.
-        switches: what it switches.
-        context: sets the switches.
+def open_session(session: Session) -> Iterator[None]:
+    """Return the context of a session, beside which another one may be open, in any thread, if both
+    want the same switches.
 
     Raises:
         PolicyError: it would change what an open session has set, or a run works in another thread.
     """
-    session = _Session(name, dtypes, switches, context)
+    name = session.name
     with _lock:
         if _runs and _runs[0] != session.thread:
             raise PolicyError(
@@ -86,7 +84,7 @@ def open_session(
                     f"kernels that precision={other.name}, whose session is open{where}, has set. "
                     "Open them one after the other."
                 )
-        context.__enter__()
+        session.context.__enter__()
         _sessions.append(session)
     try:
         yield

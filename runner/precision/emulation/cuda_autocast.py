@@ -18,13 +18,8 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.precision.emulation.cpu_kernels import (
-    BoxedKernel,
-    Kernels,
-    is_replaced,
-    original_kernel,
-    replace_kernels,
-)
+from runner.precision.emulation import cpu_kernels
+from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
 from runner.utils.tensors import dtype_name
 
 _LOWER_PRECISION = """
@@ -102,7 +97,7 @@ def noted_casts(noted: dict[str, str]) -> Iterator[None]:
     Args:
         noted: given names of operators and of dtypes.
     """
-    if is_replaced("cuda_casts"):
+    if cpu_kernels.is_replaced("cuda_casts"):
         yield
         return
     with replace_kernels("noted_casts", lambda: _noting_kernels(noted)):
@@ -120,7 +115,7 @@ def _noting_kernels(noted: dict[str, str]) -> Kernels:
 def _noting_kernel(name: str, is_on_cpu: bool, noted: dict[str, str]) -> BoxedKernel:
     """Return an operator's kernel that notes a call whose casts differ, and computes as before."""
     operator = _operator(name)
-    own = original_kernel(name, "AutocastCPU") if is_on_cpu else None
+    own = cpu_kernels.original_kernel(name, "AutocastCPU") if is_on_cpu else None
     is_half_on_cuda = name in LOWER_PRECISION
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +123,8 @@ def _noting_kernel(name: str, is_on_cpu: bool, noted: dict[str, str]) -> BoxedKe
         given = torch.float32 if is_half_on_cuda else half
         if given in _dtypes([args, kwargs]):
             computed = torch.float32 if is_half_on_cuda or is_on_cpu else half
-            noted[name.partition(".")[0]] = dtype_name(computed)
+            # A norm calls the operator of its own name with native_ before it.
+            noted[name.partition(".")[0].removeprefix("native_")] = dtype_name(computed)
         if own is not None:
             return own(keys, *args, **kwargs)
         return operator.redispatch(keys.remove(torch._C.DispatchKey.AutocastCPU), *args, **kwargs)
