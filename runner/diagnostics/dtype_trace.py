@@ -46,16 +46,16 @@ def _operator_name(kernel: Any) -> str:
     return kernel._schema.name.split("::")[1].strip("_")
 
 
-# Of products that add something first: their first factor's place among the arguments.
-_FACTORS = dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmm_activation", "addmv"), 1)
-_PLAIN = "mm bmm int_mm scaled_mm grouped_mm scaled_grouped_mm linear mv dot"
-_FACTORS |= dict.fromkeys(_PLAIN.split(), 0)
+_PRODUCTS = ("mm", "bmm", "int_mm", "grouped_mm", "linear", "mv", "dot")
+_PRODUCTS_ADDED = ("addmm", "baddbmm", "addbmm", "addmm_activation", "addmv")
+"""Products that are added to their first argument."""
 
 
 def _product(name: str, args: tuple[Any, ...], out: Any) -> tuple[Tensor, int] | None:
     """Return an operand of a product, and its floating-point operations; None for no product."""
-    if name in _FACTORS:
-        factor = args[_FACTORS[name]]
+    is_added = name in _PRODUCTS_ADDED
+    if is_added or name.removeprefix("scaled_") in _PRODUCTS:
+        factor = args[int(is_added)]
         return factor, 2 * factor.numel() * (1 if name in ("mv", "addmv", "dot") else out.shape[-1])
     if name == "convolution":
         image, weight, is_transposed = args[0], args[1], args[6]

@@ -197,14 +197,14 @@ def _call_in(dtype: torch.dtype, operator: Any, args: Any, kwargs: Any) -> Any:
 
 def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
     """Call an operator in float32, or with dtype=float32 where it takes a dtype."""
-    name = operator.name().removeprefix("aten::")
+    name: str = operator.name().removeprefix("aten::")
     if name == _REFUSED:
         raise RuntimeError(
             "torch refuses binary_cross_entropy (BCELoss) under CUDA's autocast, for it overflows "
             "in half precision. Use binary_cross_entropy_with_logits, or compute it in float32 "
             "within torch.autocast(enabled=False)."
         )
-    target = _operator(_WITH_DTYPE.get(name, name))
+    target = _operator(_WITH_DTYPE[name]) if name in _WITH_DTYPE else operator
     names = [argument.name for argument in target._schema.arguments]
     if "dtype" not in names:
         return _call_in(torch.float32, operator, args, kwargs)
