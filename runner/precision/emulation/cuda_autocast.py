@@ -10,7 +10,7 @@ Source of the kinds of cast: ATen/autocast_mode.h and autocast_mode.cpp of PyTor
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -89,19 +89,16 @@ def cuda_casts() -> Iterator[None]:
         _forget_compiled()
 
 
-@contextmanager
-def noted_casts(noted: dict[str, str]) -> Iterator[None]:
-    """Note, while the context is open, the operators that autocast on the CPU casts otherwise than
+def noted_casts(noted: dict[str, str]) -> AbstractContextManager[None]:
+    """Return the context that notes the operators which autocast on the CPU casts otherwise than
     CUDA's would, with the dtype that the CPU's computes in; nothing within cuda_casts.
 
     Args:
         noted: given names of operators and of dtypes.
     """
     if cpu_kernels.is_replaced("cuda_casts"):
-        yield
-        return
-    with replace_kernels("noted_casts", lambda: _noting_kernels(noted)):
-        yield
+        return nullcontext()
+    return replace_kernels("noted_casts", lambda: _noting_kernels(noted))
 
 
 def _noting_kernels(noted: dict[str, str]) -> Kernels:
