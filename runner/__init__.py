@@ -3,6 +3,7 @@
 docs/python.md describes the functions of this package.
 """
 
+import random
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,10 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # rich draws a random number for styles that it makes when it is imported.
+    drawn = random.getstate()
     value = getattr(import_module(_MODULES[name]), name)
+    random.setstate(drawn)
     # Python asks for a name once.
     globals()[name] = value
     return value

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from runner.config.schema import AUTO, RunSpec
 from runner.distributed import torchrun
 from runner.modes.result import RunResult
 from runner.modes.run import run as run_spec
+from runner.precision.sessions import one_run
 from runner.sweeps.sweep_resume import final_result
 from runner.training.callbacks.callback import RunCallback
-from runner.utils.console import silent_console
+from runner.utils.console import plain_console, silent_console
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.stop_signals import Stopped
@@ -77,7 +79,8 @@ def run(  # noqa: PLR0913
         model=model, data=data, loss=loss, optimizer=optimizer, collate=collate, callbacks=callbacks
     )
     console = silent_console() if quiet else None
-    with given_objects(objects):
+    # Before the command is composed, for Hydra's state is the process's, too.
+    with one_run(partial((console or plain_console()).print, markup=False)), given_objects(objects):
         if isinstance(what, RunSpec):
             if config_dir is not None:
                 raise ConfigError("A spec is composed already. Give config_dir to runner.compose.")

@@ -1,6 +1,6 @@
 """Record which dtypes each module really stores and computes in, in a step that runs anyway."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runner.precision.emulation.cuda_autocast import noted_casts
 from runner.utils.module_tape import ROOT, ModuleTape
 from runner.utils.tensors import dtype_name, inner_tensors
 
@@ -28,8 +29,7 @@ def kernel_dtypes(kernel: Any, args: tuple[Any, ...]) -> set[str]:
     Returns:
         An empty set for a kernel that is no product, convolution, norm or lookup.
     """
-    # Without its namespace and overload, as addmm.
-    name = kernel._schema.name.split("::")[1].strip("_")
+    name = _operator_name(kernel)
     if not any(part in name for part in _HEAVY):
         return set()
     # The first one alone: norms may hold weights and statistics in a wider dtype.
@@ -39,6 +39,35 @@ def kernel_dtypes(kernel: Any, args: tuple[Any, ...]) -> set[str]:
         return _names(next(inner_tensors(first), first))
     # Other integers are indices, as those of an embedding.
     return {name for name in _names(args) if "complex" in name or name == "int8"}
+
+
+def _operator_name(kernel: Any) -> str:
+    """Return an operator's name without its namespace and overload, as addmm."""
+    return kernel._schema.name.split("::")[1].strip("_")
+
+
+_PRODUCTS = ("mm", "bmm", "int_mm", "grouped_mm", "linear", "mv", "dot")
+_PRODUCTS_ADDED = ("addmm", "baddbmm", "addbmm", "addmm_activation", "addmv")
+"""Products that are added to their first argument."""
+
+
+def _product(name: str, args: tuple[Any, ...], out: Any) -> tuple[Tensor, int] | None:
+    """Return an operand of a product, and its floating-point operations; None for no product."""
+    is_added = name in _PRODUCTS_ADDED
+    if is_added or name.removeprefix("scaled_") in _PRODUCTS:
+        factor = args[int(is_added)]
+        return factor, 2 * factor.numel() * (1 if name in ("mv", "addmv", "dot") else out.shape[-1])
+    if name == "convolution":
+        image, weight, is_transposed = args[0], args[1], args[6]
+        return image, 2 * (image if is_transposed else out).numel() * weight[0].numel()
+    if "scaled_dot_product" in name:
+        query, key = args[:2]
+        return query, 4 * query.numel() * key.shape[-2]
+    if name in ("mkldnn_rnn_layer", "cudnn_rnn"):
+        weights = args[1] if name == "cudnn_rnn" else args[1:3]
+        rows = args[0].numel() // args[0].shape[-1]
+        return args[0], 2 * rows * sum(weight.numel() for weight in weights)
+    return None
 
 
 def _names(values: Any) -> set[str]:
@@ -61,6 +90,14 @@ class DtypeProbe(TorchDispatchMode):
     `inputs`, `computes` (what its convolutions and products took), `outputs` and `gradients`.
     A model of which torch compiled a part in place shows nothing: hooks would be compiled in.
     Dispatch comes after autocast, so the dtypes of products are those that kernels really get.
+
+    Attributes:
+        model: that is watched.
+        seen: names of dtypes by module and column.
+        work: floating-point operations of the forward's products by module, operator and dtype.
+        input_rows: how many vectors each module was given, as tokens of a linear layer.
+        cast_otherwise: the dtype of each operator that autocast on the CPU cast otherwise than
+            CUDA's autocast would.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,22 +106,25 @@ class DtypeProbe(TorchDispatchMode):
         self.model = getattr(model, "_orig_mod", model)
         self._tape = ModuleTape()
         self.seen: _Seen = defaultdict(lambda: defaultdict(set))
+        self.work: Counter[tuple[str, str, str]] = Counter()
+        self.input_rows: Counter[str] = Counter()
+        self.cast_otherwise: dict[str, str] = {}
         # Compiled kernels are not dispatched one by one.
         self._shows_kernels = self.model is model
 
     def __enter__(self) -> "DtypeProbe":
         if any(module._compiled_call_impl for module in self.model.modules()):
             return self
-        begin = partial(_note, self.seen, "inputs")
         end = partial(_note, self.seen, "outputs")
         for dotted_name, module in self.model.named_modules():
             name = dotted_name or ROOT
-            self._tape.watch_calls(name, module, begin, end)
+            self._tape.watch_calls(name, module, self._note_inputs, end)
             for p in module.parameters(recurse=False):
                 if p.requires_grad:
                     note = partial(_note, self.seen, "gradients", name)
                     self._tape.watch_gradient(p, lambda p, note=note: note(p.grad))
         if self._shows_kernels:
+            self._tape.enter_context(noted_casts(self.cast_otherwise))
             super().__enter__()
             self._tape.push(super().__exit__)
         return self
@@ -97,8 +137,21 @@ class DtypeProbe(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if self._tape.running:
-            self.seen[self._tape.running[-1]]["computes"] |= kernel_dtypes(func, args)
+            module = self._tape.running[-1]
+            self.seen[module]["computes"] |= kernel_dtypes(func, args)
+            name = _operator_name(func)
+            product = _product(name, args, out)
+            if product is not None:
+                # torchao's FP8 tensors hold codes.
+                dtype = next(inner_tensors(product[0]), product[0]).dtype
+                self.work[module, name, dtype_name(dtype)] += product[1]
         return out
+
+    def _note_inputs(self, name: str, values: Any) -> None:
+        _note(self.seen, "inputs", name, values)
+        first = next((v for v in tree_leaves(values) if isinstance(v, Tensor) and v.ndim), None)
+        if first is not None and first.numel():
+            self.input_rows[name] += first.numel() // first.shape[-1]
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each module that ran, in the model's order."""

@@ -25,7 +25,7 @@ from runner.modes.execution import build_proven_model
 from runner.modes.resume import PlannedRun
 from runner.modes.saved_run import changes, merge
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
-from runner.modes.training_outputs import save_dtypes, set_evaluation_hook
+from runner.modes.training_outputs import describe_computation, save_dtypes, set_evaluation_hook
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_sets, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
@@ -108,6 +108,7 @@ def evaluate_checkpoint(
         memory.begin_steps(state)
         with DtypeProbe(built.model) as probe:
             try_batch(run, state, validation)
+        sizes |= describe_computation(run, probe, built.report)
         save_dtypes(run, probe, built.report)
         hook = set_evaluation_hook(run, state, saved.content["step"])
         check_evaluation(run, state, loaders.validation, hook)

@@ -16,6 +16,7 @@ import torch
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
+from runner.modes.training_outputs import describe_computation
 from runner.precision.conversion import ConversionReport
 from runner.precision.conversion_proof import (
     ForwardWatch,
@@ -246,11 +247,13 @@ class FirstStepProof:
     Attributes:
         report: the conversion as proven so far.
         probe: takes the dtypes of the first step.
+        computation: fields of RunResult on what the first step computed in, once described.
     """
 
     def __init__(self, run: RunContext, state: TrainState, report: ConversionReport) -> None:
         self.report = report
         self.probe = DtypeProbe(state.model)
+        self.computation: dict[str, Any] = {}
         self._run = run
         self._state = state
 
@@ -287,3 +290,7 @@ class FirstStepProof:
         run.say(f"converted {done} of {layers} layers: {_names_text(proven)} ran in the first step")
         run.tracker.tags(self.report.tags())
         run.save_json("conversion.json", self.report.to_list())
+
+    def describe(self) -> None:
+        """Warn of what the first step did not compute as asked."""
+        self.computation = describe_computation(self._run, self.probe, self.report)

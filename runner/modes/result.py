@@ -58,6 +58,7 @@ FIXED_COLUMNS = {
     "plain_weights_mib": "parameters and buffers in float32, MiB",
     "optimizer_mib": "state of the optimizers, MiB",
     "converted": "converted layers of all, such as 53/54",
+    "matrix_work": "share of each format in the matrix products of the first step",
     "fused_rounding": "rounding between fused operations: fused or eager; empty if not compiled",
     "trains": "share of the parameters' elements that train, 0 to 1",
     "skipped_steps": "optimizer steps that the loss scale skipped",
@@ -102,6 +103,9 @@ class RunResult:
             optimizer_mib: what the optimizers hold.
         converted: layers that hold matrix weights, for example 53/54; converted_weights: elements
             of these weights. Empty for a precision that converts none.
+        matrix_work: share of each format in the forward's products in the first step, as "82.0%
+            float32, 18.0% bfloat16"; empty for a compiled model, which does not show them.
+        caveats: sentences on what the first step did not compute as asked, or otherwise than a GPU.
         fused_rounding: how the operations that torch.compile fuses round half precision between
             them: fused or eager; empty for a run that does not compile.
         trains: share of the parameters' elements that train.
@@ -154,6 +158,8 @@ class RunResult:
     loss_scale: float | None = None
     stagnant_share: float | None = None
     kernels: str = ""
+    matrix_work: str = ""
+    caveats: list[str] = field(default_factory=list)
     seconds: float = 0.0
     run_id: str | None = None
     experiment_id: str | None = None
@@ -404,6 +410,7 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
         rows.append(("skipped steps", str(result.skipped_steps)))
         rows.append(("final loss scale", format_number(result.loss_scale)))
     rows += [
+        ("matrix work", result.matrix_work),
         ("kernels", result.kernels),
         ("device", result.device),
         ("folder", result.folder),

@@ -30,6 +30,7 @@ from runner.modes.context import RunContext, process_folder
 from runner.modes.result import RunResult, print_result
 from runner.modes.resume import PlannedRun
 from runner.precision.build import build_precision
+from runner.precision.sessions import one_run
 from runner.tracking import journal
 from runner.tracking.tracker import ProcessJournal, RunInfo, Status, Tracker
 from runner.tracking.upload_state import stored_run_id
@@ -68,9 +69,10 @@ def run(
         Stopped: a signal ended the run, after a checkpoint.
     """
     strategy: Strategy = build_group("strategy", spec.strategy)
+    console = console or plain_console()
     # Around everything: the processes must agree from the choice of the folder on.
-    with strategy.session():
-        return _run(spec, out, invocation or Invocation(), console or plain_console(), strategy)
+    with one_run(partial(console.print, markup=False, soft_wrap=True)), strategy.session():
+        return _run(spec, out, invocation or Invocation(), console, strategy)
 
 
 def _run(

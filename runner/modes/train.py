@@ -117,7 +117,7 @@ def train(
         stopped_step = callbacks.guard.stopped_step if failure else None
         sizes |= {"diverged": stopped_step is not None, "diverged_step": stopped_step}
         sizes["planned_steps"] = steps
-        sizes |= report.tags()
+        sizes |= report.tags() | proof.computation
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(run, sizes | summary, perf_counter() - start)
     problems = [failure, *unsaved] if failure else unsaved
@@ -292,6 +292,7 @@ def _step_contexts(
         warning = own_state.narrow_warning(remedy, covered)
         if warning:
             run.say(warning)
+        proof.describe()
 
     def around(step: int) -> AbstractContextManager[object]:
         measured = numerics.around_step(step) if numerics else _UNMEASURED

@@ -20,6 +20,7 @@ from runner.checkpoint.export import ExportedModel, ExportError, error_line, exp
 from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.diagnostics.matrix_work import computation
 from runner.modes.context import RunContext, RunOutput
 from runner.precision.conversion import ConversionReport
 from runner.training.callbacks.callback import CallbackOutput
@@ -65,6 +66,20 @@ def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) ->
             row[ROUNDING_COLUMN] = rounding if row["module"] in names else "not compiled"
     if run.save_artifact(run.out / DTYPES_FILE, lambda path: write_table(path, rows)):
         run.tracker.tags(tables_tag(DTYPES_FILE))
+
+
+def describe_computation(
+    run: RunContext, probe: DtypeProbe, report: ConversionReport
+) -> dict[str, Any]:
+    """Warn of what the watched forward did not compute as asked; return its fields of RunResult."""
+    found = computation(probe, run.precision, report)
+    if "," in found.matrix_work:
+        run.say(f"matrix work: {found.matrix_work}")
+    for caveat in found.caveats:
+        run.say(f"warning: {caveat}")
+    tags = {"matrix_work": found.matrix_work, "caveats": " ".join(found.caveats)}
+    run.tracker.tags({key: text for key, text in tags.items() if text})
+    return found._asdict()
 
 
 def set_evaluation_hook(

@@ -28,7 +28,8 @@ from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
 from runner.precision.loss_scale import LossScale, NoLossScale
-from runner.precision.options import products_session
+from runner.precision.options import Switches, switched, wanted_switches
+from runner.precision.sessions import Session, open_session
 from runner.precision.weight_updates import UpdateRule
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
@@ -127,12 +128,24 @@ class Precision(ABC):
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         """Return the context around the whole run, which sets the process-wide switches that the
-        precision needs and restores them after."""
-        if not self.float32_matmul:
+        precision needs and restores them after.
+
+        Raises:
+            PolicyError: another session or run is open, in this thread or another, that needs
+                other switches.
+        """
+        wanted = self.wanted_switches(model, device)
+        if wanted is None:
             yield
             return
-        with products_session(self, model, device) as self._kernels:
+        self._kernels = wanted.kernels
+        dtypes = frozenset((self.storage, self.compute))
+        with open_session(Session(self.name, dtypes, wanted, switched(wanted, model))):
             yield
+
+    def wanted_switches(self, model: nn.Module, device: torch.device) -> Switches | None:
+        """Return what a session switches; None leaves torch's settings."""
+        return wanted_switches(self, model, device) if self.float32_matmul else None
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE

@@ -36,8 +36,9 @@ class MixedPrecision(Precision):
         autocast_loss: compute the loss under autocast too, else outside it on float32 outputs.
         float32_matmul: precision of the float32 products that autocast leaves.
         cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
-        emulate: on a CPU, products as tensor cores compute them, with sums in float32; bfloat16 on
-            a GPU without its units, too. Its speed means nothing.
+        emulate: on a CPU, products as tensor cores compute them, with sums in float32, and casts
+            as CUDA's autocast does them; bfloat16 on a GPU without its units, too. Its speed means
+            nothing.
         allow_substitute: on a TPU, which has no float16, run as bf16-mixed and be recorded so.
         reduced_precision_reduction: products on CUDA may add their parts in half precision.
 

@@ -5,10 +5,10 @@ Every check raises before the first step, with the value that was given and what
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from runner.precision.emulation.cpu_kernels import (
     float32_accumulate,
     tf32_products,
 )
+from runner.precision.emulation.cuda_autocast import cuda_casts
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.reproducibility import saved_float32_switches, set_float32_switches
 
@@ -48,37 +49,60 @@ def product_problems(precision: "Precision") -> list[str]:
     )
 
 
-@contextmanager
-def products_session(
-    precision: "Precision", model: nn.Module, device: torch.device
-) -> Iterator[str]:
-    """Return the context around a run in which products are computed as a precision says.
+class Switches(NamedTuple):
+    """What a session switches in its process.
 
-    Args:
-        precision: its keys are those of product_problems.
-        model: of the run.
-        device: that the run computes on.
-
-    Yields:
-        The name of the kernels that half precision takes on a CPU; empty where there is no choice.
+    Attributes:
+        float32_matmul: one of MATMUL_PRECISIONS.
+        reduced_sums: see Precision.reduced_precision_reduction.
+        replacements: keys of emulation.cpu_kernels.replace_kernels.
+        kernels: name of the kernels that half precision takes on a CPU; empty without a choice.
     """
+
+    float32_matmul: str
+    reduced_sums: bool
+    replacements: frozenset[Hashable]
+    kernels: str = ""
+
+
+def wanted_switches(precision: "Precision", model: nn.Module, device: torch.device) -> Switches:
+    """Return how a precision computes products: its keys are those of product_problems."""
     kernels = ""
     matmul = precision.float32_matmul
     emulates = precision.emulates_products
-    products: AbstractContextManager[None] = nullcontext()
+    replacements = emulated_casts(precision, device)
     if emulates and precision.compute is torch.float32:
         # torch's own switch is off: the emulation rounds the operands, and sums are float32.
         matmul = "highest"
-        products = tf32_products(model)
+        replacements |= {"tf32"}
     elif device.type == "cpu" and (precision.compute is torch.float16 or emulates):
         # Tensor cores sum in float32, which native kernels of a CPU need not do.
         choice = "float32_accumulate" if emulates else precision.cpu_float16
         kernels = choose_kernels(choice, model)
         if kernels == "float32_accumulate":
-            products = float32_accumulate(precision.compute)
-    sums = reduced_precision_sums(precision.reduced_precision_reduction)
-    with float32_matmul(matmul), sums, products:
-        yield kernels
+            replacements |= {precision.compute}
+    return Switches(matmul, precision.reduced_precision_reduction, replacements, kernels)
+
+
+def emulated_casts(precision: "Precision", device: torch.device) -> frozenset[Hashable]:
+    """Return the replacement with which autocast casts as on CUDA, where precision.emulate=true
+    asks for that on a CPU."""
+    is_asked = device.type == "cpu" and getattr(precision, "emulate", False)
+    return frozenset({"cuda_casts"} if is_asked else ())
+
+
+@contextmanager
+def switched(switches: Switches, model: nn.Module) -> Iterator[None]:
+    """Return the context in which switches are set."""
+    with ExitStack() as stack:
+        stack.enter_context(float32_matmul(switches.float32_matmul))
+        stack.enter_context(reduced_precision_sums(switches.reduced_sums))
+        for key in switches.replacements:
+            if isinstance(key, torch.dtype):
+                stack.enter_context(float32_accumulate(key))
+            else:
+                stack.enter_context(tf32_products(model) if key == "tf32" else cuda_casts())
+        yield
 
 
 def require_emulated_products(

@@ -26,7 +26,6 @@ from runner.precision.conversion_proof import converted_layers
 from runner.precision.policy_checks import (
     check_optimizer,
     kind_of,
-    open_policy_session,
     prove_layers_called,
     resolve_device,
 )
@@ -200,8 +199,7 @@ class Policy:
         model = self._converted_model("session")
         if self._place != "outside":
             raise PolicyError("policy.session() is open already. Write it once, around the loop.")
-        context = self.precision.session(model, self.device)
-        with open_policy_session(self.precision.name, context):
+        with self.precision.session(model, self.device):
             hook = register_optimizer_step_pre_hook(self._gradients.check_own_step)
             self._place = "session"
             try:

@@ -2,8 +2,7 @@
 sessions, and whether its model calls the converted layers."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,6 @@ from runner.utils.accelerator import KINDS, choose_accelerator
 from runner.utils.errors import ConfigError, PolicyError, Unavailable
 from runner.utils.formatting import first_names
 from runner.utils.tpu import is_tpu
-
-_open_sessions: list[str] = []
-"""Names of the precisions whose sessions are open in this process."""
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -74,42 +70,6 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, device: torch.device
                     f"{kind} holds sharded parameters, over which a policy cannot agree on "
                     "overflows and norms. Train with python -m runner strategy=fsdp."
                 )
-
-
-def _process_switches() -> tuple[object, ...]:
-    """Return the process-wide switches of products that sessions set."""
-    backends: Any = torch.backends
-    matmul = backends.cuda.matmul
-    return (
-        matmul.fp32_precision,
-        backends.mkldnn.matmul.fp32_precision,
-        backends.cudnn.conv.fp32_precision,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-    )
-
-
-@contextmanager
-def open_policy_session(name: str, context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Return the context of a precision's session, within which another one may be opened if both
-    want the same switches.
-
-    Raises:
-        PolicyError: it changes what an open session has set.
-    """
-    before = _process_switches()
-    with context:
-        if _open_sessions and _process_switches() != before:
-            raise PolicyError(
-                f"The session of precision={name} would change process-wide switches that "
-                f"precision={_open_sessions[-1]}, whose session is open, has set. Open them one "
-                "after the other."
-            )
-        _open_sessions.append(name)
-        try:
-            yield
-        finally:
-            _open_sessions.remove(name)
 
 
 @contextmanager

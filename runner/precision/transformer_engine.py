@@ -118,11 +118,14 @@ class TransformerEnginePrecision(ConvertingPrecision):
             )
         super().require_strategy(strategy)
 
+    def wanted_switches(self, model: nn.Module, device: torch.device) -> options.Switches:
+        casts = options.emulated_casts(self, device)
+        return options.Switches("highest", self.reduced_precision_reduction, casts)
+
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         amaxes = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
-        sums = options.reduced_precision_sums(self.reduced_precision_reduction)
-        with options.float32_matmul("highest"), sums, amaxes:
+        with super().session(model, device), amaxes:
             yield
 
     def find_obstacle(self, module: nn.Module) -> str:

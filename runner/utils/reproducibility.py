@@ -36,6 +36,8 @@ def process_state() -> Iterator[None]:
         stack.callback(set_host_rng_state, host_rng_state())
         stack.callback(restore_workspace)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        # A callback that starts a run may be called within torch.no_grad().
+        torch.set_grad_enabled(True)
         stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled())
         stack.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
         stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)

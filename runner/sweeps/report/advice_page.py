@@ -116,12 +116,13 @@ def other_sentences(advice: Advice) -> str:
             f"Emulated, {', '.join(emulated)} trained as well; the hardware itself is needed to "
             "measure the speed."
         )
+    sentences += [verdict.group.caveats for verdict in advice.verdicts]
     if advice.settings.busy > BUSY_SHARE:
         sentences.append(
             f"Other programs kept {advice.settings.busy:.0%} of the processors busy when this "
             "began; speeds may differ on a quiet machine."
         )
-    return " ".join(sentences)
+    return " ".join(filter(None, sentences))
 
 
 def _unclear(advice: Advice) -> list[PrecisionVerdict]:
@@ -145,7 +146,8 @@ def gate_sentence(gate: GateVerdict) -> str:
             sentences.append("The budget ended first: a larger advise.budget may decide.")
         else:
             sentences.append(f"More seeds may decide: type advise.seeds={2 * settings.seeds}.")
-    return " ".join(sentences)
+    sentences.append(gate.precision.group.caveats)
+    return " ".join(filter(None, sentences))
 
 
 def _looks_table(gate: GateVerdict) -> Table:

@@ -24,7 +24,7 @@ from runner.sweeps.report.wording import (
     rating_reason,
     rating_words,
 )
-from runner.sweeps.verdict.compare import BASELINE, Comparison, sweep_letter, without_sweep
+from runner.sweeps.verdict.compare import BASELINE, Comparison, Group, sweep_letter, without_sweep
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import Spread
 from runner.tracking.metric_names import VAL_LOSS
@@ -164,6 +164,11 @@ def _verdict_forecast(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
     return Cell(peak, note=f"largest batch {batch}{more}")
 
 
+def _matrix_work(group: Group) -> str:
+    """Return the shares of formats in the matrix work, which are those of every seed."""
+    return "; ".join(filter(None, dict.fromkeys(job.matrix_work for job in group.jobs)))
+
+
 def _mib(value: float | None) -> str:
     return "" if value is None else f"{format_number(value)} MiB"
 
@@ -293,6 +298,15 @@ COLUMNS = (
         title=lambda facts: f"{'process' if any(j.is_on_cpu for j in facts.jobs) else 'peak'} MiB",
     ),
     Column("converted", job=lambda job, _: job.converted),
+    Column(
+        "matrix work",
+        job=lambda job, _: job.matrix_work,
+        group=lambda c, _: _matrix_work(c.group),
+        verdict=lambda verdict, _: _matrix_work(verdict.group),
+        # Where no precision mixes formats, its name says the same.
+        is_shown=lambda facts: any("," in job.matrix_work for job in facts.jobs),
+        is_text=True,
+    ),
     Column("skipped", job=lambda job, _: job.skipped_steps),
     Column("final scale", job=lambda job, _: job.loss_scale, group=lambda c, _: c.group.loss_scale),
     Column("skipped", group=lambda c, _: c.group.skipped),

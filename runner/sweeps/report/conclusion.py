@@ -81,13 +81,18 @@ def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | Non
 
 
 def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
-    """Return the result of a sweep and, in a sentence of its own, what did not end well.
+    """Return the result of a sweep and, in sentences of their own, what did not end well and what
+    was not computed as asked.
 
     Args:
         comparisons: as compare_with_baselines() returns them.
         missing_jobs: which of the sweep's jobs did not begin; see SweepData.missing_jobs_clause.
     """
-    sentences = [conclusion_sentence(comparisons), failure_sentence(comparisons, missing_jobs)]
+    sentences = [
+        conclusion_sentence(comparisons),
+        failure_sentence(comparisons, missing_jobs),
+        *(comparison.group.caveats for comparison in comparisons),
+    ]
     return " ".join(filter(None, sentences))
 
 

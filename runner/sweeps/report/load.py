@@ -332,6 +332,8 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
         step_ms=timed.get("perf/step_ms"),
         kernels="emulated" if is_emulated else "",
         converted=run.tags.get("converted", ""),
+        matrix_work=run.tags.get("matrix_work", ""),
+        caveats=list(filter(None, [run.tags.get("caveats", "")])),
         fused_rounding=run.tags.get("fused_rounding", ""),
         **location,
     )

@@ -219,8 +219,8 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Text(note)
     yield Text(conclusion_sentence(compared), "answer")
     failures = failure_sentence(compared, data.missing_jobs_clause)
-    if failures:
-        yield Text(failures)
+    for text in filter(None, (failures, *(group.caveats for group in groups))):
+        yield Text(text)
     if not compared:
         return
     yield from settings_blocks(compared)

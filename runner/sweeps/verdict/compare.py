@@ -96,6 +96,12 @@ class Group:
         return any(job.is_on_cpu for job in self.jobs)
 
     @property
+    def caveats(self) -> str:
+        """Return what its jobs did not compute as asked, or otherwise than a GPU, in sentences."""
+        texts = dict.fromkeys(text for job in self.jobs for text in job.caveats)
+        return " ".join(f"{self.name}: {text}" for text in texts)
+
+    @property
     def memory_mib(self) -> float | None:
         """Return the memory that is comparable between jobs, in MiB.
 

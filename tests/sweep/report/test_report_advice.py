@@ -202,6 +202,11 @@ RESERVATIONS = {
         0.0,
         "It was stopped before it could judge bf16-mixed.",
     ),
+    "what was not computed as asked": (
+        changed(trials("bf16-mixed", seeds=3), caveats=["Half of it in float32."]),
+        0.0,
+        "bf16-mixed: Half of it in float32.",
+    ),
     "too few seeds for the spread": (UNCLEAR, 0.0, f"{NOT_ENOUGH} more advise.seeds may decide."),
     "a budget for two seeds": (
         UNCLEAR[:2],

@@ -4,7 +4,7 @@ import pytest
 from job_results import CPU, GPU, finished, lost
 
 from runner.modes.result import RunResult
-from runner.sweeps.report.columns import sweep_table
+from runner.sweeps.report.columns import groups_table, sweep_table
 from runner.sweeps.report.conclusion import conclusion_text, recommended_precision
 from runner.sweeps.report.wording import difference_words, format_interval
 from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs, pareto_front
@@ -163,6 +163,14 @@ NOISY, SAME, WORSE = (0.90, 0.91, 0.92), (0.905, 0.908, 0.921), (0.70, 0.711, 0.
 
 def conclusion_of(*results, missing=""):
     return conclusion_text(compare_with_baselines(results), missing)
+
+
+def test_the_work_that_was_not_in_the_asked_format_is_a_sentence_and_a_column():
+    mixed = seeds("b", SAME, matrix_work="75.0% float32, 25.0% bfloat16", caveats=["As it is."])
+    plain = seeds("32-true", NOISY, matrix_work="100.0% float32")
+    assert conclusion_of(*plain, *mixed).endswith(" b: As it is.")
+    assert "matrix work" in groups_table(compare_with_baselines([*plain, *mixed]), None).head
+    assert "matrix work" not in groups_table(compare_with_baselines(plain), None).head
 
 
 def test_conclusion_of_several_seeds():

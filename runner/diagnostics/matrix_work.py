@@ -1,0 +1,108 @@
+"""Share the matrix work of a forward among the formats that it was computed in.
+
+Work is counted in floating-point operations, two for a multiplication and its addition.
+"""
+
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.precision.contract import Precision
+from runner.precision.conversion import ConversionReport
+from runner.precision.keep_fp32 import KeptInFloat32
+from runner.utils.formatting import first_names, format_percent
+from runner.utils.tensors import dtype_name
+
+MIN_ASKED_SHARE = 0.9
+"""Share of the work in the format that was asked for, below which a run warns."""
+
+
+class Computation(NamedTuple):
+    """What a forward computed in.
+
+    Attributes:
+        matrix_work: the share of each format, as "82.0% float32, 18.0% bfloat16"; empty where no
+            product was seen.
+        caveats: sentences on what was not computed as asked, or otherwise than on CUDA.
+    """
+
+    matrix_work: str
+    caveats: list[str]
+
+
+def computation(probe: DtypeProbe, precision: Precision, report: ConversionReport) -> Computation:
+    """Return what the forward that a probe watched computed in."""
+    work = _work(probe, precision, report)
+    total = sum(work.values())
+    shares: Counter[str] = Counter()
+    for (_, _, kind), flops in work.items():
+        shares[kind] += flops
+    texts = [f"{format_percent(n / total)} {kind}" for kind, n in shares.most_common() if n]
+    caveats = [_work_caveat(probe, precision, work), _casts_caveat(probe, precision)]
+    return Computation(", ".join(texts), [caveat for caveat in caveats if caveat])
+
+
+_Work = Counter[tuple[str, str, str]]
+"""Work by module, operator and format."""
+
+
+def _work(probe: DtypeProbe, precision: Precision, report: ConversionReport) -> _Work:
+    """Return the work of a forward, in which converted layers count as their format."""
+    layer_format: str = getattr(precision, "layers_compute_in", "")
+    seen = {module.removesuffix(".base_layer") for module, _, _ in probe.work}
+    elements = {row.module: row.elements for row in report.modules}
+    # Their kernels may be a library's own, which torch does not dispatch, or emulated.
+    done = {row.module for row in report.modules if row.done}
+    counted = done if layer_format else done - seen
+    work: _Work = Counter()
+    for (module, operator, kind), flops in probe.work.items():
+        if module.removesuffix(".base_layer") not in counted:
+            work[module, operator, kind] += flops
+    for row in report.modules:
+        if row.module in counted:
+            rows = probe.input_rows[row.module] or probe.input_rows[f"{row.module}.base_layer"]
+            kind = layer_format or dtype_name(precision.compute)
+            weights = elements.get(row.counted_with, row.elements)
+            work[row.module, "linear", kind] += 2 * weights * rows
+    return work
+
+
+def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
+    """Return which operators computed too much in other formats than those asked for."""
+    asked = {dtype_name(precision.compute), getattr(precision, "layers_compute_in", "")}
+    # Emulated tensor cores give an LSTM's kernel its half operands in float32.
+    accumulates = precision.kernels() == "float32_accumulate"
+    kept = [n for n, m in probe.model.named_modules() if isinstance(m, KeptInFloat32)]
+    other: dict[str, set[str]] = defaultdict(set)
+    flops = 0
+    for (module, operator, kind), count in work.items():
+        is_asked = kind in asked or (accumulates and operator == "mkldnn_rnn_layer")
+        if not is_asked and not any(f"{module}.".startswith(f"{name}.") for name in kept):
+            flops += count
+            other[f"{operator} in {kind}"].add(module)
+    if flops <= (1 - MIN_ASKED_SHARE) * sum(work.values()):
+        return ""
+    places = [f"{name} ({first_names(sorted(modules), 2)})" for name, modules in other.items()]
+    text = (
+        f"{format_percent(flops / sum(work.values()))} of the matrix work was not in "
+        f"{precision.compute_format}: {first_names(places, 3)}."
+    )
+    # transformers' kernel for all experts at once, which no autocast casts.
+    is_fused = any(name.startswith("grouped_mm") for name in other)
+    if is_fused and hasattr(getattr(probe.model, "config", None), "_experts_implementation"):
+        text += " Type +model.config._experts_implementation=eager to have it cast."
+    return text
+
+
+def _casts_caveat(probe: DtypeProbe, precision: Precision) -> str:
+    """Return which operators the CPU's autocast computed otherwise than CUDA's."""
+    by_dtype: dict[str, list[str]] = defaultdict(list)
+    for operator, kind in sorted(probe.cast_otherwise.items()):
+        by_dtype[kind].append(operator)
+    if not by_dtype:
+        return ""
+    casts = " and ".join(f"{first_names(ops)} in {kind}" for kind, ops in by_dtype.items())
+    text = f"autocast followed torch's list for CPUs, with {casts}, which CUDA's casts otherwise."
+    if hasattr(precision, "emulate"):
+        text += " Type precision.emulate=true for CUDA's casts."
+    return text

@@ -1,0 +1,243 @@
+"""Cast on a CPU as torch's autocast does on CUDA, operator by operator.
+
+torch has one list of casts for each kind of device. The CPU's leaves norms, softmax, pow, exp, log
+and sums in half precision, which CUDA's computes in float32; operators of CUDA's list that the
+CPU's lacks get its cast here, and those of the CPU's alone lose theirs. Which operators CUDA's list
+has is asked of torch's dispatcher, which knows it on machines without a GPU, too.
+
+Source of the kinds of cast: ATen/autocast_mode.h and autocast_mode.cpp of PyTorch.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch.utils._pytree import tree_leaves, tree_map
+
+from runner.precision.emulation import cpu_kernels
+from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
+from runner.utils.tensors import dtype_name
+
+_LOWER_PRECISION = """
+_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d convolution
+conv_transpose2d.input conv_transpose3d.input prelu addmm addmv addr matmul einsum mm mv linear
+linalg_vecdot addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell lstm_cell
+_thnn_fused_gru_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+scaled_dot_product_attention _cudnn_rnn cudnn_convolution cudnn_convolution_transpose
+"""
+_WIDEST = """
+addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+"""
+LOWER_PRECISION = frozenset(_LOWER_PRECISION.split())
+"""Operators whose arguments CUDA's list casts to half precision."""
+WIDEST = frozenset(_WIDEST.split())
+"""Operators whose arguments it casts to the widest dtype among them."""
+# The others of the list are in float32: their arguments, or, where they have an argument dtype, the
+# result, which the kernel then sums up in.
+_WITH_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
+_REFUSED = "binary_cross_entropy"
+# What cuDNN's recurrent layers, which CUDA's list casts, are on a CPU.
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+# The CPU has no kernel of it in half precision.
+_ROUNDED = "avg_pool3d"
+# Of each weight, by identity: the weight, which must live as long, and its cast.
+_half_weights: dict[int, tuple[Tensor, Tensor]] = {}
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def listed_operators(device_type: str) -> set[str]:
+    """Return the ATen operators, as sum.dim_IntList, that torch's list for CPU or CUDA has."""
+    key = f"Autocast{device_type}"
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+@contextmanager
+def cuda_casts() -> Iterator[None]:
+    """Have autocast on the CPU cast as on CUDA while the context is open.
+
+    It is process-wide: see cpu_kernels.replace_kernels. torch refuses binary_cross_entropy under
+    CUDA's autocast, and so it does here.
+    """
+    fuses = torch.backends.mha.get_fastpath_enabled()
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        clear()
+        _half_weights.clear()
+
+    _forget_compiled()
+    # A cached graph holds casts, and its key lacks the kernels that made them.
+    caches_no_graphs = functorch_config.patch(enable_autograd_cache=False)
+    try:
+        with replace_kernels("cuda_casts", _make_kernels), caches_no_graphs:
+            # Fused attention in evaluation, which torch leaves out under CUDA's autocast.
+            torch.backends.mha.set_fastpath_enabled(False)
+            # torch.autocast calls it at the end of the outermost context.
+            torch.clear_autocast_cache = clear_both
+            yield
+    finally:
+        torch.clear_autocast_cache = clear
+        torch.backends.mha.set_fastpath_enabled(fuses)
+        _forget_compiled()
+
+
+def noted_casts(noted: dict[str, str]) -> AbstractContextManager[None]:
+    """Return the context that notes the operators which autocast on the CPU casts otherwise than
+    CUDA's would, with the dtype that the CPU's computes in; nothing within cuda_casts.
+
+    Args:
+        noted: given names of operators and of dtypes.
+    """
+    if cpu_kernels.is_replaced("cuda_casts"):
+        return nullcontext()
+    return replace_kernels("noted_casts", lambda: _noting_kernels(noted))
+
+
+def _noting_kernels(noted: dict[str, str]) -> Kernels:
+    on_cpu = listed_operators("CPU")
+    on_cuda = listed_operators("CUDA")
+    # Both lists join tensors in their widest dtype.
+    names = (on_cuda ^ on_cpu) - WIDEST - {"cat", "stack"}
+    return {(name, "AutocastCPU"): _noting_kernel(name, name in on_cpu, noted) for name in names}
+
+
+def _noting_kernel(name: str, is_on_cpu: bool, noted: dict[str, str]) -> BoxedKernel:
+    """Return an operator's kernel that notes a call whose casts differ, and computes as before."""
+    operator = _operator(name)
+    own = cpu_kernels.original_kernel(name, "AutocastCPU") if is_on_cpu else None
+    is_half_on_cuda = name in LOWER_PRECISION
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        half = torch.get_autocast_dtype("cpu")
+        given = torch.float32 if is_half_on_cuda else half
+        if given in _dtypes([args, kwargs]):
+            computed = torch.float32 if is_half_on_cuda or is_on_cpu else half
+            # A norm calls the operator of its own name with native_ before it.
+            noted[name.partition(".")[0].removeprefix("native_")] = dtype_name(computed)
+        if own is not None:
+            return own(keys, *args, **kwargs)
+        return operator.redispatch(keys.remove(torch._C.DispatchKey.AutocastCPU), *args, **kwargs)
+
+    return run
+
+
+def _forget_compiled() -> None:
+    """Forget what was compiled with other casts in this process, for which torch has no guard."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _make_kernels() -> Kernels:
+    on_cpu = listed_operators("CPU")
+    on_cuda = listed_operators("CUDA")
+    none: BoxedKernel = torch.library.fallthrough_kernel
+    kernels = dict.fromkeys(on_cpu - on_cuda, none)
+    kernels[_ROUNDED] = _kernel(_ROUNDED, _rounded_to_input)
+    for name in on_cuda:
+        if name in WIDEST:
+            kernels[name] = _kernel(name, _in_widest_dtype)
+        elif name not in LOWER_PRECISION:
+            kernels[name] = _kernel(name, _in_float32)
+    # The CPU's own kernels of the others cast as CUDA's do, from the same source.
+    recurrent = {f"{kind}.{layout}" for kind in _RECURRENT for layout in ("input", "data")}
+    for name in (on_cuda & LOWER_PRECISION) - on_cpu | recurrent:
+        kernels[name] = _kernel(name, _in_half)
+    return {(name, "AutocastCPU"): kernel for name, kernel in kernels.items()}
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _kernel(name: str, rule: Callable[..., Any]) -> BoxedKernel:
+    """Return an operator's kernel for autocast, which calls rule(operator, args, kwargs)."""
+    operator = _operator(name)
+
+    def run(_: Any, *args: Any, **kwargs: Any) -> Any:
+        # What the operator is composed of is not cast again.
+        with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+            return rule(operator, args, kwargs)
+
+    return run
+
+
+def _is_cast(value: Any) -> bool:
+    """Return whether autocast looks at a value: a floating tensor on the CPU, but no float64."""
+    if not isinstance(value, Tensor) or value.device.type != "cpu":
+        return False
+    return value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _dtypes(values: Any) -> set[torch.dtype]:
+    """Return the dtypes of the tensors that autocast looks at."""
+    return {value.dtype for value in tree_leaves(values) if _is_cast(value)}
+
+
+def _call_cast(cast: Callable[[Tensor], Tensor], operator: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator with its tensors cast, those in lists too."""
+    args, kwargs = tree_map(lambda value: cast(value) if _is_cast(value) else value, (args, kwargs))
+    return operator(*args, **kwargs)
+
+
+def _call_in(dtype: torch.dtype, operator: Any, args: Any, kwargs: Any) -> Any:
+    return _call_cast(lambda tensor: tensor.to(dtype), operator, args, kwargs)
+
+
+def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator in float32, or with dtype=float32 where it takes a dtype."""
+    name: str = operator.name().removeprefix("aten::")
+    if name == _REFUSED:
+        raise RuntimeError(
+            "torch refuses binary_cross_entropy (BCELoss) under CUDA's autocast, for it overflows "
+            "in half precision. Use binary_cross_entropy_with_logits, or compute it in float32 "
+            "within torch.autocast(enabled=False)."
+        )
+    target = _operator(_WITH_DTYPE[name]) if name in _WITH_DTYPE else operator
+    names = [argument.name for argument in target._schema.arguments]
+    if "dtype" not in names:
+        return _call_in(torch.float32, operator, args, kwargs)
+    given = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    first = given.pop(names[0])
+    if not _is_cast(first):
+        return operator(*args, **kwargs)
+    if given.get("dtype") is None:
+        given["dtype"] = torch.float32
+    return target(first, **given)
+
+
+def _in_widest_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
+    half = torch.get_autocast_dtype("cpu")
+    widest = torch.float32 if _dtypes([args, kwargs]) - {half} else half
+    return _call_in(widest, operator, args, kwargs)
+
+
+def _rounded_to_input(operator: Any, args: Any, kwargs: Any) -> Any:
+    result = _call_in(torch.float32, operator, args, kwargs)
+    return result.to(args[0].dtype) if _is_cast(args[0]) else result
+
+
+def _in_half(operator: Any, args: Any, kwargs: Any) -> Any:
+    return _call_cast(_to_half, operator, args, kwargs)
+
+
+def _to_half(tensor: Tensor) -> Tensor:
+    """Return a tensor in autocast's dtype. As in torch, a weight is cast once for all its uses in a
+    forward, so that their gradients add up in half precision."""
+    half = torch.get_autocast_dtype("cpu")
+    is_weight = tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
+    caches = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
+    if not (is_weight and caches) or tensor._is_view():
+        return tensor.to(half)
+    if id(tensor) not in _half_weights:
+        _half_weights[id(tensor)] = tensor, tensor.to(half)
+    return _half_weights[id(tensor)][1]

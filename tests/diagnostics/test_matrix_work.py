@@ -1,0 +1,110 @@
+"""The share of each format in a forward's matrix work, and what is said of what was not asked."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.diagnostics.matrix_work import computation
+from runner.precision import precision
+
+
+class Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, groups=2)
+        self.back = nn.ConvTranspose2d(8, 4, 3, stride=2, groups=2)
+        self.line = nn.Linear(9, 5)
+
+    def forward(self, x):
+        hidden = self.line(self.back(self.conv(x)))
+        q = hidden.flatten(0, 1).unsqueeze(1)
+        return torch.baddbmm(q[:, 0], q[:, 0], torch.ones(q.shape[0], 5, 5))
+
+
+class Experts(nn.Module):
+    """Two experts in one kernel, which no autocast casts, beside a layer that it casts."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(16, 16)
+        self.experts = nn.Parameter(torch.randn(2, 16, 48))
+
+    def forward(self, x):
+        ends = torch.tensor([2, len(x)], dtype=torch.int32)
+        return torch._grouped_mm(self.line(x).float(), self.experts, offs=ends)
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.wide = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return F.layer_norm(self.line(x), (8,)) + torch.mv(self.wide.weight, torch.ones(8))
+
+
+def watched(model, name, x, **keys):
+    policy = precision(name, **keys)
+    model = policy.convert(model)
+    with policy.session(), DtypeProbe(model) as probe, policy.forward():
+        model(policy.cast(x))
+    return probe, computation(probe, policy.precision, policy.report)
+
+
+def test_the_work_is_that_of_torchs_own_counter():
+    model, x = Products(), torch.randn(2, 4, 6, 6)
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    probe, found = watched(model, "32-true", x)
+    assert sum(probe.work.values()) == counter.get_total_flops()
+    assert found == ("100.0% float32", [])
+
+
+def test_experts_that_autocast_leaves_in_float32_are_named_with_their_share():
+    _, found = watched(Experts(), "bf16-mixed", torch.randn(4, 16))
+    # 16 x 48 products a row beside 16 x 16.
+    assert found.matrix_work == "75.0% float32, 25.0% bfloat16"
+    text = "75.0% of the matrix work was not in bfloat16: grouped_mm in float32 ((model))."
+    assert found.caveats == [text]
+
+
+@pytest.mark.parametrize(
+    ("name", "label"), [("float8-rowwise", "FP8"), ("transformer-engine-nvfp4", "FP4")]
+)
+def test_converted_layers_count_as_their_format_and_kept_ones_as_asked(name, label):
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    keys = {"ignore_modules": ["1"], "keep_fp32": ["2"], "emulate": True}
+    _, found = watched(model, name, torch.randn(16, 32), **keys)
+    shares = {f"33.3% {each}" for each in (label, "bfloat16", "float32")}
+    assert {*found.matrix_work.split(", ")} == shares
+    assert not found.caveats
+
+
+def test_casts_of_the_cpus_list_are_named_and_under_emulation_there_are_none():
+    x = torch.randn(4, 8)
+    _, found = watched(Norm(), "bf16-mixed", x)
+    assert found.caveats == [
+        "20.0% of the matrix work was not in bfloat16: mv in float32 ((model)).",
+        "autocast followed torch's list for CPUs, with layer_norm in bfloat16 and mv in float32, "
+        "which CUDA's casts otherwise. Type precision.emulate=true for CUDA's casts.",
+    ]
+    assert watched(Norm(), "bf16-mixed", x, emulate=True)[1].caveats == []
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
+def test_an_lstm_of_emulated_kernels_counts_as_asked(name):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    probe, found = watched(Last(), name, torch.randn(3, 2, 8), emulate=True)
+    assert sum(probe.work.values()) == 2 * 6 * (32 * 8 + 32 * 8)
+    assert found.caveats == []
