@@ -89,7 +89,7 @@ def float64_to_float32(nest: Any) -> Any:
 
 
 def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str] = ()) -> None:
-    """Cast a model's parameters and buffers in place, outside the modules kept in float32.
+    """Cast a model's parameters and buffers in place, except what is kept in float32.
 
     A parameter object stays the same, so ties, hooks and frozen flags survive; a buffer that
     modules share is cast once, so that they still share it.
@@ -97,15 +97,17 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str]
     Args:
         model: changed in place.
         dtype: of floating tensors after.
-        keep_fp32: dotted names of modules that are not cast.
+        keep_fp32: dotted names of modules, parameters and buffers that are float32 after.
     """
     # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
+    named = {**dict(model.named_modules(remove_duplicate=False)), **named_tensors(model)}
     for name in keep_fp32:
-        kept = model.get_submodule(name)
-        for tensor in (*kept.parameters(), *kept.buffers()):
-            replacements[id(tensor)] = (tensor, tensor)
+        kept = named[name]
+        tensors = [kept] if isinstance(kept, Tensor) else named_tensors(kept).values()
+        for tensor in tensors:
+            replacements[id(tensor)] = (tensor, cast_tensor(tensor, torch.float32))
 
     def cast_once(tensor: Tensor) -> Tensor:
         if id(tensor) not in replacements:
@@ -114,6 +116,12 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str]
 
     with torch.no_grad():
         model._apply(cast_once)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by dotted name; a shared one by each of its names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def autocast_input(input: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from runner.utils.formatting import first_names
 from runner.utils.modules import select_modules
 
 ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
+DECLARED_REASON = "stays in float32, as the model declares"
 IGNORED_REASON = "named by precision.ignore_modules"
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
 # holds still remove their hooks.
@@ -66,9 +67,14 @@ class ConversionReport:
 
     It has every layer, that is every module that holds matrix weights. Empty where a precision
     converts no modules.
+
+    Attributes:
+        modules: the rows.
+        declared: names of the parameters and buffers that stay in float32, as the model declares.
     """
 
     modules: tuple[ModuleConversion, ...] = ()
+    declared: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         converted, total = self.layer_counts
@@ -92,6 +98,8 @@ class ConversionReport:
         Args:
             limit: how many names, and how many reasons, are printed; of the others the number.
         """
+        if self.declared:
+            yield f"{DECLARED_REASON}: {first_names(self.declared, limit)}"
         if not self.modules:
             return
         converted = [row.module for row in self.modules if row.done and row.elements]
@@ -179,6 +187,7 @@ class ConversionRules:
             no hook may be registered on it.
         bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
         skips_shared: skip layers that share a parameter, although no weight is replaced.
+        declared: names of the parameters and buffers that the model declares to be float32.
     """
 
     name: str
@@ -188,6 +197,7 @@ class ConversionRules:
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
     skips_shared: bool = False
+    declared: tuple[str, ...] = ()
 
 
 def convert_modules(
@@ -246,6 +256,7 @@ def classify_modules(
     ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
     ignored = {modules[name] for name in ignored_names}
     kept = {part for name in rules.keep_fp32 for part in modules[name].modules()}
+    declared = {modules[name.rpartition(".")[0]] for name in rules.declared}
     holders = _holders_by_parameter(model)
     pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
@@ -260,6 +271,8 @@ def classify_modules(
         # The user's own choice is named first, then what the model does, then what the layer is.
         if module in kept:
             why = KEEP_FP32_REASON
+        elif module in declared:
+            why = DECLARED_REASON
         elif module in ignored:
             why = IGNORED_REASON
         elif rules.bypassed.get(path):

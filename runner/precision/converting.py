@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from runner.precision.casting import autocast, cast_floats, cast_nest, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, ComputeFormat, Precision
 from runner.precision.conversion import ConversionReport, ConversionRules, convert_modules
+from runner.precision.declared import declared_float32
 from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
 from runner.precision.layers.conv1d import linear_classes
 
@@ -70,12 +72,13 @@ class ConvertingPrecision(Precision):
             new_weights=self.freezes,
             bypassed=self.bypassed,
             skips_shared=self.skips_shared,
+            declared=declared_float32(model, self.storage),
         )
         report = self.convert_layers(model, rules, device)
         keep_in_float32(model, kept, self.storage)
         if not self.keeps_dtypes:
-            cast_floats(model, self.storage, kept)
-        return model, report
+            cast_floats(model, self.storage, {*kept, *rules.declared})
+        return model, replace(report, declared=rules.declared)
 
     @property
     def has_autocast(self) -> bool:

@@ -1,0 +1,72 @@
+"""Find the tensors that a model itself declares to be float32 whatever dtype it is loaded in.
+
+Models of transformers do: a list names parameters and persistent buffers, and a constructor may
+give a tensor float32 explicitly, as the frequencies of rotary embeddings. Loading one in 16 bits
+keeps both, and the model's own forward casts at their borders.
+
+Source: transformers, modeling_utils.py (_keep_in_fp32_modules for float16, its strict form for
+bfloat16, too) and core_model_loading.py.
+"""
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.precision.casting import named_tensors
+from runner.utils.import_warnings import suppress_import_warnings
+
+# Every architecture computes these in float32; used for a model that cannot be built a second time.
+_ROTARY = "inv_freq"
+
+
+def declared_float32(model: nn.Module, storage: torch.dtype) -> tuple[str, ...]:
+    """Return the dotted names of the parameters and buffers that a model declares to be float32.
+
+    Args:
+        model: not changed; of transformers, or with models of transformers in it.
+        storage: dtype that the rest gets; one of 32 bits or more leaves nothing to declare.
+    """
+    names: dict[str, None] = {}
+    if storage.itemsize != 2:
+        return ()
+    outer = "\0"
+    for path, module in model.named_modules():
+        if path.startswith(outer) or not hasattr(module, "_keep_in_fp32_modules"):
+            continue
+        # The lists of a model hold those of the models in it, whose names begin with its own.
+        outer = f"{path}." if path else ""
+        names |= dict.fromkeys(f"{outer}{name}" for name in _declared_of(module, storage))
+    return tuple(names)
+
+
+def _declared_of(model: Any, storage: torch.dtype) -> Iterator[str]:
+    """Yield the names of the float32 tensors of a model of transformers."""
+    patterns = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if storage is torch.float16:
+        patterns |= {*(model._keep_in_fp32_modules or ())}
+    listed = re.compile("|".join(p.replace("*", ".*") for p in patterns) or "$^")
+    persistent = model.state_dict(keep_vars=True)
+    explicit = _explicit_float32(model, storage)
+    for name, tensor in named_tensors(model).items():
+        is_listed = name in persistent and listed.search(name)
+        if tensor.is_floating_point() and (is_listed or name in explicit):
+            yield name
+
+
+def _explicit_float32(model: Any, storage: torch.dtype) -> set[str]:
+    """Return the names of the tensors that a model's constructor makes in float32 where torch's
+    default dtype is the storage dtype."""
+    try:
+        # Without memory, as transformers' own loading builds it first.
+        with torch.device("meta"), torch.random.fork_rng(devices=[]), suppress_import_warnings():
+            built = type(model)._from_config(deepcopy(model.config), dtype=storage)
+    except Exception:  # a class of one's own that takes more than a config
+        tensors = model.named_buffers()
+        return {name for name, _ in tensors if name.rpartition(".")[2].endswith(_ROTARY)}
+    return {name for name, tensor in named_tensors(built).items() if tensor.dtype is torch.float32}
+
+
