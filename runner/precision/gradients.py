@@ -1,11 +1,13 @@
 """Norms and clipping of gradients, sparse and complex ones included. Nothing here is read on the
 host."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from runner.utils.tensors import round_gradients
 
 _NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
 
@@ -28,6 +30,18 @@ def finish_gradients(params: Iterable[Tensor]) -> None:
         # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
         if p.grad.is_complex():
             p.grad = p.grad.resolve_conj()
+
+
+def round_for(optimizer: Optimizer, widened: Collection[Tensor]) -> None:
+    """Round the gradients that an optimizer reads, unless it computes its step in float32.
+
+    Args:
+        optimizer: that steps next.
+        widened: parameters whose gradients were added in float32.
+    """
+    # The attribute is set by runner.precision.wide_step, whose step widens gradients itself.
+    if widened and not hasattr(optimizer, "kept_dtype"):
+        round_gradients(p for p in parameters_of(optimizer) if p in widened)
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:

@@ -263,13 +263,16 @@ class Policy:
         self._check_place("backward")
         self._check_loss(loss)
         self._gradients.check_backward()
+        model = self._converted_model("backward")
+        if self._gradients.is_pending:
+            self._gradients.widen(model.parameters())
         gradient = None
         if weight is not None:
             gradient = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
         scaled = self._gradients.scale.multiply(loss)
         with self.precision.backward(self.device):
             scaled.backward(gradient, retain_graph=retain_graph)
-        self._gradients.record_backward(self._converted_model("backward").parameters())
+        self._gradients.record_backward(model.parameters())
 
     def unscale(self, *optimizers: Optimizer) -> None:
         """Divide the optimizers' gradients by the loss scale, for code that reads or changes them;

@@ -79,4 +79,6 @@ def build_state(
         setup.strategy,
         clip_value=spec.train.clip_value,
         average=average,
+        # FSDP adds them in float32 by itself.
+        accumulates_wide=spec.train.accumulate_float32 and not setup.strategy.shards,
     )

@@ -23,6 +23,7 @@ from runner.precision.gradients import (
     finish_gradients,
     grad_norms,
     gradients_of,
+    round_for,
 )
 from runner.precision.loss_scale import HostFlag
 from runner.training.model_call import call_model
@@ -37,7 +38,7 @@ from runner.training.step_metrics import (
 from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
-from runner.utils.tensors import widest_float
+from runner.utils.tensors import round_gradients, widen_gradients, widest_float
 
 
 def examples_in(batch: Batch) -> int:
@@ -111,6 +112,8 @@ def compute_gradients(
     else:
         loss, terms = _accumulate(state, micros, sizes)
     finish_gradients([*state.sparse_gradient_parameters, *state.complex_parameters])
+    if state.takes_closure:
+        round_gradients(state.widened_parameters)
     return loss, terms
 
 
@@ -134,6 +137,8 @@ def train_step(
     # None and not zero: the next backward then writes the gradients instead of adding to them.
     for p in state.trainable_parameters:
         p.grad = None
+    if len(micros) > 1:
+        round_gradients(state.widened_parameters)  # the next step's first one is not added to any
     return DeviceStepRecord(
         step=state.step,
         time_ms=now_ms(),
@@ -176,6 +181,9 @@ def _plain_step(
         "found_inf": any_found_inf(found_infs),
     }
     state.run_update_hook()
+    if len(micros) > 1:
+        for scheduled in state.optimizers:
+            round_for(scheduled.optimizer, state.widened_parameters)
     state.scale.step_all([part.optimizer for part in state.optimizers], found_infs)
     for scheduled, found_inf in zip(state.optimizers, found_infs, strict=True):
         # Without a flag the step was applied for certain. With one the schedule waits for the flag,
@@ -198,6 +206,9 @@ def _accumulate(
     weights: list[Tensor] = []
     parts: list[Mapping[str, Tensor]] = []
     for i, (micro, factor) in enumerate(zip(micros, factors, strict=True), 1):
+        # In 16 bits, half a unit in the last place of the sum is lost with each further one.
+        if i == 2:
+            widen_gradients(state.widened_parameters)
         with state.strategy.accumulating(last=i == len(micros)):
             loss, terms = _loss_and_terms(state, *micro)
             note_names(state, terms)

@@ -2,7 +2,7 @@
 wrapped ones included."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -99,3 +99,28 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 MIB = 2**20
 GIB = 2**30
+
+
+def widen_gradients(params: Iterable[Tensor]) -> None:
+    """Have further backwards add to the gradients of 16-bit parameters in float32."""
+    for p in params:
+        # torch refuses a gradient of another dtype than this one.
+        grad, p.grad = p.grad, None
+        p.grad_dtype = torch.float32
+        if grad is not None:
+            p.grad = grad.float()
+
+
+def round_gradients(params: Iterable[Tensor]) -> None:
+    """Round gradients that were added in float32 to the dtype of their parameters."""
+    for p in params:
+        grad, p.grad = p.grad, None
+        p.grad_dtype = p.dtype
+        if grad is not None:
+            p.grad = grad.to(p.dtype)
+
+
+def narrow_parameters(params: Iterable[Tensor]) -> set[Tensor]:
+    """Return the trainable parameters that are floats of 16 bits."""
+    halves = (torch.bfloat16, torch.float16)
+    return {p for p in params if p.requires_grad and p.dtype in halves}
