@@ -88,7 +88,12 @@ def float64_to_float32(nest: Any) -> Any:
     return to_single(nest) if isinstance(nest, Tensor) else tree_map(to_single, nest)
 
 
-def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str] = ()) -> None:
+def cast_floats(
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep_fp32: Collection[str] = (),
+    unchanged: Collection[str] = (),
+) -> None:
     """Cast a model's parameters and buffers in place, except what is kept in float32.
 
     A parameter object stays the same, so ties, hooks and frozen flags survive; a buffer that
@@ -98,16 +103,18 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str]
         model: changed in place.
         dtype: of floating tensors after.
         keep_fp32: dotted names of modules, parameters and buffers that are float32 after.
+        unchanged: those of modules, parameters and buffers that keep their dtypes.
     """
     # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
     named = {**dict(model.named_modules(remove_duplicate=False)), **named_tensors(model)}
-    for name in keep_fp32:
+    for name in (*keep_fp32, *unchanged):
         kept = named[name]
         tensors = [kept] if isinstance(kept, Tensor) else named_tensors(kept).values()
         for tensor in tensors:
-            replacements[id(tensor)] = (tensor, cast_tensor(tensor, torch.float32))
+            after = tensor if name in unchanged else cast_tensor(tensor, torch.float32)
+            replacements[id(tensor)] = (tensor, after)
 
     def cast_once(tensor: Tensor) -> Tensor:
         if id(tensor) not in replacements:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import cast_floats
 from runner.precision.conversion import ConversionReport
-from runner.precision.declared import declared_float32
+from runner.precision.declared import find_kept_tensors
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
@@ -147,9 +147,9 @@ class Precision(ABC):
         """
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
         keep_in_float32(model, kept, self.storage)
-        declared = declared_float32(model, self.storage)
-        cast_floats(model, self.storage, {*kept, *declared})
-        return model, ConversionReport(declared=declared)
+        tensors = find_kept_tensors(model, self.storage)
+        cast_floats(model, self.storage, {*kept, *tensors.float32}, tensors.unchanged)
+        return model, ConversionReport(kept=tensors.lines)
 
     def leave_unconverted(self, reasons: Mapping[str, str]) -> None:
         """Skip further modules, by dotted name and with the reason, in later conversions."""

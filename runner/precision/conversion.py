@@ -24,7 +24,7 @@ from runner.utils.formatting import first_names
 from runner.utils.modules import select_modules
 
 ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
-DECLARED_REASON = "stays in float32, as the model declares"
+KEPT_REASON = "keeps its dtype: the model declares float32, or froze it in this one"
 IGNORED_REASON = "named by precision.ignore_modules"
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
 # holds still remove their hooks.
@@ -70,11 +70,11 @@ class ConversionReport:
 
     Attributes:
         modules: the rows.
-        declared: names of the parameters and buffers that stay in float32, as the model declares.
+        kept: lines on parameters and buffers that keep their dtype.
     """
 
     modules: tuple[ModuleConversion, ...] = ()
-    declared: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         converted, total = self.layer_counts
@@ -98,8 +98,7 @@ class ConversionReport:
         Args:
             limit: how many names, and how many reasons, are printed; of the others the number.
         """
-        if self.declared:
-            yield f"{DECLARED_REASON}: {first_names(self.declared, limit)}"
+        yield from self.kept
         if not self.modules:
             return
         converted = [row.module for row in self.modules if row.done and row.elements]
@@ -187,7 +186,7 @@ class ConversionRules:
             no hook may be registered on it.
         bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
         skips_shared: skip layers that share a parameter, although no weight is replaced.
-        declared: names of the parameters and buffers that the model declares to be float32.
+        kept: names of the parameters and buffers that keep their dtype.
     """
 
     name: str
@@ -197,7 +196,7 @@ class ConversionRules:
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
     skips_shared: bool = False
-    declared: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 def convert_modules(
@@ -256,7 +255,7 @@ def classify_modules(
     ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
     ignored = {modules[name] for name in ignored_names}
     kept = {part for name in rules.keep_fp32 for part in modules[name].modules()}
-    declared = {modules[name.rpartition(".")[0]] for name in rules.declared}
+    keeping = {modules[name.rpartition(".")[0]] for name in rules.kept}
     holders = _holders_by_parameter(model)
     pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
@@ -271,8 +270,8 @@ def classify_modules(
         # The user's own choice is named first, then what the model does, then what the layer is.
         if module in kept:
             why = KEEP_FP32_REASON
-        elif module in declared:
-            why = DECLARED_REASON
+        elif module in keeping:
+            why = KEPT_REASON
         elif module in ignored:
             why = IGNORED_REASON
         elif rules.bypassed.get(path):

@@ -13,7 +13,7 @@ from torch import nn
 from runner.precision.casting import autocast, cast_floats, cast_nest, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, ComputeFormat, Precision
 from runner.precision.conversion import ConversionReport, ConversionRules, convert_modules
-from runner.precision.declared import declared_float32
+from runner.precision.declared import find_kept_tensors
 from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
 from runner.precision.layers.conv1d import linear_classes
 
@@ -63,6 +63,7 @@ class ConvertingPrecision(Precision):
     ) -> tuple[nn.Module, ConversionReport]:
         # Before the conversion: what either refuses leaves the model unchanged.
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
+        tensors = find_kept_tensors(model, self.storage)
         rules = ConversionRules(
             self.name,
             self.ignore_modules,
@@ -72,13 +73,13 @@ class ConvertingPrecision(Precision):
             new_weights=self.freezes,
             bypassed=self.bypassed,
             skips_shared=self.skips_shared,
-            declared=declared_float32(model, self.storage),
+            kept=(*tensors.float32, *tensors.unchanged),
         )
         report = self.convert_layers(model, rules, device)
         keep_in_float32(model, kept, self.storage)
         if not self.keeps_dtypes:
-            cast_floats(model, self.storage, {*kept, *rules.declared})
-        return model, replace(report, declared=rules.declared)
+            cast_floats(model, self.storage, {*kept, *tensors.float32}, tensors.unchanged)
+        return model, replace(report, kept=tensors.lines)
 
     @property
     def has_autocast(self) -> bool:

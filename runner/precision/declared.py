@@ -1,8 +1,9 @@
-"""Find the tensors that a model itself declares to be float32 whatever dtype it is loaded in.
+"""Find what keeps its dtype in a conversion: what a model declares to be float32 whatever dtype it
+is loaded in, and what it froze in another dtype than float32.
 
-Models of transformers do: a list names parameters and persistent buffers, and a constructor may
-give a tensor float32 explicitly, as the frequencies of rotary embeddings. Loading one in 16 bits
-keeps both, and the model's own forward casts at their borders.
+Models of transformers declare float32: a list names parameters and persistent buffers, and a
+constructor may give a tensor float32 explicitly, as the frequencies of rotary embeddings. Loading
+one in 16 bits keeps both, and the model's own forward casts at their borders.
 
 Source: transformers, modeling_utils.py (_keep_in_fp32_modules for float16, its strict form for
 bfloat16, too) and core_model_loading.py.
@@ -11,16 +12,52 @@ bfloat16, too) and core_model_loading.py.
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from runner.precision.casting import named_tensors
+from runner.utils.formatting import first_names
 from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.modules import frozen_parts
+from runner.utils.tensors import dtype_name
 
 # Every architecture computes these in float32; used for a model that cannot be built a second time.
 _ROTARY = "inv_freq"
+
+
+class KeptTensors(NamedTuple):
+    """What keeps its dtype in a conversion.
+
+    Attributes:
+        float32: names of the parameters and buffers that the model declares to be float32.
+        unchanged: names of those that it froze in a dtype of their own.
+        lines: for the console; what stays in which dtype.
+    """
+
+    float32: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+
+
+def find_kept_tensors(model: nn.Module, storage: torch.dtype) -> KeptTensors:
+    """Return what keeps its dtype where the other floating tensors get the storage dtype."""
+    unchanged: list[str] = []
+    lines: list[str] = []
+    for path, part in frozen_parts(model).items():
+        # float32 is what torch makes unless it is asked for another dtype.
+        usual = (torch.float32, storage)
+        own = {n: t for n, t in named_tensors(part).items() if t.is_floating_point()}
+        own = {n: t for n, t in own.items() if t.dtype not in usual}
+        unchanged += [f"{path}.{name}" for name in own]
+        if own:
+            names = ", ".join(sorted({dtype_name(tensor.dtype) for tensor in own.values()}))
+            lines.append(f"stays in {names}, frozen by the model: {path}")
+    declared = declared_float32(model, storage)
+    if declared:
+        lines.append(f"stays in float32, as the model declares: {first_names(declared, 8)}")
+    return KeptTensors(declared, tuple(unchanged), tuple(lines))
 
 
 def declared_float32(model: nn.Module, storage: torch.dtype) -> tuple[str, ...]:
@@ -68,5 +105,3 @@ def _explicit_float32(model: Any, storage: torch.dtype) -> set[str]:
         tensors = model.named_buffers()
         return {name for name, _ in tensors if name.rpartition(".")[2].endswith(_ROTARY)}
     return {name for name, tensor in named_tensors(built).items() if tensor.dtype is torch.float32}
-
-

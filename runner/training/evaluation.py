@@ -17,6 +17,7 @@ from runner.training.model_call import call_model
 from runner.training.state import EvaluationCall, TrainState
 from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError
+from runner.utils.modules import set_training
 from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
 from runner.utils.stop_signals import until_interrupted
 
@@ -81,7 +82,7 @@ def evaluate(
                     metrics |= hook(label, metrics, first_batch[0])
     # A forward without a backward leaves them, and a checkpoint must not see their dtype.
     state.strategy.drop_gathered_weights()
-    state.model.train()
+    set_training(state.model)
     return metrics
 
 
@@ -244,7 +245,7 @@ def evaluation_mode(model: nn.Module, task: Task, device: torch.device) -> Itera
     if not task.evaluates_losses:
         yield
         return
-    model.train()
+    set_training(model)
     for module in model.modules():
         is_random = isinstance(module, _DropoutNd) or type(module).__name__ in _RANDOM_DEPTH
         if is_random or isinstance(module, _NormBase):

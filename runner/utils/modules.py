@@ -91,6 +91,61 @@ def outermost_names(names: Collection[str]) -> set[str]:
     return {name for name in names if not name.startswith(prefixes)}
 
 
+def frozen_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules whose parameters are all frozen, by dotted name.
+
+    Empty for a model that is frozen as a whole: it has no part that trains beside them.
+    """
+    parts: dict[str, nn.Module] = {}
+    outer: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        parameters = [*module.parameters()]
+        if path.startswith(outer) or not parameters or any(p.requires_grad for p in parameters):
+            continue
+        if not path:
+            return {}
+        parts[path] = module
+        outer = (*outer, f"{path}.")
+    return parts
+
+
+def names_part(pattern: str, part: str) -> bool:
+    """Return whether a pattern names a part of a model, or something in it, not by `*` alone."""
+    segments = part.split(".")
+    start = pattern.split(".")[: len(segments)]
+    return "*" not in start and matches_pattern(".".join(start), part)
+
+
+def note_evaluation_parts(model: nn.Module) -> list[str]:
+    """Note the outermost modules that a model has set to evaluation mode; return their names.
+
+    set_training leaves them in it.
+    """
+    names: list[str] = []
+    # The mode of the whole model says nothing about its parts.
+    for path, module in model.named_modules() if model.training else ():
+        if module.training or path.startswith(tuple(f"{name}." for name in names)):
+            continue
+        names.append(path)
+        vars(module)[_STAYS_IN_EVALUATION] = True
+    # from_pretrained leaves every model in evaluation mode, also one that is to be trained.
+    for path in [*names]:
+        module = model.get_submodule(path)
+        if hasattr(module, "from_pretrained") and any(p.requires_grad for p in module.parameters()):
+            names.remove(path)
+            del vars(module)[_STAYS_IN_EVALUATION]
+    return names
+
+
+def set_training(model: nn.Module) -> None:
+    """Set a model to training mode, except for the parts that it has set to evaluation mode."""
+    model.train()
+    for module in model.modules():
+        if _STAYS_IN_EVALUATION in vars(module):
+            module.eval()
+
+
+_STAYS_IN_EVALUATION = "_stays_in_evaluation"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
