@@ -37,6 +37,7 @@ from runner.modes.training_outputs import (
     set_evaluation_hook,
     wants_model_folders,
 )
+from runner.precision.loss_scale import watch_tensor_hooks
 from runner.training.callbacks.callback import RunCallback
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_sets
@@ -275,7 +276,9 @@ def _step_contexts(
     @contextmanager
     def around_first(measured: AbstractContextManager[object]) -> Iterator[None]:
         # A signal ends it at once: it may compile for minutes, with nothing to save before it.
-        with run.signals.interruptible(), proof.probe, proof.watch(), measured:
+        scaled = callbacks.state.scale.value is not None and not run.spec.train.compile
+        hooks = watch_tensor_hooks(run.say) if scaled else nullcontext()
+        with run.signals.interruptible(), proof.probe, proof.watch(), hooks, measured:
             yield
 
     def around(step: int) -> AbstractContextManager[object]:

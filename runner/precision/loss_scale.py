@@ -10,15 +10,22 @@ Source: PyTorch AMP; Micikevicius et al., Mixed Precision Training, arXiv:1710.0
 """
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.precision.gradients import any_found_inf
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import first_names
+
+# Their own hooks, as those of FSDP and of probes, know the scale or leave gradients as they are.
+_LIBRARIES = ("torch.", "runner.")
 
 
 class LossScale:
@@ -241,3 +248,51 @@ class HostFlag:
         if self._event is not None:
             self._event.synchronize()
         return bool(self._value.numpy()[()] != 0.0)
+
+
+def describe_hooks(places: Sequence[str]) -> str:
+    """Return a warning about hooks on gradients at these places in code or model; empty without."""
+    if not places:
+        return ""
+    return (
+        f"warning: hooks on gradients see them multiplied by the loss scale: {first_names(places)}. "
+        "Type precision=bf16-mixed, which has none; train.clip_value clips what is unscaled."
+    )
+
+
+def gradient_hooks(model: nn.Module) -> list[str]:
+    """Return the names of the modules and parameters with hooks of the user's own on gradients."""
+    hooked: dict[str, list[Any]] = {}
+    for name, module in model.named_modules():
+        own = (module._backward_hooks, module._backward_pre_hooks)
+        hooked[name or type(module).__name__] = [hook for hooks in own for hook in hooks.values()]
+    for name, p in model.named_parameters():
+        parameters_own = (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
+        hooked[name] = [hook for hooks in parameters_own for hook in (hooks or {}).values()]
+    return [name for name, hooks in hooked.items() if not all(map(_is_library, hooks))]
+
+
+def _is_library(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)
+
+
+@contextmanager
+def watch_tensor_hooks(warn: Callable[[str], None]) -> Iterator[None]:
+    """Return a context in which hooks that a forward registers on activations are warned of, each
+    line of code once, before the backward calls them."""
+    register_hook = Tensor.register_hook
+    places: set[str] = set()
+
+    def register(tensor: Tensor, hook: Any) -> Any:
+        code = sys._getframe(1)
+        place = f"{Path(code.f_code.co_filename).name}, line {code.f_lineno}"
+        if not str(code.f_globals.get("__name__")).startswith(_LIBRARIES) and place not in places:
+            places.add(place)
+            warn(describe_hooks([place]))
+        return register_hook(tensor, hook)
+
+    Tensor.register_hook = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = register_hook  # type: ignore[method-assign]
