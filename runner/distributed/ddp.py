@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.process_group import ProcessGroupStrategy
-from runner.utils.tensors import round_gradients, widen_gradients
+from runner.utils.tensors import cast_gradients
 
 _NOTHING = nullcontext()
 
@@ -69,16 +69,14 @@ class DDP(ProcessGroupStrategy):
         assert self._model is not None
         params = [p for p in self._model.parameters() if p.requires_grad]
         wide = [p for p in params if p.grad_dtype not in (None, p.dtype)]
-        for p in wide:
-            if p.grad is not None:
-                self._sums[p] = p.grad
-                p.grad = None
-        round_gradients(wide)
+        self._sums.update((p, p.grad) for p in wide if p.grad is not None)
+        for p in self._sums:
+            p.grad = None
+        cast_gradients(wide)
         yield
-        for p in wide:
-            if p in self._sums:
-                p.grad = None
-        widen_gradients(wide)
+        for p in self._sums:
+            p.grad = None
+        cast_gradients(wide, torch.float32)
         for p, average in self._sums.items():
             p.grad = average
         self._sums.clear()

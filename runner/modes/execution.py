@@ -12,10 +12,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
+from runner.precision.casting import cast_nest, input_fields
 from runner.precision.conversion import ConversionReport
 from runner.precision.conversion_proof import (
     ForwardWatch,
@@ -23,6 +26,7 @@ from runner.precision.conversion_proof import (
     converted_layers,
     holds_matrix,
 )
+from runner.precision.keep_fp32 import KeptInFloat32
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import BuiltModel, build_model, restore_precision_state
 from runner.training.model_call import call_model
@@ -121,6 +125,7 @@ def build_proven_model(
     """
     precision = setup.precision
     built = _build(setup, make, saved)
+    built = _find_wide_inputs(setup, built, inputs)
     converts = any(row.done for row in built.report.modules)
     if not converts and not adapted_layers(built.model):
         return built
@@ -238,6 +243,43 @@ def _process_trial(
         return _process_trial(setup, built, inputs, strict=True)
     matrices = [name for name, layer in converted.items() if holds_matrix(layer)]
     return TrialResult(watch.executed, _bypass_reasons(watch), completed, matrices)
+
+
+def _find_wide_inputs(
+    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
+) -> BuiltModel:
+    """Have the precision leave those inputs in float32 that a module of keep_fp32 takes; return the
+    model with a line that names them.
+
+    Each is tried by a forward: left so, it must reach such a module, and fit everywhere else.
+    """
+    precision = setup.precision
+    kept = [module for module in built.model.modules() if isinstance(module, KeptInFloat32)]
+    if not kept or precision.storage.itemsize != 2:
+        return built
+    batch = inputs()
+    # A cast copies what has floats, and nothing else.
+    fields = [k for k, v in input_fields(batch).items() if cast_nest(v, torch.float16) is not v]
+    given: list[torch.dtype] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        given.extend(leaf.dtype for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf))
+
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in kept]
+    counts: dict[frozenset[Any], int] = {}
+    for wide in (frozenset[Any](), *(frozenset({field}) for field in fields)):
+        precision.wide_inputs = wide
+        given.clear()
+        completed = _process_trial(setup, built, lambda: batch, strict=True).forward_completed
+        counts[wide] = given.count(torch.float32) if completed else -1
+    for handle in handles:
+        handle.remove()
+    found = [fields for fields, count in counts.items() if count > counts[frozenset()] >= 0]
+    precision.wide_inputs = frozenset[Any]().union(*found)
+    names = ", ".join(sorted(map(str, precision.wide_inputs)))
+    line = f"stays in float32 for modules of precision.keep_fp32: input {names}"
+    lines = (*built.report.kept, line) if found else built.report.kept
+    return built._replace(report=replace(built.report, kept=lines))
 
 
 class FirstStepProof:

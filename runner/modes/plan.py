@@ -35,15 +35,7 @@ from runner.training.optimizers import (
 from runner.training.sharded_model import build_on_meta
 from runner.utils.files import write_json
 from runner.utils.reproducibility import seed_all
-from runner.utils.tensors import (
-    GIB,
-    MIB,
-    count_elements,
-    dtype_name,
-    narrow_parameters,
-    stored_bytes,
-    tensor_bytes,
-)
+from runner.utils.tensors import GIB, MIB, count_elements, dtype_name, stored_bytes, tensor_bytes
 
 
 def plan(run: RunContext) -> RunResult:
@@ -96,7 +88,7 @@ def _overview(run: RunContext, built: BuiltModel) -> dict[str, str]:
     weights = stored_bytes(model)
     grads = tensor_bytes(*trainable)
     if run.spec.train.accumulate > 1 and run.spec.train.accumulate_float32:
-        grads += 2 * sum(map(count_elements, narrow_parameters(trainable)))
+        grads += sum(2 * count_elements(p) for p in trainable if p.itemsize == 2)
     scale = run.precision.scale(torch.device("cpu")).value
     train = run.spec.train
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.epochs} epochs"

@@ -63,6 +63,30 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
     return nest
 
 
+def cast_inputs(inputs: Any, dtype: torch.dtype, wide: Collection[str | int]) -> Any:
+    """Return a model's inputs cast to a dtype, those of some fields to float32.
+
+    Args:
+        inputs: a tensor, or a mapping or sequence of fields.
+        dtype: of the other floating tensors.
+        wide: keys or positions of fields; 0 for the only tensor.
+    """
+    if not wide:
+        return cast_nest(inputs, dtype)
+    fields = input_fields(inputs).items()
+    cast = {key: cast_nest(part, torch.float32 if key in wide else dtype) for key, part in fields}
+    if isinstance(inputs, Mapping):
+        return type(inputs)(cast)  # type: ignore[call-arg]
+    return type(inputs)(cast.values()) if isinstance(inputs, list | tuple) else cast[0]
+
+
+def input_fields(inputs: Any) -> dict[str | int, Any]:
+    """Return the fields of a model's inputs by key or position; of a tensor, itself at 0."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    return dict(enumerate(inputs if isinstance(inputs, list | tuple) else [inputs]))
+
+
 def _cast_mapping(nest: Mapping[Any, Any], dtype: torch.dtype) -> Any:
     """Return a copy of a mapping, of its own class, with the tensors of every value cast."""
     if type(nest) is WideFields:

@@ -77,6 +77,8 @@ class Precision(ABC):
             backward, with what to type; empty where it can.
         bypassed: modules that a conversion skips because the model does not call their forward:
             the reason, by dotted name.
+        wide_inputs: keys or positions of the model's inputs that stay in float32, for a module of
+            keep_fp32 that takes them.
         float32_matmul: one of options.MATMUL_PRECISIONS; anything but `highest` lets float32
             products run in TF32 (10-bit mantissa), convolutions too. Empty leaves all of torch's
             settings of products.
@@ -102,6 +104,7 @@ class Precision(ABC):
     unshardable_reason: str = ""
     no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
+    wide_inputs: frozenset[str | int] = frozenset()
     float32_matmul: str = ""
     cpu_float16: KernelChoice = "auto"
     reduced_precision_reduction: bool = False

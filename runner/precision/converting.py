@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.precision.casting import autocast, cast_floats, cast_nest, float64_to_float32
+from runner.precision.casting import autocast, cast_floats, cast_inputs, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, ComputeFormat, Precision
 from runner.precision.conversion import ConversionReport, ConversionRules, convert_modules
 from runner.precision.declared import find_kept_tensors
@@ -95,7 +95,7 @@ class ConvertingPrecision(Precision):
         autocast does not cast, becomes float32."""
         if self.has_autocast:
             return float64_to_float32(inputs)
-        return cast_nest(inputs, self.storage)
+        return cast_inputs(inputs, self.storage, self.wide_inputs)
 
     @property
     def compute_format(self) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from runner.precision.casting import named_tensors
 from runner.utils.formatting import first_names
 from runner.utils.import_warnings import suppress_import_warnings
-from runner.utils.modules import frozen_parts
+from runner.utils.modules import frozen_parts, outermost_names
 from runner.utils.tensors import dtype_name
 
 # Every architecture computes these in float32; used for a model that cannot be built a second time.
@@ -47,13 +47,11 @@ def find_kept_tensors(model: nn.Module, storage: torch.dtype) -> KeptTensors:
     lines: list[str] = []
     for path, part in frozen_parts(model).items():
         # float32 is what torch makes unless it is asked for another dtype.
-        usual = (torch.float32, storage)
-        own = {n: t for n, t in named_tensors(part).items() if t.is_floating_point()}
-        own = {n: t for n, t in own.items() if t.dtype not in usual}
+        dtypes = {n: t.dtype for n, t in named_tensors(part).items() if t.is_floating_point()}
+        own = {n: d for n, d in dtypes.items() if d not in (torch.float32, storage)}
         unchanged += [f"{path}.{name}" for name in own]
-        if own:
-            names = ", ".join(sorted({dtype_name(tensor.dtype) for tensor in own.values()}))
-            lines.append(f"stays in {names}, frozen by the model: {path}")
+        for dtype in {*own.values()}:
+            lines.append(f"stays in {dtype_name(dtype)}, frozen by the model: {path}")
     declared = declared_float32(model, storage)
     if declared:
         lines.append(f"stays in float32, as the model declares: {first_names(declared, 8)}")
@@ -67,17 +65,15 @@ def declared_float32(model: nn.Module, storage: torch.dtype) -> tuple[str, ...]:
         model: not changed; of transformers, or with models of transformers in it.
         storage: dtype that the rest gets; one of 32 bits or more leaves nothing to declare.
     """
-    names: dict[str, None] = {}
     if storage.itemsize != 2:
         return ()
-    outer = "\0"
-    for path, module in model.named_modules():
-        if path.startswith(outer) or not hasattr(module, "_keep_in_fp32_modules"):
-            continue
-        # The lists of a model hold those of the models in it, whose names begin with its own.
-        outer = f"{path}." if path else ""
-        names |= dict.fromkeys(f"{outer}{name}" for name in _declared_of(module, storage))
-    return tuple(names)
+    # The lists of a model hold those of the models in it, whose names begin with its own.
+    models = [n for n, module in model.named_modules() if hasattr(module, "_keep_in_fp32_modules")]
+    return tuple(
+        f"{path}.{name}".lstrip(".")
+        for path in sorted(outermost_names(models))
+        for name in _declared_of(model.get_submodule(path), storage)
+    )
 
 
 def _declared_of(model: Any, storage: torch.dtype) -> Iterator[str]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.utils.tensors import round_gradients
+from runner.utils.tensors import cast_gradients
 
 _NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
 
@@ -32,16 +32,16 @@ def finish_gradients(params: Iterable[Tensor]) -> None:
             p.grad = p.grad.resolve_conj()
 
 
-def round_for(optimizer: Optimizer, widened: Collection[Tensor]) -> None:
-    """Round the gradients that an optimizer reads, unless it computes its step in float32.
+def round_gradients(optimizers: Iterable[Optimizer], widened: Collection[Tensor]) -> None:
+    """Round the gradients that optimizers read, of those that compute their step in float32 none.
 
     Args:
-        optimizer: that steps next.
+        optimizers: that step next.
         widened: parameters whose gradients were added in float32.
     """
     # The attribute is set by runner.precision.wide_step, whose step widens gradients itself.
-    if widened and not hasattr(optimizer, "kept_dtype"):
-        round_gradients(p for p in parameters_of(optimizer) if p in widened)
+    narrow = [optimizer for optimizer in optimizers if not hasattr(optimizer, "kept_dtype")]
+    cast_gradients(p for p in parameters_of(*narrow) if p in widened)
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:

@@ -24,9 +24,6 @@ from runner.precision.gradients import any_found_inf
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
 
-# Their own hooks, as those of FSDP and of probes, know the scale or leave gradients as they are.
-_LIBRARIES = ("torch.", "runner.")
-
 
 class LossScale:
     """A loss scale as the training step uses it; this one does nothing. Tensors are scalars on the
@@ -255,25 +252,25 @@ def describe_hooks(places: Sequence[str]) -> str:
     if not places:
         return ""
     return (
-        f"warning: hooks on gradients see them multiplied by the loss scale: {first_names(places)}. "
-        "Type precision=bf16-mixed, which has none; train.clip_value clips what is unscaled."
+        f"warning: hooks see gradients times the loss scale: {first_names(places)}. Type "
+        "precision=bf16-mixed, which has none; train.clip_value clips unscaled gradients."
     )
 
 
 def gradient_hooks(model: nn.Module) -> list[str]:
     """Return the names of the modules and parameters with hooks of the user's own on gradients."""
-    hooked: dict[str, list[Any]] = {}
-    for name, module in model.named_modules():
-        own = (module._backward_hooks, module._backward_pre_hooks)
-        hooked[name or type(module).__name__] = [hook for hooks in own for hook in hooks.values()]
-    for name, p in model.named_parameters():
-        parameters_own = (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
-        hooked[name] = [hook for hooks in parameters_own for hook in (hooks or {}).values()]
-    return [name for name, hooks in hooked.items() if not all(map(_is_library, hooks))]
+    keys = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    names = []
+    for name, owner in (*model.named_modules(), *model.named_parameters()):
+        hooks = [hook for key in keys for hook in (getattr(owner, key, None) or {}).values()]
+        if not all(_is_library(getattr(hook, "__module__", None)) for hook in hooks):
+            names.append(name or type(owner).__name__)
+    return names
 
 
-def _is_library(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)
+def _is_library(module: object) -> bool:
+    # Hooks of FSDP and of probes know the scale, or leave gradients as they are.
+    return str(module).startswith(("torch.", "runner."))
 
 
 @contextmanager
@@ -286,7 +283,7 @@ def watch_tensor_hooks(warn: Callable[[str], None]) -> Iterator[None]:
     def register(tensor: Tensor, hook: Any) -> Any:
         code = sys._getframe(1)
         place = f"{Path(code.f_code.co_filename).name}, line {code.f_lineno}"
-        if not str(code.f_globals.get("__name__")).startswith(_LIBRARIES) and place not in places:
+        if not _is_library(code.f_globals.get("__name__")) and place not in places:
             places.add(place)
             warn(describe_hooks([place]))
         return register_hook(tensor, hook)

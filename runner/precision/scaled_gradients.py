@@ -19,11 +19,11 @@ from runner.precision.gradients import (
     finish_gradients,
     gradients_of,
     parameters_of,
-    round_for,
+    round_gradients,
 )
 from runner.precision.loss_scale import LossScale
 from runner.utils.errors import PolicyError
-from runner.utils.tensors import narrow_parameters, round_gradients, widen_gradients
+from runner.utils.tensors import cast_gradients, narrow_parameters
 
 
 class _GradientVersion(NamedTuple):
@@ -108,7 +108,7 @@ class ScaledGradients:
         has_processes = dist.is_available() and dist.is_initialized()
         if self._widened is None and not (has_processes and dist.get_world_size() > 1):
             self._widened = narrow_parameters(parameters)
-            widen_gradients(self._widened)
+            cast_gradients(self._widened, torch.float32)
 
     def record_backward(self, parameters: Iterable[Tensor]) -> None:
         """Note which gradients a backward has computed."""
@@ -192,8 +192,7 @@ class ScaledGradients:
                 "model that policy.convert returned, and was zero_grad() called too early?"
             )
         found_infs = [self._found_infs[optimizer] for optimizer in optimizers]
-        for optimizer in optimizers:
-            round_for(optimizer, self._widened or ())
+        round_gradients(optimizers, self._widened or ())
         self._is_stepping = True
         try:
             self.scale.step_all(optimizers, found_infs)
@@ -206,7 +205,7 @@ class ScaledGradients:
             self._skipped += found_inf != 0
         for p in parameters_of(*optimizers):
             p.grad = None
-        round_gradients(self._widened or ())
+        cast_gradients(self._widened or ())
         self._widened = None
         self.is_pending = False
         self._found_infs = {}

@@ -32,7 +32,7 @@ from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training.pretrained_folder import lora_layers
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
-from runner.utils.modules import frozen_parts, names_part, select_modules
+from runner.utils.modules import frozen_parts, select_modules
 
 INITS = ("default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq")
 CHANGES_BASE = ("pissa", "pissa_niter_16", "olora")
@@ -136,7 +136,9 @@ class Lora:
     def _is_left_frozen(self, name: str, patterns: Sequence[str]) -> bool:
         """Return whether a module is in a part that the model froze and no pattern names."""
         holders = [part for part in self._frozen_parts if f"{name}.".startswith(f"{part}.")]
-        return bool(holders) and not any(names_part(str(p), holders[0]) for p in patterns)
+        # A pattern that begins with `*` is meant for what trains.
+        named = [part for part in holders for p in patterns if f"{p}.".startswith(f"{part}.")]
+        return bool(holders) and not named
 
     def read_plain_weights(self, model: nn.Module, bypassed: Collection[str] = ()) -> None:
         """Keep what add() needs of the weights that the conversion is about to pack.
@@ -212,7 +214,8 @@ class Lora:
         # Looked up before peft renames the modules that it wraps.
         modules = {name: model.get_submodule(name) for name in sorted(trained)}
         trained_in_full = [p for module in modules.values() for p in module.parameters()]
-        packed = [name for name, module in modules.items() if _holds_codes(module)]
+        held = {name: [*module.parameters(recurse=False)] for name, module in modules.items()}
+        packed = [n for n, params in held.items() if not all(p.is_floating_point() for p in params)]
         if packed:
             raise ConfigError(
                 f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot "
@@ -292,10 +295,6 @@ class Lora:
                 setattr(model.get_submodule(parent), attribute, module.get_base_layer())
         # peft leaves its config on the model, where its other functions would find it.
         vars(model).pop("peft_config", None)
-
-
-def _holds_codes(module: nn.Module) -> bool:
-    return not all(p.is_floating_point() for p in module.parameters(recurse=False))
 
 
 def check_rank(init: str, rank: int, name: str, matrix: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The state of a run: everything that changes while the run trains."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,6 @@ from runner.training.model_call import plain_module
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
 from runner.utils.reproducibility import saved_forward_state
-from runner.utils.tensors import narrow_parameters
 
 EvaluationCall = Callable[[str, Mapping[str, float], tuple[Any, Any]], Mapping[str, float]]
 """Takes the label of a set, its metrics and its first batch, and returns further metrics."""
@@ -89,7 +88,7 @@ class TrainState:
         stagnant_share: the share of parameter elements that had a gradient and that the last step
             did not change, see evaluation.Stagnation; None where it was not counted.
         term_names: of the values that the task returns beside its loss; None before a step.
-        accumulates_wide: micro-batches' gradients of 16-bit weights are added in float32.
+        widened: parameters of 16 bits, to whose gradients micro-batches are added in float32.
         evaluation_hook: is called after the evaluation of each set; None for none.
     """
 
@@ -110,7 +109,7 @@ class TrainState:
     clip_value: float | None = None
     average: WeightAverage | None = None
     term_names: tuple[str, ...] | None = None
-    accumulates_wide: bool = False
+    widened: Collection[Tensor] = ()
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
     evaluation_hook: EvaluationCall | None = field(default=None, init=False)
 
@@ -187,12 +186,6 @@ class TrainState:
     def sparse_gradient_parameters(self) -> list[Tensor]:
         """Return the trainable parameters whose gradients are sparse."""
         return [*sparse_parameters(self.plain_model).values()]
-
-    @cached_property
-    def widened_parameters(self) -> set[Tensor]:
-        """Return the trainable parameters whose gradients are wider than they are while
-        micro-batches add up."""
-        return narrow_parameters(self.trainable_parameters) if self.accumulates_wide else set()
 
     @cached_property
     def takes_closure(self) -> bool:

@@ -23,7 +23,7 @@ from runner.precision.gradients import (
     finish_gradients,
     grad_norms,
     gradients_of,
-    round_for,
+    round_gradients,
 )
 from runner.precision.loss_scale import HostFlag
 from runner.training.model_call import call_model
@@ -38,7 +38,7 @@ from runner.training.step_metrics import (
 from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
-from runner.utils.tensors import round_gradients, widen_gradients, widest_float
+from runner.utils.tensors import cast_gradients, widest_float
 
 
 def examples_in(batch: Batch) -> int:
@@ -113,7 +113,7 @@ def compute_gradients(
         loss, terms = _accumulate(state, micros, sizes)
     finish_gradients([*state.sparse_gradient_parameters, *state.complex_parameters])
     if state.takes_closure:
-        round_gradients(state.widened_parameters)
+        cast_gradients(state.widened)
     return loss, terms
 
 
@@ -138,7 +138,7 @@ def train_step(
     for p in state.trainable_parameters:
         p.grad = None
     if len(micros) > 1:
-        round_gradients(state.widened_parameters)  # the next step's first one is not added to any
+        cast_gradients(state.widened)  # the next step's first one is not added to any
     return DeviceStepRecord(
         step=state.step,
         time_ms=now_ms(),
@@ -181,10 +181,10 @@ def _plain_step(
         "found_inf": any_found_inf(found_infs),
     }
     state.run_update_hook()
+    optimizers = [part.optimizer for part in state.optimizers]
     if len(micros) > 1:
-        for scheduled in state.optimizers:
-            round_for(scheduled.optimizer, state.widened_parameters)
-    state.scale.step_all([part.optimizer for part in state.optimizers], found_infs)
+        round_gradients(optimizers, state.widened)
+    state.scale.step_all(optimizers, found_infs)
     for scheduled, found_inf in zip(state.optimizers, found_infs, strict=True):
         # Without a flag the step was applied for certain. With one the schedule waits for the flag,
         # which is copied to the host in the background.
@@ -208,7 +208,7 @@ def _accumulate(
     for i, (micro, factor) in enumerate(zip(micros, factors, strict=True), 1):
         # In 16 bits, half a unit in the last place of the sum is lost with each further one.
         if i == 2:
-            widen_gradients(state.widened_parameters)
+            cast_gradients(state.widened, torch.float32)
         with state.strategy.accumulating(last=i == len(micros)):
             loss, terms = _loss_and_terms(state, *micro)
             note_names(state, terms)

@@ -96,24 +96,12 @@ def frozen_parts(model: nn.Module) -> dict[str, nn.Module]:
 
     Empty for a model that is frozen as a whole: it has no part that trains beside them.
     """
-    parts: dict[str, nn.Module] = {}
-    outer: tuple[str, ...] = ()
-    for path, module in model.named_modules():
-        parameters = [*module.parameters()]
-        if path.startswith(outer) or not parameters or any(p.requires_grad for p in parameters):
-            continue
-        if not path:
-            return {}
-        parts[path] = module
-        outer = (*outer, f"{path}.")
-    return parts
-
-
-def names_part(pattern: str, part: str) -> bool:
-    """Return whether a pattern names a part of a model, or something in it, not by `*` alone."""
-    segments = part.split(".")
-    start = pattern.split(".")[: len(segments)]
-    return "*" not in start and matches_pattern(".".join(start), part)
+    held = {name: [*module.parameters()] for name, module in model.named_modules()}
+    frozen = [
+        n for n, params in held.items() if params and not any(p.requires_grad for p in params)
+    ]
+    parts = {name: model.get_submodule(name) for name in sorted(outermost_names(frozen))}
+    return {} if "" in parts else parts
 
 
 def note_evaluation_parts(model: nn.Module) -> list[str]:
@@ -121,20 +109,19 @@ def note_evaluation_parts(model: nn.Module) -> list[str]:
 
     set_training leaves them in it.
     """
-    names: list[str] = []
     # The mode of the whole model says nothing about its parts.
-    for path, module in model.named_modules() if model.training else ():
-        if module.training or path.startswith(tuple(f"{name}." for name in names)):
-            continue
-        names.append(path)
-        vars(module)[_STAYS_IN_EVALUATION] = True
-    # from_pretrained leaves every model in evaluation mode, also one that is to be trained.
-    for path in [*names]:
-        module = model.get_submodule(path)
-        if hasattr(module, "from_pretrained") and any(p.requires_grad for p in module.parameters()):
-            names.remove(path)
-            del vars(module)[_STAYS_IN_EVALUATION]
-    return names
+    if not model.training:
+        return []
+    idle = [name for name, module in model.named_modules() if not module.training]
+    noted: list[str] = []
+    for name in sorted(outermost_names(idle)):
+        module = model.get_submodule(name)
+        trains = any(p.requires_grad for p in module.parameters())
+        # from_pretrained leaves every model in evaluation mode, also one that is to be trained.
+        if not (trains and hasattr(module, "from_pretrained")):
+            vars(module)[_STAYS_IN_EVALUATION] = True
+            noted.append(name)
+    return noted
 
 
 def set_training(model: nn.Module) -> None:

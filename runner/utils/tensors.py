@@ -101,23 +101,19 @@ MIB = 2**20
 GIB = 2**30
 
 
-def widen_gradients(params: Iterable[Tensor]) -> None:
-    """Have further backwards add to the gradients of 16-bit parameters in float32."""
-    for p in params:
-        # torch refuses a gradient of another dtype than this one.
-        grad, p.grad = p.grad, None
-        p.grad_dtype = torch.float32
-        if grad is not None:
-            p.grad = grad.float()
+def cast_gradients(params: Iterable[Tensor], dtype: torch.dtype | None = None) -> None:
+    """Cast the gradients of parameters, and have later backwards add to them, in this dtype.
 
-
-def round_gradients(params: Iterable[Tensor]) -> None:
-    """Round gradients that were added in float32 to the dtype of their parameters."""
+    Args:
+        params: changed in place.
+        dtype: None for that of each parameter.
+    """
     for p in params:
+        # torch refuses a gradient of another dtype than grad_dtype.
         grad, p.grad = p.grad, None
-        p.grad_dtype = p.dtype
+        p.grad_dtype = dtype or p.dtype
         if grad is not None:
-            p.grad = grad.to(p.dtype)
+            p.grad = grad.to(p.grad_dtype)
 
 
 def narrow_parameters(params: Iterable[Tensor]) -> set[Tensor]:
