@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
@@ -35,6 +35,7 @@ from runner.training.sharded_model import ModelBuilder, build_sharded_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.formatting import first_names
+from runner.utils.module_tape import ModuleTape
 from runner.utils.reproducibility import saved_forward_state, seed_all
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.
@@ -251,7 +252,7 @@ def _find_wide_inputs(
     """Have the precision leave those inputs in float32 that a module of keep_fp32 takes; return the
     model with a line that names them.
 
-    Each is tried by a forward: left so, it must reach such a module, and fit everywhere else.
+    Each is tried by a forward: left so, its values must reach such a module, and fit elsewhere.
     """
     precision = setup.precision
     kept = [module for module in built.model.modules() if isinstance(module, KeptInFloat32)]
@@ -260,22 +261,23 @@ def _find_wide_inputs(
     batch = inputs()
     # A cast copies what has floats, and nothing else.
     fields = [k for k, v in input_fields(batch).items() if cast_nest(v, torch.float16) is not v]
-    given: list[torch.dtype] = []
+    sums: list[float] = []
 
-    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        given.extend(leaf.dtype for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf))
+    def note(_: str, call: Any) -> None:
+        leaves = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
+        sums.extend(float(leaf.detach().float().sum()) for leaf in leaves)
 
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in kept]
-    counts: dict[frozenset[Any], int] = {}
-    for wide in (frozenset[Any](), *(frozenset({field}) for field in fields)):
-        precision.wide_inputs = wide
-        given.clear()
-        completed = _process_trial(setup, built, lambda: batch, strict=True).forward_completed
-        counts[wide] = given.count(torch.float32) if completed else -1
-    for handle in handles:
-        handle.remove()
-    found = [fields for fields, count in counts.items() if count > counts[frozenset()] >= 0]
-    precision.wide_inputs = frozenset[Any]().union(*found)
+    given: dict[frozenset[Any], str] = {}
+    with ModuleTape() as tape:
+        for module in kept:
+            tape.watch_calls("", module, note)
+        for wide in (frozenset[Any](), *(frozenset({field}) for field in fields)):
+            precision.wide_inputs = wide
+            sums.clear()
+            completed = _process_trial(setup, built, lambda: batch, strict=True).forward_completed
+            given[wide] = str(sums) if completed else ""
+    found = [wide for wide, text in given.items() if text not in ("", given[frozenset()])]
+    precision.wide_inputs = setup.strategy.broadcast_object(frozenset[Any]().union(*found))
     names = ", ".join(sorted(map(str, precision.wide_inputs)))
     line = f"stays in float32 for modules of precision.keep_fp32: input {names}"
     lines = (*built.report.kept, line) if found else built.report.kept

@@ -442,9 +442,8 @@ def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
     task = run.task
     # The schedules of several optimizers are of one kind.
     schedule = state.optimizers[0].scheduler
-    is_scaled = state.scale.value is not None
     lines = [
-        describe_hooks(gradient_hooks(state.plain_model)) if is_scaled else "",
+        describe_hooks(gradient_hooks(state.plain_model)) if state.scale.value is not None else "",
         describe_groups(state.optimizers),
         describe_schedule(schedule, steps, task.quality, task.direction),
         state.average.describe() if state.average is not None else "",

@@ -23,9 +23,6 @@ from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.modules import frozen_parts, outermost_names
 from runner.utils.tensors import dtype_name
 
-# Every architecture computes these in float32; used for a model that cannot be built a second time.
-_ROTARY = "inv_freq"
-
 
 class KeptTensors(NamedTuple):
     """What keeps its dtype in a conversion.
@@ -97,7 +94,7 @@ def _explicit_float32(model: Any, storage: torch.dtype) -> set[str]:
         # Without memory, as transformers' own loading builds it first.
         with torch.device("meta"), torch.random.fork_rng(devices=[]), suppress_import_warnings():
             built = type(model)._from_config(deepcopy(model.config), dtype=storage)
-    except Exception:  # a class of one's own that takes more than a config
-        tensors = model.named_buffers()
-        return {name for name, _ in tensors if name.rpartition(".")[2].endswith(_ROTARY)}
+    except Exception:
+        # A class of one's own may take more than a config. Every architecture has these in float32.
+        return {name for name, _ in model.named_buffers() if name.endswith("inv_freq")}
     return {name for name, tensor in named_tensors(built).items() if tensor.dtype is torch.float32}

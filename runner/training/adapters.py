@@ -127,11 +127,14 @@ class Lora:
         Called before the conversion, which freezes what it packs.
 
         Returns:
-            The names of those that no pattern of adapter.modules or adapter.train names.
+            The names of those with linear layers that no pattern of the adapter names.
         """
-        self._frozen_parts = tuple(frozen_parts(model))
+        parts = frozen_parts(model)
+        self._frozen_parts = tuple(parts)
         patterns = (*(self.modules or ()), *self.train)
-        return [part for part in self._frozen_parts if self._is_left_frozen(part, patterns)]
+        left = [name for name in parts if self._is_left_frozen(name, patterns)]
+        kinds = linear_classes()
+        return [n for n in left if any(isinstance(m, kinds) for m in parts[n].modules())]
 
     def _is_left_frozen(self, name: str, patterns: Sequence[str]) -> bool:
         """Return whether a module is in a part that the model froze and no pattern names."""
@@ -214,8 +217,7 @@ class Lora:
         # Looked up before peft renames the modules that it wraps.
         modules = {name: model.get_submodule(name) for name in sorted(trained)}
         trained_in_full = [p for module in modules.values() for p in module.parameters()]
-        held = {name: [*module.parameters(recurse=False)] for name, module in modules.items()}
-        packed = [n for n, params in held.items() if not all(p.is_floating_point() for p in params)]
+        packed = [name for name, module in modules.items() if _holds_codes(module)]
         if packed:
             raise ConfigError(
                 f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot "
@@ -295,6 +297,10 @@ class Lora:
                 setattr(model.get_submodule(parent), attribute, module.get_base_layer())
         # peft leaves its config on the model, where its other functions would find it.
         vars(model).pop("peft_config", None)
+
+
+def _holds_codes(module: nn.Module) -> bool:
+    return not all(p.is_floating_point() for p in module.parameters(recurse=False))
 
 
 def check_rank(init: str, rank: int, name: str, matrix: Tensor) -> None:

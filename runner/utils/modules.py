@@ -96,10 +96,10 @@ def frozen_parts(model: nn.Module) -> dict[str, nn.Module]:
 
     Empty for a model that is frozen as a whole: it has no part that trains beside them.
     """
-    held = {name: [*module.parameters()] for name, module in model.named_modules()}
-    frozen = [
-        n for n, params in held.items() if params and not any(p.requires_grad for p in params)
-    ]
+    frozen = []
+    for name, module in model.named_modules():
+        if {p.requires_grad for p in module.parameters()} == {False}:
+            frozen.append(name)
     parts = {name: model.get_submodule(name) for name in sorted(outermost_names(frozen))}
     return {} if "" in parts else parts
 
