@@ -73,7 +73,7 @@ class Hooked(nn.Module):
         if kind == "weight":
             weight.register_hook(lambda grad: grad.clamp(-1, 1))
         if kind == "accumulated":
-            weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
+            weight.register_post_accumulate_grad_hook(lambda p: None)
         if kind == "module":
             self.head.register_full_backward_hook(lambda module, given, grad: None)
 
