@@ -44,6 +44,7 @@ class DDP(ProcessGroupStrategy):
         self.static_graph = static_graph
         self._model: DistributedDataParallel | None = None
         self._sums: dict[Tensor, Tensor] = {}
+        self._accumulates = False
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         self._model = DistributedDataParallel(
@@ -58,8 +59,9 @@ class DDP(ProcessGroupStrategy):
         return self._model
 
     def accumulating(self, last: bool) -> AbstractContextManager[object]:
-        if self._model is None:
+        if self._model is None or (last and not self._accumulates):
             return _NOTHING
+        self._accumulates = True
         return self._reducing_sums() if last else self._model.no_sync()
 
     @contextmanager
@@ -74,8 +76,6 @@ class DDP(ProcessGroupStrategy):
             p.grad = None
         cast_gradients(wide)
         yield
-        for p in self._sums:
-            p.grad = None
         cast_gradients(wide, torch.float32)
         for p, average in self._sums.items():
             p.grad = average

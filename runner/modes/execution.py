@@ -278,7 +278,7 @@ def _find_wide_inputs(
             given[wide] = str(sums) if completed else ""
     found = [wide for wide, text in given.items() if text not in ("", given[frozenset()])]
     precision.wide_inputs = setup.strategy.broadcast_object(frozenset[Any]().union(*found))
-    names = ", ".join(sorted(map(str, precision.wide_inputs)))
+    names = first_names(sorted(map(str, precision.wide_inputs)))
     line = f"stays in float32 for modules of precision.keep_fp32: input {names}"
     lines = (*built.report.kept, line) if found else built.report.kept
     return built._replace(report=replace(built.report, kept=lines))

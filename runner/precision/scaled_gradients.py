@@ -205,7 +205,6 @@ class ScaledGradients:
             self._skipped += found_inf != 0
         for p in parameters_of(*optimizers):
             p.grad = None
-        cast_gradients(self._widened or ())
         self._widened = None
         self.is_pending = False
         self._found_infs = {}

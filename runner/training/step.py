@@ -112,8 +112,6 @@ def compute_gradients(
     else:
         loss, terms = _accumulate(state, micros, sizes)
     finish_gradients([*state.sparse_gradient_parameters, *state.complex_parameters])
-    if state.takes_closure:
-        cast_gradients(state.widened)
     return loss, terms
 
 
@@ -137,8 +135,6 @@ def train_step(
     # None and not zero: the next backward then writes the gradients instead of adding to them.
     for p in state.trainable_parameters:
         p.grad = None
-    if len(micros) > 1:
-        cast_gradients(state.widened)  # the next step's first one is not added to any
     return DeviceStepRecord(
         step=state.step,
         time_ms=now_ms(),

@@ -110,9 +110,8 @@ def note_evaluation_parts(model: nn.Module) -> list[str]:
     set_training leaves them in it.
     """
     # The mode of the whole model says nothing about its parts.
-    if not model.training:
-        return []
-    idle = [name for name, module in model.named_modules() if not module.training]
+    modules = model.named_modules() if model.training else ()
+    idle = [name for name, module in modules if not module.training]
     noted: list[str] = []
     for name in sorted(outermost_names(idle)):
         module = model.get_submodule(name)

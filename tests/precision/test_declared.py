@@ -1,4 +1,4 @@
-"""What keeps its dtype: what models of transformers declare to be float32, and what a model froze."""
+"""What keeps its dtype: what transformers declares to be float32, and what a model froze."""
 
 import pytest
 import torch

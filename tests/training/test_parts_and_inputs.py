@@ -1,6 +1,8 @@
 """What a model froze or set to evaluation mode, its hooks on gradients, and inputs that keep_fp32
 takes."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ SHORT = ["tracking=none", "task=regression", "train.batch_size=8", "data.shuffle
 class Student(nn.Module):
     """Learns beside a frozen teacher and a batch norm in evaluation mode."""
 
-    modes = set()
+    modes: ClassVar[set] = set()
 
     def __init__(self):
         super().__init__()
