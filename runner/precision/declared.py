@@ -49,28 +49,16 @@ def find_kept_tensors(model: nn.Module, storage: torch.dtype) -> KeptTensors:
         unchanged += [f"{path}.{name}" for name in own]
         for dtype in {*own.values()}:
             lines.append(f"stays in {dtype_name(dtype)}, frozen by the model: {path}")
-    declared = declared_float32(model, storage)
+    declared: list[str] = []
+    if storage.itemsize == 2:
+        models = [n for n, m in model.named_modules() if hasattr(m, "_keep_in_fp32_modules")]
+        # The lists of a model hold those of the models in it, whose names begin with its own.
+        for path in sorted(outermost_names(models)):
+            names = _declared_of(model.get_submodule(path), storage)
+            declared += [f"{path}.{name}".lstrip(".") for name in names]
     if declared:
         lines.append(f"stays in float32, as the model declares: {first_names(declared, 8)}")
-    return KeptTensors(declared, tuple(unchanged), tuple(lines))
-
-
-def declared_float32(model: nn.Module, storage: torch.dtype) -> tuple[str, ...]:
-    """Return the dotted names of the parameters and buffers that a model declares to be float32.
-
-    Args:
-        model: not changed; of transformers, or with models of transformers in it.
-        storage: dtype that the rest gets; one of 32 bits or more leaves nothing to declare.
-    """
-    if storage.itemsize != 2:
-        return ()
-    # The lists of a model hold those of the models in it, whose names begin with its own.
-    models = [n for n, module in model.named_modules() if hasattr(module, "_keep_in_fp32_modules")]
-    return tuple(
-        f"{path}.{name}".lstrip(".")
-        for path in sorted(outermost_names(models))
-        for name in _declared_of(model.get_submodule(path), storage)
-    )
+    return KeptTensors(tuple(declared), tuple(unchanged), tuple(lines))
 
 
 def _declared_of(model: Any, storage: torch.dtype) -> Iterator[str]:

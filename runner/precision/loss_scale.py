@@ -248,11 +248,11 @@ class HostFlag:
 
 
 def describe_hooks(places: Sequence[str]) -> str:
-    """Return a warning about hooks on gradients at these places in code or model; empty without."""
+    """Return a text about hooks on gradients at these places in code or model; empty without."""
     if not places:
         return ""
     return (
-        f"warning: hooks see gradients times the loss scale: {first_names(places)}. Type "
+        f"hooks see gradients times the loss scale: {first_names(places)}. Type "
         "precision=bf16-mixed, which has none; train.clip_value clips unscaled gradients."
     )
 

@@ -4,6 +4,7 @@ A loop over a Policy computes what this runner's own loop computes, bit by bit: 
 contexts of the same Precision, with the same loss scale (a test compares their losses).
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from runner.precision.casting import cast_nest
 from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport, is_converted
 from runner.precision.conversion_proof import converted_layers
+from runner.precision.loss_scale import describe_hooks, gradient_hooks
 from runner.precision.policy_checks import (
     check_optimizer,
     kind_of,
@@ -200,6 +202,8 @@ class Policy:
         model = self._converted_model("session")
         if self._place != "outside":
             raise PolicyError("policy.session() is open already. Write it once, around the loop.")
+        if self._gradients.scale.value is not None and gradient_hooks(model):
+            warnings.warn(describe_hooks(gradient_hooks(model)), stacklevel=3)
         context = self.precision.session(model, self.device)
         with open_policy_session(self.precision.name, context):
             hook = register_optimizer_step_pre_hook(self._gradients.check_own_step)

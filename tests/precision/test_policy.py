@@ -450,3 +450,13 @@ def test_backwards_of_one_step_are_added_in_float32(update):
         assert policy.clip(optimizer, norm=2.0).item() == 1.0
         policy.step(optimizer)
     assert model.weight.item() == 0.75
+
+
+def test_hooks_on_scaled_gradients_are_warned_of():
+    loop = Loop("16-mixed")
+    loop.model[0].weight.register_hook(torch.Tensor.sign)
+    with pytest.warns(UserWarning, match=r"hooks see gradients times the loss scale: 0\.weight"):
+        loop.train(batches(1))
+    loop = Loop("bf16-mixed")
+    loop.model[0].weight.register_hook(torch.Tensor.sign)
+    loop.train(batches(1))

@@ -102,7 +102,7 @@ def test_hooks_on_scaled_gradients_are_named_before_training(kind, tmp_path, cap
     if HOOKED[kind] is None:
         assert "hooks see" not in said
         return
-    assert f"warning: hooks see gradients times the loss scale: {HOOKED[kind]}" in said
+    assert f"hooks see gradients times the loss scale: {HOOKED[kind]}" in said
     run(lambda: Hooked(kind), tmp_path / "bf16", "precision=bf16-mixed")
     assert "hooks see" not in capsys.readouterr().out
 
