@@ -45,6 +45,8 @@ class TrainSpec:
             evaluated; null sets no limit; for a run of one process.
         batch_size: examples in a micro-batch, summed over all processes.
         accumulate: micro-batches whose gradients are accumulated for one optimizer step.
+        accumulate_float32: add micro-batches' gradients of 16-bit weights in float32, which takes 2
+            more bytes a weight; false adds them in the weights' dtype.
         clip_norm: largest 2-norm of the unscaled gradients, to which larger ones are scaled down;
             null does not clip.
         clip_value: largest magnitude of each element of the unscaled gradients, to which larger
@@ -79,6 +81,7 @@ class TrainSpec:
     max_seconds: float | None = None
     batch_size: int = 64
     accumulate: int = 1
+    accumulate_float32: bool = True
     clip_norm: float | None = None
     clip_value: float | None = None
     ema: float | None = None

@@ -3,7 +3,8 @@
 Source: Li et al., PyTorch Distributed, arXiv:2006.15704.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.process_group import ProcessGroupStrategy
+from runner.utils.tensors import cast_gradients
 
 _NOTHING = nullcontext()
 
@@ -41,6 +43,8 @@ class DDP(ProcessGroupStrategy):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self._model: DistributedDataParallel | None = None
+        self._sums: dict[Tensor, Tensor] = {}
+        self._accumulates = False
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         self._model = DistributedDataParallel(
@@ -51,23 +55,54 @@ class DDP(ProcessGroupStrategy):
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
         )
-        self._model.register_comm_hook(None, float32_mean_hook)
+        self._model.register_comm_hook(self._sums, float32_mean_hook)
         return self._model
 
     def accumulating(self, last: bool) -> AbstractContextManager[object]:
-        if last or self._model is None:
+        if self._model is None or (last and not self._accumulates):
             return _NOTHING
-        return self._model.no_sync()
+        self._accumulates = True
+        return self._reducing_sums() if last else self._model.no_sync()
+
+    @contextmanager
+    def _reducing_sums(self) -> Iterator[None]:
+        """Return the context around a step's last backward, whose gradients are reduced together
+        with what earlier ones have added up in float32: torch reduces the weights' dtype alone."""
+        assert self._model is not None
+        params = [p for p in self._model.parameters() if p.requires_grad]
+        wide = [p for p in params if p.grad_dtype not in (None, p.dtype)]
+        self._sums.update((p, p.grad) for p in wide if p.grad is not None)
+        for p in self._sums:
+            p.grad = None
+        cast_gradients(wide)
+        yield
+        cast_gradients(wide, torch.float32)
+        for p, average in self._sums.items():
+            p.grad = average
+        self._sums.clear()
 
 
-def float32_mean_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def float32_mean_hook(
+    sums: dict[Tensor, Tensor], bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients over the processes.
 
     Gradients are added in float32 or their own wider dtype, and rounded to their dtype once.
+
+    Args:
+        sums: what earlier micro-batches of the step have added up, by parameter; replaced by the
+            average, which is not rounded.
+        bucket: gradients of the last micro-batch.
     """
     grads = bucket.buffer()
     # Sums in half precision would lose more bits with every process.
     wide = grads.float() if grads.itemsize < 4 else grads
+    if sums:
+        for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            start = grad.storage_offset() - grads.storage_offset()
+            part = wide.as_strided(grad.shape, grad.stride(), start)
+            if p in sums:
+                sums[p] = part.add_(sums[p])
     wide.div_(dist.get_world_size())
     work = dist.all_reduce(wide, async_op=True)
     assert work is not None

@@ -12,11 +12,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.training_outputs import describe_computation
+from runner.precision.casting import cast_nest, input_fields
 from runner.precision.conversion import ConversionReport
 from runner.precision.conversion_proof import (
     ForwardWatch,
@@ -24,6 +27,7 @@ from runner.precision.conversion_proof import (
     converted_layers,
     holds_matrix,
 )
+from runner.precision.keep_fp32 import KeptInFloat32
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import BuiltModel, build_model, restore_precision_state
 from runner.training.model_call import call_model
@@ -32,6 +36,7 @@ from runner.training.sharded_model import ModelBuilder, build_sharded_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.formatting import first_names
+from runner.utils.module_tape import ModuleTape
 from runner.utils.reproducibility import saved_forward_state, seed_all
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.
@@ -122,6 +127,7 @@ def build_proven_model(
     """
     precision = setup.precision
     built = _build(setup, make, saved)
+    built = _find_wide_inputs(setup, built, inputs)
     converts = any(row.done for row in built.report.modules)
     if not converts and not adapted_layers(built.model):
         return built
@@ -239,6 +245,44 @@ def _process_trial(
         return _process_trial(setup, built, inputs, strict=True)
     matrices = [name for name, layer in converted.items() if holds_matrix(layer)]
     return TrialResult(watch.executed, _bypass_reasons(watch), completed, matrices)
+
+
+def _find_wide_inputs(
+    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
+) -> BuiltModel:
+    """Have the precision leave those inputs in float32 that a module of keep_fp32 takes; return the
+    model with a line that names them.
+
+    Each is tried by a forward: left so, its values must reach such a module, and fit elsewhere.
+    """
+    precision = setup.precision
+    kept = [module for module in built.model.modules() if isinstance(module, KeptInFloat32)]
+    if not kept or precision.storage.itemsize != 2:
+        return built
+    batch = inputs()
+    # A cast copies what has floats, and nothing else.
+    fields = [k for k, v in input_fields(batch).items() if cast_nest(v, torch.float16) is not v]
+    sums: list[float] = []
+
+    def note(_: str, call: Any) -> None:
+        leaves = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
+        sums.extend(float(leaf.detach().float().sum()) for leaf in leaves)
+
+    given: dict[frozenset[Any], str] = {}
+    with ModuleTape() as tape:
+        for module in kept:
+            tape.watch_calls("", module, note)
+        for wide in (frozenset[Any](), *(frozenset({field}) for field in fields)):
+            precision.wide_inputs = wide
+            sums.clear()
+            completed = _process_trial(setup, built, lambda: batch, strict=True).forward_completed
+            given[wide] = str(sums) if completed else ""
+    found = [wide for wide, text in given.items() if text not in ("", given[frozenset()])]
+    precision.wide_inputs = setup.strategy.broadcast_object(frozenset[Any]().union(*found))
+    names = first_names(sorted(map(str, precision.wide_inputs)))
+    line = f"stays in float32 for modules of precision.keep_fp32: input {names}"
+    lines = (*built.report.kept, line) if found else built.report.kept
+    return built._replace(report=replace(built.report, kept=lines))
 
 
 class FirstStepProof:

@@ -23,7 +23,7 @@ from runner.training.model import BuiltModel
 from runner.training.setup import TrainingSetup
 from runner.training.step import backpropagate, examples_in, loss_of
 from runner.utils.formatting import format_number
-from runner.utils.modules import select_modules
+from runner.utils.modules import select_modules, set_training
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import dtype_name
 
@@ -63,7 +63,7 @@ def explain(run: RunContext) -> RunResult:
             prepare_model(spec, precision, device, built.model)
             # A training step without its update.
             with DtypeProbe(built.model) as probe:
-                state.model.train()
+                set_training(state.model)
                 loss = loss_of(state, *batch)
                 # Where weights are frozen, nothing may have a gradient.
                 if loss.requires_grad:

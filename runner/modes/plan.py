@@ -87,6 +87,8 @@ def _overview(run: RunContext, built: BuiltModel) -> dict[str, str]:
     state = sum(_state_bytes(key, node, params, model, update) for key, node, params in parts)
     weights = stored_bytes(model)
     grads = tensor_bytes(*trainable)
+    if run.spec.train.accumulate > 1 and run.spec.train.accumulate_float32:
+        grads += sum(2 * count_elements(p) for p in trainable if p.itemsize == 2)
     scale = run.precision.scale(torch.device("cpu")).value
     train = run.spec.train
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.epochs} epochs"

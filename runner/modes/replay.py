@@ -57,6 +57,7 @@ from runner.training.step import backpropagate, examples_in, loss_of, train_step
 from runner.training.tasks.task import Task, labels_of, mean
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_number
+from runner.utils.modules import set_training
 from runner.utils.reproducibility import make_deterministic, rng_state, seed_all, set_rng_state
 from runner.utils.tensors import MIB, float32_bytes
 
@@ -206,7 +207,7 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
         # So that dropout draws what it drew in the step.
         set_rng_state(start.rng, device)
     with precision.session(built.model, device):
-        built.model.train()
+        set_training(built.model)
         return _traced(state, start.batches, scale)
 
 
@@ -488,14 +489,14 @@ def states_before(
         step = state.step + 1
         if step in steps:
             restore = saved_state(state)
-            state.model.train()
+            set_training(state.model)
             # Outside the session: the caller may compute in another precision.
             yield ReachedStep(step, state, micros)
             restore()
         if step == last:
             return
         with precision.session(state.plain_model, device):
-            state.model.train()
+            set_training(state.model)
             train_step(state, micros)
             if is_evaluation_step(spec.train, loaders.train, state.step):
                 _evaluate(state, loaders.validation)

@@ -28,6 +28,7 @@ from runner.modes.context import RunContext, prepare_process
 from runner.modes.error_rules import Failure
 from runner.modes.training_errors import explain_dead_workers
 from runner.precision.casting import CastCacheWatch
+from runner.precision.loss_scale import describe_hooks, gradient_hooks
 from runner.training.compile import fused_rounding
 from runner.training.evaluation import evaluate, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
@@ -505,6 +506,7 @@ def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
     # The schedules of several optimizers are of one kind.
     schedule = state.optimizers[0].scheduler
     lines = [
+        describe_hooks(gradient_hooks(state.plain_model)) if state.scale.value is not None else "",
         describe_groups(state.optimizers),
         describe_schedule(schedule, steps, task.quality, task.direction),
         state.average.describe() if state.average is not None else "",

@@ -38,6 +38,7 @@ from runner.modes.training_outputs import (
     set_evaluation_hook,
     wants_model_folders,
 )
+from runner.precision.loss_scale import watch_tensor_hooks
 from runner.training.callbacks.callback import RunCallback
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_sets
@@ -282,8 +283,11 @@ def _step_contexts(
         state = callbacks.state
         own_state = state.own_state  # before the step, which changes it
         # What is compiled does not run a mode of torch's.
-        casts = _UNMEASURED if spec.train.compile else watched_casts(run, state.plain_model)
-        with run.signals.interruptible(), proof.probe, proof.watch(), casts, measured:
+        compiles = spec.train.compile
+        casts = _UNMEASURED if compiles else watched_casts(run, state.plain_model)
+        scaled = state.scale.value is not None and not compiles
+        hooks = watch_tensor_hooks(run.say) if scaled else _UNMEASURED
+        with run.signals.interruptible(), proof.probe, proof.watch(), hooks, casts, measured:
             yield
         state.end_first_step()
         wide = state.wide_forward

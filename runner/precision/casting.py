@@ -126,6 +126,30 @@ def _has_own_apply(value: Any) -> bool:
     return hasattr(value, "apply") and hasattr(value, "to") and not isinstance(value, nn.Module)
 
 
+def cast_inputs(inputs: Any, dtype: torch.dtype, wide: Collection[str | int]) -> Any:
+    """Return a model's inputs cast to a dtype, those of some fields to float32.
+
+    Args:
+        inputs: a tensor, or a mapping or sequence of fields.
+        dtype: of the other floating tensors.
+        wide: keys or positions of fields; 0 for the only tensor.
+    """
+    if not wide:
+        return cast_nest(inputs, dtype)
+    fields = input_fields(inputs).items()
+    cast = {key: cast_nest(part, torch.float32 if key in wide else dtype) for key, part in fields}
+    if isinstance(inputs, Mapping):
+        return type(inputs)(cast)  # type: ignore[call-arg]
+    return type(inputs)(cast.values()) if isinstance(inputs, list | tuple) else cast[0]
+
+
+def input_fields(inputs: Any) -> dict[str | int, Any]:
+    """Return the fields of a model's inputs by key or position; of a tensor, itself at 0."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    return dict(enumerate(inputs if isinstance(inputs, list | tuple) else [inputs]))
+
+
 def _cast_mapping(nest: Mapping[Any, Any], dtype: torch.dtype) -> Any:
     """Return a copy of a mapping, of its own class, with the tensors of every value cast."""
     if type(nest) is WideFields:
@@ -153,8 +177,13 @@ def float64_to_float32(nest: Any) -> Any:
     return to_single(nest) if isinstance(nest, Tensor) else tree_map(to_single, nest)
 
 
-def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str] = ()) -> None:
-    """Cast a model's parameters and buffers in place, outside the modules kept in float32.
+def cast_floats(
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep_fp32: Collection[str] = (),
+    unchanged: Collection[str] = (),
+) -> None:
+    """Cast a model's parameters and buffers in place, except what is kept in float32.
 
     A parameter object stays the same, so ties, hooks and frozen flags survive; a buffer that
     modules share is cast once, so that they still share it.
@@ -162,14 +191,16 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str]
     Args:
         model: changed in place.
         dtype: of floating tensors after.
-        keep_fp32: dotted names of modules, parameters and buffers that are not cast.
+        keep_fp32: dotted names of modules, parameters and buffers that are float32 after.
+        unchanged: those of modules, parameters and buffers that keep their dtypes.
     """
     # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
-    for name in keep_fp32:
+    for name in (*keep_fp32, *unchanged):
         for tensor in tensors_named(model, name):
-            replacements[id(tensor)] = (tensor, tensor)
+            after = tensor if name in unchanged else cast_tensor(tensor, torch.float32)
+            replacements[id(tensor)] = (tensor, after)
 
     def cast_once(tensor: Tensor) -> Tensor:
         if id(tensor) not in replacements:
@@ -178,6 +209,12 @@ def cast_floats(model: nn.Module, dtype: torch.dtype, keep_fp32: Collection[str]
 
     with torch.no_grad():
         model._apply(cast_once)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by dotted name; a shared one by each of its names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def autocast_input(input: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import cast_floats
 from runner.precision.conversion import ConversionReport
+from runner.precision.declared import find_kept_tensors
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
@@ -77,6 +78,8 @@ class Precision(ABC):
             backward, with what to type; empty where it can.
         bypassed: modules that a conversion skips because the model does not call their forward:
             the reason, by dotted name.
+        wide_inputs: keys or positions of the model's inputs that stay in float32, for a module of
+            keep_fp32 that takes them.
         float32_matmul: one of options.MATMUL_PRECISIONS; anything but `highest` lets float32
             products run in TF32 (10-bit mantissa), convolutions too. Empty leaves all of torch's
             settings of products.
@@ -103,6 +106,7 @@ class Precision(ABC):
     unshardable_reason: str = ""
     no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
+    wide_inputs: frozenset[str | int] = frozenset()
     float32_matmul: str = ""
     cpu_float16: KernelChoice = "auto"
     reduced_precision_reduction: bool = False
@@ -161,8 +165,9 @@ class Precision(ABC):
         """
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
         keep_in_float32(model, kept, self.storage)
-        cast_floats(model, self.storage, kept)
-        return model, ConversionReport()
+        tensors = find_kept_tensors(model, self.storage)
+        cast_floats(model, self.storage, {*kept, *tensors.float32}, tensors.unchanged)
+        return model, ConversionReport(kept=tensors.lines)
 
     def leave_unconverted(self, reasons: Mapping[str, str]) -> None:
         """Skip further modules, by dotted name and with the reason, in later conversions."""

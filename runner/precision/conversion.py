@@ -24,6 +24,7 @@ from runner.utils.formatting import first_names
 from runner.utils.modules import select_modules
 
 ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
+KEPT_REASON = "keeps its dtype: the model declares float32, or froze it in this one"
 IGNORED_REASON = "named by precision.ignore_modules"
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
 # holds still remove their hooks.
@@ -66,9 +67,14 @@ class ConversionReport:
 
     It has every layer, that is every module that holds matrix weights. Empty where a precision
     converts no modules.
+
+    Attributes:
+        modules: the rows.
+        kept: lines on parameters and buffers that keep their dtype.
     """
 
     modules: tuple[ModuleConversion, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         converted, total = self.layer_counts
@@ -92,6 +98,7 @@ class ConversionReport:
         Args:
             limit: how many names, and how many reasons, are printed; of the others the number.
         """
+        yield from self.kept
         if not self.modules:
             return
         converted = [row.module for row in self.modules if row.done and row.elements]
@@ -179,6 +186,7 @@ class ConversionRules:
             no hook may be registered on it.
         bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
         skips_shared: skip layers that share a parameter, although no weight is replaced.
+        kept: names of the parameters and buffers that keep their dtype.
     """
 
     name: str
@@ -188,6 +196,7 @@ class ConversionRules:
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
     skips_shared: bool = False
+    kept: tuple[str, ...] = ()
 
 
 def convert_modules(
@@ -250,6 +259,7 @@ def classify_modules(
         # Of a tensor's name, the layer that holds it.
         holder = model.get_submodule(name.rpartition(".")[0])
         kept.update(modules[name].modules() if name in modules else [holder])
+    keeping = {modules[name.rpartition(".")[0]] for name in rules.kept}
     holders = _holders_by_parameter(model)
     pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
@@ -264,6 +274,8 @@ def classify_modules(
         # The user's own choice is named first, then what the model does, then what the layer is.
         if module in kept:
             why = KEEP_FP32_REASON
+        elif module in keeping:
+            why = KEPT_REASON
         elif module in ignored:
             why = IGNORED_REASON
         elif rules.bypassed.get(path):

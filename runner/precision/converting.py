@@ -3,15 +3,17 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from runner.precision.casting import autocast, cast_floats, cast_nest, float64_to_float32
+from runner.precision.casting import autocast, cast_floats, cast_inputs, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, ComputeFormat, Precision
 from runner.precision.conversion import ConversionReport, ConversionRules, convert_modules
+from runner.precision.declared import find_kept_tensors
 from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
 from runner.precision.layers.conv1d import linear_classes
 
@@ -61,6 +63,7 @@ class ConvertingPrecision(Precision):
     ) -> tuple[nn.Module, ConversionReport]:
         # Before the conversion: what either refuses leaves the model unchanged.
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
+        tensors = find_kept_tensors(model, self.storage)
         rules = ConversionRules(
             self.name,
             self.ignore_modules,
@@ -70,12 +73,13 @@ class ConvertingPrecision(Precision):
             new_weights=self.freezes,
             bypassed=self.bypassed,
             skips_shared=self.skips_shared,
+            kept=(*tensors.float32, *tensors.unchanged),
         )
         report = self.convert_layers(model, rules, device)
         keep_in_float32(model, kept, self.storage)
         if not self.keeps_dtypes:
-            cast_floats(model, self.storage, kept)
-        return model, report
+            cast_floats(model, self.storage, {*kept, *tensors.float32}, tensors.unchanged)
+        return model, replace(report, kept=tensors.lines)
 
     @property
     def has_autocast(self) -> bool:
@@ -93,7 +97,7 @@ class ConvertingPrecision(Precision):
         autocast does not cast, becomes float32."""
         if self.has_autocast:
             return float64_to_float32(inputs)
-        return cast_nest(inputs, self.storage)
+        return cast_inputs(inputs, self.storage, self.wide_inputs)
 
     @property
     def compute_format(self) -> str:

@@ -1,11 +1,13 @@
 """Norms and clipping of gradients, sparse and complex ones included. Nothing here is read on the
 host."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from runner.utils.tensors import cast_gradients
 
 _NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
 
@@ -28,6 +30,18 @@ def finish_gradients(params: Iterable[Tensor]) -> None:
         # Autograd leaves lazy conjugates in complex gradients, which optimizers cannot read.
         if p.grad.is_complex():
             p.grad = p.grad.resolve_conj()
+
+
+def round_gradients(optimizers: Iterable[Optimizer], widened: Collection[Tensor]) -> None:
+    """Round the gradients that optimizers read, of those that compute their step in float32 none.
+
+    Args:
+        optimizers: that step next.
+        widened: parameters whose gradients were added in float32.
+    """
+    # The attribute is set by runner.precision.wide_step, whose step widens gradients itself.
+    narrow = [optimizer for optimizer in optimizers if not hasattr(optimizer, "kept_dtype")]
+    cast_gradients(p for p in parameters_of(*narrow) if p in widened)
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:

@@ -10,15 +10,19 @@ Source: PyTorch AMP; Micikevicius et al., Mixed Precision Training, arXiv:1710.0
 """
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.precision.gradients import any_found_inf
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import first_names
 
 
 class LossScale:
@@ -241,3 +245,51 @@ class HostFlag:
         if self._event is not None:
             self._event.synchronize()
         return bool(self._value.numpy()[()] != 0.0)
+
+
+def describe_hooks(places: Sequence[str]) -> str:
+    """Return a text about hooks on gradients at these places in code or model; empty without."""
+    if not places:
+        return ""
+    return (
+        f"hooks see gradients times the loss scale: {first_names(places)}. Type "
+        "precision=bf16-mixed, which has none; train.clip_value clips unscaled gradients."
+    )
+
+
+def gradient_hooks(model: nn.Module) -> list[str]:
+    """Return the names of the modules and parameters with hooks of the user's own on gradients."""
+    keys = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    names = []
+    for name, owner in (*model.named_modules(), *model.named_parameters()):
+        hooks = [hook for key in keys for hook in (getattr(owner, key, None) or {}).values()]
+        if not all(_is_library(getattr(hook, "__module__", None)) for hook in hooks):
+            names.append(name or type(owner).__name__)
+    return names
+
+
+def _is_library(module: object) -> bool:
+    # Hooks of FSDP and of probes know the scale, or leave gradients as they are.
+    return str(module).startswith(("torch.", "runner."))
+
+
+@contextmanager
+def watch_tensor_hooks(warn: Callable[[str], None]) -> Iterator[None]:
+    """Return a context in which hooks that a forward registers on activations are warned of, each
+    line of code once, before the backward calls them."""
+    register_hook = Tensor.register_hook
+    places: set[str] = set()
+
+    def register(tensor: Tensor, hook: Any) -> Any:
+        code = sys._getframe(1)
+        place = f"{Path(code.f_code.co_filename).name}, line {code.f_lineno}"
+        if not _is_library(code.f_globals.get("__name__")) and place not in places:
+            places.add(place)
+            warn(describe_hooks([place]))
+        return register_hook(tensor, hook)
+
+    Tensor.register_hook = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = register_hook  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from runner.precision import options
 from runner.precision.casting import autocast, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.conversion import ConversionReport
+from runner.precision.declared import find_kept_tensors
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
 from runner.utils.errors import ConfigError, Unavailable
@@ -95,9 +96,10 @@ class MixedPrecision(Precision):
         self, model: nn.Module, device: torch.device = CPU_DEVICE
     ) -> tuple[nn.Module, ConversionReport]:
         # Mixed precision means float32 weights. Half-precision gradients could not be unscaled,
-        # either.
+        # either. What the model froze has none, and keeps its dtype.
         halves = (torch.float16, torch.bfloat16)
-        half = [name for name, parameter in model.named_parameters() if parameter.dtype in halves]
+        frozen = find_kept_tensors(model, self.storage).unchanged
+        half = [n for n, p in model.named_parameters() if p.dtype in halves and n not in frozen]
         if half:
             true_precision = "16-true" if self.compute is torch.float16 else "bf16-true"
             raise ConfigError(

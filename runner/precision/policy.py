@@ -4,6 +4,7 @@ A loop over a Policy computes what this runner's own loop computes, bit by bit: 
 contexts of the same Precision, with the same loss scale (a test compares their losses).
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from runner.precision.casting import cast_nest
 from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport, is_converted
 from runner.precision.conversion_proof import converted_layers
+from runner.precision.loss_scale import describe_hooks, gradient_hooks
 from runner.precision.policy_checks import (
     check_optimizer,
     kind_of,
@@ -199,6 +201,8 @@ class Policy:
         model = self._converted_model("session")
         if self._place != "outside":
             raise PolicyError("policy.session() is open already. Write it once, around the loop.")
+        if self._gradients.scale.value is not None and gradient_hooks(model):
+            warnings.warn(describe_hooks(gradient_hooks(model)), stacklevel=3)
         with self.precision.session(model, self.device):
             hook = register_optimizer_step_pre_hook(self._gradients.check_own_step)
             self._place = "session"
@@ -261,13 +265,16 @@ class Policy:
         self._check_place("backward")
         self._check_loss(loss)
         self._gradients.check_backward()
+        model = self._converted_model("backward")
+        if self._gradients.is_pending:
+            self._gradients.widen(model.parameters())
         gradient = None
         if weight is not None:
             gradient = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
         scaled = self._gradients.scale.multiply(loss)
         with self.precision.backward(self.device):
             scaled.backward(gradient, retain_graph=retain_graph)
-        self._gradients.record_backward(self._converted_model("backward").parameters())
+        self._gradients.record_backward(model.parameters())
 
     def unscale(self, *optimizers: Optimizer) -> None:
         """Divide the optimizers' gradients by the loss scale, for code that reads or changes them;

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,9 +19,11 @@ from runner.precision.gradients import (
     finish_gradients,
     gradients_of,
     parameters_of,
+    round_gradients,
 )
 from runner.precision.loss_scale import LossScale
 from runner.utils.errors import PolicyError
+from runner.utils.tensors import cast_gradients, narrow_parameters
 
 
 class _GradientVersion(NamedTuple):
@@ -59,6 +62,8 @@ class ScaledGradients:
         # backward left it, and as it remained after the step of other parameters.
         self._computed: dict[Tensor, _GradientVersion] = {}
         self._unused: dict[Tensor, _GradientVersion] = {}
+        # Parameters whose gradients are added in float32; None before a second backward.
+        self._widened: set[Tensor] | None = None
         # Of each optimizer whose gradients are unscaled, its found-inf.
         self._found_infs: dict[Optimizer, Tensor | None] = {}
 
@@ -94,6 +99,16 @@ class ScaledGradients:
                 "zero_grad() of their optimizer, pass all optimizers to one policy.step, or "
                 "freeze them with requires_grad_(False)."
             )
+
+    def widen(self, parameters: Iterable[Tensor]) -> None:
+        """Have backwards add to the gradients of 16-bit parameters in float32 until they are used.
+
+        Of several processes DistributedDataParallel reduces them, in the parameters' dtype alone.
+        """
+        has_processes = dist.is_available() and dist.is_initialized()
+        if self._widened is None and not (has_processes and dist.get_world_size() > 1):
+            self._widened = narrow_parameters(parameters)
+            cast_gradients(self._widened, torch.float32)
 
     def record_backward(self, parameters: Iterable[Tensor]) -> None:
         """Note which gradients a backward has computed."""
@@ -177,6 +192,7 @@ class ScaledGradients:
                 "model that policy.convert returned, and was zero_grad() called too early?"
             )
         found_infs = [self._found_infs[optimizer] for optimizer in optimizers]
+        round_gradients(optimizers, self._widened or ())
         self._is_stepping = True
         try:
             self.scale.step_all(optimizers, found_infs)
@@ -189,6 +205,7 @@ class ScaledGradients:
             self._skipped += found_inf != 0
         for p in parameters_of(*optimizers):
             p.grad = None
+        self._widened = None
         self.is_pending = False
         self._found_infs = {}
         self._unused = {p: seen for p, seen in self._computed.items() if p.grad is not None}

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 from runner.precision import options
-from runner.precision.casting import DefaultDtype, cast_nest
+from runner.precision.casting import DefaultDtype, cast_inputs
 from runner.precision.contract import Precision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.weight_updates import UpdateRule, check_update
@@ -109,4 +109,4 @@ class TruePrecision(Precision):
             options.check_eps(self.name, optimizers)
 
     def cast(self, inputs: Any) -> Any:
-        return cast_nest(inputs, self.storage)
+        return cast_inputs(inputs, self.storage, self.wide_inputs)

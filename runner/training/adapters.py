@@ -32,7 +32,7 @@ from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training.pretrained_folder import lora_layers
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
-from runner.utils.modules import select_modules
+from runner.utils.modules import frozen_parts, select_modules
 
 INITS = ("default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq")
 CHANGES_BASE = ("pissa", "pissa_niter_16", "olora")
@@ -82,6 +82,7 @@ class Lora:
     use_rslora: bool = False
     init: str = "default"
     _plain_weights: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _frozen_parts: tuple[str, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         limits = (
@@ -119,6 +120,28 @@ class Lora:
                 f"{precision.name} packs no weights. Allowed here: default, gaussian, "
                 f"{', '.join(CHANGES_BASE)}. Type adapter.init=pissa, or precision=bnb-nf4."
             )
+
+    def note_frozen_parts(self, model: nn.Module) -> list[str]:
+        """Note the parts that a model froze, which only a pattern that names one adapts or trains.
+
+        Called before the conversion, which freezes what it packs.
+
+        Returns:
+            The names of those with linear layers that no pattern of the adapter names.
+        """
+        parts = frozen_parts(model)
+        self._frozen_parts = tuple(parts)
+        patterns = (*(self.modules or ()), *self.train)
+        left = [name for name in parts if self._is_left_frozen(name, patterns)]
+        kinds = linear_classes()
+        return [n for n in left if any(isinstance(m, kinds) for m in parts[n].modules())]
+
+    def _is_left_frozen(self, name: str, patterns: Sequence[str]) -> bool:
+        """Return whether a module is in a part that the model froze and no pattern names."""
+        holders = [part for part in self._frozen_parts if f"{name}.".startswith(f"{part}.")]
+        # A pattern that begins with `*` is meant for what trains.
+        named = [part for part in holders for p in patterns if f"{p}.".startswith(f"{part}.")]
+        return bool(holders) and not named
 
     def read_plain_weights(self, model: nn.Module, bypassed: Collection[str] = ()) -> None:
         """Keep what add() needs of the weights that the conversion is about to pack.
@@ -177,7 +200,8 @@ class Lora:
             from peft import LoraConfig, inject_adapter_in_model
 
         names = [name for name, _ in model.named_modules()]
-        trained = select_modules("adapter.train", self.train, names)
+        selected = select_modules("adapter.train", self.train, names)
+        trained = [name for name in selected if not self._is_left_frozen(name, self.train)]
         chosen = self._chosen_layers(model, bypassed)
         config = LoraConfig(
             r=self.rank,
@@ -228,6 +252,8 @@ class Lora:
         candidates: Collection[str] = modules
         if self.modules is not None:
             candidates = select_modules("adapter.modules", self.modules, [*modules])
+        patterns = self.modules or ()
+        candidates = [name for name in candidates if not self._is_left_frozen(name, patterns)]
         shared = find_shared_weights(model)
         chosen: list[str] = []
         for name, module in modules.items():
@@ -248,6 +274,8 @@ class Lora:
                 chosen.append(name)
         if not chosen:
             place = "the model" if self.modules is None else f"adapter.modules={list(self.modules)}"
+            if self._frozen_parts:
+                place += f", of which it froze {', '.join(self._frozen_parts)}"
             raise ConfigError(
                 f"adapter=lora finds no linear layer of its own in {place}. "
                 "Name linear layers in adapter.modules, or type adapter=none."

@@ -18,6 +18,7 @@ from runner.training.model_call import call_model
 from runner.training.state import EvaluationCall, TrainState
 from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError
+from runner.utils.modules import set_training
 from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
 from runner.utils.stop_signals import until_interrupted
 
@@ -86,7 +87,7 @@ def evaluate(
                     metrics |= hook(label, metrics, first_batch[0])
     # A forward without a backward leaves them, and a checkpoint must not see their dtype.
     state.strategy.drop_gathered_weights()
-    state.model.train()
+    set_training(state.model)
     return metrics
 
 
@@ -237,7 +238,7 @@ def set_evaluation_mode(model: nn.Module, task: Task) -> None:
     model.eval()
     if not task.evaluates_losses:
         return
-    model.train()
+    set_training(model)
     for module in model.modules():
         is_random = isinstance(module, _DropoutNd) or type(module).__name__ in _RANDOM_DEPTH
         if is_random or isinstance(module, _NormBase):

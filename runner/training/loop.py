@@ -17,6 +17,7 @@ from runner.training.records import EvalRecord, Record
 from runner.training.state import TrainState
 from runner.training.step import train_step
 from runner.utils.formatting import now_ms
+from runner.utils.modules import set_training
 from runner.utils.stop_signals import until_interrupted
 
 _NO_CONTEXT = nullcontext()
@@ -107,7 +108,7 @@ def fit(  # noqa: PLR0913
     sets = validation if isinstance(validation, Mapping) else {"": validation}
     last = total_steps(train, loader)
     deadline = perf_counter() + (train.max_seconds or inf)
-    state.model.train()
+    set_training(state.model)
     try:
         # The run may have been stopped between a step and the evaluation that follows it.
         is_evaluated = state.last_evaluation_step >= state.step

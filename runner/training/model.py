@@ -27,6 +27,7 @@ from runner.data.build import build_data, build_run_loaders
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport, is_converted
+from runner.precision.declared import find_kept_tensors
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.initial_weights import InitialWeights, load_selected, unpack_weights
@@ -36,6 +37,7 @@ from runner.training.parameter_groups import freeze_parameters
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import tensors_only
 from runner.utils.formatting import first_names
+from runner.utils.modules import note_evaluation_parts
 from runner.utils.tensors import float32_bytes
 from runner.utils.terminal import quote_command
 
@@ -113,6 +115,7 @@ def build_model(
     if start is not None and loads_packed:
         precision.leave_unconverted(start.content.get("bypassed", {}))
     adapter = adapters.build_adapter(spec.adapter)
+    notes = _notes_on_parts(model, adapter)
     if adapter is not None and not loads_packed:
         adapter.read_plain_weights(model, precision.bypassed)
     model, report = precision.convert(model, device)
@@ -126,7 +129,23 @@ def build_model(
     # After the adapter, which decides by itself what trains, and before strategies and optimizers.
     if spec.train.freeze:
         freeze_parameters(model, spec.train.freeze)
-    return BuiltModel(model, report, size, initial)
+    return BuiltModel(model, replace(report, kept=(*report.kept, *notes)), size, initial)
+
+
+def _notes_on_parts(model: nn.Module, adapter: adapters.Lora | None) -> list[str]:
+    """Note what a model did to its parts, where training and an adapter obey it; return lines for
+    the console."""
+    notes: list[str] = []
+    evaluated = note_evaluation_parts(model)
+    if evaluated:
+        notes.append(f"stays in evaluation mode, as the model built it: {first_names(evaluated)}")
+    left = adapter.note_frozen_parts(model) if adapter is not None else []
+    if left:
+        notes.append(
+            f"the adapter leaves out what the model froze: {first_names(left)}; "
+            f"adapter.modules=[{left[0]}] adds to it"
+        )
+    return notes
 
 
 def _fits_as_saved(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
@@ -200,12 +219,13 @@ def _load_plain_weights(
     adapter = adapters.build_adapter(config.values.get("adapter") or {})
     # A checkpoint's float64 would be rounded on its way through a float32 model.
     if precision.storage is torch.float64:
-        cast_floats(model, torch.float64)
+        cast_floats(model, torch.float64, (), find_kept_tensors(model, torch.float64).unchanged)
     if adapter is None:
         return _load(spec, model, saved)
     # The adapter freezes what it is added to, and this run trains the merged weights.
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     wide = torch.float64 if precision.storage is torch.float64 else torch.float32
+    adapter.note_frozen_parts(model)
     adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))
     initial = _load(spec, model, saved)
     adapter.merge(model)

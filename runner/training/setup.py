@@ -16,6 +16,7 @@ from runner.training.optimizers import build_scheduled_optimizers
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
+from runner.utils.tensors import narrow_parameters
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ def build_state(
     average = None
     if optimizers and spec.train.ema is not None:
         average = WeightAverage(model, [part.params for part in optimizers], spec.train.ema)
+    # FSDP adds them in float32 by itself.
+    is_wide = spec.train.accumulate_float32 and not setup.strategy.shards
+    widened = narrow_parameters(p for part in optimizers for p in part.params) if is_wide else ()
     return TrainState(
         wrapped,
         precision,
@@ -79,4 +83,5 @@ def build_state(
         setup.strategy,
         clip_value=spec.train.clip_value,
         average=average,
+        widened=widened,
     )

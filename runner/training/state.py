@@ -1,6 +1,6 @@
 """The state of a run: everything that changes while the run trains."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,6 +93,7 @@ class TrainState:
         stagnant_share: the share of parameter elements that had a gradient and that the last step
             did not change, see evaluation.Stagnation; None where it was not counted.
         term_names: of the values that the task returns beside its loss; None before a step.
+        widened: parameters of 16 bits, to whose gradients micro-batches are added in float32.
         evaluation_hook: is called after the evaluation of each set; None for none.
     """
 
@@ -113,6 +114,7 @@ class TrainState:
     clip_value: float | None = None
     average: WeightAverage | None = None
     term_names: tuple[str, ...] | None = None
+    widened: Collection[Tensor] = ()
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
     evaluation_hook: EvaluationCall | None = field(default=None, init=False)
 

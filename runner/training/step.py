@@ -24,6 +24,7 @@ from runner.precision.gradients import (
     finish_gradients,
     grad_norms,
     gradients_of,
+    round_gradients,
 )
 from runner.precision.loss_scale import HostFlag
 from runner.training.model_call import call_model
@@ -38,7 +39,7 @@ from runner.training.step_metrics import (
 from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
-from runner.utils.tensors import widest_float
+from runner.utils.tensors import cast_gradients, widest_float
 
 _PLAIN = nullcontext()
 
@@ -183,7 +184,10 @@ def _plain_step(
         "found_inf": any_found_inf(found_infs),
     }
     state.run_update_hook()
-    state.scale.step_all([part.optimizer for part in state.optimizers], found_infs)
+    optimizers = [part.optimizer for part in state.optimizers]
+    if len(micros) > 1:
+        round_gradients(optimizers, state.widened)
+    state.scale.step_all(optimizers, found_infs)
     # Before the average, which has running statistics, too.
     if skipped_steps is not None:
         skipped_steps.end(values["found_inf"])
@@ -208,6 +212,9 @@ def _accumulate(
     weights: list[Tensor] = []
     parts: list[Mapping[str, Tensor]] = []
     for i, (micro, factor) in enumerate(zip(micros, factors, strict=True), 1):
+        # In 16 bits, half a unit in the last place of the sum is lost with each further one.
+        if i == 2:
+            cast_gradients(state.widened, torch.float32)
         with state.strategy.accumulating(last=i == len(micros)):
             loss, terms = _loss_and_terms(state, *micro)
             note_names(state, terms)

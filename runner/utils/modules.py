@@ -110,6 +110,47 @@ def outermost_names(names: Collection[str]) -> set[str]:
     return {name for name in names if not name.startswith(prefixes)}
 
 
+def frozen_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules whose parameters are all frozen, by dotted name.
+
+    Empty for a model that is frozen as a whole: it has no part that trains beside them.
+    """
+    frozen = []
+    for name, module in model.named_modules():
+        if {p.requires_grad for p in module.parameters()} == {False}:
+            frozen.append(name)
+    parts = {name: model.get_submodule(name) for name in sorted(outermost_names(frozen))}
+    return {} if "" in parts else parts
+
+
+def note_evaluation_parts(model: nn.Module) -> list[str]:
+    """Note the outermost modules that a model has set to evaluation mode; return their names.
+
+    set_training leaves them in it.
+    """
+    # The mode of the whole model says nothing about its parts.
+    modules = model.named_modules() if model.training else ()
+    idle = [name for name, module in modules if not module.training]
+    noted: list[str] = []
+    for name in sorted(outermost_names(idle)):
+        module = model.get_submodule(name)
+        trains = any(p.requires_grad for p in module.parameters())
+        # from_pretrained leaves every model in evaluation mode, also one that is to be trained.
+        if not (trains and hasattr(module, "from_pretrained")):
+            vars(module)[_STAYS_IN_EVALUATION] = True
+            noted.append(name)
+    return noted
+
+
+def set_training(model: nn.Module) -> None:
+    """Set a model to training mode, except for the parts that it has set to evaluation mode."""
+    model.train()
+    for module in model.modules():
+        if _STAYS_IN_EVALUATION in vars(module):
+            module.eval()
+
+
+_STAYS_IN_EVALUATION = "_stays_in_evaluation"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 

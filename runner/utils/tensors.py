@@ -2,7 +2,7 @@
 wrapped ones included."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -105,3 +105,24 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 MIB = 2**20
 GIB = 2**30
+
+
+def cast_gradients(params: Iterable[Tensor], dtype: torch.dtype | None = None) -> None:
+    """Cast the gradients of parameters, and have later backwards add to them, in this dtype.
+
+    Args:
+        params: changed in place.
+        dtype: None for that of each parameter.
+    """
+    for p in params:
+        # torch refuses a gradient of another dtype than grad_dtype.
+        grad, p.grad = p.grad, None
+        p.grad_dtype = dtype or p.dtype
+        if grad is not None:
+            p.grad = grad.to(p.grad_dtype)
+
+
+def narrow_parameters(params: Iterable[Tensor]) -> set[Tensor]:
+    """Return the trainable parameters that are floats of 16 bits."""
+    halves = (torch.bfloat16, torch.float16)
+    return {p for p in params if p.requires_grad and p.dtype in halves}

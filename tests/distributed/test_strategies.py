@@ -29,6 +29,7 @@ RECIPE = (
 UPDATES = ("master_weights", "remainders", "kahan", "stochastic_rounding")
 JOBS = {name: f"precision={name} train.clip_norm=1" for name in PRECISIONS} | {
     "accumulated": "train.accumulate=3 train.batch_size=10",
+    "summed": "precision=bf16-true train.accumulate=128 train.batch_size=2 train.max_steps=1",
     "uneven": "debug.overfit=67 train.batch_size=33 train.eval_every=null",
     "spike": SPIKE,
     "recipe": RECIPE,
@@ -105,6 +106,13 @@ def test_every_example_weighs_the_same(alone, several, processes, strategy, name
         close(one.values(key), many.values(key), **PRECISIONS["32-true"])
     close(one.weights(), many.weights(), rtol=1e-4, atol=1e-5)
     assert {t.dtype for t in many.weights().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(PLACE, rows(["summed"]))
+def test_micro_batches_of_16_bits_are_added_in_float32(alone, several, processes, strategy, name):
+    """Their sums in bfloat16 differ by two thousandths."""
+    one, many = alone[name], several(processes, strategy, name)
+    close(one.values("train/grad_norm"), many.values("train/grad_norm"), rtol=5e-4, atol=0)
 
 
 @pytest.mark.parametrize(PLACE, rows(["recipe"]))

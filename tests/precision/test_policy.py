@@ -433,3 +433,30 @@ def test_fp8_scales_can_be_read_and_resumed():
     second[0].load_state_dict(first[0].state_dict())
     assert any(name.startswith("fp8/") for name in second[0].gauges())
     assert train(*second, range(3, 6)) == whole[3:]
+
+
+@pytest.mark.parametrize("update", ["nearest", "master_weights"])
+def test_backwards_of_one_step_are_added_in_float32(update):
+    policy = precision("bf16-true", update=update)
+    model = policy.convert(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with policy.session():
+        for _ in range(512):
+            with policy.forward():
+                output = model(policy.cast(torch.ones(1, 1)))
+            policy.backward(policy.loss(torch.sum, output), weight=1 / 512)
+        # In bfloat16 the sum stops at 0.5.
+        assert policy.clip(optimizer, norm=2.0).item() == 1.0
+        policy.step(optimizer)
+    assert model.weight.item() == 0.75
+
+
+def test_hooks_on_scaled_gradients_are_warned_of():
+    loop = Loop("16-mixed")
+    loop.model[0].weight.register_hook(torch.Tensor.sign)
+    with pytest.warns(UserWarning, match=r"hooks see gradients times the loss scale: 0\.weight"):
+        loop.train(batches(1))
+    loop = Loop("bf16-mixed")
+    loop.model[0].weight.register_hook(torch.Tensor.sign)
+    loop.train(batches(1))

@@ -520,3 +520,20 @@ def test_the_key_reaches_the_step_and_lbfgs_refuses_it():
     lbfgs = RunSpec(train=spec.train, optimizer={"_target_": "torch.optim.LBFGS"})
     with pytest.raises(ConfigError, match=r"works alone and without train\.clip_norm and train\."):
         build_scheduled_optimizers(lbfgs, model, precision, 5)
+
+
+@pytest.mark.parametrize("update", ["nearest", "master_weights"])
+@pytest.mark.parametrize(("is_wide", "norm"), [(True, 1.0), (False, 0.5)])
+def test_micro_batches_are_added_in_float32_to_gradients_of_16_bits(update, is_wide, norm):
+    """512 gradients of 1 / 512 are 1; in bfloat16 their sum stops at 0.5."""
+    precision = registry.load_precision("bf16-true", update=update)
+    model, _ = precision.convert(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model.weight)
+    train = {"accumulate": 512, "accumulate_float32": is_wide}
+    spec = RunSpec(optimizer={"_target_": "torch.optim.SGD", "lr": 0.25}, train=TrainSpec(**train))
+    state = build_state(TrainingSetup(spec, precision, Regression(), CPU), model, total_steps=2)
+    # The loss is the square of w - 1 / 2.
+    micros = [(torch.ones(1, 1), torch.full((1, 1), 0.5))] * 512
+    assert float(train_step(state, micros).norms) == norm
+    assert model.weight.item() == 1 - 0.25 * norm
+    assert train_step(state, micros[:1]).norms.item() == 2 * (0.5 - 0.25 * norm)

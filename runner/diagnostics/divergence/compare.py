@@ -49,6 +49,7 @@ from runner.diagnostics.divergence.tensor_error import TensorError, measure_erro
 from runner.precision.contract import Precision
 from runner.training.state import saved_state
 from runner.training.step import backpropagate, loss_of
+from runner.utils.modules import set_training
 
 _KINK_PEAK = 0.05
 """Share of a tensor's squared error in one element from which on the error may be that of a kink:
@@ -288,7 +289,7 @@ def _computing(execution: Execution, generators: list[Tensor]) -> Iterator[None]
     for parameter in model.parameters():
         parameter.grad = None
     set_generator_states(generators, execution.device)
-    model.train()
+    set_training(model)
     with execution.precision.session(model, execution.device):
         yield
 

@@ -31,6 +31,7 @@ from runner.training.setup import TrainingSetup, build_state
 from runner.training.sharded_model import build_on_meta
 from runner.training.state import TrainState
 from runner.training.step import train_step
+from runner.utils.modules import set_training
 
 _REAL = nullcontext()
 
@@ -74,7 +75,7 @@ class Rehearsal:
             if state.average is not None:
                 tracker.add(OPTIMIZER, *state.average.tensors())
             tracker.add(ACTIVATIONS, *tree_leaves(batches))
-            state.model.train()
+            set_training(state.model)
             with tracker.gradients_of(state.trainable_parameters), tracker:
                 # An evaluation's step compares half-precision weights before and after it.
                 watch = Stagnation(state) if precision.loses_updates else None

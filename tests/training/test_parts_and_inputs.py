@@ -1,0 +1,142 @@
+"""What a model froze or set to evaluation mode, its hooks on gradients, and inputs that keep_fp32
+takes."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import runner
+
+X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+DATA = (TensorDataset(X, X), TensorDataset(X, X))
+SHORT = ["tracking=none", "task=regression", "train.batch_size=8", "data.shuffle=false"]
+
+
+class Student(nn.Module):
+    """Learns beside a frozen teacher and a batch norm in evaluation mode."""
+
+    modes: ClassVar[set] = set()
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))
+        self.teacher.requires_grad_(False).eval()
+        self.norm = nn.BatchNorm1d(16).eval()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        if self.training:
+            self.modes.add((self.teacher[1].training, self.norm.training, self.body.training))
+        return self.head(self.norm(self.body(x))) + self.teacher(x)
+
+
+def run(model, folder, *words, steps=4, data=DATA):
+    words = [*SHORT, f"train.max_steps={steps}", "train.eval_every=2", *words]
+    return runner.run(words, model=model, data=data, out=folder)
+
+
+@pytest.mark.parametrize("words", [[], ["precision=bf16-true", "train.accumulate=2"]])
+def test_parts_in_evaluation_mode_stay_in_it(tmp_path, capsys, words):
+    Student.modes.clear()
+    run(Student(), tmp_path / "out", *words)
+    assert Student.modes == {(False, False, True)}
+    line = "stays in evaluation mode, as the model built it: norm, teacher"
+    assert line in capsys.readouterr().out
+
+
+ADAPTED = {
+    "nothing is named": ([], {"body", "head"}),
+    "a pattern of any depth": (["adapter.modules=['*.0',body]"], {"body"}),
+    "the part is named": (["adapter.modules=[teacher,body]"], {"teacher.0", "body"}),
+    "in packed weights": (["precision=bnb-nf4"], {"body", "head"}),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_an_adapter_adds_to_a_frozen_part_only_where_a_pattern_names_it(case, tmp_path, capsys):
+    words, names = ADAPTED[case]
+    result = run(Student(), tmp_path / "out", "adapter=lora", *words)
+    saved = torch.load(next((tmp_path / "out").glob("checkpoints/*.pt")), weights_only=False)
+    adapted = {n.removesuffix(".lora_B.default.weight") for n in saved["model"] if "lora_B" in n}
+    assert adapted == names
+    assert result.steps == 4
+    said = "the adapter leaves out what the model froze: teacher" in capsys.readouterr().out
+    assert said == ("teacher.0" not in names)
+
+
+class Hooked(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.body, self.head = kind, nn.Linear(16, 16), nn.Linear(16, 16)
+        weight = self.body.weight
+        if kind == "weight":
+            weight.register_hook(lambda grad: grad.clamp(-1, 1))
+        if kind == "accumulated":
+            weight.register_post_accumulate_grad_hook(lambda p: None)
+        if kind == "module":
+            self.head.register_full_backward_hook(lambda module, given, grad: None)
+
+    def forward(self, x):
+        h = self.body(x)
+        if self.kind == "activation" and h.requires_grad:
+            h.register_hook(lambda grad: grad.clamp(-1, 1))
+        return self.head(h)
+
+
+HOOKED = {
+    "weight": "body.weight",
+    "accumulated": "body.weight",
+    "module": "head",
+    "activation": "test_parts_and_inputs.py, line ",
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("kind", HOOKED)
+def test_hooks_on_scaled_gradients_are_named_before_training(kind, tmp_path, capsys):
+    run(lambda: Hooked(kind), tmp_path / "16", "precision=16-mixed")
+    said = capsys.readouterr().out.partition("epoch 1")[0]
+    if HOOKED[kind] is None:
+        assert "hooks see" not in said
+        return
+    assert f"hooks see gradients times the loss scale: {HOOKED[kind]}" in said
+    run(lambda: Hooked(kind), tmp_path / "bf16", "precision=bf16-mixed")
+    assert "hooks see" not in capsys.readouterr().out
+
+
+class Timed(nn.Module):
+    """Takes a time in float32, which it spreads over frequencies before a module takes it."""
+
+    given = torch.empty(0)
+
+    def __init__(self):
+        super().__init__()
+        self.time, self.body = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.time.register_forward_pre_hook(self.note)
+
+    @staticmethod
+    def note(_, args):
+        Timed.given = args[0].float().clone()
+
+    @staticmethod
+    def spread(time):
+        return torch.sin(time.float()[:, None] * torch.arange(1, 17, dtype=torch.float32))
+
+    def forward(self, x, time):
+        return self.body(x) + self.time(self.spread(time))
+
+
+TIMES = 999.3986 - 11.3 * torch.arange(32)
+
+
+@pytest.mark.parametrize("name", ["bf16-true", "16-true", "transformer-engine"])
+def test_an_input_that_a_kept_module_takes_keeps_its_value(name, tmp_path, capsys):
+    emulate = ["precision.emulate=true"] if "engine" in name else []
+    words = [f"precision={name}", "precision.keep_fp32=[time]", "optimizer=sgd", *emulate]
+    split = TensorDataset(X, TIMES, X)
+    run(Timed(), tmp_path / "out", *words, data=(split, split), steps=2)
+    assert torch.equal(Timed.given, Timed.spread(TIMES[-8:]))
+    assert "modules of precision.keep_fp32: input 1" in capsys.readouterr().out
