@@ -29,7 +29,16 @@ _MAX_CAUSE_CHARACTERS = 400
 
 
 class RefusedError(Exception):
-    """The store refuses a call; a retry would get the same answer."""
+    """The store refuses a call; a retry would get the same answer.
+
+    Args:
+        message: for the log and the user.
+        of_store: the store, or a gateway before it, would refuse any call: a password is wrong.
+    """
+
+    def __init__(self, message: str, of_store: bool = False) -> None:
+        super().__init__(message)
+        self.of_store = of_store
 
 
 class UnreachableError(Exception):
@@ -180,6 +189,7 @@ class UploadState:
             experiment_id=None,
             offset=0,
             tried=False,
+            done=False,
             signature=sign(STORE_SIGNATURE_PURPOSE, uri),
         )
 

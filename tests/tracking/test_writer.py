@@ -160,6 +160,22 @@ def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journa
     assert work.saved().first_error == "pool used up"
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [RefusedError("401", of_store=True), UnreachableError("pool used up", doubtful=True)],
+)
+def test_no_record_is_given_up_while_the_store_refuses_every_call(work, journal, failure):
+    work.turn()
+    journal.append("tags", values={"a": "1"})
+    journal.append_metrics([(1, 1, {"a": 1.0})])
+    work.store.failures = [failure] * 20
+    for _ in range(21):
+        work.turn(seconds_later=10)
+    assert work.store.named("log_tags") == [["create_run", {"a": "1"}]]
+    assert work.store.named("log_points") == [["create_run", [("a", 1.0, 1, 1)]]]
+    assert work.saved().first_error is None
+
+
 def test_a_disk_that_is_full_for_the_state_is_waited_for(work, monkeypatch):
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(UploadState, "save", lambda *_, **__: (_ for _ in ()).throw(full))
