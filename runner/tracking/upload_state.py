@@ -274,5 +274,9 @@ def short_cause(message: str) -> str:
     error = re.search(r"\[Errno -?\d+\] [\w ]+", message)
     if error:
         return error.group()
+    certificate = re.search(r"certificate verify failed[^('\"]*", message)
+    if certificate:
+        remedy = "type MLFLOW_TRACKING_SERVER_CERT_PATH=<file of the server's certificate>"
+        return f"{certificate.group().strip()}; {remedy}"
     # SQLAlchemy puts the statement and its values on the lines after the first.
     return message.partition("\n")[0][:_MAX_CAUSE_CHARACTERS]
