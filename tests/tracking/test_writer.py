@@ -161,8 +161,7 @@ def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journa
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [RefusedError("401", of_store=True), UnreachableError("pool used up", doubtful=True)],
+    "failure", [RefusedError("401", of_store=True), UnreachableError("pool used up", doubtful=True)]
 )
 def test_no_record_is_given_up_while_the_store_refuses_every_call(work, journal, failure):
     work.turn()
