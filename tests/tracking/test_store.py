@@ -15,9 +15,11 @@ from torch.utils.data import TensorDataset
 from runner.data.datasets.digits import digits
 from runner.data.fingerprint import describe_data
 from runner.data.splits import Splits
+from runner.tracking.reader import Reader
 from runner.tracking.upload_state import RefusedError, UnreachableError
 from runner.tracking.uri import sqlite_path
 from runner.tracking.writer.store import Store, distinct_names, legal_name, truncate
+from runner.utils.errors import TrackingError
 
 # MLflow's, which runs in this process here.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -99,6 +101,8 @@ def test_an_answer_that_is_not_the_stores_is_an_outage(gateway, monkeypatch, tex
         store.experiment("mine")
     with pytest.raises(UnreachableError):
         store.create_run("1", "mine", 0, {})
+    with pytest.raises(TrackingError):
+        Reader(store.uri).run("0" * 32)
 
 
 def test_what_only_a_gateway_took_is_an_outage(store, run_in):
