@@ -7,6 +7,7 @@ import atexit
 import sys
 from pathlib import Path
 
+from runner.utils.lasting_output import lasting_output
 from runner.utils.stop_signals import CommandSignals
 
 
@@ -15,10 +16,11 @@ def main() -> int:
     signals = CommandSignals().__enter__()
     # Registered first, so that it runs last.
     atexit.register(signals.exit_if_finished)
-    warn_of_shadow(Path.cwd())
-    from runner.cli.main import main as command
+    with lasting_output():
+        warn_of_shadow(Path.cwd())
+        from runner.cli.main import main as command
 
-    signals.status = command()
+        signals.status = command()
     return signals.status
 
 

@@ -25,6 +25,7 @@ from runner.sweeps.sweep_resume import final_result
 from runner.training.callbacks.callback import RunCallback
 from runner.utils.console import plain_console, silent_console
 from runner.utils.errors import ConfigError
+from runner.utils.lasting_output import lasting_output
 from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.stop_signals import Stopped
 
@@ -39,6 +40,7 @@ Loss = Callable[..., torch.Tensor] | type[nn.Module]
 
 
 # One argument for each part that can be an object.
+@lasting_output()
 def run(  # noqa: PLR0913
     what: Sequence[str] | RunSpec = (),
     *,

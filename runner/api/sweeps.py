@@ -25,6 +25,7 @@ from runner.sweeps.verdict.ranking import Advice
 from runner.tracking.history import to_frame
 from runner.training.callbacks.callback import RunCallback
 from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.lasting_output import lasting_output
 from runner.utils.markup import notebook_frame
 from runner.utils.stop_signals import Interrupted, SignalHandler
 
@@ -170,6 +171,7 @@ def advise(
     return result.data.advice
 
 
+@lasting_output()
 def _run_sweep(
     words: Sequence[str],
     objects: Mapping[str, Any],

@@ -45,6 +45,7 @@ from runner.sweeps.job_result import (
     use_sweep_time,
 )
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
+from runner.utils.lasting_output import lasting_output
 from runner.utils.layout import ADVICE
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import CommandSignals, Interrupted
@@ -258,6 +259,7 @@ class _Failure:
     has_result: bool = False
 
 
+@lasting_output()
 def run_job(config: DictConfig) -> float | None:
     """Run one job: the task function that Hydra calls with a composed config.
 

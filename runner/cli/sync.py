@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from runner.config.commands import SYNC
 from runner.tracking import journal as journals
@@ -49,7 +48,9 @@ def sync(argv: Sequence[str]) -> int:
     states = {}
     for folder in folders:
         for path in pending.find_journals(folder):
-            states[path] = pending.journal_state(path)
+            state = pending.journal_state(path)
+            moves = state == "stored" and uri is not None and _store_uri(path) not in ("", uri)
+            states[path] = "pending" if moves else state
     counts = Counter(states.values())
     # The process of a run that is training uploads its journal itself.
     remaining = [path for path, state in states.items() if state not in ("stored", "training")]
@@ -107,10 +108,9 @@ def _redirect(path: Path, uri: str | None, experiment: str | None) -> str | None
             return "another process is uploading it"
         time.sleep(0.1)
     try:
-        old_uri = progress.uri or _first_record(path).get("uri", "")
+        old_uri = _store_uri(path)
         new_uri = uri or old_uri
-        sets_experiment = experiment and not progress.run_id
-        if not progress.done and (new_uri != old_uri or sets_experiment):
+        if new_uri != old_uri or (experiment and not progress.run_id and not progress.done):
             progress.change_store(new_uri, experiment)
     finally:
         progress.release_lock()
@@ -163,11 +163,14 @@ def _outcome(one: JournalStatus) -> str:
             status = record["status"]
     if state.run_id is None:
         return "nothing was recorded"
-    store = redact(state.uri or _first_record(one.journal)["uri"])
+    store = redact(_store_uri(one.journal))
     without = f"; left out: {state.first_error}" if state.first_error else ""
     return f"uploaded to {store} as run {state.run_id}, {status}, {points:,} points{without}"
 
 
-def _first_record(journal: Path) -> dict[str, Any]:
-    """Return a journal's first record; empty if even that was not written completely."""
-    return next((record for record, _ in journals.read_records(journal)), {})
+def _store_uri(journal: Path) -> str:
+    """Return the store that a journal goes to; empty if not even its start was written."""
+    state = UploadState(journal)
+    state.read()
+    start = next((record for record, _ in journals.read_records(journal)), {})
+    return state.uri or start.get("uri", "")

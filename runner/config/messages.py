@@ -20,6 +20,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from runner.config.annotations import annotation_words
+from runner.config.commands import COMMANDS
 from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
 
 # Options whose plugin is installed by an extra of this package, and that extra.
@@ -52,15 +53,16 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
                 f"{override} holds characters that Hydra's grammar wants quoted. Type "
                 f"\"{key}='{value}'\"."
             )
-        return f"{override} is not an override. Type key=value; {_first_line(error)}"
+        commands = get_close_matches(override, COMMANDS, n=1)
+        typed = f"{commands[0]} or key=value" if commands else "key=value"
+        return f"{override} is not an override. Type {typed}; {_first_line(error)}"
     if isinstance(error, YAMLError):
         return _invalid_yaml(error)
     if isinstance(error, UnicodeDecodeError):
         return f"A config is not UTF-8 text ({error}). Save the yamls of --config-dir as UTF-8."
-    list_config = _LIST.search(str(error))
-    if list_config:
-        file = f"{list_config[1]}.yaml"
-        return f"{file} holds a list. Write keys with values, as in `_target_: lab.Net`."
+    wrong_yaml = _wrong_yaml(str(error))
+    if wrong_yaml:
+        return wrong_yaml
     # Hydra wraps OmegaConf's error, which has the key and its config, in one of its own.
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
@@ -106,6 +108,20 @@ def _unresolved(error: InterpolationResolutionError) -> str:
 _LIST = re.compile(r"In '([^']+)'.*Cannot merge DictConfig with ListConfig", re.DOTALL)
 
 
+def _wrong_yaml(error: str) -> str:
+    """Return a message for a yaml whose content is no config; empty for any other error."""
+    list_config = _LIST.search(error)
+    if list_config:
+        file = f"{list_config[1]}.yaml"
+        return f"{file} holds a list. Write keys with values, as in `_target_: lab.Net`."
+    if "Unsupported item value in defaults" in error:
+        return (
+            "An option in the `defaults` of a yaml is a number or a boolean. Write its full name, "
+            "in quotes where YAML reads no text, as in `override /precision: 16-mixed`."
+        )
+    return ""
+
+
 def _invalid_yaml(error: YAMLError) -> str:
     """Return where a config file is no valid YAML, the reason and what to look at."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -146,9 +162,13 @@ def _missing_option(error: MissingConfigException) -> str:
         )
     if not options:
         return f"{group}={option} is not known: there is no option in {group}/."
-    near = get_close_matches(option, options, n=1, cutoff=0.3)
-    if group == "precision" and option in DTYPE_PRECISIONS:
-        near = [f" or {group}=".join(DTYPE_PRECISIONS[option])]
+    name = option.lower().replace("_", "-")
+    # Nearly an option's whole name, the dtype in it, or any likeness.
+    near = get_close_matches(name, options, n=1, cutoff=0.91)
+    meant = [names for dtype, names in DTYPE_PRECISIONS.items() if dtype in name]
+    if group == "precision" and meant and not near:
+        near = [f" or {group}=".join(meant[0])]
+    near = near or get_close_matches(name, options, n=1, cutoff=0.5)
     hint = f" Type {group}={near[0]}." if near else ""
     if group == "callbacks":
         hint = (
@@ -242,6 +262,9 @@ def _target_hint(full: str, argv: Sequence[str]) -> str:
             "checkpoint was trained with>, too."
         )
     given = _typed(full, argv) or f"{full}=<value>"
+    swept = [text for text in argv if text.startswith(f"{group}=") and "," in text]
+    if swept:
+        return f" Not every option of {swept[0]} has it: sweep those that have it on their own."
     return f" An argument that the yaml does not list takes a plus: +{given.lstrip('+')}."
 
 

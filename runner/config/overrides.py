@@ -10,13 +10,21 @@ from runner.utils.layout import CONFIG
 
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 DTYPE_PRECISIONS = {
-    **dict.fromkeys(("fp64", "float64", "double"), ("64-true",)),
-    **dict.fromkeys(("fp32", "float32", "float", "single"), ("32-true",)),
-    **dict.fromkeys(("fp16", "float16", "half"), ("16-mixed", "16-true")),
-    **dict.fromkeys(("bfloat16", "bfloat"), ("bf16-mixed", "bf16-true")),
+    **dict.fromkeys(("bfloat16", "bfloat", "bf16"), ("bf16-mixed", "bf16-true")),
     **dict.fromkeys(("fp8", "float8"), ("transformer-engine", "float8-tensorwise")),
+    **dict.fromkeys(("fp64", "float64", "double", "64"), ("64-true",)),
+    **dict.fromkeys(("fp32", "float32", "single", "32"), ("32-true",)),
+    **dict.fromkeys(("fp16", "float16", "half", "16"), ("16-mixed", "16-true")),
+    **dict.fromkeys(("nvfp4",), ("nvfp4", "qat-nvfp4", "transformer-engine-nvfp4")),
+    **dict.fromkeys(("nf4", "qlora"), ("bnb-nf4", "bnb-nf4-dq")),
+    **dict.fromkeys(("fp4", "float4"), ("bnb-fp4", "bnb-fp4-dq")),
+    **dict.fromkeys(("4bit", "4-bit", "int4"), ("bnb-nf4", "int4", "qat-int4")),
+    **dict.fromkeys(("8bit", "8-bit", "int8"), ("bnb-int8", "int8", "qat-int8")),
+    **dict.fromkeys(("amp", "autocast"), ("16-mixed", "bf16-mixed")),
+    "float": ("32-true",),
 }
-"""Names of dtypes that users type for a precision, and the precisions that they may mean."""
+"""Names of dtypes that users type for a precision, and the precisions that they may mean; the first
+one that a typed name holds counts."""
 _GROUPS = (
     "accelerator|precision|model|adapter|data|task|optimizer|scheduler|tracking|debug|experiment"
     "|callbacks|launcher|sweep"
@@ -26,7 +34,9 @@ _GROUP = re.compile(
     r"(?P<names>[^(){}\[\]]*)(?P<end>\))?$"  # no list and no node
 )
 # Values that Hydra's parser reads as a number, null or a boolean.
-_NOT_TEXT = re.compile(r"^([-+]?\d+(\.\d*)?|null|true|false)$", re.IGNORECASE)
+_NOT_TEXT = re.compile(
+    r"^([-+]?(\d[\d_]*(\.\d*)?(e[-+]?\d+)?|inf|nan)|null|true|false)$", re.IGNORECASE
+)
 _FLAGS_WITH_VALUE = (
     *("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"),
     *("--cfg", "-c", "--package", "-p", "--info", "--experimental-rerun"),
@@ -70,7 +80,7 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
             overrides.append(f"++{override}" if _NEW_KEYS.match(override) else override)
             continue
         flags.append(text)
-        if text in _FLAGS_WITH_VALUE and rest and "=" not in rest[0]:
+        if text in _FLAGS_WITH_VALUE and rest and ("=" not in rest[0] or path_exists(rest[0])):
             flags.append(rest.pop(0))
     if explains:
         overrides = _explain_overrides(overrides)

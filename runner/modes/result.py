@@ -20,7 +20,7 @@ from runner.tracking.metric_names import VAL_LOSS
 from runner.tracking.uri import resolve_experiment, resolve_uri
 from runner.utils.errors import ConfigError
 from runner.utils.files import read_json, write_json
-from runner.utils.formatting import format_number
+from runner.utils.formatting import format_number, now_ms
 from runner.utils.layout import RESULT
 from runner.utils.secrets import redact
 from runner.utils.terminal import quote_command, sanitize
@@ -199,6 +199,16 @@ class RunResult:
     def settings(self) -> str:
         """Return the label without precision and seed: what else the sweep sets."""
         return (self.group or self.label).removeprefix(self.precision).strip()
+
+    def log_speed(self, tracker: "Tracker") -> None:
+        """Log the speed that reports show, once, for a run that finished and was timed."""
+        speed = {
+            "perf/mean_examples_per_second": self.examples_per_second,
+            "perf/mean_step_ms": self.step_ms,
+        }
+        if self.status == "finished" and self.examples_per_second:
+            known = {name: value for name, value in speed.items() if value is not None}
+            tracker.log_metrics([(self.steps, now_ms(), known)])
 
     def history(self) -> "pandas.DataFrame":
         """Return what the run recorded: a row for each step, a column for each metric.

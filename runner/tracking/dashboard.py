@@ -29,7 +29,7 @@ VIEW_TAG_PREFIX = "mlflow.sharedViewState."
 MAX_SWEEPS = 20
 """Sweeps of an experiment that have a dashboard of their own; see tags_to_delete."""
 # Raise it when the charts change: dashboards with a lower version are then replaced.
-CHARTS_VERSION = 1
+CHARTS_VERSION = 2
 
 _MAX_NAME_CHARACTERS = 80
 """Upper bound on the name of a sweep's view, which MLflow shows in a menu."""

@@ -14,6 +14,9 @@ METRICS = {
     "loss_scale/skipped_steps": "skipped steps so far, this one included",
     "perf/step_ms": "mean host milliseconds per step since the last transfer of records",
     "perf/examples_per_second": "over the same steps, evaluations not counted",
+    "perf/mean_examples_per_second": "speed of the whole run without its first interval and its "
+    "evaluations, as in reports; once, when the run has finished",
+    "perf/mean_step_ms": "mean host milliseconds per step of the same steps, once",
     "memory/peak_mib": "peak so far: allocated device memory, or a CPU process's resident set",
     "memory/weights_mib": "parameters and buffers after conversion, once",
     "memory/optimizer_mib": "optimizer state after the first steps, once",

@@ -93,7 +93,10 @@ class Reader:
     def run(self, run_id: str) -> StoredRun | None:
         """Return the run of an id; None if the store has none."""
         try:
-            return _stored_run(self._ask(lambda: self.client.get_run(run_id)))
+            run = _stored_run(self._ask(lambda: self.client.get_run(run_id)))
+            if run.run_id != run_id:
+                raise TrackingError(f"{redact(self.uri)} does not answer as an MLflow store does.")
+            return run
         except TrackingError as error:
             # The second one is for a text that cannot be an id.
             code = getattr(error.__cause__, "error_code", "")

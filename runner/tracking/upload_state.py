@@ -29,7 +29,16 @@ _MAX_CAUSE_CHARACTERS = 400
 
 
 class RefusedError(Exception):
-    """The store refuses a call; a retry would get the same answer."""
+    """The store refuses a call; a retry would get the same answer.
+
+    Args:
+        message: for the log and the user.
+        of_store: the store, or a gateway before it, would refuse any call: a password is wrong.
+    """
+
+    def __init__(self, message: str, of_store: bool = False) -> None:
+        super().__init__(message)
+        self.of_store = of_store
 
 
 class UnreachableError(Exception):
@@ -180,6 +189,7 @@ class UploadState:
             experiment_id=None,
             offset=0,
             tried=False,
+            done=False,
             signature=sign(STORE_SIGNATURE_PURPOSE, uri),
         )
 
@@ -237,6 +247,8 @@ class UploadState:
         for each in fields(self):
             if isinstance(content, dict) and each.name in content:
                 setattr(self, each.name, content[each.name])
+        if self.run_id == "":  # an earlier version has taken a gateway's answers for the store's
+            self.run_id, self.offset, self.done = None, 0, False
         return True
 
 
@@ -264,5 +276,9 @@ def short_cause(message: str) -> str:
     error = re.search(r"\[Errno -?\d+\] [\w ]+", message)
     if error:
         return error.group()
+    certificate = re.search(r"certificate verify failed[^('\"]*", message)
+    if certificate:
+        remedy = "type MLFLOW_TRACKING_SERVER_CERT_PATH=<file of the server's certificate>"
+        return f"{certificate.group().strip()}; {remedy}"
     # SQLAlchemy puts the statement and its values on the lines after the first.
     return message.partition("\n")[0][:_MAX_CAUSE_CHARACTERS]

@@ -20,6 +20,10 @@ class PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
         return super().render_str(sanitize(text), **options)
 
+    # rich would end the process, which may be another trainer's, where the reader of stdout ends.
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
 
 def silent_console() -> Console:
     """Return a console whose output nobody sees."""

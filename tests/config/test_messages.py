@@ -1,8 +1,9 @@
 import pytest
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.messages import explain
+from runner.config.messages import explain, unknown_key
 from runner.config.overrides import as_typed
 from runner.utils.errors import ConfigError
 
@@ -32,6 +33,12 @@ UNKNOWN = "{} is not known. Allowed: "
     ("typed", "start", "end"),
     [
         ("precision=bf17-mixed", f"{UNKNOWN}16-mixed, 16-true,", "Type precision=bf16-mixed."),
+        ("precision=nf4", UNKNOWN, "Type precision=bnb-nf4 or precision=bnb-nf4-dq."),
+        ("precision=fp16x", UNKNOWN, "Type precision=16-mixed or precision=16-true."),
+        ("precision=fp16-mixed", UNKNOWN, "Type precision=16-mixed or precision=16-true."),
+        ("precision=BF16", UNKNOWN, "Type precision=bf16-mixed or precision=bf16-true."),
+        ("precision=amp", UNKNOWN, "Type precision=16-mixed or precision=bf16-mixed."),
+        ("precision=16_mixed", UNKNOWN, "Type precision=16-mixed."),
         ("train.max_step=3", f"{UNKNOWN}train.epochs,", "Type train.max_steps=<value>."),
         ("sed=3", UNKNOWN, "Type seed=<value>."),
         ("+train.warmup=3", "train.warmup is not known. Allowed: train.epochs,", ""),
@@ -43,6 +50,7 @@ UNKNOWN = "{} is not known. Allowed: "
         ("model.sub=1,2", "Ambiguous value for argument '{}'", ""),
         ("train.max_steps", "{} is not an override. Type key=value", ""),
         ("model", "{} is not an override. Type key=value", ""),
+        ("doctr", "{} is not an override. Type doctor or key=value", ""),
         ("a b", "{} is not an override. Type key=value", ""),
         ("tracking.run_name=größe", "{}", "Type \"tracking.run_name='größe'\"."),
         ("tracking.run_name=<b>", "{}", "Type \"tracking.run_name='<b>'\"."),
@@ -65,6 +73,21 @@ def test_a_message_says_what_was_typed_and_what_to_type(explained, typed, start,
 def test_a_key_of_a_checkpoints_model_wants_the_model_beside_it(explained):
     text = explained("mode=evaluate", "checkpoint.path=outputs/runs/it", "model.drop_rate=0.1")
     assert "These are the keys of the default model. Type model=<the option that" in text
+
+
+def test_a_key_that_not_every_swept_option_has_wants_a_sweep_of_its_own():
+    node = OmegaConf.create({"optimizer": {"lr": 1.0}}).optimizer
+    text = unknown_key("optimizer.momentum", node, ["optimizer=sgd,adamw", "optimizer.momentum=1"])
+    assert text.endswith("sweep those that have it on their own.")
+
+
+def test_an_option_that_yaml_reads_as_a_number_is_to_be_written_in_full(main, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults: [{override /precision: 16}]\n"
+    (tmp_path / "experiment" / "a.yaml").write_text(text)
+    done = main("--config-dir", tmp_path, "experiment=a", "--cfg", "job")
+    assert done.rc == 2
+    assert "as in `override /precision: 16-mixed`" in done.stderr
 
 
 def test_of_two_overrides_of_a_key_the_last_is_named(explained):

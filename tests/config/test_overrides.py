@@ -23,6 +23,7 @@ from runner.config.overrides import config_dir, rewrite_arguments, shadowed_conf
         ("data=1,mine", "data='1',mine"),
         ("model=null", "model='null'"),
         ("tracking=False", "tracking='False'"),
+        ("model=Inf,NaN,1e5", "model='Inf','NaN','1e5'"),
     ],
 )
 def test_names_that_hydra_would_read_as_something_else(given, wanted):
@@ -84,6 +85,13 @@ def test_the_path_of_a_file_is_quoted(tmp_path):
     odd = tmp_path / "lr=0.1, (b).pt"
     odd.touch()
     assert rewrite_arguments([f"checkpoint={odd}"]) == [f"checkpoint.path='{odd}'"]
+
+
+def test_a_folder_of_configs_may_have_an_equals_sign(tmp_path):
+    odd = tmp_path / "a=b"
+    odd.mkdir()
+    argv = ["--config-dir", str(odd), "seed=1"]
+    assert rewrite_arguments(argv) == ["seed=1", "--config-dir", str(odd)]
 
 
 def test_config_dir():

@@ -2,11 +2,15 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from runner.modes.result import RunResult
 from runner.tracking import history
+from runner.tracking.tracker import Tracker
 from runner.utils.layout import HISTORY
 
 ARGS = (
@@ -81,6 +85,19 @@ def test_the_machines_load_is_sampled(shown):
     points = client.get_metric_history(run.info.run_id, "system/process_memory_megabytes")
     assert [point.step for point in points] == list(range(len(points)))
     assert all(point.value > 100 for point in points)
+
+
+def test_the_speed_of_the_dashboard_is_that_of_the_report(record, monkeypatch):
+    monkeypatch.setattr("runner.training.callbacks.summary.MIN_TIMED_MS", 0.0)
+    folder, run, *_ = record("model=mlp", "train.max_steps=12", "train.log_every=3")
+    result = RunResult.read(folder)
+    assert result.examples_per_second > 0
+    assert run.data.metrics["perf/mean_examples_per_second"] == result.examples_per_second
+    assert run.data.metrics["perf/mean_step_ms"] == result.step_ms
+    tracker = Mock(Tracker)
+    for status in ("failed", "stopped"):
+        replace(result, status=status).log_speed(tracker)
+    tracker.log_metrics.assert_not_called()
 
 
 def test_the_history_is_the_metrics_exactly(shown):

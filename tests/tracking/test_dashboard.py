@@ -21,7 +21,7 @@ TAG, SWEEP_TAG = (
 )
 SWEEP = dashboard.SweepView("s1", "0123abc", "32-true, 16-mixed")
 NOW = 1_700_000_000_000
-LANGUAGE = ("train/loss", "val/loss", "val/perplexity", "perf/examples_per_second")
+LANGUAGE = ("train/loss", "val/loss", "val/perplexity", "perf/mean_examples_per_second")
 
 
 def written(existing=None, server="3.17.2", **more):

@@ -162,6 +162,19 @@ def test_runs_killed_with_their_writer_are_uploaded_later(
     assert store.run(elsewhere).info.status == "RUNNING"
 
 
+def test_a_stored_run_moves_to_another_store_as_a_whole(begin, reader, empty_store, tmp_path):
+    tracker = begin("moved")
+    tracker.log_metrics(block(1, 300))
+    tracker.close("FINISHED")
+    uri = empty_store(tmp_path / "other" / "mlflow.db")
+    for _ in range(2):  # nothing is uploaded twice
+        assert sync([str(tmp_path / "moved"), f"tracking.uri={uri}"]) == 0
+    other = reader(uri)
+    (run,) = other.named("runs", "moved")
+    assert run.info.status == "FINISHED"
+    assert other.points(run.info.run_id, KEYS[0]) == expected(300)
+
+
 def test_a_lost_offset_doubles_nothing(begin, store, tmp_path):
     """The writer died after a batch was stored and before it saved the offset."""
     tracker = begin("twice")

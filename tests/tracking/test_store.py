@@ -3,6 +3,8 @@
 import json
 import sqlite3
 import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from torch.utils.data import TensorDataset
 from runner.data.datasets.digits import digits
 from runner.data.fingerprint import describe_data
 from runner.data.splits import Splits
-from runner.tracking.upload_state import RefusedError
+from runner.tracking.reader import Reader
+from runner.tracking.upload_state import RefusedError, UnreachableError
 from runner.tracking.uri import sqlite_path
 from runner.tracking.writer.store import Store, distinct_names, legal_name, truncate
+from runner.utils.errors import TrackingError
 
 # MLflow's, which runs in this process here.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -57,6 +61,66 @@ def test_names_that_become_equal_get_a_number():
 def test_a_truncated_text_ends_with_an_ellipsis():
     assert truncate("abc", 3) == "abc"
     assert truncate("abcd", 3) == "ab…"
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Answers every request with the status 200 and one text."""
+
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.server.text.encode())
+
+    def do_POST(self):
+        self.do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def gateway():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+OTHER_EXPERIMENT = '{"experiment": {"experiment_id": "7", "name": "another"}}'
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "", "null", '{"experiment": {"exp', "<html>Sign in</html>", OTHER_EXPERIMENT]
+)
+def test_an_answer_that_is_not_the_stores_is_an_outage(gateway, monkeypatch, text):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    gateway.text = text
+    store = Store(f"http://127.0.0.1:{gateway.server_port}")
+    with pytest.raises(UnreachableError):
+        store.experiment("mine")
+    with pytest.raises(UnreachableError):
+        store.create_run("1", "mine", 0, {})
+    with pytest.raises(TrackingError):
+        Reader(store.uri).run("0" * 32)
+
+
+def test_what_only_a_gateway_took_is_an_outage(store, run_in):
+    """A store answers `{}` to these calls, too: it has what was sent if it shows it."""
+    run_id = run_in("gateway")
+    one = Store(store.uri)
+    one.log_tags(run_id, {"a": "1"})
+    sent = (
+        lambda: one.log_tags(run_id, {"a": "2"}),
+        lambda: one.log_params(run_id, {"b": "2"}),
+        lambda: one.log_points(run_id, [("c", 1.0, 1, 1)]),
+        lambda: one.end_run(run_id, "FINISHED", 1),
+    )
+    for name in ("log_batch", "set_terminated"):
+        setattr(one._client, name, lambda *_, **__: None)
+    for call in sent:
+        with pytest.raises(UnreachableError):
+            call()
 
 
 @pytest.fixture(scope="module")

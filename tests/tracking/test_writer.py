@@ -160,6 +160,21 @@ def test_a_doubtful_answer_counts_as_a_refusal_after_thirty_seconds(work, journa
     assert work.saved().first_error == "pool used up"
 
 
+@pytest.mark.parametrize(
+    "failure", [RefusedError("401", of_store=True), UnreachableError("pool used up", doubtful=True)]
+)
+def test_no_record_is_given_up_while_the_store_refuses_every_call(work, journal, failure):
+    work.turn()
+    journal.append("tags", values={"a": "1"})
+    journal.append_metrics([(1, 1, {"a": 1.0})])
+    work.store.failures = [failure] * 20
+    for _ in range(21):
+        work.turn(seconds_later=10)
+    assert work.store.named("log_tags") == [["create_run", {"a": "1"}]]
+    assert work.store.named("log_points") == [["create_run", [("a", 1.0, 1, 1)]]]
+    assert work.saved().first_error is None
+
+
 def test_a_disk_that_is_full_for_the_state_is_waited_for(work, monkeypatch):
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(UploadState, "save", lambda *_, **__: (_ for _ in ()).throw(full))
@@ -302,6 +317,14 @@ def test_a_damaged_upload_state_starts_over_and_looks_for_the_run(journal):
     assert progress.acquire_lock()
     assert (progress.run_id, progress.offset, progress.tried) == (None, 0, True)
     progress.release_lock()
+
+
+def test_a_record_without_a_run_is_not_uploaded(journal):
+    """An earlier version took `{}` for the store's answers to everything."""
+    journal.path.with_suffix(".state").write_text('{"run_id": "", "offset": 9, "done": true}')
+    state = UploadState(journal.path)
+    assert state.read()
+    assert (state.run_id, state.offset, state.done) == (None, 0, False)
 
 
 def test_the_writer_rests_the_less_the_more_waits_and_not_once_the_run_has_ended():

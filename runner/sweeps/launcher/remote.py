@@ -36,6 +36,7 @@ from runner.sweeps.launcher.job_process import last_lines
 from runner.sweeps.launcher.job_request import compose_job_config, job_folder, job_hydra_config
 from runner.sweeps.launcher.stop_requests import StopFile
 from runner.utils.errors import ConfigError
+from runner.utils.lasting_output import lasting_output
 from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.stop_signals import Interrupted
 from runner.utils.terminal import print_error
@@ -111,6 +112,7 @@ class RemoteJob:
     jobs_at_once: int
     is_child: bool
 
+    @lasting_output()
     def __call__(self, config: DictConfig) -> object:
         """Run the job that HydraConfig describes.
 

@@ -15,8 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from uuid import uuid4
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.store.db import utils as database_utils
 from mlflow.tracking import MlflowClient
@@ -36,23 +37,28 @@ from runner.utils.secrets import redact
 MetricPoint = tuple[str, float, int, int]
 """(name, value, Unix time in milliseconds, step)."""
 
-MAX_POINTS = validation.MAX_METRICS_PER_BATCH
-# The prefix keeps it out of the tags that MLflow's pages show.
+# One less than MLflow takes in a call, which also carries the tag of its confirmation.
+MAX_POINTS = validation.MAX_METRICS_PER_BATCH - 1
+# The prefix keeps them out of the tags that MLflow's pages show.
 JOURNAL_TAG = "mlflow.runner.journal"
+BATCH_TAG = "mlflow.runner.batch"
 
 # Error codes of MLflow whose cause no retry changes. All others are retried: a server that cannot
 # be reached gives INTERNAL_ERROR here, a locked database TEMPORARILY_UNAVAILABLE.
-REFUSAL_CODES = {
-    "INVALID_PARAMETER_VALUE",
-    "RESOURCE_DOES_NOT_EXIST",
-    "RESOURCE_ALREADY_EXISTS",
-    "NOT_FOUND",
+STORE_CODES = {
     "PERMISSION_DENIED",
     "UNAUTHENTICATED",
     "CUSTOMER_UNAUTHORIZED",
     "ENDPOINT_NOT_FOUND",
     "FEATURE_DISABLED",
     "NOT_IMPLEMENTED",
+}
+"""Those that do not depend on what was sent."""
+REFUSAL_CODES = STORE_CODES | {
+    "INVALID_PARAMETER_VALUE",
+    "RESOURCE_DOES_NOT_EXIST",
+    "RESOURCE_ALREADY_EXISTS",
+    "NOT_FOUND",
 }
 # Messages of databases whose cause no retry changes, whatever the type of the error.
 PERMANENT_MESSAGES = (
@@ -78,8 +84,9 @@ def classify_errors() -> Iterator[None]:
     except (RefusedError, UnreachableError):
         raise
     except MlflowException as error:
-        if error.error_code in REFUSAL_CODES or _is_permanent(error):
-            raise RefusedError(redact(str(error))) from error
+        of_store = error.error_code in STORE_CODES or _is_permanent(error)
+        if of_store or error.error_code in REFUSAL_CODES:
+            raise RefusedError(redact(str(error)), of_store) from error
         is_doubtful = error.error_code == "BAD_REQUEST"
         raise UnreachableError(redact(str(error)), is_doubtful) from error
     except ImportError as error:
@@ -92,12 +99,20 @@ def classify_errors() -> Iterator[None]:
         # fails is skipped in the end.
         text = redact(f"{type(error).__name__}: {error}")
         if _is_permanent(error):
-            raise RefusedError(text) from error
+            raise RefusedError(text, of_store=True) from error
         raise UnreachableError(text, doubtful=True) from error
 
 
 def _is_permanent(error: Exception) -> bool:
     return any(text in str(error) for text in PERMANENT_MESSAGES)
+
+
+def _require(is_of_store: bool) -> None:
+    """Raise UnreachableError for an answer that the store did not give, whatever its status is."""
+    # A gateway may answer 200 to anything. MLflow's client takes `{}` and an empty text for an
+    # answer, in which every field is empty.
+    if not is_of_store:
+        raise UnreachableError("its answer is not that of an MLflow store: a gateway's, perhaps")
 
 
 class Store:
@@ -149,6 +164,7 @@ class Store:
                 f"there is no experiment with MLFLOW_EXPERIMENT_ID={experiment_id}. Unset it, or "
                 "type tracking.experiment=<name>"
             ) from error
+        _require(experiment.experiment_id == experiment_id)
         if experiment.lifecycle_stage == "deleted":
             raise RefusedError(
                 f"the experiment {experiment.name!r} (MLFLOW_EXPERIMENT_ID={experiment_id}) was "
@@ -166,6 +182,7 @@ class Store:
                 f"{self._restore_command(deleted)}"
             )
         if experiment is not None:
+            _require(experiment.name == free)
             return experiment.experiment_id
         # The folder of a database's artifacts; a server has its own.
         location = None
@@ -175,7 +192,9 @@ class Store:
             # MLflow decodes the path in any URI of artifacts, one without a scheme included.
             location = quote(os.fsencode(folder / "mlartifacts"))
         try:
-            return self._client.create_experiment(free, artifact_location=location)
+            new_id = self._client.create_experiment(free, artifact_location=location)
+            _require(bool(new_id) and self._client.get_experiment(new_id).name == free)
+            return new_id
         except MlflowException as error:
             # Another process may have created it in the meantime.
             experiment, _ = active_experiment(self._client, name)
@@ -200,7 +219,13 @@ class Store:
     def run_name(self, run_id: str) -> str:
         """Return the name that the store shows for a run."""
         with classify_errors():
-            return str(self._client.get_run(run_id).info.run_name)
+            return str(self._get_run(run_id).info.run_name)
+
+    def _get_run(self, run_id: str) -> Run:
+        """Return a run; it also shows that the store is what answers."""
+        run = self._client.get_run(run_id)
+        _require(run.info.run_id == run_id)
+        return run
 
     def create_run(
         self, experiment_id: str, name: str | None, time_ms: int, tags: Mapping[str, str]
@@ -216,6 +241,7 @@ class Store:
             legal = {tag.key: tag.value for tag in _run_tags({**context_tags, **tags})}
             name = redact(name) if name else None
             run = self._client.create_run(experiment_id, time_ms, legal, run_name=name)
+            _require(bool(run.info.run_id) and run.info.experiment_id == experiment_id)
         return run.info.run_id
 
     def reopen(self, run_id: str, start: Mapping[str, Any]) -> None:
@@ -230,7 +256,7 @@ class Store:
         """
         step = start["step"]
         with classify_errors():
-            run = self._client.get_run(run_id)
+            run = self._get_run(run_id)
             self._client.update_run(run_id, status="RUNNING")
             known = run.data.tags
             # Of the interruption, which is over.
@@ -250,7 +276,7 @@ class Store:
     def system_sample_count(self, run_id: str) -> int:
         """Return how many samples of the machine's load a run has."""
         with classify_errors():
-            values = self._client.get_run(run_id).data.metrics
+            values = self._get_run(run_id).data.metrics
             # One of them stands for all, to save calls; a sensor that failed may have fewer.
             key = next((key for key in values if key.startswith(SYSTEM_PREFIX)), None)
             points = self._client.get_metric_history(run_id, key) if key else []
@@ -271,7 +297,7 @@ class Store:
             for key, text in distinct_names(values).items()
             if key not in known
         ]
-        self._log_batches(run_id, "params", params, validation.MAX_PARAMS_TAGS_PER_BATCH)
+        self._log_batches(run_id, "params", params, validation.MAX_PARAMS_TAGS_PER_BATCH - 1)
 
     def log_points(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         """Send points with their own times and steps; sending them again changes nothing."""
@@ -280,14 +306,19 @@ class Store:
 
     def log_tags(self, run_id: str, values: Mapping[str, str]) -> None:
         """Set or replace tags."""
-        self._log_batches(run_id, "tags", _run_tags(values), validation.MAX_PARAMS_TAGS_PER_BATCH)
+        tags = _run_tags(values)
+        self._log_batches(run_id, "tags", tags, validation.MAX_PARAMS_TAGS_PER_BATCH - 1)
 
     def _log_batches(self, run_id: str, kind: str, items: Sequence[Any], size: int) -> None:
-        """Send items in calls of at most `size` of them."""
+        """Send items in calls of at most `size` of them, each confirmed by a tag that is read."""
         for begin in range(0, len(items), size):
-            batch = {kind: items[begin : begin + size]}
+            tag = RunTag(BATCH_TAG, uuid4().hex)
+            batch: dict[str, list[Any]] = {"metrics": [], "params": [], "tags": []}
+            batch[kind] += items[begin : begin + size]
+            batch["tags"].append(tag)
             with classify_errors():
-                self._client.log_batch(run_id, **batch, synchronous=True)  # type: ignore[arg-type]
+                self._client.log_batch(run_id, **batch, synchronous=True)
+                _require(self._get_run(run_id).data.tags.get(BATCH_TAG) == tag.value)
 
     def log_artifact(self, run_id: str, path: Path, folder: str) -> None:
         """Upload a file under its name, or the contents of a folder."""
@@ -296,6 +327,7 @@ class Store:
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         with classify_errors():
             send(run_id, str(path), folder or None)
+            self._get_run(run_id)
 
     def log_inputs(self, run_id: str, datasets: Sequence[Mapping[str, Any]]) -> None:
         """Record the data sets that a run is trained and validated on as its inputs.
@@ -324,6 +356,7 @@ class Store:
             inputs.append(DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, contexts)]))
         with classify_errors():
             self._client.log_inputs(run_id, inputs)
+            self._get_run(run_id)
 
     def log_model(
         self, run_id: str, folder: Path, facts: Mapping[str, Any], register: str | None
@@ -331,6 +364,7 @@ class Store:
         """Upload an exported model with its run; `register` names it in the model registry."""
         with classify_errors():
             log_model(self.uri, run_id, folder, facts, "model", register)
+            self._get_run(run_id)
 
     def dashboard(
         self, experiment_id: str, metrics: Collection[str], sweep: dashboard.SweepView | None
@@ -365,6 +399,7 @@ class Store:
         """Set the status and the end time (Unix milliseconds) of a run."""
         with classify_errors():
             self._client.set_terminated(run_id, status, time_ms)
+            _require(self._get_run(run_id).info.status == status)
 
 
 def _run_tags(values: Mapping[str, str]) -> list[RunTag]:

@@ -130,6 +130,12 @@ class JournalUploader:
         sets_status = kind == "end" and not self._status_is_set
         return self.is_unopened or kind == "metrics" or sets_status
 
+    def is_answered(self) -> bool:
+        """Return whether the store shows the run, so that it has refused the batch alone."""
+        with suppress(RefusedError, UnreachableError):
+            return bool(self._run_store().run_name(self._run_id()))
+        return False
+
     def advance(self, last: bool) -> bool:
         """Send one batch, if one is due.
 
@@ -187,7 +193,9 @@ class JournalUploader:
         while not self.state.done:
             try:
                 self.advance(last=True)
-            except RefusedError:
+            except RefusedError as error:
+                if error.of_store:
+                    raise
                 if self.is_unopened:
                     return
                 self.skip()

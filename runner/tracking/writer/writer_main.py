@@ -214,6 +214,10 @@ class Writer:
         if isinstance(error, UnreachableError):
             return self._handle_outage(name, task, error, now)
         if isinstance(error, RefusedError):
+            if error.of_store and not task.uploader.is_unopened:
+                # A password that has expired: no batch of a run that is stored in part is lost.
+                doubtful = UnreachableError(str(error), doubtful=True)
+                return self._handle_outage(name, task, doubtful, now)
             return self._handle_refusal(name, task, short_cause(str(error)))
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             # A local disk that is full or away, for example: worth a retry.
@@ -232,13 +236,14 @@ class Writer:
     def _handle_outage(self, name: str, task: JournalTask, error: Any, now: float) -> bool:
         """Schedule a retry, and save why the store does not answer.
 
-        A batch that is neither points nor a status is skipped if the answer may be a refusal and
-        has stayed the same for long.
+        A batch that is neither points nor a status is skipped if the answer may be a refusal, has
+        stayed the same for long, and the store answers another call.
         """
         seconds = task.record_failure(now)
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         cause = short_cause(str(error))
-        if error.doubtful and seconds > DOUBTFUL_REFUSAL_SECONDS and not task.uploader.must_retry:
+        is_refusal = error.doubtful and seconds > DOUBTFUL_REFUSAL_SECONDS
+        if is_refusal and not task.uploader.must_retry and task.uploader.is_answered():
             return self._handle_refusal(name, task, cause)
         task.uploader.state.save_outage(cause)
         if not self.trainer_is_alive:
