@@ -88,6 +88,7 @@ class TrainState:
         stagnant_share: the share of parameter elements that had a gradient and that the last step
             did not change, see evaluation.Stagnation; None where it was not counted.
         term_names: of the values that the task returns beside its loss; None before a step.
+        loss_weights: of the losses that the model returns beside the task's, as far as they are known.
         evaluation_hook: is called after the evaluation of each set; None for none.
     """
 
@@ -108,6 +109,7 @@ class TrainState:
     clip_value: float | None = None
     average: WeightAverage | None = None
     term_names: tuple[str, ...] | None = None
+    loss_weights: dict[str, float] = field(default_factory=dict)
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
     evaluation_hook: EvaluationCall | None = field(default=None, init=False)
 

@@ -38,6 +38,10 @@ class Task(ABC):
     evaluates_losses: bool = False
     """Whether an evaluation takes what the model returns in training mode; see
     training/evaluation.py."""
+    whole_batch: bool = False
+    """Whether the loss is of the batch as a whole and no mean over its examples, as a contrastive
+    loss is, whose negatives are the batch's other examples. Then train.accumulate is refused, and
+    processes join their outputs and targets for the loss."""
 
     additions: TaskAdditions = TaskAdditions()
     """What the keys of the task group that fit every task add to it."""
@@ -79,6 +83,10 @@ class Task(ABC):
         where there is nothing to say."""
         return ""
 
+    def added_losses(self, output: Any) -> Mapping[str, Tensor]:
+        """Return the losses in a model's output that training adds to `loss`, by their names."""
+        return {}
+
     @abstractmethod
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return the metrics, named "val/...", from the sums over all batches, K numbers.
@@ -102,6 +110,8 @@ class Task(ABC):
             ConfigError: it is not known whether more or less of the quality is better.
         """
         self.additions = additions
+        if additions.whole_batch is not None:
+            self.whole_batch = additions.whole_batch
         if additions.metrics:
             self.added_metrics = AddedMetrics(additions.metrics)
         quality = additions.quality or self.quality

@@ -11,6 +11,8 @@ from runner.training.tasks.task import IGNORED, Task, count_labels, labels_out_o
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import widest_float
 
+_PACKAGE = "runner.training.tasks."
+
 
 class TrainingLoss:
     """A loss of outputs and targets that is a mean over the labels that count.
@@ -164,6 +166,21 @@ class TensorTask(Task):
         classes - 1; None where labels are no classes."""
         return labels_out_of_range(target, classes)
 
+    def added_losses(self, output: Any) -> dict[str, Tensor]:
+        """Return the losses in a model's output that training adds to `loss`, by their names.
+
+        They are its scalars named ..._loss, as the aux_loss of a mixture of experts is, and `loss`
+        of a model that is not given the target, named model_loss.
+        """
+        # A loss of one's own sees the whole output, and takes from it what it wants.
+        if isinstance(output, Tensor) or not type(self).loss.__module__.startswith(_PACKAGE):
+            return {}
+        losses = scalar_losses(output)
+        added = {name: value for name, value in losses.items() if name.endswith("_loss")}
+        if "loss" in losses and not self.passes_target:
+            added["model_loss"] = losses["loss"]
+        return added
+
     def select(self, output: Any) -> Any:
         """Return the part of a model's output that the loss takes.
 
@@ -198,6 +215,19 @@ class TensorTask(Task):
             f"task.output={self.output_field}: the model returns a {kind}, and that part of it is "
             f"no tensor. Type task.output=<{choices}>."
         )
+
+
+def scalar_losses(output: Any) -> dict[str, Tensor]:
+    """Return the tensors of one number in an output that are named as losses, as aux_loss and
+    loss_box_reg, by their names."""
+    if hasattr(output, "_asdict"):
+        output = output._asdict()
+    parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    return {
+        name: value
+        for name, value in parts.items()
+        if "loss" in str(name).split("_") and isinstance(value, Tensor) and value.numel() == 1
+    }
 
 
 def part_of(output: Any, field: str | int) -> Any:
