@@ -325,6 +325,7 @@ def _output_lines(
         ConfigError: parts of a batch would train otherwise than the whole batch.
     """
     task = state.task
+    task.check_target(batch[1])
     taken = task.describe_output(output)
     if taken:
         yield taken

@@ -66,7 +66,7 @@ def evaluate(
         totals = _totals(state, validation, loaded, should_stop)
         metrics = None
         if not should_stop() and totals is not None:
-            metrics = state.task.summarise(state.strategy.sum(totals).tolist())
+            metrics = state.task.evaluation_metrics(state.strategy.sum(totals).tolist())
             added = state.task.added_metrics
             values = {} if added is None else added.values()
             for name in sorted(metrics.keys() & values.keys()):
@@ -133,7 +133,7 @@ def _totals(
             if task.whole_batch and strategy.rank.world_size > 1:
                 output, target = join_batch(state, output, target, size)
                 share = int(strategy.rank.is_main)  # all have the sums of the whole batch
-            sums = task.totals(output, target)
+            sums = task.evaluation_totals(output, target)
             # A process without an example of this batch has computed one of another process's:
             # all processes run every forward, since a strategy may exchange weights in it.
             if not share:

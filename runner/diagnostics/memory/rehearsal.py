@@ -99,7 +99,7 @@ class Rehearsal:
         ):
             output = call_model(state.model, precision.cast(inputs))
         dtype = precision.loss_dtype
-        state.task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
+        state.task.evaluation_totals(cast_nest(output, dtype), cast_nest(target, dtype))
 
 
 def build_rehearsal(

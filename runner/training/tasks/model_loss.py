@@ -41,8 +41,8 @@ class ModelLoss(Task):
         self.target_field = target
         self.output_field = output
 
-    def loss(self, output: Any, target: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the model's loss, a scalar, and the other losses that it returns by their names.
+    def loss(self, output: Any, target: Any) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the model's loss, a scalar, with the other losses that it returns by their names.
 
         Raises:
             ConfigError: the output has no loss.
@@ -52,7 +52,7 @@ class ModelLoss(Task):
             value = value.reshape(())
             parts = scalar_losses(output)
             parts.pop("loss", None)
-            return value, {name: part for name, part in parts.items() if part.device == value.device}
+            return (value, parts) if parts else value
         raise ConfigError(
             f"task=model_loss: the model returns no loss, but a {type(output).__name__}. Have it "
             "return its loss for the labels that it is given, type task.output=<where it is>, or "
@@ -77,7 +77,8 @@ class ModelLoss(Task):
 
     def totals(self, output: Any, target: Any) -> Tensor:
         """Return [the loss times the examples of the batch, its examples]."""
-        loss, _ = self.loss(output, target)
+        returned = self.loss(output, target)
+        loss = returned[0] if isinstance(returned, tuple) else returned
         # The length of the target's first tensor, or of a list.
         leaves = [leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.ndim]
         examples = len(leaves[0]) if leaves else 1

@@ -78,6 +78,9 @@ class Task(ABC):
         classes - 1; None where labels are no classes."""
         return None
 
+    def check_target(self, target: Any) -> None:
+        """Raise ConfigError where the target of a first batch holds what the loss cannot take."""
+
     def describe_output(self, output: Any) -> str:
         """Return which part of a model's output the loss takes, where that was found out; empty
         where there is nothing to say."""
@@ -93,6 +96,14 @@ class Task(ABC):
 
         Without any label the metrics are NaN.
         """
+
+    def evaluation_totals(self, output: Any, target: Any) -> Tensor:
+        """Return the sums of one batch of an evaluation: `totals`, and what a task adds to them."""
+        return self.totals(output, target)
+
+    def evaluation_metrics(self, totals: list[float]) -> dict[str, float]:
+        """Return the metrics of an evaluation from the sums of `evaluation_totals`."""
+        return self.summarise(totals)
 
     def metric_inputs(self, output: Any, target: Any) -> tuple[Any, Any]:
         """Return the predictions and targets of a batch that the metrics of task.metrics take.
@@ -135,7 +146,13 @@ class Task(ABC):
         return "max" if known == "max" else "min"
 
 
-_DIRECTIONS = {"loss": "min", "perplexity": "min", "accuracy": "max", "iou": "max"}
+_DIRECTIONS = {
+    "loss": "min",
+    "plain_loss": "min",
+    "perplexity": "min",
+    "accuracy": "max",
+    "iou": "max",
+}
 """Whichever is better of the metrics of the built-in tasks."""
 
 IGNORED = -100

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from runner.training.tasks.task import IGNORED, Task, count_labels, labels_out_of_range
+from runner.training.tasks.task import IGNORED, Task, count_labels, labels_out_of_range, mean
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import widest_float
 
@@ -129,8 +129,7 @@ class TensorTask(Task):
         output: key or attribute of the model's output, or place in a tuple (from 0), that the loss
             takes; None takes a tensor as it is, and the logits of any other output.
         loss: function or nn.Module of (output, target) that training minimises, see TrainingLoss;
-            None for the task's own. The metrics keep the task's own loss, so that runs stay
-            comparable.
+            None for the task's own. val/loss is this loss, and val/plain_loss the task's own.
     """
 
     takes: ClassVar[str] = ""
@@ -160,6 +159,26 @@ class TensorTask(Task):
         """Return how many labels the training loss averages over, or the sum of their weights."""
         count = self.training_loss.labels if self.training_loss else count_labels
         return count(target)
+
+    def evaluation_totals(self, output: Any, target: Tensor) -> Tensor:
+        """Return `totals`, and with task.loss [that loss times its labels, its labels] after it."""
+        sums = self.totals(output, target)
+        if self.training_loss is None:
+            return sums
+        loss = self.loss(output, target)
+        if isinstance(loss, tuple):  # with an auxiliary head, which the metrics are without
+            loss = loss[1]["main_loss"]
+        count = self.labels(target).to(sums.dtype)
+        # The mean of a batch without a label is NaN.
+        summed = (loss.to(sums.dtype) * count).masked_fill(count == 0, 0)
+        return torch.cat([sums, torch.stack([summed, count])])
+
+    def evaluation_metrics(self, totals: list[float]) -> dict[str, float]:
+        """Return `summarise`, and with task.loss its mean in the place of the task's own loss."""
+        if self.training_loss is None:
+            return self.summarise(totals)
+        metrics = self.summarise(totals[:-2])
+        return {**metrics, "val/loss": mean(*totals[-2:]), "val/plain_loss": metrics["val/loss"]}
 
     def misplaced(self, target: Tensor, classes: int) -> Tensor | None:
         """Return bool [B], which examples have a label that is none of the classes 0 to
