@@ -173,8 +173,9 @@ def check_strategy(state: TrainState, train: TrainSpec) -> None:
         )
     if has_processes and state.takes_closure:
         raise ConfigError(
-            "optimizer=lbfgs searches along a line by itself, in one process only. Type another "
-            "optimizer, or leave torchrun and strategy= out."
+            f"optimizer={type(state.optimizers[0].optimizer).__name__.lower()} evaluates the loss "
+            "by itself, in one process only. Type another optimizer, or leave torchrun and "
+            "strategy= out."
         )
     task = type(state.task).__name__
     if state.task.whole_batch and train.accumulate > 1:
@@ -398,7 +399,9 @@ def whole_and_halves(
     if whole != again or size < 2:
         return None
     known = [count for count in counts if count is not None]
-    weights = torch.stack(known).double().cpu() if known else torch.tensor([size // 2, -(-size // 2)])
+    weights = (
+        torch.stack(known).double().cpu() if known else torch.tensor([size // 2, -(-size // 2)])
+    )
     return float(whole), float((torch.stack(halves) * weights).sum() / weights.sum())
 
 

@@ -102,7 +102,7 @@ def restore(
         if rank < len(generators):
             set_rng_state(generators[rank], state.device)
         average = content.get(AVERAGE_KEY)
-        if state.average is None and average is not None:
+        if state.average is None and average is not None and average["decay"]:
             notes.append("the checkpoint's averaged weights are dropped")
         elif state.average is not None and average is not None:
             state.average.load_state_dict(average)
@@ -218,7 +218,7 @@ def checkpoint_state_dict(
             part.scheduler.state_dict() if part.scheduler else {} for part in state.optimizers
         ],
         "loss_scale": state.scale.state_dict(),
-        **({} if state.average is None else {AVERAGE_KEY: state.average.state_dict()}),
+        **({AVERAGE_KEY: state.evaluated_state()} if state.evaluates_others else {}),
     }
 
 

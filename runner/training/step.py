@@ -95,7 +95,9 @@ def _task_loss(
     loss, terms = split_loss(task.loss(output, target), task)
     weights = task.additions.loss_weights
     # What has no gradient is no part of a loss that is minimised, but a value to look at.
-    added = {name: value for name, value in task.added_losses(output).items() if value.requires_grad}
+    added = {
+        name: value for name, value in task.added_losses(output).items() if value.requires_grad
+    }
     if not added and not (weights and loss.requires_grad):
         return loss, terms
     unknown = [name for name in weights if name not in added]
@@ -367,6 +369,8 @@ def _closure_step(
             values["norms"] = grad_norms(gradients_of(scheduled.params))
         return loss
 
+    if scheduled.reads_gradients:
+        closure()
     state.run_update_hook()
     scheduled.optimizer.step(closure)  # type: ignore[arg-type]
     if scheduled.scheduler is not None:
