@@ -231,8 +231,9 @@ def _classes_problems(meta: Mapping[str, Any], dataset: Any) -> Iterator[str]:
     # torchvision's data sets list their class names.
     classes = len(getattr(dataset, "classes", None) or ())
     sample = ""
-    if isinstance(dataset, TensorDataset) and not dataset.tensors[-1].is_floating_point():
-        largest_label, index = dataset.tensors[-1].flatten().max(0)
+    target = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else None
+    if target is not None and not (target.is_floating_point() or target.is_complex()):
+        largest_label, index = target.flatten().max(0)
         classes = int(largest_label) + 1
         sample = f": sample {int(index)} has the label {int(largest_label)}"
     if classes > stated:

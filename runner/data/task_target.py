@@ -120,6 +120,12 @@ def build_task(task: Mapping[str, Any]) -> Any:
     elif isinstance(loss, Mapping) and "_target_" in loss:
         node["loss"] = build_group("task.loss", with_tensors("task.loss", loss))
     built = build_group("task", node)
+    missing = [name for name in ("quality", "direction") if not hasattr(built, name)]
+    if missing:
+        raise ConfigError(
+            f"task={task['_target_']} has no {' and no '.join(missing)}, by which runs are "
+            'compared. Write in the class: quality = "val/loss"; direction = "min" (or "max").'
+        )
     added = runner_values("task", task)
     if added:
         if not hasattr(built, "extend"):

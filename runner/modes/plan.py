@@ -27,8 +27,8 @@ from runner.training.model import BuiltModel, build_model
 from runner.training.optimizers import (
     attach_rules,
     build_optimizer,
-    closure_calls,
     build_scheduled_optimizers,
+    closure_calls,
     embedding_parameters,
     parameters_by_optimizer,
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
 from runner.config.schema import TrainSpec
@@ -24,8 +23,8 @@ from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 from runner.modes import batch_rules
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.error_rules import Failure
+from runner.modes.task_checks import check_totals, output_lines
 from runner.modes.training_errors import explain_dead_workers
-from runner.precision.casting import cast_nest
 from runner.training.compile import fused_rounding
 from runner.training.evaluation import evaluate, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
@@ -35,17 +34,13 @@ from runner.training.model_call import describe_call
 from runner.training.optimizers import describe_state_dtypes
 from runner.training.parameter_groups import describe_frozen, describe_groups
 from runner.training.schedules import describe_schedule
-from runner.training.state import TrainState, saved_state
-from runner.training.step import added_loss_weight, examples_in, loss_of, split_loss
-from runner.training.tasks.task import labels_of
+from runner.training.state import TrainState
+from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError
 from runner.utils.formatting import first_names, format_percent, now_ms
 from runner.utils.reproducibility import host_rng_state, seed_all, set_host_rng_state
 from runner.utils.secrets import redact_values
 from runner.utils.tensors import MIB, count_elements, stored_bytes
-
-_HALVES_TOLERANCE = 0.01
-"""Relative difference of a batch's loss to that of its halves above any rounding in bfloat16."""
 
 _ROUNDING_LINES = {
     "eager": "compiled; rounding between fused operations: eager, after each one as uncompiled",
@@ -181,15 +176,14 @@ def check_strategy(state: TrainState, train: TrainSpec) -> None:
     if state.task.whole_batch and train.accumulate > 1:
         raise ConfigError(
             f"train.accumulate={train.accumulate}: the loss of task={task} is of the batch as a "
-            f"whole (whole_batch), and would be computed of parts of {train.batch_size} examples. "
-            f"Type train.accumulate=1 train.batch_size={train.accumulate * train.batch_size}, or "
-            "several processes (strategy=ddp), which join their outputs for the loss."
+            f"whole (whole_batch). Type train.accumulate=1 train.batch_size="
+            f"{train.accumulate * train.batch_size}; processes (strategy=ddp) share such a batch."
         )
     if state.task.whole_batch and has_processes and state.task.passes_target:
         raise ConfigError(
-            f"task={task} takes the loss that the model computes, in each process of its own share, "
-            "and it is of the batch as a whole (whole_batch). Have the model return its outputs and "
-            "a task of your own compute the loss, or leave torchrun and strategy= out."
+            f"task={task}: the model computes the loss, of its process's share of the batch alone, "
+            "and it is of the batch as a whole (whole_batch). Compute it in a task of your own, "
+            "from the model's outputs, or leave torchrun and strategy= out."
         )
     if not state.strategy.shards:
         return
@@ -298,6 +292,8 @@ def try_batch(
             run.precision.eval_context(model),
         ):
             loss = loss_of(state, inputs, target)
+            if outputs and isinstance(loss, Tensor):
+                check_totals(state, outputs[-1], target)
     except RunnerError:
         raise  # its message says already what to change
     except Exception as error:
@@ -313,96 +309,8 @@ def try_batch(
     if problem:
         raise ConfigError(problem)
     if outputs and says_layout:
-        for line in _output_lines(run, state, (inputs, target), outputs[-1]):
+        for line in output_lines(run, state, (inputs, target), outputs[-1]):
             run.say(line)
-
-
-def _output_lines(
-    run: RunContext, state: TrainState, batch: tuple[Any, Any], output: Any
-) -> Iterator[str]:
-    """Yield what the task does with a model's output that a user may not expect of it.
-
-    Raises:
-        ConfigError: parts of a batch would train otherwise than the whole batch.
-    """
-    task = state.task
-    task.check_target(batch[1])
-    taken = task.describe_output(output)
-    if taken:
-        yield taken
-    name = run.invocation.option_name("task", run.spec.task)
-    for loss in task.added_losses(output):
-        weight = added_loss_weight(task, state.plain_model, loss)
-        yield (
-            f"task={name} adds {weight:g} times the {loss} that the model returns to the training "
-            f"loss (task.loss_weights.{loss}); val/loss is without it"
-        )
-    if run.spec.mode != "train" or task.whole_batch or task.additions.whole_batch is False:
-        return
-    parts = run.spec.train.accumulate * run.strategy.rank.world_size
-    losses = whole_and_halves(state, *batch, output) if parts > 1 else None
-    if not losses or abs(losses[0] - losses[1]) <= _HALVES_TOLERANCE * abs(losses[0]):
-        return
-    problem = (
-        f"task={name}: the loss of a batch is {losses[0]:.4g}, and the mean of those of its halves "
-        f"{losses[1]:.4g}, so that train.accumulate and several processes would not train as one "
-        "large batch does."
-    )
-    if task.passes_target:  # labels that do not count may be why, which the model knows alone
-        yield f"warning: {problem}"
-        return
-    raise ConfigError(
-        f"{problem} Type task.whole_batch=true where the loss is of the batch as a whole, as a "
-        "contrastive one is; have the task's labels() return what its mean divides by; or type "
-        "task.whole_batch=false to train on the mean of the parts' losses."
-    )
-
-
-def whole_and_halves(
-    state: TrainState, inputs: Any, target: Any, output: Any
-) -> tuple[float, float] | None:
-    """Return the loss of a batch and the mean of those of its halves, weighed as micro-batches are.
-
-    None where the loss draws random numbers, or the batch or the output cannot be halved.
-
-    Args:
-        state: its model is called in evaluation mode where it computes the loss itself.
-        inputs: of the batch.
-        target: of the batch.
-        output: of the model for the inputs, of which the loss is computed elsewhere: so layers
-            that mix the examples of a batch make no difference.
-    """
-    task = state.task
-    size = examples_in((inputs, target))
-    dtype = state.precision.loss_dtype
-
-    def loss(part: slice) -> Tensor:
-        def cut(leaf: Any) -> Any:
-            has_examples = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
-            return leaf[part] if has_examples else leaf
-
-        if task.passes_target:
-            return loss_of(state, *tree_map(cut, (inputs, target)))
-        halved = tree_map(cut, (cast_nest(output, dtype), cast_nest(target, dtype)))
-        return split_loss(task.loss(*halved), task)[0]
-
-    parts = [slice(size), slice(size), slice(size // 2), slice(size // 2, size)]
-    restore = saved_state(state)
-    try:
-        with torch.no_grad(), evaluation_mode(state.model, task, state.device):
-            whole, again, *halves = [loss(part).double().cpu() for part in parts]
-            counts = [labels_of(task, target[part]) for part in parts[2:]]
-    except Exception:  # it takes whole batches only, of whatever layout
-        return None
-    finally:
-        restore()
-    if whole != again or size < 2:
-        return None
-    known = [count for count in counts if count is not None]
-    weights = (
-        torch.stack(known).double().cpu() if known else torch.tensor([size // 2, -(-size // 2)])
-    )
-    return float(whole), float((torch.stack(halves) * weights).sum() / weights.sum())
 
 
 def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:

@@ -91,8 +91,9 @@ class ScaledGradients:
             raise PolicyError(
                 f"{len(unused)} parameters still have a gradient from before the last policy.step, "
                 "whose optimizers do not hold them, as a generator's loss leaves them in its "
-                "discriminator; this backward would add to it. Call zero_grad() of their optimizer, "
-                "pass all optimizers to one policy.step, or freeze them with requires_grad_(False)."
+                "discriminator; this backward would add to it. Call zero_grad() of their "
+                "optimizer, pass all optimizers to one policy.step, or freeze them with "
+                "requires_grad_(False)."
             )
 
     def record_backward(self, parameters: Iterable[Tensor]) -> None:

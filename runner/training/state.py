@@ -97,7 +97,7 @@ class TrainState:
         stagnant_share: the share of parameter elements that had a gradient and that the last step
             did not change, see evaluation.Stagnation; None where it was not counted.
         term_names: of the values that the task returns beside its loss; None before a step.
-        loss_weights: of the losses that the model returns beside the task's, as far as they are known.
+        loss_weights: of the losses that the model returns beside the task's, by their names.
         evaluation_hook: is called after the evaluation of each set; None for none.
     """
 

@@ -103,8 +103,8 @@ def _task_loss(
     unknown = [name for name in weights if name not in added]
     if unknown:
         raise ConfigError(
-            f"task.loss_weights names {', '.join(unknown)}; the losses that the model returns beside "
-            f"that of task={type(task).__name__}: {', '.join(added) or 'none'}."
+            f"task.loss_weights names {', '.join(unknown)}, and the model returns these losses "
+            f"beside that of the task: {', '.join(added) or 'none'}."
         )
     total = loss
     for name, value in added.items():
@@ -155,8 +155,8 @@ def join_batch(state: TrainState, output: Any, target: Any, size: int) -> tuple[
 
     if not any(isinstance(leaf, Tensor) and leaf.ndim for leaf in tree_leaves(output)):
         raise ConfigError(
-            f"task.whole_batch: the model returns a {type(output).__name__}, whose examples several "
-            "processes cannot join. Return a tensor, a dict or a tuple of tensors."
+            f"task.whole_batch: several processes cannot join the examples of a "
+            f"{type(output).__name__}. Have the model return tensors, or a dict or tuple of them."
         )
     return tree_map(join, output), tree_map(join, target)
 

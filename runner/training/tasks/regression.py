@@ -1,4 +1,4 @@
-"""Regression: real targets."""
+"""Regression: real or complex targets."""
 
 from typing import Any
 
@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from runner.precision.casting import cast_tensor
 from runner.training.tasks.task import mean, stack, wide
 from runner.training.tasks.tensor_task import TensorTask
 
 
 class Regression(TensorTask):
-    """Mean squared error between real tensors of one shape [B, ...]."""
+    """Mean squared error between tensors of one shape [B, ...], real ones or complex ones, whose
+    error is squared by its magnitude."""
 
-    takes = "real numbers in the shape of the target"
+    takes = "numbers in the shape of the target, both real or both complex"
     quality = "val/loss"
     direction = "min"
 
@@ -21,17 +23,19 @@ class Regression(TensorTask):
         """Return the squared error, averaged over all elements, or the loss of task.loss.
 
         Raises:
-            ValueError: the shapes differ (broadcasting would hide it), or either is not real.
+            ValueError: the shapes differ (broadcasting would hide it), or one is complex alone.
         """
         numbers = self._numbers(output, target)
-        return self.minimised(numbers, target, F.mse_loss)
+        own = _complex_error if numbers.is_complex() else F.mse_loss
+        return self.minimised(numbers, target, own)
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed squared error, elements]."""
         numbers = self._numbers(output, target)
         # Widened before squaring: at errors of 1e-12 the rounding of the squares would show.
-        error = numbers.to(wide(numbers)) - target.to(wide(numbers))
-        return stack(error.square().sum(), error.numel())
+        dtype = wide(numbers)
+        error = cast_tensor(numbers, dtype) - cast_tensor(target, dtype)
+        return stack(error.abs().square().sum(), error.numel())
 
     def labels(self, target: Tensor) -> Tensor:
         """Return the number of elements."""
@@ -51,9 +55,14 @@ class Regression(TensorTask):
     def _numbers(self, output: Any, target: Tensor) -> Tensor:
         numbers = self.select(output)
         are_real = numbers.is_floating_point() and target.is_floating_point()
-        if numbers.shape != target.shape or not are_real:
+        are_complex = numbers.is_complex() and target.is_complex()
+        if numbers.shape != target.shape or not (are_real or are_complex):
             raise ValueError(
-                "regression needs float output and target of one shape, got "
+                "regression needs float output and target of one shape, or complex ones, got "
                 f"{numbers.dtype} {list(numbers.shape)} and {target.dtype} {list(target.shape)}"
             )
         return numbers
+
+
+def _complex_error(output: Tensor, target: Tensor) -> Tensor:
+    return torch.view_as_real(output - target).square().sum(-1).mean()

@@ -1,7 +1,9 @@
 """The base of the built-in tasks, whose loss takes one tensor of the model's output."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -94,6 +96,16 @@ def _check(loss: object) -> None:
                 "parts of a step are weighed. Name a class, as in task.loss={_target_: "
                 "torch.nn.CrossEntropyLoss, weight: [1.0,5.0]}."
             )
+    with suppress(ValueError):  # a builtin has no signature
+        names = signature(loss.forward if isinstance(loss, nn.Module) else loss)
+        try:
+            names.bind(None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"task.loss={name} takes ({', '.join(names.parameters)}), and is called with two "
+                "arguments, the output and the target. Have the model compute it and type "
+                "task=model_loss, or write a task of your own (docs/own-code.md)."
+            ) from error
     reduction = getattr(loss, "reduction", "mean")
     if reduction in ("sum", "none"):
         raise ConfigError(
