@@ -67,15 +67,10 @@ def output_lines(
     whole, halves = _whole_and_halves(state, *batch, output)
     if abs(whole - halves) <= _HALVES_TOLERANCE * abs(whole):
         return
-    problem = (
-        f"task={name}: the loss of a batch is {whole:.4g}, and the mean of those of its halves "
-        f"{halves:.4g}, so train.accumulate and several processes do not train as one large batch."
-    )
-    if task.passes_target:  # labels that do not count may be why, which the model knows alone
-        yield f"warning: {problem}"
-        return
     raise ConfigError(
-        f"{problem} Type task.whole_batch=true where the loss is of the batch as a whole, as a "
+        f"task={name}: the loss of a batch is {whole:.4g}, and the mean of those of its halves "
+        f"{halves:.4g}, so train.accumulate and several processes do not train as one large batch. "
+        "Type task.whole_batch=true where the loss is of the batch as a whole, as a "
         "contrastive one is; have the task's labels() return what its mean divides by; or type "
         "task.whole_batch=false to train on the mean of the parts' losses."
     )
@@ -87,14 +82,15 @@ def _whole_and_halves(
     """Return the loss of a batch and the mean of those of its halves, weighed as micro-batches are.
 
     Both are 0 where the loss draws random numbers, or takes no half. They are computed from one
-    output, where the model does not compute its loss itself, so that layers that mix the examples
-    of a batch make no difference.
+    output, so that layers that mix the examples of a batch make no difference. A model that
+    computes its loss is called in evaluation mode, with the first half twice: it may average over
+    labels that it alone knows, of which the halves have other numbers.
     """
     task = state.task
     size = examples_in((inputs, target))
     dtype = state.precision.loss_dtype
 
-    def loss_and_weight(part: slice) -> tuple[float, float]:
+    def loss_and_weight(part: list[int]) -> tuple[float, float]:
         def cut(leaf: Any) -> Any:
             has_examples = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
             return leaf[part] if has_examples else leaf
@@ -106,13 +102,14 @@ def _whole_and_halves(
             halved = tree_map(cut, cast_nest(output, dtype)), cast_nest(own, dtype)
             loss, _ = split_loss(task.loss(*halved), task)
         count = labels_of(task, own)
-        return float(loss), part.stop - part.start if count is None else float(count)
+        return float(loss), len(part) if count is None else float(count)
 
-    parts = [slice(0, size), slice(0, size), slice(0, size // 2), slice(size // 2, size)]
+    first, rest = [*range(size // 2)], [*range(size // 2, size)]
+    batch = [first + first, first] if task.passes_target else [first + rest, first, rest]
     restore = saved_state(state)
     try:
         with torch.no_grad(), evaluation_mode(state.model, task, state.device):
-            (whole, _), (again, _), *halves = map(loss_and_weight, parts)
+            (whole, _), (again, _), *halves = map(loss_and_weight, [batch[0], *batch])
     except Exception:  # of whatever type: it takes whole batches only
         return 0.0, 0.0
     finally:

@@ -265,10 +265,11 @@ def closure_calls(key: str, node: Mapping[str, Any], optimizer: Optimizer) -> tu
             return None
         return p.detach()
 
-    if stepped(has_gradient=True, gives_closure=False) is not None:
-        return False, False
-    after = stepped(has_gradient=True, gives_closure=True)
-    alone = stepped(has_gradient=False, gives_closure=True)
+    with torch.random.fork_rng(devices=[]):  # a step may draw numbers, and training must not differ
+        if stepped(has_gradient=True, gives_closure=False) is not None:
+            return False, False
+        after = stepped(has_gradient=True, gives_closure=True)
+        alone = stepped(has_gradient=False, gives_closure=True)
     takes_closure = after is not None or not is_optional
     return takes_closure, after is not None and (alone is None or not torch.equal(alone, after))
 
