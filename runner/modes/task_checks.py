@@ -15,7 +15,7 @@ from runner.training.step import added_loss_weight, examples_in, loss_of, split_
 from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
 
-_HALVES_TOLERANCE = 0.01
+_HALVES_TOLERANCE = 0.005
 """Relative difference of the loss of a batch from that of its halves, above any rounding."""
 
 
