@@ -34,7 +34,9 @@ class Contrastive(Task):
         return loss_of(output)
 
     def totals(self, output, target):
-        return torch.stack([self.loss(output, target) * len(target), target.new_tensor(len(target))])
+        return torch.stack(
+            [self.loss(output, target) * len(target), target.new_tensor(len(target))]
+        )
 
     def summarise(self, totals):
         return {"val/loss": totals[0] / totals[1]}

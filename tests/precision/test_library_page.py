@@ -207,8 +207,8 @@ def test_a_gan_in_the_runner_trains_each_part_by_its_own_loss(blocks):
     seen = optimizer_gradients(state)
     torch.manual_seed(3)
     record = train_step(state, [(torch.ones(32, 4), torch.zeros(32))])
-    torch.manual_seed(3)
     g, d = gan_parts().values()
+    torch.manual_seed(3)
     fake = g(torch.randn(32, 8))
     d_loss = bce(d(torch.ones(32, 4)), torch.ones(32, 1)) + bce(
         d(fake.detach()), torch.zeros(32, 1)

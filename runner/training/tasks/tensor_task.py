@@ -96,16 +96,6 @@ def _check(loss: object) -> None:
                 "parts of a step are weighed. Name a class, as in task.loss={_target_: "
                 "torch.nn.CrossEntropyLoss, weight: [1.0,5.0]}."
             )
-    with suppress(ValueError):  # a builtin has no signature
-        names = signature(loss.forward if isinstance(loss, nn.Module) else loss)
-        try:
-            names.bind(None, None)
-        except TypeError as error:
-            raise ConfigError(
-                f"task.loss={name} takes ({', '.join(names.parameters)}), and is called with two "
-                "arguments, the output and the target. Have the model compute it and type "
-                "task=model_loss, or write a task of your own (docs/own-code.md)."
-            ) from error
     reduction = getattr(loss, "reduction", "mean")
     if reduction in ("sum", "none"):
         raise ConfigError(
@@ -123,6 +113,16 @@ def _check(loss: object) -> None:
             f"task.loss={name} has parameters, which no optimizer would train. Make them a part "
             "of the model, or tensors registered by register_buffer."
         )
+    with suppress(ValueError):  # a builtin has no signature
+        names = signature(loss.forward if isinstance(loss, nn.Module) else loss)
+        try:
+            names.bind(None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"task.loss={name} takes ({', '.join(names.parameters)}), and is called with two "
+                "arguments, the output and the target. Have the model compute it and type "
+                "task=model_loss, or write a task of your own (docs/own-code.md)."
+            ) from error
 
 
 def _name(loss: object) -> str:

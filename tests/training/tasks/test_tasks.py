@@ -123,7 +123,7 @@ def test_one_answer_for_each_example_has_one_logit_for_each():
     predictions, answers = Binary().metric_inputs(column, labels)
     assert answers.tolist() == [1, 0, 1]
     torch.testing.assert_close(predictions, LOGITS[[0, 1, 3], 0].sigmoid())
-    with pytest.raises(ConfigError, match="the targets hold 2. Allowed: 0 or 1"):
+    with pytest.raises(ConfigError, match=r"the targets hold 2\. Allowed: 0 or 1"):
         Binary().check_target(torch.tensor([0, 1, 2]))
     logits = column.clone().requires_grad_()
     loss = Binary().loss(logits, torch.full((4,), -100))
