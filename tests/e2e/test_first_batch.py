@@ -122,7 +122,9 @@ def rows(kind):
 def tensors(kind):
     x = torch.randn(8, 8, 8)
     ids = torch.arange(8).repeat(8, 1)
-    pair = {"same": (x, x), "tokens": (ids, ids), "floats": (ids.float(), ids)}[kind]
+    pair = {"same": (x, x), "tokens": (ids, ids), "floats": (ids.float(), ids)}
+    pair["yes"] = (ids.float(), ids % 2)
+    pair = pair[kind]
     return TensorDataset(*pair), TensorDataset(*pair)
 """
 TASKS = """
@@ -230,14 +232,14 @@ task._target_=odd.tasks.NumberLoss model=mlp => returns as loss a float
 task._target_=odd.tasks.CutLoss model=mlp => the task's loss cuts it
 task._target_=odd.tasks.Spread model=mlp train.accumulate=2 => the mean of those of its halves
     Type task.whole_batch=true where
-task._target_=odd.tasks.Spread model=mlp train.accumulate=2 task.whole_batch=true => is of the batch as a
+task._target_=odd.tasks.Spread model=mlp task.whole_batch=true train.accumulate=2 => is of the batch
     Type train.accumulate=1 train.batch_size=128
 task._target_=odd.tasks.DictTotals model=mlp => totals() returned a dict
     return torch.stack([loss * count, count])
 task._target_=odd.tasks.Unnamed model=mlp => with val/f1, the task's quality, among them
 task=aimless model=mlp => has no quality and no direction
     quality = "val/loss"; direction = "min"
-Same data=tensors task=classification data.kind=floats => Those fit task=language: type it
+Same data=tensors task=classification data.kind=yes => Those fit task=binary: type it
 """)
 """A word without `=` names a model of above."""
 
