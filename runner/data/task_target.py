@@ -28,7 +28,7 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 @dataclass(frozen=True)
 class TaskAdditions:
-    """What the keys task.metrics, task.quality, task.direction and task.after_evaluation name.
+    """What the keys of the task group that fit every task name.
 
     Attributes:
         metrics: objects of torchmetrics.Metric, by the names under which they are recorded.
@@ -36,6 +36,8 @@ class TaskAdditions:
         direction: whichever of it is better; None where it follows from the metric.
         hook: called after each evaluation with the model and an EvaluationInfo; None for none.
         hook_name: the dotted path of the hook.
+        loss_weights: what the losses that the model returns are multiplied by, by their names.
+        whole_batch: whether the loss is of the batch as a whole; None for what the task says.
     """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -43,6 +45,8 @@ class TaskAdditions:
     direction: Literal["max", "min"] | None = None
     hook: Callable[..., Any] | None = None
     hook_name: str = ""
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
+    whole_batch: bool | None = None
 
 
 def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
@@ -70,6 +74,15 @@ def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
     direction = added.get("direction")
     if direction is not None and direction not in DIRECTIONS:
         yield f"task.direction={direction} is not known. Allowed: {', '.join(DIRECTIONS)}."
+    if not isinstance(added.get("whole_batch", False), bool):
+        yield f"task.whole_batch={added['whole_batch']} does not fit. Allowed: true, false."
+    weights = added.get("loss_weights", {})
+    values = weights.values() if isinstance(weights, Mapping) else [None]
+    if not all(isinstance(value, int | float) for value in values):
+        yield (
+            f"task.loss_weights={weights} does not fit. Allowed: numbers by the names of losses "
+            "that the model returns, as in {aux_loss: 0.01}."
+        )
     if "after_evaluation" in added:
         yield from _target_problems("task.after_evaluation", added["after_evaluation"], node_words)
     # A task of the user's own may have a key of this name for something else.
@@ -107,6 +120,12 @@ def build_task(task: Mapping[str, Any]) -> Any:
     elif isinstance(loss, Mapping) and "_target_" in loss:
         node["loss"] = build_group("task.loss", with_tensors("task.loss", loss))
     built = build_group("task", node)
+    missing = [name for name in ("quality", "direction") if not hasattr(built, name)]
+    if missing:
+        raise ConfigError(
+            f"task={task['_target_']} has no {' and no '.join(missing)}, by which runs are "
+            'compared. Write in the class: quality = "val/loss"; direction = "min" (or "max").'
+        )
     added = runner_values("task", task)
     if added:
         if not hasattr(built, "extend"):
@@ -180,9 +199,15 @@ def _build_additions(values: Mapping[str, Any]) -> TaskAdditions:
         quality = f"val/{quality}"
     direction = DIRECTIONS[values["direction"]] if "direction" in values else None
     hook = values.get("after_evaluation")
-    if hook is None:
-        return TaskAdditions(metrics, quality, direction)
-    return TaskAdditions(metrics, quality, direction, _hook(hook), target_name(hook))
+    return TaskAdditions(
+        metrics,
+        quality,
+        direction,
+        hook=None if hook is None else _hook(hook),
+        hook_name="" if hook is None else target_name(hook),
+        loss_weights=values.get("loss_weights", {}),
+        whole_batch=values.get("whole_batch"),
+    )
 
 
 def _metric(item: MetricItem) -> Any:

@@ -37,6 +37,31 @@ class PeerLost(RunnerError):
         )
 
 
+class _JoinedExamples(torch.autograd.Function):
+    """Joins the shares of a batch; a share's gradient is the sum of those of all processes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, share: slice, size: int) -> Tensor:
+        ctx.share = share
+        ctx.examples = len(tensor)
+        # NCCL and gloo do not add booleans.
+        dtype = torch.uint8 if tensor.dtype is torch.bool else tensor.dtype
+        whole = tensor.new_zeros((size, *tensor.shape[1:]), dtype=dtype)
+        # A process without a share has another process's example, only to have a batch.
+        whole[share] = tensor[: share.stop - share.start].to(dtype)
+        dist.all_reduce(whole)
+        return whole.to(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        whole = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole)
+        own = whole.new_zeros((ctx.examples, *whole.shape[1:]))
+        part = whole[ctx.share]
+        own[: len(part)] = part
+        return own, None, None
+
+
 class ProcessGroupStrategy(Strategy):
     """Base class of the strategies of several processes: their process group and collectives.
 
@@ -145,6 +170,9 @@ class ProcessGroupStrategy(Strategy):
         like = next((part for part in parts if part.numel()), parts[0])
         empty = like.new_empty((0, *like.shape[1:]))
         return [(part if part.numel() else empty).to(tensor.device) for part in parts]
+
+    def join_examples(self, tensor: Tensor, size: int) -> Tensor:
+        return _JoinedExamples.apply(tensor, self.rank.batch_slice(size), size)  # type: ignore[no-any-return]
 
     def broadcast_object(self, value: Any) -> Any:
         values = [value]

@@ -128,6 +128,15 @@ class Strategy(ABC):
         """
         return [tensor]
 
+    def join_examples(self, tensor: Tensor, size: int) -> Tensor:
+        """Return the examples of all processes in the order of their batch; gradients follow.
+
+        Args:
+            tensor: this process's share of a batch, [examples, ...].
+            size: examples of the batch.
+        """
+        return tensor
+
     def broadcast_object(self, value: Any) -> Any:
         """Return the value of the main process."""
         return value

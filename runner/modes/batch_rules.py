@@ -188,7 +188,10 @@ def _fitting_task(failure: Failure) -> str:
     target = failure.target
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
         return ""
-    if target.is_floating_point():
+    fits = target.shape in (output.shape, output.shape[:-1] if output.shape[-1:] == (1,) else None)
+    if fits and bool(((target == 0) | (target == 1)).all()):
+        return "binary"
+    if target.is_floating_point() or target.is_complex():
         return "regression" if output.shape == target.shape else ""
     if output.dim() == 2 and target.shape == output.shape[:1]:
         return "classification"

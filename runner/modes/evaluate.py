@@ -97,7 +97,9 @@ def evaluate_checkpoint(
     validation = loaders.val
     average = saved.content.get(AVERAGE_KEY)
     if average is not None:
-        run.say(f"evaluates the averaged weights (train.ema={average['decay']:g})")
+        decay = average["decay"]
+        source = f"train.ema={decay:g}" if decay else "of the optimizer's eval()"
+        run.say(f"evaluates the averaged weights ({source})")
         saved = saved._replace(content=with_averaged_weights(saved.content))
     make = partial(restore_model, spec, run.precision, saved)
     built = build_proven_model(run.setup, make, lambda: next(validation.epoch(0))[0], saved)

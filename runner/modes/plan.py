@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import nn
-from torch.optim import LBFGS
 
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.diagnostics.memory.forecast import (
@@ -29,6 +28,7 @@ from runner.training.optimizers import (
     attach_rules,
     build_optimizer,
     build_scheduled_optimizers,
+    closure_calls,
     embedding_parameters,
     parameters_by_optimizer,
 )
@@ -160,8 +160,8 @@ def _state_bytes(
     twins = {p: nn.Parameter(torch.empty_like(p, device="meta")) for p in params}
     wide_twins = [twin for p, twin in twins.items() if p in wide]
     optimizer = build_optimizer(key, node, list(twins.values()), wide_twins)
-    # LBFGS needs a loss, which tensors without values cannot give.
-    if isinstance(optimizer, LBFGS):
+    # Such a step needs a loss, which tensors without values cannot give.
+    if closure_calls(key, node, optimizer)[0]:
         return _probed_bytes(key, node, params, update)
     attach_rules(key, node, optimizer, update)
     for twin in twins.values():
@@ -187,7 +187,8 @@ def _probed_bytes(
         optimizer = build_optimizer(key, node, [probe])
         attach_rules(key, node, optimizer, update)
         probe.grad = torch.ones_like(probe)
-        closure = (lambda p=probe: p.sum()) if isinstance(optimizer, LBFGS) else None
+        takes_closure, _ = closure_calls(key, node, optimizer)
+        closure = (lambda p=probe: p.sum()) if takes_closure else None
         try:
             optimizer.step(closure)  # type: ignore[arg-type]
         except RuntimeError:  # of SparseAdam, for a dense gradient

@@ -26,6 +26,7 @@ from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 from runner.modes import batch_rules
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.error_rules import Failure
+from runner.modes.task_checks import check_totals, output_lines
 from runner.modes.training_errors import explain_dead_workers
 from runner.precision.casting import CastCacheWatch
 from runner.precision.loss_scale import describe_hooks, gradient_hooks
@@ -173,8 +174,22 @@ def check_strategy(state: TrainState, train: TrainSpec) -> None:
         )
     if has_processes and state.takes_closure:
         raise ConfigError(
-            "optimizer=lbfgs searches along a line by itself, in one process only. Type another "
-            "optimizer, or leave torchrun and strategy= out."
+            f"optimizer={type(state.optimizers[0].optimizer).__name__.lower()} evaluates the loss "
+            "by itself, in one process only. Type another optimizer, or leave torchrun and "
+            "strategy= out."
+        )
+    task = type(state.task).__name__
+    if state.task.whole_batch and train.accumulate > 1:
+        raise ConfigError(
+            f"train.accumulate={train.accumulate}: the loss of task={task} is of the batch as a "
+            f"whole (whole_batch). Type train.accumulate=1 train.batch_size="
+            f"{train.accumulate * train.batch_size}; processes (strategy=ddp) share such a batch."
+        )
+    if state.task.whole_batch and has_processes and state.task.passes_target:
+        raise ConfigError(
+            f"task={task}: the model computes the loss, of its process's share of the batch alone, "
+            "and it is of the batch as a whole (whole_batch). Compute it in a task of your own, "
+            "from the model's outputs, or leave torchrun and strategy= out."
         )
     if not state.strategy.shards:
         return
@@ -286,6 +301,8 @@ def try_batch(
             watched_casts(run, model),
         ):
             loss = loss_of(state, inputs, target)
+            if outputs and isinstance(loss, Tensor):
+                check_totals(state, outputs[-1], target)
             if says_layout and isinstance(inputs, KeywordInputs) and "position_ids" in inputs:
                 _say_what_texts_see(run, state, inputs, target, outputs)
     except RunnerError:
@@ -303,9 +320,9 @@ def try_batch(
     problem = batch_rules.loss_problem(loss, names["task"])
     if problem:
         raise ConfigError(problem)
-    taken = state.task.describe_output(outputs[-1]) if outputs else ""
-    if taken and says_layout:
-        run.say(taken)
+    if outputs and says_layout:
+        for line in output_lines(run, state, (inputs, target), outputs[-1]):
+            run.say(line)
 
 
 def _say_what_texts_see(

@@ -7,7 +7,7 @@ The run's config, environment and commit are written by run_metadata.py.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from platform import node
@@ -198,7 +198,9 @@ def save_weights(run: RunContext, state: TrainState) -> str:
     Returns:
         Why a file was not written; empty where each was.
     """
-    problem = _save_weights(run, state, "model.safetensors", {})
+    # With train.ema those that train and the average; else those that are evaluated.
+    with nullcontext() if state.average else state.evaluated_weights():
+        problem = _save_weights(run, state, "model.safetensors", {})
     if state.average is None or problem:
         return problem
     with state.evaluated_weights():

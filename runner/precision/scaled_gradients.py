@@ -58,8 +58,8 @@ class ScaledGradients:
         self._last_found_inf: Tensor | None = None
         self.is_pending = False
         self._is_stepping = False
-        # Both are filled under a loss scale only. Of each parameter with a gradient: as the last
-        # backward left it, and as it remained after the step of other parameters.
+        # Of each parameter with a gradient: as the last backward left it, and as it remained after
+        # the step of other parameters.
         self._computed: dict[Tensor, _GradientVersion] = {}
         self._unused: dict[Tensor, _GradientVersion] = {}
         # Parameters whose gradients are added in float32; None before a second backward.
@@ -83,7 +83,7 @@ class ScaledGradients:
         self._skipped.fill_(skipped)
 
     def check_backward(self) -> None:
-        """Raise PolicyError where a backward would add to gradients of another scale."""
+        """Raise PolicyError where a backward would add to gradients from before the last step."""
         if self._found_infs:
             raise PolicyError(
                 "policy.backward after policy.unscale or policy.clip would add gradients that are "
@@ -95,9 +95,10 @@ class ScaledGradients:
         if unused:
             raise PolicyError(
                 f"{len(unused)} parameters still have a gradient from before the last policy.step, "
-                "whose optimizers do not hold them; the loss scale may have changed since. Call "
-                "zero_grad() of their optimizer, pass all optimizers to one policy.step, or "
-                "freeze them with requires_grad_(False)."
+                "whose optimizers do not hold them, as a generator's loss leaves them in its "
+                "discriminator; this backward would add to it. Call zero_grad() of their "
+                "optimizer, pass all optimizers to one policy.step, or freeze them with "
+                "requires_grad_(False)."
             )
 
     def widen(self, parameters: Iterable[Tensor]) -> None:
@@ -113,13 +114,14 @@ class ScaledGradients:
     def record_backward(self, parameters: Iterable[Tensor]) -> None:
         """Note which gradients a backward has computed."""
         self.is_pending = True
-        if self._is_scaled:
-            self._record(parameters)
+        self._record(parameters)
 
     def check_own_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise PolicyError for an optimizer that steps by itself on scaled gradients; a hook of
         all optimizers' steps."""
-        if not self._is_stepping and any(p in self._computed for p in parameters_of(optimizer)):
+        if not self._is_scaled or self._is_stepping:
+            return
+        if any(p in self._computed for p in parameters_of(optimizer)):
             raise PolicyError(
                 f"optimizer.step() of {type(optimizer).__name__} does not know the loss scale that "
                 "its gradients are multiplied by. Write policy.step(optimizer) in its place."

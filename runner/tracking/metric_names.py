@@ -24,6 +24,7 @@ METRICS = {
     "delayed scaling, at each transfer)",
     "fp8/scale/<module>": "scale in force for the module's input (the same)",
     "val/loss": "mean over the labels of the validation set that count (-100 does not)",
+    "val/plain_loss": "the mean of the task's own loss, where val/loss is that of task.loss",
     "val/accuracy": "share of right classes, of the labels that count (tasks of classes)",
     "val/perplexity": "exp of val/loss (task=language, causal_lm, seq2seq)",
     "val/iou": "intersection over union, mean of the classes that occur (task=segmentation)",

@@ -16,6 +16,7 @@ from runner.data.stream_loader import BatchLoader
 from runner.precision.casting import cast_nest
 from runner.training.model_call import call_model
 from runner.training.state import EvaluationCall, TrainState
+from runner.training.step import join_batch
 from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError
 from runner.utils.modules import set_training
@@ -71,7 +72,7 @@ def evaluate(
         totals = _totals(state, validation, loaded, should_stop)
         metrics = None
         if not should_stop() and totals is not None:
-            metrics = state.task.summarise(state.strategy.sum(totals).tolist())
+            metrics = state.task.evaluation_metrics(state.strategy.sum(totals).tolist())
             added = state.task.added_metrics
             values = {} if added is None else added.values()
             for name in sorted(metrics.keys() & values.keys()):
@@ -128,13 +129,18 @@ def _totals(
             dtype = precision.loss_dtype
             output = cast_nest(output, dtype)
             target = cast_nest(target, dtype)
-            sums = task.totals(output, target)
+            size = validation.examples_in(i * validation.batch_size)
+            share = strategy.rank.batch_share(size)
+            if share and task.added_metrics is not None:
+                task.added_metrics.update(*task.metric_inputs(output, target))
+            if task.whole_batch and strategy.rank.world_size > 1:
+                output, target = join_batch(state, output, target, size)
+                share = int(strategy.rank.is_main)  # all have the sums of the whole batch
+            sums = task.evaluation_totals(output, target)
             # A process without an example of this batch has computed one of another process's:
             # all processes run every forward, since a strategy may exchange weights in it.
-            if not strategy.rank.batch_share(validation.examples_in(i * validation.batch_size)):
+            if not share:
                 sums = torch.zeros_like(sums)
-            elif task.added_metrics is not None:
-                task.added_metrics.update(*task.metric_inputs(output, target))
             # Totals stay on the device; the only read of it is the one at the end.
             totals = sums if totals is None else totals + sums
     return totals

@@ -6,7 +6,7 @@ from runner.config.schema import RunSpec
 from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
-from runner.training.tasks.classification import Classification
+from runner.training.tasks.classification import Binary, Classification
 from runner.training.tasks.language import CausalLM, Language, Seq2Seq, TokenClassification
 from runner.training.tasks.regression import Regression
 from runner.training.tasks.segmentation import Segmentation
@@ -62,9 +62,9 @@ def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
         return inputs, torch.randint(classes, (size,), device=device)
     if isinstance(task, Segmentation):
         return inputs, torch.randint(classes, (size, *shape[-2:]), device=device)
-    if isinstance(task, Regression):
+    if isinstance(task, Regression | Binary):
         dtype = dtype if dtype.is_floating_point else torch.float32
-        return inputs, torch.randn(size, classes, dtype=dtype, device=device)
+        return inputs, torch.rand(size, classes, dtype=dtype, device=device)
     raise ForecastUnavailable(f"the targets of {type(task).__name__} have no shape in data.meta.")
 
 

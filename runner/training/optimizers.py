@@ -6,7 +6,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.optim import Optimizer
 
@@ -15,6 +15,7 @@ from runner.config.targets import build_group, instantiate, locate, runner_keys,
 from runner.distributed.strategy import is_sharded
 from runner.precision.contract import Precision
 from runner.precision.gradients import finish_gradients
+from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import (
     STATE_DTYPES,
     attach_update,
@@ -28,7 +29,7 @@ from runner.training.parameter_groups import (
     is_match,
 )
 from runner.training.schedules import build_scheduler, check_scheduler
-from runner.training.state import ScheduledOptimizer, sparse_parameters
+from runner.training.state import ScheduledOptimizer, has_modes, sparse_parameters
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
 from runner.utils.tensors import dtype_name
@@ -105,7 +106,8 @@ def build_optimizer(
     params: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
     embeddings: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """Return an optimizer of a config node, with torch's fused kernel where it has one.
+    """Return an optimizer of a config node, with torch's fused kernel where it has one, and in
+    training mode where it has modes.
 
     Args:
         key: of its node, for messages.
@@ -130,7 +132,10 @@ def build_optimizer(
             copies = [{**group} for group in groups]
             return instantiate({**node, "fused": True}, copies, key=key)
     if not getattr(target, "wide_embeddings", False):
-        return build_group(key, node, params)
+        optimizer = build_group(key, node, params)
+        if has_modes(optimizer):
+            optimizer.train()
+        return optimizer
     wide = {id(p) for p in embeddings}
     divided: list[dict[str, Any]] = []
     for group in groups:
@@ -184,26 +189,90 @@ def build_scheduled_optimizers(
     embeddings = embedding_parameters(model)
     sparse = sparse_parameters(model)
     optimizers: dict[str, Optimizer] = {}
+    # By key, whether a step takes a closure, and whether it reads gradients before.
+    calls: dict[str, tuple[bool, bool]] = {}
     for key, node, params in parameters_by_optimizer(spec.optimizer, model, named):
         groups = divide_parameters(key, node, model, params)
         optimizers[key] = _build_checked(key, node, groups, embeddings, sparse)
-        attach_rules(key, node, optimizers[key], precision.update, spec.seed)
+        optimizer = optimizers[key]
+        calls[key] = closure_calls(key, node, optimizer)
+        is_wide = precision.update != Nearest.name or state_dtype(key, node) is not None
+        is_wide |= has_modes(optimizer) and spec.train.ema is not None
+        if is_wide and (has_modes(optimizer) or calls[key][1]):
+            raise ConfigError(
+                f"{key}: {type(optimizer).__name__} moves its weights by itself, to those that it "
+                "evaluates. It works without precision.update, optimizer.state_dtype and train.ema."
+            )
+        attach_rules(key, node, optimizer, precision.update, spec.seed)
     precision.check_optimizers([*optimizers.values()])
-    # LBFGS evaluates the loss several times in one step: neither clipping nor a second optimizer
-    # has a place in that.
-    has_lbfgs = any(isinstance(o, torch.optim.LBFGS) for o in optimizers.values())
+    # Neither clipping, nor a second optimizer, nor a step that is skipped has a place between the
+    # evaluations of one step.
     clips = spec.train.clip_norm is not None or spec.train.clip_value is not None
-    if has_lbfgs and (len(optimizers) > 1 or clips):
-        raise ConfigError(
-            "optimizer=lbfgs works alone and without train.clip_norm and train.clip_value."
-        )
+    scales = precision.scale(torch.device("cpu")).value is not None
+    for key, (takes_closure, _) in calls.items():
+        if takes_closure and (len(optimizers) > 1 or clips or scales):
+            raise ConfigError(
+                f"{key}={type(optimizers[key]).__name__.lower()} evaluates the loss several times "
+                "in a step: it works alone and without train.clip_norm and train.clip_value, and "
+                "in a precision without a loss scale. Type precision=bf16-mixed, or 32-true."
+            )
     scheduled: list[ScheduledOptimizer] = []
     for key, optimizer in optimizers.items():
         # The only optimizer of a run needs no name: its metrics are those without one.
         name = key.partition(".")[2]
         schedule = build_scheduler(spec.scheduler, optimizer, steps, direction)
-        scheduled.append(ScheduledOptimizer(optimizer, schedule, name=name, planned_steps=steps))
+        takes_closure, reads_gradients = calls[key]
+        part = ScheduledOptimizer(
+            optimizer,
+            schedule,
+            name=name,
+            planned_steps=steps,
+            takes_closure=takes_closure,
+            reads_gradients=reads_gradients,
+        )
+        scheduled.append(part)
     return scheduled
+
+
+def closure_calls(key: str, node: Mapping[str, Any], optimizer: Optimizer) -> tuple[bool, bool]:
+    """Return whether an optimizer's step needs a function that evaluates the loss, as those of
+    LBFGS and SAM do, and whether it begins with gradients that are there already, as SAM's does.
+
+    Steps on a small parameter show it: many classes declare `closure=None`, and need one.
+
+    Args:
+        key: of the optimizer's node.
+        node: its target and keywords.
+        optimizer: made of the node.
+    """
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    is_optional = closure is None or closure.default is not closure.empty
+    if is_optional and type(optimizer).__module__.startswith(("torch.optim.", "runner.")):
+        return False, False
+
+    def stepped(has_gradient: bool, gives_closure: bool) -> Tensor | None:
+        p = nn.Parameter(torch.ones(2, 2))
+        tried = build_optimizer(key, node, [p])
+
+        def evaluate() -> Tensor:
+            p.grad = p.detach().clone()  # of half the sum of squares
+            return p.detach().square().sum() / 2
+
+        if has_gradient:
+            evaluate()
+        try:
+            tried.step(evaluate) if gives_closure else tried.step()  # type: ignore[call-overload]
+        except Exception:  # of whatever type a class raises for what it lacks
+            return None
+        return p.detach()
+
+    with torch.random.fork_rng(devices=[]):  # a step may draw numbers, and training must not differ
+        if stepped(has_gradient=True, gives_closure=False) is not None:
+            return False, False
+        after = stepped(has_gradient=True, gives_closure=True)
+        alone = stepped(has_gradient=False, gives_closure=True)
+    takes_closure = after is not None or not is_optional
+    return takes_closure, after is not None and (alone is None or not torch.equal(alone, after))
 
 
 def state_dtype(key: str, node: Mapping[str, Any]) -> torch.dtype | None:
@@ -314,7 +383,7 @@ def _check_sparse(key: str, node: Mapping[str, Any], tables: Mapping[str, nn.Par
     table = nn.Parameter(torch.zeros(2, 2, dtype=dtype))
     optimizer = build_optimizer(key, node, [table])
     # LBFGS flattens all gradients to one vector, and its step needs a function of the loss.
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if closure_calls(key, node, optimizer)[0]:
         return
     try:
         for _ in range(2):

@@ -1,9 +1,10 @@
 """The state of a run: everything that changes while the run trains."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
+from runner.precision.gradients import parameters_of
 from runner.precision.loss_scale import HostFlag, LossScale
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_forward import WideForward
@@ -40,6 +42,9 @@ class ScheduledOptimizer:
         name: where a run has several optimizers; empty for the only one.
         planned_steps: steps of the whole run, which the schedule was built for.
         group_names: of the optimizer's groups of parameters; empty where no setting made them.
+        takes_closure: whether its step must be given a function that evaluates the loss.
+        reads_gradients: whether such a step begins with the gradients that are there, as SAM's
+            does, and not with an evaluation, as LBFGS's.
     """
 
     optimizer: Optimizer
@@ -49,9 +54,13 @@ class ScheduledOptimizer:
     name: str = ""
     planned_steps: int = 0
     group_names: list[str] = field(default_factory=list, init=False)
+    takes_closure: bool = False
+    reads_gradients: bool = False
 
     def __post_init__(self) -> None:
         self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        closure = signature(type(self.optimizer).step).parameters.get("closure")
+        self.takes_closure |= closure is not None and closure.default is closure.empty
         # Of a group without a name, or of several optimizers, the optimizer's own name counts.
         for group in self.optimizer.param_groups:
             words = [self.name, group.get("name", "")]
@@ -94,6 +103,7 @@ class TrainState:
             did not change, see evaluation.Stagnation; None where it was not counted.
         term_names: of the values that the task returns beside its loss; None before a step.
         widened: parameters of 16 bits, to whose gradients micro-batches are added in float32.
+        loss_weights: of the losses that the model returns beside the task's, by their names.
         evaluation_hook: is called after the evaluation of each set; None for none.
     """
 
@@ -115,6 +125,7 @@ class TrainState:
     average: WeightAverage | None = None
     term_names: tuple[str, ...] | None = None
     widened: Collection[Tensor] = ()
+    loss_weights: dict[str, float] = field(default_factory=dict)
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
     evaluation_hook: EvaluationCall | None = field(default=None, init=False)
 
@@ -132,19 +143,39 @@ class TrainState:
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """Return the context in which the model has the weights that are evaluated."""
-        if self.average is None:
+        """Return the context in which the model has the weights that are evaluated.
+
+        They are those of train.ema, or of the eval() of optimizers that have it, as schedule-free
+        ones do; else those that train.
+        """
+        if not self.evaluates_others:
             yield
             return
-        # A checkpoint may still be copying the weights that the average takes the place of.
+        # A checkpoint may still be copying the weights that others take the place of.
         self.run_update_hook()
         # A forward leaves gathered copies, which are those of before.
         self.strategy.drop_gathered_weights()
-        with self.average.swapped_in():
+        optimizers = [part.optimizer for part in self.optimizers]
+        with self.average.swapped_in() if self.average else evaluating(optimizers):
             try:
                 yield
             finally:
                 self.strategy.drop_gathered_weights()
+
+    @property
+    def evaluates_others(self) -> bool:
+        """Return whether other weights are evaluated than those that train."""
+        return self.average is not None or any(has_modes(p.optimizer) for p in self.optimizers)
+
+    def evaluated_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the weights that are evaluated in place of others."""
+        if self.average is not None:
+            return self.average.state_dict()
+        trained = {id(p) for p in self.trainable_parameters}
+        with self.evaluated_weights():
+            named = self.plain_model.state_dict(keep_vars=True)
+            weights = {n: p.detach().clone() for n, p in named.items() if id(p) in trained}
+        return {"decay": 0.0, "weights": weights}
 
     def run_update_hook(self) -> None:
         """Call the update hook, if one is set."""
@@ -224,9 +255,7 @@ class TrainState:
     @cached_property
     def takes_closure(self) -> bool:
         """Return whether the only optimizer evaluates the loss by itself, as LBFGS does."""
-        return len(self.optimizers) == 1 and isinstance(
-            self.optimizers[0].optimizer, torch.optim.LBFGS
-        )
+        return len(self.optimizers) == 1 and self.optimizers[0].takes_closure
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the optimizers' state."""
@@ -235,6 +264,30 @@ class TrainState:
                 for value in values.values():
                     if isinstance(value, Tensor):
                         yield value
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has train() and eval(), which give its parameters the weights
+    that train and those that are evaluated."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+@contextmanager
+def evaluating(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Return the context in which optimizers that have modes are in evaluation mode."""
+    moded: list[Any] = [optimizer for optimizer in optimizers if has_modes(optimizer)]
+    weights = [p.detach() for p in parameters_of(*moded)]
+    copies = [weight.clone() for weight in weights]
+    for optimizer in moded:
+        optimizer.eval()
+    try:
+        yield
+    finally:
+        for optimizer in moded:
+            optimizer.train()
+        # What train() computes back is rounded, and an evaluation must not change the training.
+        for weight, copy in zip(weights, copies, strict=True):
+            weight.copy_(copy)
 
 
 def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

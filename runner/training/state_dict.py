@@ -133,7 +133,7 @@ def restore(
         if rank < len(generators):
             set_rng_state(generators[rank], state.device)
         average = content.get(AVERAGE_KEY)
-        if state.average is None and average is not None:
+        if state.average is None and average is not None and average["decay"]:
             notes.append("the checkpoint's averaged weights are dropped")
         elif state.average is not None and average is not None:
             state.average.load_state_dict(average)
@@ -256,7 +256,7 @@ def checkpoint_state_dict(
         "loss_scale": state.scale.state_dict(),
         OWN_BUFFERS_KEY: state.own_state.changed_buffers() if state.optimizers else {},
         OWN_UPDATES_KEY: {} if state.wide_forward is None else dict(state.wide_forward.kept),
-        **({} if state.average is None else {AVERAGE_KEY: state.average.state_dict()}),
+        **({AVERAGE_KEY: state.evaluated_state()} if state.evaluates_others else {}),
     }
 
 

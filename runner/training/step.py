@@ -13,8 +13,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.data.batch_layout import Batch
 from runner.precision.casting import cast_nest
@@ -36,7 +36,7 @@ from runner.training.step_metrics import (
     TERM_PREFIX,
     measure_step,
 )
-from runner.training.tasks.task import labels_of
+from runner.training.tasks.task import Task, labels_of
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 from runner.utils.tensors import cast_gradients, widest_float
@@ -68,18 +68,101 @@ def loss_of(state: TrainState, inputs: Any, target: Any) -> Tensor:
 
 
 def _loss_and_terms(
-    state: TrainState, inputs: Any, target: Any
+    state: TrainState, inputs: Any, target: Any, size: int | None = None
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return the mean loss of a micro-batch and the further values that the task returns."""
+    """Return the mean loss of a micro-batch and the further values that are recorded with it.
+
+    Args:
+        state: its model is called.
+        inputs: of this process's share of the micro-batch.
+        target: of this share.
+        size: examples of the micro-batch in all processes, which join them where the task's loss
+            is of the batch as a whole; None where this process has them all.
+    """
     precision = state.precision
-    task = state.task
     with precision.forward(state.device):
         output = call_model(state.model, precision.cast(inputs))
         # Within these contexts autocast chooses the dtypes of the loss, too.
         if precision.autocast_loss:
-            return split_loss(task.loss(output, precision.cast(target)), task)
+            return _task_loss(state, output, precision.cast(target), size)
     dtype = precision.loss_dtype
-    return split_loss(task.loss(cast_nest(output, dtype), cast_nest(target, dtype)), task)
+    return _task_loss(state, cast_nest(output, dtype), cast_nest(target, dtype), size)
+
+
+def _task_loss(
+    state: TrainState, output: Any, target: Any, size: int | None
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return the loss of a model's output and what is recorded with it; see _loss_and_terms."""
+    task = state.task
+    if size is not None and task.whole_batch:
+        output, target = join_batch(state, output, target, size)
+    loss, terms = split_loss(task.loss(output, target), task)
+    weights = task.additions.loss_weights
+    # What has no gradient is no part of a loss that is minimised, but a value to look at.
+    added = {
+        name: value for name, value in task.added_losses(output).items() if value.requires_grad
+    }
+    if not added and not (weights and loss.requires_grad):
+        return loss, terms
+    unknown = [name for name in weights if name not in added]
+    if unknown:
+        raise ConfigError(
+            f"task.loss_weights names {', '.join(unknown)}, and the model returns these losses "
+            f"beside that of the task: {', '.join(added) or 'none'}."
+        )
+    total = loss
+    for name, value in added.items():
+        if name not in state.loss_weights:
+            state.loss_weights[name] = added_loss_weight(task, state.plain_model, name)
+        total = total + state.loss_weights[name] * value.reshape(()).to(loss.dtype)
+    return total, split_loss((loss, {"main_loss": loss, **added, **terms}), task)[1]
+
+
+def added_loss_weight(task: Task, model: nn.Module, name: str) -> float:
+    """Return what a loss that a model returns is multiplied by.
+
+    That is task.loss_weights, the coefficient by which the model multiplies it where it is given
+    labels (transformers' router_aux_loss_coef and router_z_loss_coef), or else 1.
+
+    Args:
+        task: of the run.
+        model: that returns it.
+        name: of the loss in the model's output.
+    """
+    if name in task.additions.loss_weights:
+        return task.additions.loss_weights[name]
+    # encoder_z_loss is the z_loss of an encoder.
+    kind = "_".join(name.split("_")[-2:])
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            for key in (f"router_{kind}_coef", f"{kind}_coef"):
+                value = getattr(owner, key, None)
+                if isinstance(value, int | float):
+                    return value
+    return 1.0
+
+
+def join_batch(state: TrainState, output: Any, target: Any, size: int) -> tuple[Any, Any]:
+    """Return a model's output and the target of the examples of all processes.
+
+    Tensors whose first dimension is that of the process's examples are joined, others are equal in
+    all processes, as a learned temperature is.
+
+    Raises:
+        ConfigError: the output holds no such tensor where pytree finds it.
+    """
+    own = examples_in((output, target))
+
+    def join(leaf: Any) -> Any:
+        is_part = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == own
+        return state.strategy.join_examples(leaf, size) if is_part else leaf
+
+    if not any(isinstance(leaf, Tensor) and leaf.ndim for leaf in tree_leaves(output)):
+        raise ConfigError(
+            f"task.whole_batch: several processes cannot join the examples of a "
+            f"{type(output).__name__}. Have the model return tensors, or a dict or tuple of them."
+        )
+    return tree_map(join, output), tree_map(join, target)
 
 
 def backpropagate(state: TrainState, loss: Tensor, weight: Tensor | None = None) -> None:
@@ -211,12 +294,12 @@ def _accumulate(
     losses: list[Tensor] = []
     weights: list[Tensor] = []
     parts: list[Mapping[str, Tensor]] = []
-    for i, (micro, factor) in enumerate(zip(micros, factors, strict=True), 1):
+    for i, (micro, factor, size) in enumerate(zip(micros, factors, sizes, strict=True), 1):
         # In 16 bits, half a unit in the last place of the sum is lost with each further one.
         if i == 2:
             cast_gradients(state.widened, torch.float32)
         with state.strategy.accumulating(last=i == len(micros)):
-            loss, terms = _loss_and_terms(state, *micro)
+            loss, terms = _loss_and_terms(state, *micro, size)
             note_names(state, terms)
             mean = loss.detach()
             if isinstance(factor, Tensor):
@@ -257,6 +340,8 @@ def _weights(
         examples, and the flag is None.
     """
     rank = state.strategy.rank
+    if state.task.whole_batch:
+        return [1.0] * len(micros), None  # the loss of every process is that of the whole batch
     examples = [rank.batch_share(size) for size in sizes]
     counts = [labels_of(state.task, target) for _, target in micros]
     labels = [count for count in counts if count is not None]
@@ -301,6 +386,8 @@ def _closure_step(
             values["norms"] = grad_norms(gradients_of(scheduled.params))
         return loss
 
+    if scheduled.reads_gradients:
+        closure()
     state.run_update_hook()
     scheduled.optimizer.step(closure)  # type: ignore[arg-type]
     if scheduled.scheduler is not None:

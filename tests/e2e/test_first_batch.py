@@ -133,12 +133,14 @@ def tensors(kind):
     x = torch.randn(8, 8, 8)
     ids = torch.arange(8).repeat(8, 1)
     pair = {"same": (x, x), "tokens": (ids, ids), "floats": (ids.float(), ids),
+            "yes": (ids.float(), ids % 2),
             "pixels": (ids.repeat(1, 8).to(torch.uint8).view(8, 1, 8, 8), ids[0])}[kind]
     return TensorDataset(*pair), TensorDataset(*pair)
 """
 TASKS = """
 from torch.nn import functional as F
 from runner.training.tasks.classification import Classification
+from runner.training.tasks.task import Task
 
 
 class EachLoss(Classification):
@@ -154,6 +156,28 @@ class NumberLoss(Classification):
 class CutLoss(Classification):
     def loss(self, output, target):
         return F.cross_entropy(output.data, target)
+
+
+class Spread(Classification):
+    # Of the whole batch: no mean over its examples.
+    def loss(self, output, target):
+        return F.cross_entropy(output, target) + output.std(0).mean()
+
+
+class DictTotals(Classification):
+    def totals(self, output, target):
+        return {"loss": 1.0}
+
+
+class Unnamed(Classification):
+    quality = "val/f1"
+
+
+class Aimless(Task):
+    def loss(self, output, target):
+        return F.cross_entropy(output, target)
+
+    totals = summarise = loss
 """
 
 
@@ -161,6 +185,7 @@ FILES = {
     "odd/nets.py": NETS,
     "odd/data.py": DATA,
     "odd/tasks.py": TASKS,
+    "odd/conf/task/aimless.yaml": "_target_: odd.tasks.Aimless\n",
     "odd/conf/model/net.yaml": "_target_: odd.nets.Base\n",
     "odd/conf/data/rows.yaml": "_target_: odd.data.rows\nkind: pair\n",
     "odd/conf/data/tensors.yaml": "_target_: odd.data.tensors\nkind: same\n",
@@ -220,6 +245,16 @@ Unused => No parameter that trains takes part in Unused.forward (layer.weight
 task._target_=odd.tasks.EachLoss model=mlp => returns as loss of the shape [64] | `loss.mean()`
 task._target_=odd.tasks.NumberLoss model=mlp => returns as loss a float
 task._target_=odd.tasks.CutLoss model=mlp => the task's loss cuts it
+task._target_=odd.tasks.Spread model=mlp train.accumulate=2 => the mean of those of its halves
+    Type task.whole_batch=true where
+task._target_=odd.tasks.Spread model=mlp task.whole_batch=true train.accumulate=2 => is of the batch
+    Type train.accumulate=1 train.batch_size=128
+task._target_=odd.tasks.DictTotals model=mlp => totals() returned a dict
+    return torch.stack([loss * count, count])
+task._target_=odd.tasks.Unnamed model=mlp => with val/f1, the task's quality, among them
+task=aimless model=mlp => has no quality and no direction
+    quality = "val/loss"; direction = "min"
+Same data=tensors task=classification data.kind=yes => Those fit task=binary: type it
 """)
 """A word without `=` names a model of above."""
 

@@ -10,11 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from states import make_state, optimizer_gradients
 from torch import nn
 from torch.nn import functional as F
 
-from runner.precision import precision
+from runner.precision import PolicyError, precision
 from runner.precision.registry import precision_names
+from runner.training.step import train_step
+from runner.training.tasks.task import Task
 
 
 class Net(nn.Module):
@@ -92,8 +95,8 @@ def loop_losses(block, **more):
 
 
 def test_every_block_is_run_by_a_test(blocks):
-    """Ten blocks: each test below names one by its words."""
-    assert len(blocks) == 10
+    """Twelve blocks: each test below names one by its words."""
+    assert len(blocks) == 12
     assert len(block_with(blocks, "clip_norm=1.0").splitlines()) == 12
 
 
@@ -153,13 +156,70 @@ def test_micro_batches_are_one_large_batch(blocks):
 def test_two_optimizers_step_together(blocks):
     policy = precision("16-mixed", loss_scale={"init_scale": 2.0**24})
     losses, *_ = loop_losses(
-        block_with(blocks, "ModuleDict"),
+        block_with(blocks, "head_optimizer"),
         policy=policy,
         Body=lambda: nn.Linear(16, 8),
         Head=lambda: nn.Linear(8, 4),
     )
     assert policy.steps == 8 > policy.skipped_steps > 0
     assert len(losses) == 8
+
+
+def gan_parts():
+    torch.manual_seed(0)
+    g = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    return {"g": g, "d": nn.Sequential(nn.Linear(4, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))}
+
+
+def gan_losses(text, name):
+    """The last losses of 60 steps of the page's loop, with the numbers of plain PyTorch's."""
+    generator = torch.Generator().manual_seed(1)
+    loader = []
+    for _ in range(60):
+        real = torch.randn(32, 4, generator=generator) + 2
+        loader.append((real, torch.randn(32, 8, generator=generator)))
+    given = {"policy": precision(name), "bce": F.binary_cross_entropy_with_logits, "torch": torch}
+    exec(text, given | gan_parts() | {"loader": loader}, found := {})
+    return found["d_loss"].item(), found["g_loss"].item()
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 2e-3), ("16-mixed", 2e-3)]
+)
+def test_a_gan_trains_as_plain_pytorch_or_is_refused(blocks, name, tolerance):
+    block = block_with(blocks, "g_optimizer")
+    assert gan_losses(block, name) == pytest.approx((1.36560, 0.80377), abs=tolerance)
+    without_freeze = block.replace("d.requires_grad_(False)", "pass")
+    with pytest.raises(PolicyError, match=r"4 parameters .* generator's loss leaves"):
+        gan_losses(without_freeze, name)
+    assert gan_losses(
+        without_freeze.replace("policy.backward(d_", "d_optimizer.zero_grad(); policy.backward(d_"),
+        name,
+    ) == pytest.approx((1.36560, 0.80377), abs=tolerance)
+
+
+def test_a_gan_in_the_runner_trains_each_part_by_its_own_loss(blocks):
+    bce = F.binary_cross_entropy_with_logits
+    parts = {"Generator": lambda: gan_parts()["g"], "Discriminator": lambda: gan_parts()["d"]}
+    given = parts | {"torch": torch, "Task": Task, "bce": bce}
+    exec(block_with(blocks, "class Gan("), given)
+    state = make_state(given["Gan"](), "32-true", task=given["GanTask"]())
+    seen = optimizer_gradients(state)
+    torch.manual_seed(3)
+    record = train_step(state, [(torch.ones(32, 4), torch.zeros(32))])
+    g, d = gan_parts().values()
+    torch.manual_seed(3)
+    fake = g(torch.randn(32, 8))
+    d_loss = bce(d(torch.ones(32, 4)), torch.ones(32, 1)) + bce(
+        d(fake.detach()), torch.zeros(32, 1)
+    )
+    g_loss = bce(d(fake), torch.ones(32, 1))
+    wanted = [
+        *torch.autograd.grad(g_loss, g.parameters()),
+        *torch.autograd.grad(d_loss, d.parameters()),
+    ]
+    assert record.measured["train/g_loss"] == g_loss
+    torch.testing.assert_close(seen, wanted)
 
 
 def test_fp8_shows_what_it_converted(blocks, page):

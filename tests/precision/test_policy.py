@@ -226,7 +226,7 @@ def accumulates_after_unscaling(loop):
     loop.backward()
 
 
-def leaves_gradients_of_another_scale(loop):
+def leaves_gradients_of_another_step(loop):
     half = adam([loop.model[0].weight])
     for _ in range(2):
         loop.backward()
@@ -274,7 +274,7 @@ MISTAKES = {
     goes_backward_by_itself: r"gradients of AdamW are not as policy\.backward left them",
     clips_before_unscaling: r"gradients of AdamW are not as policy\.backward left them",
     accumulates_after_unscaling: r"policy\.backward after policy\.unscale",
-    leaves_gradients_of_another_scale: r"3 parameters still have a gradient from before",
+    leaves_gradients_of_another_step: r"3 parameters still have a gradient from before",
     converts_lazy_layers: r"lazy layers, which have no weights yet",
     optimizes_another_model: r"that the converted model does not have",
     moves_the_model: r"parameter on meta, and this policy computes on cpu",

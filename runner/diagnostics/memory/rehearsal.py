@@ -98,7 +98,7 @@ class Rehearsal:
         with precision.eval_context(state.plain_model), precision.forward(state.device):
             output = call_model(state.model, precision.cast(inputs))
         dtype = precision.loss_dtype
-        state.task.totals(cast_nest(output, dtype), cast_nest(target, dtype))
+        state.task.evaluation_totals(cast_nest(output, dtype), cast_nest(target, dtype))
 
 
 def build_rehearsal(

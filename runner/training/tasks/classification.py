@@ -1,13 +1,22 @@
-"""Classification: one class per example."""
+"""Classification: one class per example, or a yes or no for each of several labels."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import nan
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import class_metrics, class_totals, counted_positions
+from runner.training.tasks.task import (
+    IGNORED,
+    class_metrics,
+    class_totals,
+    count_labels,
+    counted_positions,
+    stack,
+    wide,
+)
 from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import ConfigError
 
@@ -80,3 +89,79 @@ class Classification(TensorTask):
                 f"{list(logits.shape)} and {target.dtype} {list(target.shape)}"
             )
         return logits
+
+
+class Binary(TensorTask):
+    """Binary cross entropy over logits [B, ...] and targets of that shape in [0, 1], of any dtype;
+    -100 does not count. Logits [B, 1] fit targets [B], too."""
+
+    takes = "logits in the shape of the targets, which are 0 or 1"
+    quality = "val/loss"
+    direction = "min"
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        """Return the mean binary cross entropy per label, in nats, or the loss of task.loss.
+
+        Raises:
+            ValueError: the shapes do not match.
+        """
+        return self.minimised(*self._pair(output, target), _mean_binary_entropy)
+
+    def totals(self, output: Any, target: Tensor) -> Tensor:
+        """Return [summed binary cross entropy in nats, right answers, labels that count]."""
+        logits, labels = self._pair(output, target)
+        right = ((logits > 0) == (labels > 0.5)) & (labels != IGNORED)
+        losses = _binary_entropies(logits, labels).to(wide(logits))
+        return stack(losses.sum(), right.sum(), count_labels(target))
+
+    def misplaced(self, target: Tensor, classes: int) -> None:
+        """Return None: a class is a place in the target, which check_target looks into."""
+
+    def check_target(self, target: Tensor) -> None:
+        """Raise ConfigError where a label is neither in [0, 1] nor one that does not count."""
+        # A loss of the user's own would take -100 for a label.
+        ignored = [] if self.training_loss else [IGNORED]
+        wrong = [v for v in target.unique().tolist() if not (0 <= v <= 1 or v in ignored)]
+        if wrong:
+            raise ConfigError(
+                f"task=binary: the targets hold {wrong[0]:g}. Allowed: 0 or 1, a probability in "
+                "between, and -100 for a label that does not count, without task.loss. Have the "
+                "data set yield these."
+            )
+
+    def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return probabilities and labels int64, [N] of those that count, or [B, ...] with -100."""
+        logits, labels = self._pair(output, target)
+        answers = (labels > 0.5).long().masked_fill(labels == IGNORED, IGNORED)
+        if labels.ndim > 1:
+            return logits.sigmoid(), answers
+        counted = labels != IGNORED
+        return logits[counted].sigmoid(), answers[counted]
+
+    def summarise(self, totals: list[float]) -> dict[str, float]:
+        """Return val/loss in nats and val/accuracy, of the labels one by one, in [0, 1]."""
+        return class_metrics(totals)
+
+    def _pair(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.select(output)
+        if logits.shape == (*target.shape, 1):
+            logits = logits.squeeze(-1)
+        if logits.shape != target.shape or not logits.is_floating_point():
+            raise ValueError(
+                "binary needs logits and targets of one shape, got "
+                f"{logits.dtype} {list(logits.shape)} and {target.dtype} {list(target.shape)}"
+            )
+        return logits, target.to(logits.dtype)
+
+
+def _binary_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the binary cross entropy of each label, 0 where it does not count."""
+    losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    return losses.masked_fill(labels == IGNORED, 0)
+
+
+def _mean_binary_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean over the labels that count; without any NaN, whose gradient is 0."""
+    count = count_labels(labels)
+    total = _binary_entropies(logits, labels).sum()
+    return (total / count.clamp(min=1)).masked_fill(count == 0, nan)

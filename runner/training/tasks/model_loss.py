@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.training.tasks.task import Task, counted_positions, mean, stack
-from runner.training.tasks.tensor_task import part_of
+from runner.training.tasks.tensor_task import part_of, scalar_losses
 from runner.utils.errors import ConfigError
 
 
@@ -41,15 +41,18 @@ class ModelLoss(Task):
         self.target_field = target
         self.output_field = output
 
-    def loss(self, output: Any, target: Any) -> Tensor:
-        """Return the model's loss: a scalar.
+    def loss(self, output: Any, target: Any) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the model's loss, a scalar, with the other losses that it returns by their names.
 
         Raises:
             ConfigError: the output has no loss.
         """
         value = self._loss_in(output)
         if isinstance(value, Tensor) and value.numel() == 1:
-            return value.reshape(())
+            value = value.reshape(())
+            parts = scalar_losses(output)
+            parts.pop("loss", None)
+            return (value, parts) if parts else value
         raise ConfigError(
             f"task=model_loss: the model returns no loss, but a {type(output).__name__}. Have it "
             "return its loss for the labels that it is given, type task.output=<where it is>, or "
@@ -74,7 +77,8 @@ class ModelLoss(Task):
 
     def totals(self, output: Any, target: Any) -> Tensor:
         """Return [the loss times the examples of the batch, its examples]."""
-        loss = self.loss(output, target)
+        returned = self.loss(output, target)
+        loss = returned[0] if isinstance(returned, tuple) else returned
         # The length of the target's first tensor, or of a list.
         leaves = [leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.ndim]
         examples = len(leaves[0]) if leaves else 1

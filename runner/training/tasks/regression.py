@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from runner.precision.casting import cast_tensor
 from runner.training.tasks.task import mean, stack, wide
 from runner.training.tasks.tensor_task import TensorTask
 
 
 class Regression(TensorTask):
-    """Mean squared error between tensors of one shape [B, ...], both real or both complex."""
+    """Mean squared error between tensors of one shape [B, ...], real ones or complex ones, whose
+    error is squared by its magnitude."""
 
-    takes = "real or complex numbers in the shape of the target"
+    takes = "numbers in the shape of the target, both real or both complex"
     quality = "val/loss"
     direction = "min"
 
@@ -21,18 +23,19 @@ class Regression(TensorTask):
         """Return the squared error, averaged over all elements, or the loss of task.loss.
 
         Raises:
-            ValueError: the shapes differ (broadcasting would hide it), or one is real alone.
+            ValueError: the shapes differ (broadcasting would hide it), or one is complex alone.
         """
         numbers = self._numbers(output, target)
-        return self.minimised(numbers, target, _mean_squared_error)
+        own = _complex_error if numbers.is_complex() else F.mse_loss
+        return self.minimised(numbers, target, own)
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed squared error, elements]."""
         numbers = self._numbers(output, target)
         # Widened before squaring: at errors of 1e-12 the rounding of the squares would show.
-        dtype = torch.promote_types(wide(numbers), numbers.dtype)
-        error = numbers.to(dtype) - target.to(dtype)
-        return stack(_squares(error).sum(), error.numel())
+        dtype = wide(numbers)
+        error = cast_tensor(numbers, dtype) - cast_tensor(target, dtype)
+        return stack(error.abs().square().sum(), error.numel())
 
     def labels(self, target: Tensor) -> Tensor:
         """Return the number of elements."""
@@ -55,18 +58,11 @@ class Regression(TensorTask):
         are_complex = numbers.is_complex() and target.is_complex()
         if numbers.shape != target.shape or not (are_real or are_complex):
             raise ValueError(
-                "regression needs float output and target of one shape, or both complex, got "
+                "regression needs float output and target of one shape, or complex ones, got "
                 f"{numbers.dtype} {list(numbers.shape)} and {target.dtype} {list(target.shape)}"
             )
         return numbers
 
 
-def _mean_squared_error(numbers: Tensor, target: Tensor) -> Tensor:
-    # torch's mse_loss takes no complex numbers.
-    is_complex = numbers.is_complex()
-    return _squares(numbers - target).mean() if is_complex else F.mse_loss(numbers, target)
-
-
-def _squares(error: Tensor) -> Tensor:
-    """Return the squared absolute values, real."""
-    return torch.view_as_real(error).square().sum(-1) if error.is_complex() else error.square()
+def _complex_error(output: Tensor, target: Tensor) -> Tensor:
+    return torch.view_as_real(output - target).square().sum(-1).mean()

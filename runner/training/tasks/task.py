@@ -38,6 +38,10 @@ class Task(ABC):
     evaluates_losses: bool = False
     """Whether an evaluation takes what the model returns in training mode; see
     training/evaluation.py."""
+    whole_batch: bool = False
+    """Whether the loss is of the batch as a whole and no mean over its examples, as a contrastive
+    loss is, whose negatives are the batch's other examples. Then train.accumulate is refused, and
+    processes join their outputs and targets for the loss."""
 
     additions: TaskAdditions = TaskAdditions()
     """What the keys of the task group that fit every task add to it."""
@@ -74,10 +78,17 @@ class Task(ABC):
         classes - 1; None where labels are no classes."""
         return None
 
+    def check_target(self, target: Any) -> None:
+        """Raise ConfigError where the target of a first batch holds what the loss cannot take."""
+
     def describe_output(self, output: Any) -> str:
         """Return which part of a model's output the loss takes, where that was found out; empty
         where there is nothing to say."""
         return ""
+
+    def added_losses(self, output: Any) -> Mapping[str, Tensor]:
+        """Return the losses in a model's output that training adds to `loss`, by their names."""
+        return {}
 
     @abstractmethod
     def summarise(self, totals: list[float]) -> dict[str, float]:
@@ -85,6 +96,14 @@ class Task(ABC):
 
         Without any label the metrics are NaN.
         """
+
+    def evaluation_totals(self, output: Any, target: Any) -> Tensor:
+        """Return the sums of one batch of an evaluation: `totals`, and what a task adds to them."""
+        return self.totals(output, target)
+
+    def evaluation_metrics(self, totals: list[float]) -> dict[str, float]:
+        """Return the metrics of an evaluation from the sums of `evaluation_totals`."""
+        return self.summarise(totals)
 
     def metric_inputs(self, output: Any, target: Any) -> tuple[Any, Any]:
         """Return the predictions and targets of a batch that the metrics of task.metrics take.
@@ -102,6 +121,8 @@ class Task(ABC):
             ConfigError: it is not known whether more or less of the quality is better.
         """
         self.additions = additions
+        if additions.whole_batch is not None:
+            self.whole_batch = additions.whole_batch
         if additions.metrics:
             self.added_metrics = AddedMetrics(additions.metrics)
         quality = additions.quality or self.quality
@@ -125,7 +146,13 @@ class Task(ABC):
         return "max" if known == "max" else "min"
 
 
-_DIRECTIONS = {"loss": "min", "perplexity": "min", "accuracy": "max", "iou": "max"}
+_DIRECTIONS = {
+    "loss": "min",
+    "plain_loss": "min",
+    "perplexity": "min",
+    "accuracy": "max",
+    "iou": "max",
+}
 """Whichever is better of the metrics of the built-in tasks."""
 
 IGNORED = -100

@@ -1,15 +1,19 @@
 """The base of the built-in tasks, whose loss takes one tensor of the model's output."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from runner.training.tasks.task import IGNORED, Task, count_labels, labels_out_of_range
+from runner.training.tasks.task import IGNORED, Task, count_labels, labels_out_of_range, mean
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import widest_float
+
+_PACKAGE = "runner.training.tasks."
 
 
 class TrainingLoss:
@@ -109,6 +113,16 @@ def _check(loss: object) -> None:
             f"task.loss={name} has parameters, which no optimizer would train. Make them a part "
             "of the model, or tensors registered by register_buffer."
         )
+    with suppress(ValueError):  # a builtin has no signature
+        names = signature(loss.forward if isinstance(loss, nn.Module) else loss)
+        try:
+            names.bind(None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"task.loss={name} takes ({', '.join(names.parameters)}), and is called with two "
+                "arguments, the output and the target. Have the model compute it and type "
+                "task=model_loss, or write a task of your own (docs/own-code.md)."
+            ) from error
 
 
 def _name(loss: object) -> str:
@@ -127,8 +141,7 @@ class TensorTask(Task):
         output: key or attribute of the model's output, or place in a tuple (from 0), that the loss
             takes; None takes a tensor as it is, and the logits of any other output.
         loss: function or nn.Module of (output, target) that training minimises, see TrainingLoss;
-            None for the task's own. The metrics keep the task's own loss, so that runs stay
-            comparable.
+            None for the task's own. val/loss is this loss, and val/plain_loss the task's own.
     """
 
     takes: ClassVar[str] = ""
@@ -159,10 +172,45 @@ class TensorTask(Task):
         count = self.training_loss.labels if self.training_loss else count_labels
         return count(target)
 
+    def evaluation_totals(self, output: Any, target: Tensor) -> Tensor:
+        """Return `totals`, and with task.loss [that loss times its labels, its labels] after it."""
+        sums = self.totals(output, target)
+        if self.training_loss is None:
+            return sums
+        loss = self.loss(output, target)
+        if isinstance(loss, tuple):  # with an auxiliary head, which the metrics are without
+            loss = loss[1]["main_loss"]
+        count = self.labels(target).to(sums.dtype)
+        # The mean of a batch without a label is NaN.
+        summed = (loss.to(sums.dtype) * count).masked_fill(count == 0, 0)
+        return torch.cat([sums, torch.stack([summed, count])])
+
+    def evaluation_metrics(self, totals: list[float]) -> dict[str, float]:
+        """Return `summarise`, and with task.loss its mean in the place of the task's own loss."""
+        if self.training_loss is None:
+            return self.summarise(totals)
+        metrics = self.summarise(totals[:-2])
+        return {**metrics, "val/loss": mean(*totals[-2:]), "val/plain_loss": metrics["val/loss"]}
+
     def misplaced(self, target: Tensor, classes: int) -> Tensor | None:
         """Return bool [B], which examples have a label that is none of the classes 0 to
         classes - 1; None where labels are no classes."""
         return labels_out_of_range(target, classes)
+
+    def added_losses(self, output: Any) -> dict[str, Tensor]:
+        """Return the losses in a model's output that training adds to `loss`, by their names.
+
+        They are its scalars named ..._loss, as the aux_loss of a mixture of experts is, and `loss`
+        of a model that is not given the target, named model_loss.
+        """
+        # A loss of one's own sees the whole output, and takes from it what it wants.
+        if isinstance(output, Tensor) or not type(self).loss.__module__.startswith(_PACKAGE):
+            return {}
+        losses = scalar_losses(output)
+        added = {name: value for name, value in losses.items() if name.endswith("_loss")}
+        if "loss" in losses and not self.passes_target:
+            added["model_loss"] = losses["loss"]
+        return added
 
     def select(self, output: Any) -> Any:
         """Return the part of a model's output that the loss takes.
@@ -198,6 +246,19 @@ class TensorTask(Task):
             f"task.output={self.output_field}: the model returns a {kind}, and that part of it is "
             f"no tensor. Type task.output=<{choices}>."
         )
+
+
+def scalar_losses(output: Any) -> dict[str, Tensor]:
+    """Return the tensors of one number in an output that are named as losses, as aux_loss and
+    loss_box_reg, by their names."""
+    if hasattr(output, "_asdict"):
+        output = output._asdict()
+    parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    return {
+        name: value
+        for name, value in parts.items()
+        if "loss" in str(name).split("_") and isinstance(value, Tensor) and value.numel() == 1
+    }
 
 
 def part_of(output: Any, field: str | int) -> Any:

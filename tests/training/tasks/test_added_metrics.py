@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,8 +238,8 @@ def test_the_extra_is_named_where_torchmetrics_is_missing(monkeypatch):
 def test_a_task_that_takes_a_key_itself_is_given_it():
     node = {"_target_": "test_added_metrics.takes_metrics", "metrics": 3}
     assert list(task_problems(node)) == []
-    assert build_task(node) == 3
+    assert build_task(node).metrics == 3
 
 
 def takes_metrics(metrics):
-    return metrics
+    return SimpleNamespace(metrics=metrics, quality="val/loss", direction="min")

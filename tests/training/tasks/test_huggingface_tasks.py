@@ -1,10 +1,19 @@
 """The tasks of Hugging Face's kinds of models compute what torch's functions do."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
+from states import make_state, optimizer_gradients
+from torch import nn
 from torch.nn import functional as F
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
+from runner.data.batch_layout import KeywordInputs
+from runner.data.task_target import TaskAdditions
+from runner.training.step import train_step
 from runner.training.tasks.huggingface import TASKS, task_for
 from runner.training.tasks.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
 from runner.training.tasks.model_loss import ModelLoss
@@ -90,3 +99,55 @@ def test_every_kind_of_model_has_its_task():
     assert TASKS["seq2seq_lm"] is Seq2Seq
     with pytest.raises(ConfigError, match="Allowed: causal_lm, masked_lm"):
         task_for("causal")
+
+
+def mixtral():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **options))
+
+
+def test_a_mixture_of_experts_trains_on_the_loss_of_transformers():
+    tokens = torch.randint(32, (3, 8), generator=torch.Generator().manual_seed(1))
+    model = mixtral()
+    output = model(input_ids=tokens, labels=tokens)
+    output.loss.backward()
+    state = make_state(mixtral(), "32-true", task=CausalLM())
+    seen = optimizer_gradients(state)
+    record = train_step(state, [(KeywordInputs({"input_ids": tokens}), tokens)])
+    torch.testing.assert_close(record.loss, output.loss.detach())
+    torch.testing.assert_close(record.measured["train/aux_loss"], output.aux_loss.detach())
+    torch.testing.assert_close(seen, [p.grad for p in model.parameters()])
+    state = make_state(mixtral(), "32-true", task=ModelLoss())
+    fields = KeywordInputs({"input_ids": tokens, "labels": tokens})
+    record = train_step(state, [(fields, tokens)])
+    assert record.loss == output.loss
+    assert record.measured == {"train/aux_loss": output.aux_loss}
+
+
+class Penalised(nn.Linear):
+    """Returns its logits with losses of its own."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        size, detached = logits.square().mean(), logits.detach().mean()
+        return SimpleNamespace(logits=logits, size_loss=size, loss=2 * size, log_loss=detached)
+
+
+@pytest.mark.parametrize(("weights", "factor"), [({}, 3.0), ({"size_loss": 0.5}, 2.5)])
+def test_what_a_model_returns_as_its_losses_is_added(weights, factor):
+    torch.manual_seed(0)
+    model = Penalised(4, 3)
+    inputs, labels = torch.ones(2, 4), torch.tensor([0, 2])
+    output = copy.deepcopy(model)(inputs)
+    entropy = F.cross_entropy(output.logits, labels)
+    task = TASKS["sequence_classification"]()
+    task.extend(TaskAdditions(loss_weights=weights))
+    record = train_step(make_state(model, task=task), [(inputs, labels)])
+    torch.testing.assert_close(record.loss, (entropy + factor * output.size_loss).detach())
+    assert set(record.measured) == {"train/main_loss", "train/size_loss", "train/model_loss"}
+    task.extend(TaskAdditions(loss_weights={"sise_loss": 1.0}))
+    with pytest.raises(ConfigError, match=r"names sise_loss, and .* size_loss, model_loss"):
+        train_step(make_state(Penalised(4, 3), task=task), [(inputs, labels)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from runner.training.tasks.classification import Classification
+from runner.training.tasks.classification import Binary, Classification
 from runner.training.tasks.language import Language
 from runner.training.tasks.regression import Regression
 from runner.utils.errors import ConfigError
@@ -19,7 +19,16 @@ TOKENS = torch.randint(7, (4, 5), generator=GENERATOR)
 NUMBERS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]])
 WANTED = torch.tensor([[1.0, 1.0], [3.0, 2.0], [5.0, 8.0]])
 LOSS = ("val/loss", "min")
-QUALITIES = {Classification: ("val/accuracy", "max"), Language: LOSS, Regression: LOSS}
+QUALITIES = {
+    Classification: ("val/accuracy", "max"),
+    Binary: LOSS,
+    Language: LOSS,
+    Regression: LOSS,
+}
+YES_OR_NO = torch.tensor([[1, 0, 0], [1, 1, 0], [-100, 1, 1], [0, 1, -100]])
+COUNTED = YES_OR_NO != -100
+BINARY_ENTROPY = F.binary_cross_entropy_with_logits(LOGITS[COUNTED], YES_OR_NO[COUNTED].float())
+WAVES = torch.complex(NUMBERS, 2 * NUMBERS)
 
 
 ENTROPY, TEXT_ENTROPY = F.cross_entropy(LOGITS, TARGET), F.cross_entropy(TEXT.mT, TOKENS)
@@ -31,6 +40,9 @@ ENTROPY, TEXT_ENTROPY = F.cross_entropy(LOGITS, TARGET), F.cross_entropy(TEXT.mT
         (Classification, LOGITS, TARGET, ENTROPY, {"val/accuracy": 0.75}),
         (Language, TEXT, TOKENS, TEXT_ENTROPY, {"val/perplexity": TEXT_ENTROPY.exp().item()}),
         (Regression, NUMBERS, WANTED, torch.tensor(1.0), {}),
+        (Regression, WAVES, WANTED + 0j, (WAVES - WANTED).abs().square().mean(), {}),
+        (Binary, LOGITS, YES_OR_NO, BINARY_ENTROPY, {"val/accuracy": 0.6}),
+        (Binary, LOGITS, YES_OR_NO.float(), BINARY_ENTROPY, {"val/accuracy": 0.6}),
     ],
 )
 def test_batches_of_unequal_size_add_up_to_the_whole(kind, output, target, loss, further):
@@ -114,3 +126,18 @@ def test_the_error_of_complex_numbers_is_their_squared_distance(dtype):
     loss.backward()
     assert output.grad.tolist() == [3 + 4j, 1j]  # d|z|^2 = 2 z, over two numbers
     assert Regression().totals(output, target).tolist() == [26, 2]
+
+
+def test_one_answer_for_each_example_has_one_logit_for_each():
+    column, labels = LOGITS[:, :1], torch.tensor([1, 0, -100, 1])
+    assert Binary().loss(column, labels) == Binary().loss(column[:, 0], labels)
+    predictions, answers = Binary().metric_inputs(column, labels)
+    assert answers.tolist() == [1, 0, 1]
+    torch.testing.assert_close(predictions, LOGITS[[0, 1, 3], 0].sigmoid())
+    with pytest.raises(ConfigError, match=r"the targets hold 2\. Allowed: 0 or 1"):
+        Binary().check_target(torch.tensor([0, 1, 2]))
+    logits = column.clone().requires_grad_()
+    loss = Binary().loss(logits, torch.full((4,), -100))
+    loss.backward()
+    assert loss.isnan()
+    assert not logits.grad.any()

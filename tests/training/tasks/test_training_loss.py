@@ -113,7 +113,22 @@ def test_a_loss_that_is_no_number_is_refused():
         Classification(loss=tensor_of_losses).loss(BATCH[0], BATCH[1])
 
 
-def test_a_run_trains_on_the_loss_and_evaluates_the_cross_entropy(quick, main, tmp_path):
+def test_val_loss_is_the_training_loss_over_all_labels():
+    """Batches of other weights, one of them without a label."""
+    labels = torch.tensor([0, 1, -100, -100, 2, 0])
+    task, logits = classification(WEIGHTED), BATCH[0][:, :3]
+    parts = [slice(0, 2), slice(2, 4), slice(4, 6)]
+    sums = sum(task.evaluation_totals(logits[part], labels[part]) for part in parts)
+    metrics = task.evaluation_metrics(sums.tolist())
+    weight = torch.tensor(WEIGHTED["weight"])
+    wanted = F.cross_entropy(logits, labels, weight, label_smoothing=0.1).item()
+    assert metrics["val/loss"] == pytest.approx(wanted, rel=1e-6)
+    assert metrics["val/plain_loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
+    plain = classification(None)
+    assert torch.equal(plain.evaluation_totals(logits, labels), plain.totals(logits, labels))
+
+
+def test_a_run_trains_on_the_loss_and_evaluates_it(quick, main, tmp_path):
     found = []
     for i, words in enumerate(([], ["task.loss={_target_: torch.nn.MultiMarginLoss}"])):
         done = quick("task=classification", "train.max_steps=1", *words, f"hydra.run.dir=run{i}")
@@ -142,6 +157,7 @@ PARTIAL = "{_target_: torch.nn.functional.cross_entropy, _partial_: true, reduct
         (f"{{{CROSS}, reduction: sum}}", "task.loss.reduction=sum: the"),
         (f"{{{CROSS}, ignore_index: 255}}", "task.loss.ignore_index=255"),
         (PARTIAL, "reduction of a partial function cannot be seen"),
+        ("torch.nn.CTCLoss", "takes (log_probs, targets, input_lengths, target_lengths), and is"),
         ("{_target_: torch.nn.Linear, in_features: 1, out_features: 1}", "has parameters, which"),
     ],
 )

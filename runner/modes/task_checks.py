@@ -1,0 +1,123 @@
+"""Check what a task makes of the model's output for the first batch, before anything trains."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from runner.modes.context import RunContext
+from runner.precision.casting import cast_nest
+from runner.training.evaluation import evaluation_mode
+from runner.training.state import TrainState, saved_state
+from runner.training.step import added_loss_weight, examples_in, loss_of, split_loss
+from runner.training.tasks.task import labels_of
+from runner.utils.errors import ConfigError
+
+_LOSS_TOLERANCE = 1e-4
+"""Relative difference of a batch's loss from that of its halves above rounding, of one output."""
+_MODEL_TOLERANCE = 5e-3
+"""The same where a model computes the loss, perhaps in half precision."""
+
+
+def check_totals(state: TrainState, output: Any, target: Any) -> None:
+    """Raise ConfigError where a task's totals or metrics are of another kind than Task says."""
+    task = state.task
+    dtype = state.precision.loss_dtype
+    totals = task.evaluation_totals(cast_nest(output, dtype), cast_nest(target, dtype))
+    name = type(task).__name__
+    if not isinstance(totals, Tensor) or totals.ndim != 1:
+        raise ConfigError(
+            f"task={name}: totals() returned a {type(totals).__name__}. It returns a tensor [K], "
+            "sums that are added over all batches. Type return torch.stack([loss * count, count])."
+        )
+    metrics = task.evaluation_metrics(totals.tolist())
+    is_recorded = task.added_metrics or task.additions.hook or task.additions.quality
+    if not isinstance(metrics, dict) or not (is_recorded or task.quality in metrics):
+        raise ConfigError(
+            f"task={name}: summarise() returned {metrics!r}. It returns a dict of metrics by name, "
+            f"with {task.quality}, the task's quality, among them."
+        )
+
+
+def output_lines(
+    run: RunContext, state: TrainState, batch: tuple[Any, Any], output: Any
+) -> Iterator[str]:
+    """Yield what the task does with a model's output that a user may not expect of it.
+
+    Raises:
+        ConfigError: the target does not fit, or parts of a batch would train otherwise than the
+            whole batch.
+    """
+    task = state.task
+    task.check_target(batch[1])
+    taken = task.describe_output(output)
+    if taken:
+        yield taken
+    name = run.invocation.option_name("task", run.spec.task)
+    for loss in task.added_losses(output):
+        weight = added_loss_weight(task, state.plain_model, loss)
+        yield (
+            f"task={name} adds {weight:g} times the {loss} that the model returns to its loss "
+            f"(task.loss_weights.{loss}); val/loss is without it"
+        )
+    parts = run.spec.train.accumulate * run.strategy.rank.world_size
+    is_known = task.whole_batch or task.additions.whole_batch is False
+    if run.spec.mode != "train" or parts == 1 or is_known:
+        return
+    whole, halves = _whole_and_halves(state, *batch, output)
+    tolerance = _MODEL_TOLERANCE if task.passes_target else _LOSS_TOLERANCE
+    if abs(whole - halves) <= tolerance * abs(whole):
+        return
+    raise ConfigError(
+        f"task={name}: the loss of a batch is {whole:.4g}, and the mean of those of its halves "
+        f"{halves:.4g}, so train.accumulate and several processes do not train as one large batch. "
+        "Type task.whole_batch=true where the loss is of the batch as a whole, as a "
+        "contrastive one is; have the task's labels() return what its mean divides by; or type "
+        "task.whole_batch=false to train on the mean of the parts' losses."
+    )
+
+
+def _whole_and_halves(
+    state: TrainState, inputs: Any, target: Any, output: Any
+) -> tuple[float, float]:
+    """Return the loss of a batch and the mean of those of its halves, weighed as micro-batches are.
+
+    Both are 0 where the loss draws random numbers, or takes no half. They are computed from one
+    output, so that layers that mix the examples of a batch make no difference. A model that
+    computes its loss is called in evaluation mode, with the first half twice: it may average over
+    labels that it alone knows, of which the halves have other numbers.
+    """
+    task = state.task
+    size = examples_in((inputs, target))
+    dtype = state.precision.loss_dtype
+
+    def loss_and_weight(part: list[int]) -> tuple[float, float]:
+        def cut(leaf: Any) -> Any:
+            has_examples = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
+            return leaf[part] if has_examples else leaf
+
+        own = tree_map(cut, target)
+        if task.passes_target:
+            loss = loss_of(state, tree_map(cut, inputs), own)
+        else:
+            halved = tree_map(cut, cast_nest(output, dtype)), cast_nest(own, dtype)
+            loss, _ = split_loss(task.loss(*halved), task)
+        count = labels_of(task, own)
+        return float(loss), len(part) if count is None else float(count)
+
+    first, rest = [*range(size // 2)], [*range(size // 2, size)]
+    batch = [first + first, first] if task.passes_target else [first + rest, first, rest]
+    restore = saved_state(state)
+    try:
+        with torch.no_grad(), evaluation_mode(state.model, task, state.device):
+            (whole, _), (again, _), *halves = map(loss_and_weight, [batch[0], *batch])
+    except Exception:  # of whatever type: it takes whole batches only
+        return 0.0, 0.0
+    finally:
+        restore()
+    weights = sum(weight for _, weight in halves)
+    if whole != again or size < 2 or not weights:
+        return 0.0, 0.0
+    return whole, sum(loss * weight for loss, weight in halves if weight) / weights
