@@ -32,7 +32,7 @@ from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training.pretrained_folder import lora_layers
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
-from runner.utils.modules import select_modules
+from runner.utils.modules import matches_pattern, select_modules
 
 INITS = ("default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq")
 CHANGES_BASE = ("pissa", "pissa_niter_16", "olora")
@@ -246,8 +246,10 @@ class Lora:
                 )
             if name not in shared and name not in bypassed:
                 chosen.append(name)
-        if not chosen:
-            place = "the model" if self.modules is None else f"adapter.modules={list(self.modules)}"
+        for pattern in ("*",) if self.modules is None else map(str, self.modules):
+            if any(matches_pattern(pattern, name) for name in chosen):
+                continue
+            place = "the model" if self.modules is None else f"adapter.modules=[{pattern}]"
             raise ConfigError(
                 f"adapter=lora finds no linear layer of its own in {place}. "
                 "Name linear layers in adapter.modules, or type adapter=none."
