@@ -39,7 +39,7 @@ _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 _GRADIENT_BREAKERS = (
     "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
-    "torch.no_grad()."
+    "torch.no_grad(), torch.inference_mode()."
 )
 
 

@@ -246,10 +246,10 @@ class Lora:
                 )
             if name not in shared and name not in bypassed:
                 chosen.append(name)
-        for pattern in ("*",) if self.modules is None else map(str, self.modules):
-            if any(matches_pattern(pattern, name) for name in chosen):
-                continue
-            place = "the model" if self.modules is None else f"adapter.modules=[{pattern}]"
+        typed = [str(pattern) for pattern in self.modules or ()]
+        idle = [p for p in typed if not any(matches_pattern(p, name) for name in chosen)]
+        if idle or not chosen:
+            place = "the model" if self.modules is None else f"adapter.modules={idle}"
             raise ConfigError(
                 f"adapter=lora finds no linear layer of its own in {place}. "
                 "Name linear layers in adapter.modules, or type adapter=none."
