@@ -305,9 +305,7 @@ def _two_dtypes(failure: Failure) -> str:
     return (
         f"Tensors of two dtypes meet there; precision={precision.name} stores "
         f"{precision.storage_format} and computes in {precision.compute_format}. "
-        + _alternatives(
-            failure.keep_fp32() if dtypes & {*_HALVES} else "", change
-        )
+        + _alternatives(failure.keep_fp32() if dtypes & {*_HALVES} else "", change)
     )
 
 

@@ -205,8 +205,19 @@ class Lora:
                 "themselves. Type precision.fuse=false."
             )
         # peft warns of a Conv1D, for which it transposes the addition by itself.
-        with suppress_import_warnings():
-            inject_adapter_in_model(config, model)
+        try:
+            with suppress_import_warnings():
+                inject_adapter_in_model(config, model)
+        except ValueError as error:
+            refused = re.search(r"Module '([\w.]+)' is incompatible", str(error))
+            if refused is None:
+                raise
+            kinds = {name.rpartition(".")[2] for name in chosen} - {refused[1]}
+            patterns = ",".join(f"*.{kind}" for kind in sorted(kinds))
+            raise ConfigError(
+                f"adapter=lora: peft adds nothing to {refused[1]} of this model, which reads that "
+                f"layer's weight in a kernel of its own. Type adapter.modules=[{patterns}]."
+            ) from error
         # peft has frozen everything else, and made the additions in the layers' compute dtype.
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -247,9 +258,11 @@ class Lora:
             if name not in shared and name not in bypassed:
                 chosen.append(name)
         typed = [str(pattern) for pattern in self.modules or ()]
-        idle = [p for p in typed if not any(matches_pattern(p, name) for name in chosen)]
+        # A run says of layers that are never called that they get none.
+        known = [*chosen, *bypassed]
+        idle = [p for p in typed if not any(matches_pattern(p, name) for name in known)]
         if idle or not chosen:
-            place = "the model" if self.modules is None else f"adapter.modules={idle}"
+            place = "the model" if self.modules is None else f"adapter.modules={idle or typed}"
             raise ConfigError(
                 f"adapter=lora finds no linear layer of its own in {place}. "
                 "Name linear layers in adapter.modules, or type adapter=none."
