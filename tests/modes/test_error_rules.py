@@ -5,6 +5,7 @@ import pytest
 import torch
 from precision_models import load_precision
 from torch import nn
+from torch.nn import functional as F
 
 from runner.modes.error_rules import Failure, precision_advice
 
@@ -47,8 +48,11 @@ class Distances(nn.Linear):
 
 class Grad(nn.Linear):
     def forward(self, x):
-        linear = super().forward
-        return torch.func.vmap(torch.func.grad(lambda row: linear(row[None]).sum()))(x)
+        def energy(row):
+            h = F.layer_norm(F.linear(row[None], self.weight), (8,), torch.ones(8))
+            return F.linear(h.tanh(), self.weight).float().square().sum()
+
+        return torch.func.vmap(torch.func.grad(energy))(x)
 
 
 @pytest.mark.parametrize(
@@ -66,9 +70,13 @@ def test_what_fails_is_named_with_what_to_type(kind, precision, message):
     chosen = load_precision(precision)
     parts = {"inlet": nn.Linear(8, 8), "body": kind(8, 8)}
     model, _ = chosen.convert(nn.Sequential(OrderedDict(parts)))
-    with pytest.raises((RuntimeError, NotImplementedError)) as raised:
+
+    def step():
         with chosen.forward(torch.device("cpu")):
             output = model(chosen.cast(torch.ones(3, 8)))
         output.float().sum().backward()
+
+    with pytest.raises((RuntimeError, NotImplementedError)) as raised:
+        step()
     advice = precision_advice(Failure(raised.value, model, chosen))
     assert re.search(message, advice, re.IGNORECASE), advice

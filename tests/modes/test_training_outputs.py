@@ -11,9 +11,9 @@ from runner.utils.errors import ConfigError
 def test_a_dtype_that_safetensors_lacks_is_refused_before_training():
     asked = SimpleNamespace(safetensors=True, pretrained=False)
     run = SimpleNamespace(spec=SimpleNamespace(checkpoint=asked))
-    check_model_folders(run, nn.Linear(2, 2).to(torch.complex64))
-    with pytest.raises(ConfigError, match=r"holds no complex128, and weight is one"):
-        check_model_folders(run, nn.Linear(2, 2).to(torch.complex128))
+    check_model_folders(run, nn.ParameterDict({"z": torch.ones(2, dtype=torch.complex64)}))
+    with pytest.raises(ConfigError, match="holds no complex128, and z is one"):
+        check_model_folders(run, nn.ParameterDict({"z": torch.ones(2, dtype=torch.complex128)}))
 
 
 @pytest.mark.parametrize(

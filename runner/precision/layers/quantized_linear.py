@@ -50,7 +50,6 @@ class PackedWeight(Tensor):
     layer: Any
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @staticmethod
     def __new__(cls, layer: Any) -> "PackedWeight":
         shape = (layer.out_features, layer.in_features)
         shown = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
