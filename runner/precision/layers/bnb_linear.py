@@ -326,10 +326,6 @@ class Linear4bit(PackedWeightOwner, bnb.nn.Linear4bit):
         return weight.t() if is_transposed(self) else weight
 
     @property
-    def unpacked_dtype(self) -> torch.dtype:
-        return self.scales.dtype  # type: ignore[return-value]
-
-    @property
     def scales(self) -> QuantState:
         """Return the scales of the weight, its shape and the values of its codes."""
         held_by_weight = getattr(self.codes, "quant_state", None)

@@ -39,8 +39,8 @@ class FakeQuantizedLinear(nn.Linear):
 
 
 class PackedWeight(Tensor):
-    """What a packed layer shows as its weight: shape, dtype and device of the weight that its codes
-    stand for, and no numbers.
+    """What a packed layer shows as its weight: shape and device of the weight that its codes stand
+    for, as float32, and no numbers.
 
     Raises:
         ConfigError: anything computes with it. Codes that are taken for numbers give a wrong result
@@ -55,7 +55,8 @@ class PackedWeight(Tensor):
         shown = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             shape[::-1] if is_transposed(layer) else shape,
-            dtype=layer.unpacked_dtype,
+            # Also of a weight in half precision: peft makes its additions in this dtype.
+            dtype=torch.float32,
             device=layer._parameters["weight"].device,
         )
         shown.layer = layer
@@ -79,18 +80,13 @@ class PackedWeightOwner(nn.Module):
     """Mixin of layers whose weight is packed: only their own code reads the codes."""
 
     @property
-    def unpacked_dtype(self) -> torch.dtype:
-        """Return the dtype of unpacked_weight()."""
-        return torch.float32
-
-    @property
     def codes(self) -> nn.Parameter:
         """Return the packed weight."""
         return self._parameters["weight"]  # type: ignore[return-value]
 
     @property
     def weight(self) -> Any:
-        """Return the shape, dtype and device of the weight, without numbers."""
+        """Return the shape and device of the weight, without numbers."""
         # FSDP compares the shards that it finds here.
         return self.codes if is_sharded(self.codes) else PackedWeight(self)
 
