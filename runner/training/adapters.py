@@ -174,7 +174,7 @@ class Lora:
         Nothing has to be computed from the weights. Names and shapes are those of add().
         """
         with suppress_import_warnings():
-            from peft import LoraConfig, inject_adapter_in_model
+            from peft import LoraConfig
 
         names = [name for name, _ in model.named_modules()]
         trained = select_modules("adapter.train", self.train, names)
@@ -204,20 +204,7 @@ class Lora:
                 "adapter=lora would add to the inputs of layers that compute their norm "
                 "themselves. Type precision.fuse=false."
             )
-        # peft warns of a Conv1D, for which it transposes the addition by itself.
-        try:
-            with suppress_import_warnings():
-                inject_adapter_in_model(config, model)
-        except ValueError as error:
-            refused = re.search(r"Module '([\w.]+)' is incompatible", str(error))
-            if refused is None:
-                raise
-            kinds = {name.rpartition(".")[2] for name in chosen} - {refused[1]}
-            patterns = ",".join(f"*.{kind}" for kind in sorted(kinds))
-            raise ConfigError(
-                f"adapter=lora: peft adds nothing to {refused[1]} of this model, which reads that "
-                f"layer's weight in a kernel of its own. Type adapter.modules=[{patterns}]."
-            ) from error
+        _inject(config, model, chosen)
         # peft has frozen everything else, and made the additions in the layers' compute dtype.
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -284,6 +271,31 @@ class Lora:
                 setattr(model.get_submodule(parent), attribute, module.get_base_layer())
         # peft leaves its config on the model, where its other functions would find it.
         vars(model).pop("peft_config", None)
+
+
+def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
+    """Have peft wrap the chosen layers of a model, in place.
+
+    Raises:
+        ConfigError: peft refuses one of them.
+    """
+    with suppress_import_warnings():
+        from peft import inject_adapter_in_model
+
+    try:
+        # peft warns of a Conv1D, for which it transposes the addition by itself.
+        with suppress_import_warnings():
+            inject_adapter_in_model(config, model)
+    except ValueError as error:
+        refused = re.search(r"Module '([\w.]+)' is incompatible", str(error))
+        if refused is None:
+            raise
+        kinds = {name.rpartition(".")[2] for name in chosen} - {refused[1]}
+        patterns = ",".join(f"*.{kind}" for kind in sorted(kinds))
+        raise ConfigError(
+            f"adapter=lora: peft adds nothing to {refused[1]} of this model, which reads that "
+            f"layer's weight in a kernel of its own. Type adapter.modules=[{patterns}]."
+        ) from error
 
 
 def _holds_codes(module: nn.Module) -> bool:

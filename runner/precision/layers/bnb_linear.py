@@ -266,7 +266,7 @@ class _Product4bit(torch.autograd.Function):
         return x_grad, None, None, bias_grad
 
 
-class Linear4bit(PackedWeightOwner, bnb.nn.Linear4bit):
+class Linear4bit(PackedWeightOwner, bnb.nn.Linear4bit):  # type: ignore[misc]
     """A linear layer with a 4-bit weight: float [..., in] to the same dtype [..., out].
 
     It computes in compute_dtype. The weight is frozen; the bias keeps its dtype and trains if it
@@ -338,7 +338,7 @@ class Linear4bit(PackedWeightOwner, bnb.nn.Linear4bit):
         """
         self.quant_state = self.scales
         self.quant_state.to(device)
-        self.weight = nn.Parameter(self.codes.data, requires_grad=False)
+        self.weight = nn.Parameter(self.codes.data, requires_grad=False)  # type: ignore[misc]
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -354,7 +354,7 @@ class Linear4bit(PackedWeightOwner, bnb.nn.Linear4bit):
         weight = state_dict.get(key)
         if weight is not None:
             try:
-                self.weight = self._weight_from_state(weight, parts)
+                self.weight = self._weight_from_state(weight, parts)  # type: ignore[misc]
             except ValueError as error:
                 # nn.Module's last argument, error_msgs: load_state_dict raises all of them at once.
                 args[-1].append(f"{key}: {error}")

@@ -91,7 +91,7 @@ class PackedWeightOwner(nn.Module):
         return self.codes if is_sharded(self.codes) else PackedWeight(self)
 
 
-class PackedLinear(PackedWeightOwner, nn.Linear):
+class PackedLinear(PackedWeightOwner, nn.Linear):  # type: ignore[misc]
     """Base of linear layers with a frozen weight of codes, and scales in buffers.
 
     The bias keeps its dtype and trains if it did before the conversion.
