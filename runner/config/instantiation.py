@@ -183,7 +183,7 @@ class Arguments:
                 "set and returns the sampler (docs/own-code.md)."
             )
         # r of rank, lora_alpha of alpha; in a short list a misspelt name is seen without help.
-        similar = [each for each in known if each.startswith(name) or name.endswith(each)]
+        similar = [each for each in known if each.startswith(name) or name.endswith(f"_{each}")]
         if len(known) > 10:
             similar += get_close_matches(name, known, n=1, cutoff=0.8)
         hint = f" Write {similar[0]} in place of {name}." if similar else ""

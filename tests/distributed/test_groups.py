@@ -125,3 +125,10 @@ def test_a_sweep_starts_its_own_processes(monkeypatch):
     with pytest.raises(ConfigError, match="a sweep starts its own"):
         command_of_rank(["-m", "seed=0,1"])
     assert command_of_rank(["--help"]) == ["--help"]
+
+
+def test_parameters_without_dimensions_are_refused_before_they_are_sharded():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+    with pytest.raises(ConfigError, match=r"without dimensions: scale\. .*strategy=ddp"):
+        FSDP().wrap(model, torch.device("cpu"))
