@@ -280,7 +280,7 @@ def _read_config(config: Any) -> dict[str, Any]:
     try:
         is_json = file.suffix == ".json"
         loaded = json.loads(file.read_text()) if is_json else yaml.safe_load(file.read_text())
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"config={config} cannot be read: {reason}") from error
     if not isinstance(loaded, dict):

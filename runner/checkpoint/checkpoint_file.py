@@ -197,7 +197,11 @@ def _unpickle(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise ConfigError(f"checkpoint={path} cannot be read: {error}") from error
+        # torch advises weights_only=False, which would execute the file.
+        raise ConfigError(
+            f"checkpoint={path} cannot be read: it is damaged, or holds Python objects, and a "
+            "pickle is not executed here. Give a step-*.pt file of a run."
+        ) from error
 
 
 def _lone_weights(path: Path, verb: str) -> ConfigError:

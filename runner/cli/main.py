@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -202,6 +203,14 @@ def call_hydra(argv: Sequence[str]) -> None:
         as_main(run_job)()
     except COMPOSE_ERRORS as error:
         raise ConfigError(explain(error, argv)) from error
+    except RecursionError as error:
+        # Of the user's own code it is no matter of the command.
+        if any(frame.f_code is run_job.__code__ for frame, _ in walk_tb(error.__traceback__)):
+            raise
+        raise ConfigError(
+            "The command, or a yaml that it names, is nested too deeply. Name a file in place of "
+            "a list or mapping of this depth."
+        ) from error
     except SystemExit as stop:
         # A callback of Hydra's raises SystemExit, for Hydra would turn an error into a warning.
         if isinstance(stop.__cause__, RunnerError):

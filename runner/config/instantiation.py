@@ -182,8 +182,10 @@ class Arguments:
                 f"{text}, the training set. Name a function of your own that takes the training "
                 "set and returns the sampler (docs/own-code.md)."
             )
-        # In a short list the similar name is seen without help.
-        similar = get_close_matches(name, known, n=1, cutoff=0.8) if len(known) > 10 else []
+        # r of rank, lora_alpha of alpha; in a short list a misspelt name is seen without help.
+        similar = [each for each in known if each.startswith(name) or name.endswith(f"_{each}")]
+        if len(known) > 10:
+            similar += get_close_matches(name, known, n=1, cutoff=0.8)
         hint = f" Write {similar[0]} in place of {name}." if similar else ""
         return (
             f"{self.key}.{name}={value}: {self.path} takes no {name}. It takes: "

@@ -18,6 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 from runner.distributed.process_group import ProcessGroupStrategy
 from runner.distributed.strategy import is_sharded
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import first_names
 from runner.utils.modules import repeated_blocks, select_modules
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,6 +68,13 @@ class FSDP(ProcessGroupStrategy):
         self._model: FSDPModule | None = None
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        scalars = [name for name, p in model.named_parameters() if not p.ndim]
+        if scalars:
+            raise ConfigError(
+                f"strategy=fsdp cannot shard parameters without dimensions: {first_names(scalars)}."
+                " Make them vectors of one number, as in nn.Parameter(torch.ones(1)), or type "
+                "strategy=ddp."
+            )
         mesh = init_device_mesh(device.type, (self.rank.world_size,))
         for module in model.modules():
             # Layers have the method whose packed weight holds its scales.

@@ -5,6 +5,7 @@ whose message is not empty. batch_rules.py has those for a first batch that does
 """
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from runner.precision.contract import Precision
+from runner.precision.conversion import is_converted
 from runner.precision.emulation.cpu_kernels import choose_kernels
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.training.tasks.detection import Detection
@@ -27,9 +29,7 @@ from runner.utils.tensors import dtype_name
 
 _HALVES = {torch.float16: "16", torch.bfloat16: "bf16"}
 """Half-precision dtypes, and how the names of their precisions begin."""
-_HERE = Path(__file__).parent
-# The modes of runner.precision have frames between the model's code and torch's.
-_LIBRARIES = (str(Path(torch.__file__).parent), str(_HERE), str(_HERE.with_name("precision")))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,28 @@ class Failure:
         innermost: tuple[str, nn.Module | None] = ("", None)
         for frame, _ in walk_tb(self.error.__traceback__):
             innermost = named.get(id(frame.f_locals.get("self")), innermost)
+        if innermost[1] is None and self.own_function:
+            # In a backward no module runs: it is the one whose forward names the function.
+            for name, module in named.values():
+                code = getattr(type(module).forward, "__code__", None)
+                if code is not None and self.own_function in code.co_names:
+                    return name, module
         return innermost
+
+    @cached_property
+    def own_function(self) -> str:
+        """Return the name of the user's torch.autograd.Function whose backward raised; or empty."""
+        for frame, _ in walk_tb(self.error.__traceback__):
+            code = frame.f_code
+            if code.co_name == "backward" and not code.co_filename.startswith(_LIBRARIES):
+                return type(frame.f_locals.get(code.co_varnames[0])).__name__[: -len("Backward")]
+        return ""
+
+    @property
+    def converted(self) -> bool:
+        """Return whether the innermost module is a layer that the precision converted."""
+        module = self.name_and_module[1]
+        return module is not None and is_converted(module)
 
     @property
     def module_in_words(self) -> str:
@@ -159,16 +180,22 @@ class Failure:
     def mixed_alternative(self) -> str:
         """Return the advice to type the mixed precision that computes linalg and fft in float32.
 
-        Only autocast on a CPU does so. The answer is empty for a precision that stores in float32
-        or converts layers.
+        Only autocast on a CPU does so. The answer is empty for a precision that stores in float32.
         """
         half = _HALVES.get(self.precision.storage)
-        if half is None or self.device.type != "cpu" or self.precision.converts_layers:
+        if half is None or self.device.type != "cpu":
             return ""
         return (
-            f"type precision={half}-mixed, whose autocast computes torch.linalg and torch.fft in "
-            "float32"
+            f"type precision={half}-mixed, whose autocast computes torch.linalg, torch.fft and "
+            "torch.cdist in float32"
         )
+
+    def edit(self, change: str) -> str:
+        """Return the advice to change the failing forward; empty where a library has it."""
+        module = self.name_and_module[1]
+        source = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
+        is_library = "site-packages" in source and not source.startswith(_LIBRARIES)
+        return "" if is_library else f"in {self.forward}, {change}"
 
     def alternative_half(self, compute: torch.dtype, instead: torch.dtype, reason: str = "") -> str:
         """Return the advice to type the precision that differs in its half format only.
@@ -232,6 +259,24 @@ def _missing_kernels(failure: Failure) -> str:
     return f"This CPU's own float16 kernels lack it. Type precision.cpu_float16={kernels}."
 
 
+def _passes_functorch(failure: Failure) -> bool:
+    frames = walk_tb(failure.error.__traceback__)
+    return any("_functorch" in frame.f_code.co_filename for frame, _ in frames)
+
+
+def _without_kernels_of_lstm(failure: Failure) -> str:
+    """Return what to type where oneDNN has no bfloat16 kernel of a recurrent layer."""
+    if failure.device.type != "cpu" or torch.bfloat16 not in (
+        failure.precision.compute,
+        failure.precision.storage,
+    ):
+        return ""
+    emulates = "emulate" in vars(failure.precision)
+    return "This CPU has no bfloat16 kernel for it (torch needs AVX-512). " + _alternatives(
+        "type precision.emulate=true" if emulates else "", failure.keep_fp32()
+    )
+
+
 def _two_dtypes(failure: Failure) -> str:
     """Return what to change where an operation is given tensors of two floating dtypes."""
     precision = failure.precision
@@ -241,14 +286,26 @@ def _two_dtypes(failure: Failure) -> str:
     unconverted = _unconverted_parameters(failure)
     if unconverted or dtypes == {torch.float32}:
         return unconverted
+    change = (
+        f"leave out .float() and dtype= in {failure.forward}, or cast one to the other's "
+        "dtype: a.to(b.dtype)"
+    )
+    if failure.own_function:
+        change = (
+            f"write @torch.amp.custom_fwd(device_type={failure.device.type!r}) and @torch.amp."
+            f"custom_bwd(device_type={failure.device.type!r}) above the forward and the backward "
+            f"of {failure.own_function}, or cast one to the other's dtype: a.to(b.dtype)"
+        )
+    elif _passes_functorch(failure):
+        change = (
+            f"write `with torch.autocast({failure.device.type!r}, enabled=False):` around the call "
+            "of torch.func, whose backward autocast casts, too; or type precision=bf16-true or "
+            "precision=32-true"
+        )
     return (
         f"Tensors of two dtypes meet there; precision={precision.name} stores "
         f"{precision.storage_format} and computes in {precision.compute_format}. "
-        + _alternatives(
-            failure.keep_fp32() if dtypes & {*_HALVES} else "",
-            f"leave out .float() and dtype= in {failure.forward}, or cast one to the other's "
-            "dtype: a.to(b.dtype)",
-        )
+        + _alternatives(failure.keep_fp32() if dtypes & {*_HALVES} else "", change)
     )
 
 
@@ -314,6 +371,36 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
     ),
     (matches("could not create a primitive"), _missing_kernels),
+    (matches("could not create a primitive"), _without_kernels_of_lstm),
+    (
+        matches("Inference tensors"),
+        lambda f: (
+            "What torch.inference_mode() computes has no gradient. Leave it out of the model and "
+            "the loss, or write torch.no_grad() where nothing has to train."
+        ),
+    ),
+    (
+        lambda f: "functorch transforms" in f.text and f.converted,
+        lambda f: (
+            f"torch.func cannot pass a layer that precision={f.precision.name} converts. Type "
+            "precision=bf16-true or precision=32-true, which convert none."
+        ),
+    ),
+    (
+        matches("cached during selective activation checkpoint has been mutated"),
+        lambda f: (
+            "The model's own selective checkpointing saves what the emulation changes in place. "
+            "Let its policy save products alone (torch.ops.aten.mm.default and addmm), or type "
+            "a precision that emulates nothing, for example precision=bf16-mixed."
+        ),
+    ),
+    (
+        lambda f: "argument: 'x'" in f.text and hasattr(f.name_and_module[1], "get_base_layer"),
+        lambda f: (
+            f"An adapter's layer takes its input by position. Write self.{f.name_and_module[0]}(x) "
+            "in place of a keyword, or leave the layer out of adapter.modules."
+        ),
+    ),
     (
         matches(
             r"not implemented for '(Complex)?(Half|BFloat16)'|Low precision dtypes not supported|"
@@ -324,8 +411,9 @@ PRECISION_RULES: tuple[Rule, ...] = (
             + _alternatives(
                 f.keep_fp32(),
                 f.mixed_alternative(),
-                f"in {f.forward}, give the operation x.float() and cast what it returns back with "
-                ".to(x.dtype)",
+                f.edit(
+                    "give the operation x.float() and cast what it returns back with .to(x.dtype)"
+                ),
             )
         ),
     ),

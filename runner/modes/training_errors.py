@@ -25,6 +25,7 @@ from runner.training.evaluation import evaluation_mode
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, DataError, ModelError, RunnerError
+from runner.utils.formatting import first_names
 from runner.utils.module_tape import ModuleTape
 
 # Texts of PyTorch's errors: a backward without a gradient; labels and tokens out of range, in the
@@ -33,13 +34,15 @@ _NO_GRADIENT = ("does not require grad and does not have a grad_fn", "received a
 _BAD_LABEL = re.compile(r"Target -?\d+ is out of bounds")
 _BAD_INDEX = "index out of range in self"
 _DEVICE_ASSERT = "device-side assert"
+# Of DDP, in the step after one that left parameters out.
+_UNUSED = "Expected to have finished reduction in the prior iteration"
 # Of a batch norm that is given one example without height and width.
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
 _GRADIENT_BREAKERS = (
     "Leave out what cuts it after that: .detach(), .data, .item(), .numpy(), argmax, round, "
-    "torch.no_grad()."
+    "torch.no_grad(), torch.inference_mode()."
 )
 
 
@@ -98,6 +101,12 @@ class TrainingErrors:
         run.signals.check()  # an interrupt reaches the processes that load data, too
         if any(text in str(error) for text in _NO_GRADIENT):
             raise ConfigError(f"{self._no_gradient_reason()} {run.save_traceback()}") from error
+        if _UNUSED in str(error):
+            raise ConfigError(
+                f"strategy=ddp waits for the gradient of every parameter, and a step has none of "
+                f"{self._unused_names(str(error))}. Type strategy.find_unused_parameters=true, or "
+                f"train.freeze=[<those that never train>]. {run.save_traceback()}"
+            ) from error
         if _ONE_VALUE in str(error):
             advice = _larger_batch(run, self.train)
         else:
@@ -117,6 +126,14 @@ class TrainingErrors:
         if explanation is None:
             raise error
         raise DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
+
+    def _unused_names(self, text: str) -> str:
+        """Return the names of the parameters whose places torch lists after a colon."""
+        named = self.state.plain_model.named_parameters()
+        trained = [name for name, p in named if p.requires_grad]
+        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+        places = [int(place) for place in listed[1].split()] if listed else []
+        return first_names([trained[place] for place in places]) or "some"
 
     def _no_gradient_reason(self) -> str:
         """Return why the loss has no gradient: found by one more forward, module by module, which

@@ -14,6 +14,7 @@ from platform import node
 from shutil import rmtree
 from typing import Any
 
+import torch
 from torch import nn
 
 from runner.checkpoint.export import ExportedModel, ExportError, error_line, export
@@ -43,6 +44,7 @@ from runner.utils.errors import ConfigError
 from runner.utils.files import os_error_reason, write_table
 from runner.utils.formatting import format_number, relative_path
 from runner.utils.plots import chart_style
+from runner.utils.tensors import dtype_name
 
 DTYPES_FILE = "dtypes.json"
 ROUNDING_COLUMN = "rounding between fused operations"
@@ -238,6 +240,13 @@ def save_model(run: RunContext, state: TrainState, loader: BatchLoader) -> None:
     """Export the trained model and upload it; a model that cannot be exported is reported."""
     if not run.tracker.takes_models or run.signals.is_stop_requested():
         return
+    layers = sum(not module._modules for module in state.plain_model.modules())
+    # Tracing, writing, reading and comparing take about a tenth of a second for each.
+    if layers > 50 and not run.precision.converts_layers:
+        run.say(
+            f"exporting the model with its {layers} layers for MLflow, about {layers / 10:.0f} s; "
+            "tracking.log_model=false leaves it out"
+        )
     # An export may take minutes and has nothing to lose, so a signal ends it at once.
     with run.signals.interruptible():
         try:
@@ -274,7 +283,20 @@ def _export(run: RunContext, state: TrainState, inputs: Any) -> ExportedModel:
 
 
 def check_model_folders(run: RunContext, model: nn.Module) -> None:
-    """Raise ConfigError where checkpoint.pretrained is set for a model of another library."""
+    """Raise ConfigError where checkpoint.pretrained is set for a model of another library, or
+    checkpoint.safetensors for a dtype that its files cannot hold."""
+    if run.spec.checkpoint.safetensors:
+        from safetensors.torch import save
+
+        for name, tensor in model.state_dict().items():
+            try:
+                save({name: torch.empty(0, dtype=tensor.dtype)})
+            except KeyError as error:
+                raise ConfigError(
+                    f"checkpoint.safetensors=true: safetensors holds no {dtype_name(tensor.dtype)},"
+                    f" and {name} is one. Leave it out (checkpoints hold every dtype), or type "
+                    "another precision."
+                ) from error
     if run.spec.checkpoint.pretrained and not is_pretrained_model(model):
         raise ConfigError(
             f"checkpoint.pretrained=true: {run.spec.model['_target_']} made a "

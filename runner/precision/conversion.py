@@ -225,6 +225,7 @@ def convert_modules(
         convert = next(make for kind, make in converters.items() if isinstance(module, kind))
         try:
             convert(module)
+            vars(module)["converted_name"] = "*" if path == ROOT_NAME else path
         except (AssertionError, TypeError, ValueError) as error:
             where = "*" if path == ROOT_NAME else path
             raise ConfigError(

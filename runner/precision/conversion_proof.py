@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from runner.distributed.strategy import is_sharded
 from runner.precision.conversion import ROOT_NAME, ConversionReport
 from runner.precision.layers.conv1d import is_packed
+from runner.precision.layers.quantized_linear import PackedWeight
 from runner.utils.module_tape import ModuleTape
 
 _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -161,12 +162,13 @@ class ForwardWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        arguments = (args, kwargs or {})
         is_in_layer = any(forward.layer for forward in self._running)
         is_in_model = any(forward.is_model for forward in self._running)
         # A layer's own reads do not count, and outside the model an optimizer reads weights.
         if is_in_layer or not is_in_model:
-            return func(*args, **arguments[1])
+            return func(*args, **(kwargs or {}))
+        # What a packed layer shows to others is followed as the packed weight itself.
+        arguments = tree_map(_shown_codes, (args, kwargs or {}))
         names = {self._layer_of(leaf) for leaf in tree_leaves(arguments)} - {""}
         for forward in self._running:
             names -= forward.holds
@@ -240,6 +242,10 @@ class ForwardWatch(TorchFunctionMode):
             return unpacked_dtypes.get(value, value) if is_dtype else value
 
         return tree_map(unpacked_dtype, arguments)
+
+
+def _shown_codes(leaf: Any) -> Any:
+    return leaf.layer.codes if isinstance(leaf, PackedWeight) else leaf
 
 
 def _has_tensor(result: Any) -> bool:

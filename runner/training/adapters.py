@@ -32,7 +32,7 @@ from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training.pretrained_folder import lora_layers
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
-from runner.utils.modules import frozen_parts, select_modules
+from runner.utils.modules import frozen_parts, matches_pattern, select_modules
 
 INITS = ("default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq")
 CHANGES_BASE = ("pissa", "pissa_niter_16", "olora")
@@ -197,7 +197,7 @@ class Lora:
         Nothing has to be computed from the weights. Names and shapes are those of add().
         """
         with suppress_import_warnings():
-            from peft import LoraConfig, inject_adapter_in_model
+            from peft import LoraConfig
 
         names = [name for name, _ in model.named_modules()]
         selected = select_modules("adapter.train", self.train, names)
@@ -228,9 +228,7 @@ class Lora:
                 "adapter=lora would add to the inputs of layers that compute their norm "
                 "themselves. Type precision.fuse=false."
             )
-        # peft warns of a Conv1D, for which it transposes the addition by itself.
-        with suppress_import_warnings():
-            inject_adapter_in_model(config, model)
+        _inject(config, model, chosen)
         # peft has frozen everything else, and made the additions in the layers' compute dtype.
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -272,8 +270,12 @@ class Lora:
                 )
             if name not in shared and name not in bypassed:
                 chosen.append(name)
-        if not chosen:
-            place = "the model" if self.modules is None else f"adapter.modules={list(self.modules)}"
+        typed = [str(pattern) for pattern in self.modules or ()]
+        # A run says of layers that are never called that they get none.
+        known = [*chosen, *bypassed]
+        idle = [p for p in typed if not any(matches_pattern(p, name) for name in known)]
+        if idle or not chosen:
+            place = "the model" if self.modules is None else f"adapter.modules={idle or typed}"
             if self._frozen_parts:
                 place += f", of which it froze {', '.join(self._frozen_parts)}"
             raise ConfigError(
@@ -297,6 +299,31 @@ class Lora:
                 setattr(model.get_submodule(parent), attribute, module.get_base_layer())
         # peft leaves its config on the model, where its other functions would find it.
         vars(model).pop("peft_config", None)
+
+
+def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
+    """Have peft wrap the chosen layers of a model, in place.
+
+    Raises:
+        ConfigError: peft refuses one of them.
+    """
+    with suppress_import_warnings():
+        from peft import inject_adapter_in_model
+
+    try:
+        # peft warns of a Conv1D, for which it transposes the addition by itself.
+        with suppress_import_warnings():
+            inject_adapter_in_model(config, model)
+    except ValueError as error:
+        refused = re.search(r"Module '([\w.]+)' is incompatible", str(error))
+        if refused is None:
+            raise
+        kinds = {name.rpartition(".")[2] for name in chosen} - {refused[1]}
+        patterns = ",".join(f"*.{kind}" for kind in sorted(kinds))
+        raise ConfigError(
+            f"adapter=lora: peft adds nothing to {refused[1]} of this model, which reads that "
+            f"layer's weight in a kernel of its own. Type adapter.modules=[{patterns}]."
+        ) from error
 
 
 def _holds_codes(module: nn.Module) -> bool:

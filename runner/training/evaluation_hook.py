@@ -143,8 +143,8 @@ def _checked_numbers(title: str, returned: Any, metrics: Mapping[str, float]) ->
         recorded = f"val/{name}"
         if number is None or not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
             raise HookError(
-                f"{title} returns {name!r}: {type(value).__name__}. Return numbers by names of "
-                "letters, digits, underscores, dots and dashes."
+                f"{title} returns {name!r}: {type(value).__name__}. Return numbers by names, "
+                "text of one line."
             )
         if recorded in metrics:
             raise HookError(

@@ -26,6 +26,7 @@ from runner.training.parameter_groups import (
     divide_parameters,
     entry_options,
     group_problems,
+    idle_parts,
     is_match,
 )
 from runner.training.schedules import build_scheduler, check_scheduler
@@ -62,9 +63,10 @@ def parameters_by_optimizer(
     for key, part in optimizer_nodes(node):
         match = part.get("match")
         share = {name: p for name, p in free.items() if is_match(match, name, p, model)}
-        if not share:
+        idle = idle_parts(match, named, model)
+        if not share or idle:
             raise ConfigError(
-                f"{key}.match={match} takes no parameter of the model. "
+                f"{key}.match={idle[0] if idle else match} takes no parameter of the model. "
                 f"Left for it: {first_names([*free]) or 'none'}."
             )
         free = {name: p for name, p in free.items() if name not in share}

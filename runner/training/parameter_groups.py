@@ -62,6 +62,22 @@ def is_match(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bo
     return not isinstance(owner, nn.Embedding) and not is_output_layer
 
 
+def idle_parts(match: Any, named: Mapping[str, nn.Parameter], model: nn.Module) -> list[Any]:
+    """Return the patterns of a `match` that take none of these parameters.
+
+    Args:
+        match: as for is_match.
+        named: parameters by name.
+        model: their owner.
+    """
+    parts = [[pattern] for pattern in match] if isinstance(match, list | tuple) else [match]
+    return [
+        part
+        for part in parts
+        if not any(is_match(part, name, param, model) for name, param in named.items())
+    ]
+
+
 def divide_parameters(
     key: str, node: Mapping[str, Any], model: nn.Module, params: Sequence[nn.Parameter]
 ) -> list[dict[str, Any]]:
@@ -136,16 +152,17 @@ def _owners(
         match = entry["match"]
         matches = [name for name, p in named.items() if is_match(match, name, p, model)]
         free = [name for name in matches if name not in owners]
-        if matches and not free:
+        idle = idle_parts(match, named, model)
+        if idle:
+            raise ConfigError(
+                f"{key}.groups: match={_typed(idle[0])} matches no parameter that it could take. "
+                f"Nearest names: {nearest_names(_patterns(idle[0])[0], named)}. Name a parameter "
+                "or a module; `*` stands for any part of one segment."
+            )
+        if not free:
             raise ConfigError(
                 f"{key}.groups: match={_typed(match)} is left nothing: the groups before it take "
                 f"{', '.join(matches[:4])}. The first match wins. Put it before them."
-            )
-        if not matches:
-            raise ConfigError(
-                f"{key}.groups: match={_typed(match)} matches no parameter that it could take. "
-                f"Nearest names: {nearest_names(_patterns(match)[0], named)}. Name a parameter or "
-                "a module; `*` stands for any part of one segment."
             )
         owners.update(dict.fromkeys(free, i))
     return {name: owners.get(name, len(entries)) for name in named}

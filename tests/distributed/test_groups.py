@@ -154,3 +154,10 @@ def test_a_process_that_waits_for_the_main_one_obeys_a_signal(monkeypatch):
     store.set(torchrun.START_KEY, "/runs/here")
     expected = ["hydra.run.dir='/runs/here'", "hydra.output_subdir=null", "model=mlp"]
     assert command_of_rank(["model=mlp"]) == expected
+
+
+def test_parameters_without_dimensions_are_refused_before_they_are_sharded():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+    with pytest.raises(ConfigError, match=r"without dimensions: scale\. .*strategy=ddp"):
+        FSDP().wrap(model, torch.device("cpu"))

@@ -86,6 +86,7 @@ mode=evaluate checkpoint=0123abcd => checkpoint=0123abcd is neither a file
 precision=32-true,bf16-mixed => precision=32-true,bf16-mixed | --multirun
 --config-dir /no/such => --config-dir=/no/such is no folder
 --config-dir => --config-dir | expected one argument
+adapter=lora +adapter.r=4 => adapter.r=4: | Write rank in place of r.
 hydra.run.dir=/proc/nothing => /proc/nothing | hydra.run.dir=<folder>
 """)
 
@@ -112,6 +113,7 @@ def test_a_mistake_gets_one_message(quick, typed, parts):
         ("a: 1\na: 2\n", ["line 2, column 1", "found duplicate key a"]),
         ("- a\n", ["model/bad.yaml holds a list", "keys with values"]),
         ("a: '\udcff'\n", ["is not UTF-8 text"]),
+        (f"a: {'[' * 5000}{']' * 5000}\n", ["nested too deeply"]),
     ],
 )
 def test_a_config_that_is_no_yaml(quick, tmp_path, text, parts):

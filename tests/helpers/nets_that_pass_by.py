@@ -95,6 +95,14 @@ class TrainsByReading(TwoLayers):
         return self.b(h)
 
 
+class ReadsShort(TwoLayers):
+    """In a short batch alone a weight is read."""
+
+    def forward(self, x):
+        whole = len(x) == 24
+        return self.b(self.a(x) if whole else F.linear(x, self.a.weight.to(x.dtype), self.a.bias))
+
+
 class Leaves(TwoLayers):
     """Draws numbers and moves a buffer even in evaluation."""
 

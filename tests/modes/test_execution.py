@@ -168,6 +168,16 @@ def test_a_weight_that_is_read_in_training_alone_stops_the_first_step(net, preci
     assert found["converted"] == "1/2"
 
 
+def test_a_packed_weight_that_is_read_in_a_short_batch_stops_the_run(net):
+    batches = ("train.batch_size=24", "train.max_steps=5")
+    done, _ = net("ReadsShort", "bnb-int8", *batches)
+    assert done.rc == 2
+    assert "The weight of a is packed into codes" in done.stderr
+    assert "precision.ignore_modules=[a]" in done.stderr
+    done, _ = net("ReadsShort", "bnb-int8", *batches, "precision.ignore_modules=[a]")
+    assert done.rc == 0, done.stderr
+
+
 def test_a_checkpoint_keeps_bypassed_layers_plain(net, tmp_path):
     """Its plain weights are not packed by a resumed run, an evaluation or low_memory."""
     _, whole = net("Reads", "bnb-nf4")

@@ -1,6 +1,19 @@
-import pytest
+from types import SimpleNamespace
 
-from runner.modes.training_outputs import draw_loss_scale
+import pytest
+import torch
+from torch import nn
+
+from runner.modes.training_outputs import check_model_folders, draw_loss_scale
+from runner.utils.errors import ConfigError
+
+
+def test_a_dtype_that_safetensors_lacks_is_refused_before_training():
+    asked = SimpleNamespace(safetensors=True, pretrained=False)
+    run = SimpleNamespace(spec=SimpleNamespace(checkpoint=asked))
+    check_model_folders(run, nn.ParameterDict({"z": torch.ones(2, dtype=torch.complex64)}))
+    with pytest.raises(ConfigError, match="holds no complex128, and z is one"):
+        check_model_folders(run, nn.ParameterDict({"z": torch.ones(2, dtype=torch.complex128)}))
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,15 @@ def represented_weight(layer):
     value times its block's or row's largest magnitude."""
     from bitsandbytes.functional import dequantize_blockwise
 
-    if layer.weight.dtype is torch.int8:
-        return layer.weight.float() * layer.SCB[:, None] / 127
-    if layer.weight.dtype is torch.float32:
+    codes = layer._parameters["weight"]
+    if codes.dtype is torch.int8:
+        return codes.float() * layer.SCB[:, None] / 127
+    if codes.dtype is torch.float32:
         weight = layer.weight.detach()
         largest = weight.abs().amax(1, keepdim=True)
         return (weight * (127 / largest)).round() * largest / 127
-    state = layer.weight.quant_state
-    pairs, count = layer.weight.data.flatten().long(), math.prod(state.shape)
+    state = codes.quant_state
+    pairs, count = codes.data.flatten().long(), math.prod(state.shape)
     codes = torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count]
     scales = state.absmax
     if state.nested:

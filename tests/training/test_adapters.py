@@ -206,6 +206,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(key):
     [
         (nn.Sequential(nn.Conv1d(1, 1, 1)), None, "the model"),
         (nn.Linear(2, 2), None, "the model"),
+        (Net(), ["head", "norm"], r"adapter\.modules=\['norm'\]"),
         (Net(), ["norm"], r"adapter\.modules=\['norm'\]"),
         (Net(), [], r"adapter\.modules=\[\]"),
         (Tied(), ["attention"], r"adapter\.modules=\['attention'\]"),

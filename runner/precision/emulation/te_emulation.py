@@ -452,7 +452,7 @@ class _LinearProducts(torch.autograd.Function):
         weights, weights_for_grad = quantizers.weight.quantize(weight.float())
         output = quantizers.forward_product(inputs, weights)
         if bias is not None:
-            output += bias.float()
+            output = output + bias.float()
         if quantizers.backward == "high_precision":
             saved = rows, weight
         elif quantizers.backward == "dequantized":

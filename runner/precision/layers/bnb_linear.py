@@ -33,7 +33,7 @@ from runner.precision.layers.bnb_library import (
     unpack_tensor_to_dict,
 )
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
-from runner.precision.layers.quantized_linear import PackedLinear
+from runner.precision.layers.quantized_linear import PackedLinear, PackedWeightOwner
 from runner.precision.layers.weight_formats import PackedTensors
 
 
@@ -85,7 +85,7 @@ class Linear8bit(PackedLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs: float [..., in] to the same dtype [..., out]."""
         state = bnb.MatmulLtState()
-        state.CB = self.weight.data  # type: ignore[assignment]
+        state.CB = self.codes.data  # type: ignore[assignment]
         state.SCB = self.SCB  # type: ignore[assignment]
         state.is_training = self.training
         return _product_int8(self, input, state)
@@ -266,7 +266,7 @@ class _Product4bit(torch.autograd.Function):
         return x_grad, None, None, bias_grad
 
 
-class Linear4bit(bnb.nn.Linear4bit):
+class Linear4bit(PackedWeightOwner, bnb.nn.Linear4bit):  # type: ignore[misc]
     """A linear layer with a 4-bit weight: float [..., in] to the same dtype [..., out].
 
     It computes in compute_dtype. The weight is frozen; the bias keeps its dtype and trains if it
@@ -311,9 +311,9 @@ class Linear4bit(bnb.nn.Linear4bit):
         rows = input.to(self.compute_dtype)
         state = self.scales
         if input.device.type == "cpu":
-            output = _Product4bit.apply(rows, self.weight, state, bias)
+            output = _Product4bit.apply(rows, self.codes, state, bias)
         else:
-            output = bnb.matmul_4bit(rows, self.weight, quant_state=state, bias=bias)
+            output = bnb.matmul_4bit(rows, self.codes, quant_state=state, bias=bias)
         return output.to(input.dtype)  # type: ignore[union-attr]
 
     def unpacked_weight(self) -> Tensor:
@@ -322,13 +322,13 @@ class Linear4bit(bnb.nn.Linear4bit):
         Its shape is [out, in], a Conv1D's [in, out].
         """
         state: Any = self.scales
-        weight = unpack_4bit(self.weight.data, state, state.dtype)
+        weight = unpack_4bit(self.codes.data, state, state.dtype)
         return weight.t() if is_transposed(self) else weight
 
     @property
     def scales(self) -> QuantState:
         """Return the scales of the weight, its shape and the values of its codes."""
-        held_by_weight = getattr(self.weight, "quant_state", None)
+        held_by_weight = getattr(self.codes, "quant_state", None)
         return self.quant_state if held_by_weight is None else held_by_weight
 
     def separate_scales(self, device: torch.device) -> None:
@@ -338,16 +338,14 @@ class Linear4bit(bnb.nn.Linear4bit):
         """
         self.quant_state = self.scales
         self.quant_state.to(device)
-        self.weight = nn.Parameter(self.weight.data, requires_grad=False)
+        self.weight = nn.Parameter(self.codes.data, requires_grad=False)  # type: ignore[misc]
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        # The library writes the scales that the weight holds.
-        if self.quant_state is not None:
-            for key, part in self.quant_state.as_dict(packed=True).items():
-                destination[f"{prefix}weight.{key}"] = part
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        for key, part in self.scales.as_dict(packed=True).items():
+            destination[f"{prefix}weight.{key}"] = part
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
         """Load a packed weight with its scales unchanged; pack a plain weight."""
@@ -356,12 +354,12 @@ class Linear4bit(bnb.nn.Linear4bit):
         weight = state_dict.get(key)
         if weight is not None:
             try:
-                self.weight = self._weight_from_state(weight, parts)
+                self.weight = self._weight_from_state(weight, parts)  # type: ignore[misc]
             except ValueError as error:
                 # nn.Module's last argument, error_msgs: load_state_dict raises all of them at once.
                 args[-1].append(f"{key}: {error}")
             # nn.Module copies this into the weight, which has it already.
-            state_dict[key] = self.weight.data
+            state_dict[key] = self.codes.data
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _weight_from_state(self, weight: Tensor, parts: PackedEntries) -> Any:
@@ -370,7 +368,7 @@ class Linear4bit(bnb.nn.Linear4bit):
         Raises:
             ValueError: it has another shape or packing, or its scales are missing.
         """
-        device = self.weight.device
+        device = self.codes.device
         shape = (self.out_features, self.in_features)
         if weight.is_floating_point():
             weight = weight.t() if is_transposed(self) else weight

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
+from runner.distributed.strategy import is_sharded
 from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.weight_formats import PackedTensors, WeightFormat, format_of_packed
+from runner.utils.errors import ConfigError
 
 
 class FakeQuantizedLinear(nn.Linear):
@@ -35,7 +38,60 @@ class FakeQuantizedLinear(nn.Linear):
             return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class PackedLinear(nn.Linear):
+class PackedWeight(Tensor):
+    """What a packed layer shows as its weight: shape and device of the weight that its codes stand
+    for, as float32, and no numbers.
+
+    Raises:
+        ConfigError: anything computes with it. Codes that are taken for numbers give a wrong result
+            without an error.
+    """
+
+    layer: Any
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, layer: Any) -> "PackedWeight":
+        shape = (layer.out_features, layer.in_features)
+        shown = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            shape[::-1] if is_transposed(layer) else shape,
+            # Also of a weight in half precision: peft makes its additions in this dtype.
+            dtype=torch.float32,
+            device=layer._parameters["weight"].device,
+        )
+        shown.layer = layer
+        # What isinstance(..., nn.Parameter) asks for.
+        shown._is_param = True
+        return shown
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        layer = next(leaf.layer for leaf in leaves if isinstance(leaf, cls))
+        name = getattr(layer, "converted_name", type(layer).__name__)
+        raise ConfigError(
+            f"The weight of {name} is packed into codes, and code outside of the layer's forward "
+            f"computes with it. Call the layer, read its unpacked_weight(), or type "
+            f"precision.ignore_modules=[{name}], which leaves the layer as it is."
+        )
+
+
+class PackedWeightOwner(nn.Module):
+    """Mixin of layers whose weight is packed: only their own code reads the codes."""
+
+    @property
+    def codes(self) -> nn.Parameter:
+        """Return the packed weight."""
+        return self._parameters["weight"]  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> Any:
+        """Return the shape and device of the weight, without numbers."""
+        # FSDP compares the shards that it finds here.
+        return self.codes if is_sharded(self.codes) else PackedWeight(self)
+
+
+class PackedLinear(PackedWeightOwner, nn.Linear):  # type: ignore[misc]
     """Base of linear layers with a frozen weight of codes, and scales in buffers.
 
     The bias keeps its dtype and trains if it did before the conversion.
@@ -59,8 +115,9 @@ class PackedLinear(nn.Linear):
             module: nn.Linear or Conv1D.
             attributes: those that the class annotates.
         """
+        matrix = weight_matrix(module).detach().float().contiguous()
         change_class(module, cls, **attributes)
-        packed = module.pack(weight_matrix(module).detach().float().contiguous())
+        packed = module.pack(matrix)
         module.weight = nn.Parameter(packed.pop("weight"), requires_grad=False)
         for name, scale in packed.items():
             module.register_buffer(name, scale)
@@ -69,7 +126,7 @@ class PackedLinear(nn.Linear):
     def packed(self) -> dict[str, Tensor]:
         """Return the codes and the scales."""
         scales = {name: getattr(self, name) for name in self.scale_names}
-        return {"weight": self.weight.data, **scales}
+        return {"weight": self.codes.data, **scales}
 
     def unpacked_weight(self) -> Tensor:
         """Return the weight that the codes stand for: float32 [out, in], a Conv1D's [in, out]."""
@@ -84,7 +141,7 @@ class PackedLinear(nn.Linear):
             state_dict[f"{prefix}weight"] = matrix
             # nn.Module below reports a weight of another shape.
             if matrix.shape == (self.out_features, self.in_features):
-                packed = self.pack(matrix.to(self.weight.device).float().contiguous())
+                packed = self.pack(matrix.to(self.codes.device).float().contiguous())
                 state_dict.update({f"{prefix}{name}": part for name, part in packed.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 

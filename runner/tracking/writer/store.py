@@ -6,6 +6,7 @@ an upload, an outage is retried. Sending the same twice changes nothing, so that
 """
 
 import fcntl
+import hashlib
 import os
 import posixpath
 import re
@@ -301,7 +302,7 @@ class Store:
 
     def log_points(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         """Send points with their own times and steps; sending them again changes nothing."""
-        metrics = [Metric(legal_name(key), value, time, step) for key, value, time, step in points]
+        metrics = [Metric(metric_name(key), value, time, step) for key, value, time, step in points]
         self._log_batches(run_id, "metrics", metrics, MAX_POINTS)
 
     def log_tags(self, run_id: str, values: Mapping[str, str]) -> None:
@@ -418,6 +419,17 @@ def legal_name(name: str) -> str:
     if validation.path_not_unique(name):
         name = re.sub(r"^(\.*/)+", "", posixpath.normpath(name)).strip(".") or "_"
     return name[: validation.MAX_ENTITY_KEY_LENGTH]
+
+
+@lru_cache(maxsize=10_000)
+def metric_name(name: str) -> str:
+    """Return a legal name that no other metric has, whichever process sends it."""
+    legal = legal_name(name)
+    if legal == name:
+        return name
+    # h.* and h.? would share one curve.
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{legal[:240]}_{digest[:6]}"
 
 
 def distinct_names(values: Mapping[str, str]) -> dict[str, str]:

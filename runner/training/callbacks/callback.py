@@ -23,7 +23,7 @@ from runner.utils.formatting import now_ms
 CALLBACK_FILES = "callbacks"
 """Folder of the files that callbacks save, in the run's folder and among its artifacts."""
 
-METRIC_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)*")
+METRIC_NAME = re.compile(r"[^/\x00-\x1f]+(/[^/\x00-\x1f]+)*")
 """Names that the user's code may give to metrics."""
 RESERVED_PREFIXES = sorted({name.partition("/")[0] for name in METRICS} | {"system"})
 """First parts of the names of metrics that the runner and MLflow record."""
@@ -266,8 +266,7 @@ class RunHandle:
     def _metric_name(self, name: Any) -> str:
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
             raise ValueError(
-                f"{name!r} is no name of a metric. Allowed: letters, digits, underscores, dots and "
-                "dashes, with slashes between"
+                f"{name!r} is no name of a metric. Allowed: text of one line, with slashes between"
             )
         if "/" not in name:
             return f"{self.name}/{name}"

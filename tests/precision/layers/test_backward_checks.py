@@ -8,7 +8,7 @@ import pytest
 import torch
 from precision_models import CPU, DELAYED_SCALING, load_precision, precisions_on_cpu, train_state
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from runner.config.schema import RunSpec, TrainSpec
@@ -57,8 +57,14 @@ class Block(nn.Module):
         return x + self.out(torch.tanh(self.into(self.norm(x)) + shift * torch.ones(64)))
 
 
+def saved_products():
+    aten = torch.ops.aten
+    return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default])
+
+
 class Net(nn.Module):
-    """Blocks under torch.utils.checkpoint, or not: use_reentrant True, False or None."""
+    """Blocks under torch.utils.checkpoint, or not: use_reentrant True, False or None, or that
+    saves products."""
 
     def __init__(self, reentrant=None, blocks=2):
         super().__init__()
@@ -71,6 +77,8 @@ class Net(nn.Module):
         for block in self.blocks:
             if self.reentrant is None or not torch.is_grad_enabled():
                 x = block(x)
+            elif self.reentrant == "products":
+                x = checkpoint(block, x, use_reentrant=False, context_fn=saved_products)
             else:
                 x = checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(x)
@@ -122,7 +130,7 @@ def same(found, wanted):
 @pytest.mark.parametrize("name", REPEATABLE)
 def test_a_model_that_computes_blocks_twice_has_the_same_gradients(name):
     plain = gradients(load_precision(name), seeded(Net), batches(2))
-    for reentrant in (True, False):
+    for reentrant in (True, False, "products"):
         assert same(gradients(load_precision(name), seeded(Net, reentrant), batches(2)), plain)
 
 

@@ -252,6 +252,28 @@ def test_an_evaluation_of_an_encoder_layer_calls_the_converted_layers(kind, monk
     assert relative_error(found, wanted) < 0.2
 
 
+READERS = (
+    lambda weight: F.linear(X, weight),
+    lambda weight: weight.float().square().mean(),
+    lambda weight: X @ weight.data.t().to(X.dtype),
+    lambda weight: F.embedding(torch.tensor([0]), weight),
+)
+
+
+@packed_kinds
+def test_codes_are_read_by_their_layer_alone(kind):
+    _, model = convert(kind)
+    weight = model.body.weight
+    assert (weight.shape, weight.dtype, weight.device) == ((48, 80), torch.float32, CPU)
+    assert isinstance(weight, nn.Parameter)
+    for read in READERS:
+        with pytest.raises(
+            ConfigError, match=r"weight of body .*precision.ignore_modules=\[body\]"
+        ):
+            read(weight)
+    assert relative_error(model.body.unpacked_weight(), plain_model().body.weight) < 0.2
+
+
 @every_kind
 def test_a_forward_writes_and_logs_nothing(kind, caplog, capfd):
     precision, model = convert(kind)

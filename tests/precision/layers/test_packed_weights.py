@@ -82,7 +82,7 @@ def test_scales_beside_the_weight_change_neither_outputs_nor_the_state_dict(mode
     outputs, state = model(X), reloaded(model.state_dict())
     for layer in (model.body, model.head):
         layer.separate_scales(torch.device("cpu"))
-        assert type(layer.weight) is nn.Parameter
+        assert type(layer.codes) is nn.Parameter
     assert torch.equal(model(X), outputs)
     assert_same_tensors(reloaded(model.state_dict()), state)
 
@@ -94,7 +94,7 @@ def test_plain_weights_of_another_width_are_packed_when_they_are_loaded(mode, dt
     model.load_state_dict(plain.state_dict())
     with torch.no_grad():
         assert relative_error(model(X), plain.float()(X)) < 0.2
-    assert (model.body.bias.dtype, model.body.weight.requires_grad) == (torch.float32, False)
+    assert (model.body.bias.dtype, model.body.codes.requires_grad) == (torch.float32, False)
 
 
 INCOMPLETE = [
@@ -109,12 +109,12 @@ INCOMPLETE = [
 @pytest.mark.parametrize(("mode", "entry", "missing"), INCOMPLETE)
 def test_weights_without_their_scales_are_neither_loaded_nor_unpacked(mode, entry, missing):
     model, state = convert(mode), packed_state(mode, without=f"body.{entry}")
-    before = copy.deepcopy(model.body.weight)
+    before = copy.deepcopy(model.body.codes)
     message = rf"body\.weight: it is packed, and its {missing} missing"
     for strict in (True, False):
         with pytest.raises(RuntimeError, match=message):
             model.load_state_dict(state, strict=strict)
-    assert torch.equal(model.body.weight, before)
+    assert torch.equal(model.body.codes, before)
     with pytest.raises(ValueError, match=message):
         unpack_state_dict(state)
     del state["body.weight"]
@@ -155,11 +155,11 @@ MISFITS = [
 @pytest.mark.parametrize(("mode", "state", "message"), MISFITS)
 def test_the_error_of_another_packing_or_shape_names_the_weight(mode, state, message):
     model = convert(mode)
-    before = copy.deepcopy(model.body.weight)
+    before = copy.deepcopy(model.body.codes)
     with pytest.raises(RuntimeError) as error:
         model.load_state_dict(state())
     assert message in str(error.value)
-    assert torch.equal(model.body.weight, before)
+    assert torch.equal(model.body.codes, before)
 
 
 @pytest.mark.parametrize("mode", ["nf4", "int8"])
