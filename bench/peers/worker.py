@@ -139,7 +139,10 @@ class LossHook(MetaPathFinder):
         cross_entropy, linear = functional.cross_entropy, functional.linear
 
         def counted(output: Any, target: Any, **options: Any) -> Any:
+            # Under a mode of torch's, the function calls itself by its name once more.
+            functional.cross_entropy = cross_entropy
             loss = cross_entropy(output, target, **options)
+            functional.cross_entropy = counted
             if loss.requires_grad:  # no trial and no evaluation
                 self.gate.dtype = self.gate.dtype or self.seen[-1]
                 functional.linear = linear

@@ -333,9 +333,8 @@ def test_a_run_whose_loader_fails_at_the_export_still_finishes():
     signals = SimpleNamespace(
         is_stop_requested=lambda: False, interruptible=nullcontext, check=lambda: None
     )
-    save_model(
-        SimpleNamespace(tracker=tracker, signals=signals, say=messages.append), None, Loader()
-    )
+    run = SimpleNamespace(tracker=tracker, signals=signals, say=messages.append)
+    save_model(run, SimpleNamespace(plain_model=nn.Linear(1, 1)), Loader())
     assert messages == [
         "The model is not in MLflow, its checkpoint has the weights: OSError: the data are gone."
     ]

@@ -49,7 +49,7 @@ def test_parts_in_evaluation_mode_stay_in_it(tmp_path, capsys, words):
 
 ADAPTED = {
     "nothing is named": ([], {"body", "head"}),
-    "a pattern of any depth": (["adapter.modules=['*.0',body]"], {"body"}),
+    "a pattern of any depth": (["adapter.modules=['*h*',body]"], {"body", "head"}),
     "the part is named": (["adapter.modules=[teacher,body]"], {"teacher.0", "body"}),
     "in packed weights": (["precision=bnb-nf4"], {"body", "head"}),
 }
