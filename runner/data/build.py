@@ -213,7 +213,7 @@ def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
     if stated is None or not isinstance(example_input, Tensor):
         return
     shape = list(example_input.shape)
-    is_batch = isinstance(stated, Sequence) and shape[1:] == list(stated)
+    is_batch = isinstance(stated, Sequence) and shape[1:] == list(stated) and shape[0] > 1
     if is_batch and getattr(example[1], "shape", ())[:1] == example_input.shape[:1]:
         yield (
             f"data: the train set yields batches of {shape[0]}, and the runner makes batches of "

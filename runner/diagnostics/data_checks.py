@@ -110,8 +110,11 @@ class _Likeness:
     def findings(self, split: str, checked: int) -> Iterator[str]:
         """Yield what all samples have in common; a mask of integers may be the same in all."""
         same = [name for name in self._first if name not in self._varied]
-        floating = [name for name in same if self._first[name].is_floating_point()]
-        what = "the image is of one colour" if any(self._is_plain_image.values()) else ""
+        # A grid of times or places may be the same in all; of one number, it was cut off.
+        first = {name: self._first[name] for name in same}
+        floating = [n for n, v in first.items() if v.is_floating_point() and v.unique().numel() < 2]
+        plain = [name for name in self._varied if self._is_plain_image.get(name)]
+        what = "the image is of one colour" if plain else ""
         if floating:
             what = f"the inputs {', '.join(floating)} are the same"
         if same and not self._varied:

@@ -11,13 +11,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.data.batch_layout import KeywordInputs, PositionalInputs
-from runner.modes.error_rules import Failure, Rule, first_message, matches, precision_advice
+from runner.modes.error_rules import (
+    LIBRARIES,
+    Failure,
+    Rule,
+    first_message,
+    matches,
+    precision_advice,
+)
 from runner.training.model_call import takes_fields
 from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.tensors import dtype_name
 
 _LAYOUTS = "(docs/own-code.md)"
-_NOT_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def explain_batch_error(failure: Failure) -> str:
@@ -176,7 +182,7 @@ def _explain_raise(failure: Failure) -> str:
     if last is None or last.tb_frame.f_code.co_code[last.tb_lasti] != opmap["RAISE_VARARGS"]:
         return ""
     path = last.tb_frame.f_code.co_filename
-    if path.startswith(_NOT_OWN):
+    if path.startswith(LIBRARIES):
         return ""
     inside = f" in {failure.module_in_words}" if failure.module_in_words else ""
     return f"{Path(path).name}, line {last.tb_lineno}, raises it{inside}: that code says why."
@@ -189,7 +195,8 @@ def _fitting_task(failure: Failure) -> str:
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
         return ""
     fits = target.shape in (output.shape, output.shape[:-1] if output.shape[-1:] == (1,) else None)
-    if fits and bool(((target == 0) | (target == 1)).all()):
+    is_regression = failure.names["task"] == "regression" and target.is_floating_point()
+    if fits and not is_regression and bool(((target == 0) | (target == 1)).all()):
         return "binary"
     if target.is_floating_point() or target.is_complex():
         return "regression" if output.shape == target.shape else ""

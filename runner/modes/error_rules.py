@@ -4,6 +4,7 @@ A table holds rules, each a condition and a message. The first rule counts whose
 whose message is not empty. batch_rules.py has those for a first batch that does not fit.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,8 @@ from runner.utils.tensors import dtype_name
 
 _HALVES = {torch.float16: "16", torch.bfloat16: "bf16"}
 """Half-precision dtypes, and how the names of their precisions begin."""
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+"""How the files of torch and of the runner begin, which are nobody's own code."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class Failure:
         """Return the name of the user's torch.autograd.Function whose backward raised; or empty."""
         for frame, _ in walk_tb(self.error.__traceback__):
             code = frame.f_code
-            if code.co_name == "backward" and not code.co_filename.startswith(_LIBRARIES):
+            is_own = code.co_varnames and not code.co_filename.startswith(LIBRARIES)
+            if code.co_name == "backward" and is_own:
                 return type(frame.f_locals.get(code.co_varnames[0])).__name__[: -len("Backward")]
         return ""
 
@@ -137,7 +140,7 @@ class Failure:
         for frame, number in walk_tb(self.error.__traceback__):
             path = frame.f_code.co_filename
             # "<" begins the name of code without a file, such as <string>.
-            if not path.startswith((*_LIBRARIES, "<")):
+            if not path.startswith((*LIBRARIES, "<")):
                 line = f", {Path(path).name}, line {number}"
         if module is None:
             return f"It fails outside the model's forward{line}." if line else ""
@@ -194,7 +197,7 @@ class Failure:
         """Return the advice to change the failing forward; empty where a library has it."""
         module = self.name_and_module[1]
         source = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
-        is_library = "site-packages" in source and not source.startswith(_LIBRARIES)
+        is_library = "site-packages" in source and not source.startswith(LIBRARIES)
         return "" if is_library else f"in {self.forward}, {change}"
 
     def alternative_half(self, compute: torch.dtype, instead: torch.dtype, reason: str = "") -> str:

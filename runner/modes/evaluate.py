@@ -4,6 +4,7 @@ The tracker is open already; run.py closes it.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result
 from runner.modes.execution import build_proven_model
 from runner.modes.resume import PlannedRun
-from runner.modes.saved_run import changes, merge
+from runner.modes.saved_run import changes, merge, typed_overrides
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
 from runner.modes.training_outputs import describe_computation, save_dtypes, set_evaluation_hook
 from runner.training.compile import check_compile_options, prepare_model
@@ -33,6 +34,7 @@ from runner.training.model import restore_model
 from runner.training.model_call import call_model
 from runner.training.setup import build_state
 from runner.training.state import TrainState
+from runner.training.tasks.task import has_plain_loss_alone
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names, now_ms
@@ -68,14 +70,18 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
             "precision packs weights otherwise. Leave adapter= out."
         )
     groups = ("model", "adapter", "data", "task", "precision")
-    untyped = [key for key in groups if not invocation.overrides_key(key)]
+    # A key within a group that was typed changes the checkpoint's group.
+    typed = typed_overrides(invocation)
+    untyped = [key for key in groups if key not in typed]
     config = saved.config("checkpoint")
     nodes = {key: config.values.get(key, {}) for key in untyped}
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
     nodes |= {key: config.values[key] for key in ("seed", "deterministic") if key in config.values}
     trained = config.values.get("train", {})
     composed = (invocation.composed_config or to_dict(spec))["train"]
-    nodes["train"] = {**composed, **{key: trained[key] for key in _TRAIN_KEYS if key in trained}}
+    # Another precision may not compile what the run's own did.
+    kept = _TRAIN_KEYS if "precision" in untyped else _TRAIN_KEYS[:3]
+    nodes["train"] = {**composed, **{key: trained[key] for key in kept if key in trained}}
     spec, invocation = merge(config._replace(values=nodes), spec, invocation, [*nodes], choices)
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
     return PlannedRun(plan.folder, saved, spec, invocation)
@@ -186,6 +192,8 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
     metrics = content.get("metrics", {})
     if not metrics:
         run.say("The checkpoint holds no evaluation of its own to compare with.")
+    if has_plain_loss_alone(run.task, metrics):
+        metrics = {re.sub("/loss$", "/plain_loss", key): value for key, value in metrics.items()}
     # debug.overfit evaluates on a few training examples, so its metrics are of other data, too.
     reasons: list[str] = []
     saved = content["spec"]
@@ -201,7 +209,8 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
     if metrics and reasons:
         run.say(
             "warning: the checkpoint's own metrics cannot be compared, for they are of other "
-            f"settings: {first_names(reasons, 3, '; ')}. To compare, leave these keys out."
+            f"settings: {first_names(reasons, 3, '; ')}. To compare, give these keys the run's "
+            "values."
         )
         metrics = {}
     before = content.get("device", run.device_name)

@@ -120,7 +120,7 @@ def _plan_resume(plan: PlannedRun, console: Console, strategy: Strategy) -> Plan
     if rank.is_main:
         try:
             found = resume.plan_resume(plan, say)
-        except ConfigError as error:
+        except RunnerError as error:
             failure = error
     path = str(found.saved.path) if found.saved else None
     # All processes raise, so that none waits for one that has ended.

@@ -11,7 +11,7 @@ from runner.modes.context import RunContext
 from runner.precision.casting import cast_nest
 from runner.training.evaluation import evaluation_mode
 from runner.training.state import TrainState, saved_state
-from runner.training.step import added_loss_weight, examples_in, loss_of, split_loss
+from runner.training.step import examples_in, loss_of, split_loss
 from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
 
@@ -56,18 +56,15 @@ def output_lines(
     if taken:
         yield taken
     name = run.invocation.option_name("task", run.spec.task)
-    for loss in task.added_losses(output):
-        weight = added_loss_weight(task, state.plain_model, loss)
-        yield (
-            f"task={name} adds {weight:g} times the {loss} that the model returns to its loss "
-            f"(task.loss_weights.{loss}); val/loss is without it"
-        )
     parts = run.spec.train.accumulate * run.strategy.rank.world_size
     is_known = task.whole_batch or task.additions.whole_batch is False
     if run.spec.mode != "train" or parts == 1 or is_known:
         return
     whole, halves = _whole_and_halves(state, *batch, output)
-    tolerance = _MODEL_TOLERANCE if task.passes_target else _LOSS_TOLERANCE
+    tolerance = _LOSS_TOLERANCE
+    if task.passes_target:
+        # Two units in the last place of the format that the model's own loss may have.
+        tolerance = max(_MODEL_TOLERANCE, 2 * torch.finfo(state.precision.compute).eps)
     if abs(whole - halves) <= tolerance * abs(whole):
         return
     raise ConfigError(

@@ -39,6 +39,7 @@ from runner.modes.training_outputs import (
     wants_model_folders,
 )
 from runner.precision.loss_scale import watch_tensor_hooks
+from runner.precision.weight_updates import Nearest
 from runner.training.callbacks.callback import RunCallback
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_sets
@@ -289,10 +290,17 @@ def _step_contexts(
         hooks = watch_tensor_hooks(run.say) if scaled else _UNMEASURED
         with run.signals.interruptible(), proof.probe, proof.watch(), hooks, casts, measured:
             yield
+        # The step shows what has a gradient, and what a model returns in training mode alone.
+        for loss, weight in state.loss_weights.items():
+            run.say(
+                f"training adds {weight:g} times the {loss} that the model returns to the task's "
+                f"loss (task.loss_weights.{loss}); val/loss is without it"
+            )
         state.end_first_step()
         wide = state.wide_forward
         covered = wide.kept if wide else ()
-        remedy = "" if wide or spec.train.compile else run.precision.update_remedy
+        has_rule = run.precision.update != Nearest.name
+        remedy = "" if has_rule or compiles else run.precision.update_remedy
         warning = own_state.narrow_warning(remedy, covered)
         if warning:
             run.say(warning)

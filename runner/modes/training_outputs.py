@@ -289,6 +289,12 @@ def check_model_folders(run: RunContext, model: nn.Module) -> None:
         from safetensors.torch import save
 
         for name, tensor in model.state_dict().items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigError(
+                    "checkpoint.safetensors=true: safetensors holds tensors alone, and "
+                    f"{name} is a {type(tensor).__name__}. Leave it out (checkpoints hold it), or "
+                    "have get_extra_state() return a tensor."
+                )
             try:
                 save({name: torch.empty(0, dtype=tensor.dtype)})
             except KeyError as error:

@@ -26,7 +26,7 @@ METRICS = {
     "val/loss": "mean over the labels of the validation set that count (-100 does not)",
     "val/plain_loss": "the mean of the task's own loss, where val/loss is that of task.loss",
     "val/accuracy": "share of right classes, of the labels that count (tasks of classes)",
-    "val/perplexity": "exp of val/loss (task=language, causal_lm, seq2seq)",
+    "val/perplexity": "exp of the task's own loss (task=language, causal_lm, seq2seq)",
     "val/iou": "intersection over union, mean of the classes that occur (task=segmentation)",
     "val/<name>": "a metric of task.metrics, or a number that task.after_evaluation returns; "
     "val/<name>/<index or key> of several numbers",

@@ -211,6 +211,8 @@ class OwnState:
                 patterns[f"{place.name} ({dtype_name(dtype)})"] = place.pattern
         if not patterns:
             return ""
+        if all(".running_" in f".{name}" for name in patterns):
+            update = ""  # a rule leaves the kernel of batch norm out
         kept = ",".join(dict.fromkeys(patterns.values()))
         return (
             f"warning: the model itself changes {first_names([*patterns], 4)}, and 16 bits round "

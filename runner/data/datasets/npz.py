@@ -146,7 +146,7 @@ def _layouts(file: Any) -> Iterator[tuple[str, tuple[tuple[int, ...], np.dtype]]
 def as_input(array: np.ndarray) -> Tensor:
     """Return an array as a tensor: floating numbers in float32, others as they are."""
     if array.dtype.kind == "f":
-        array = array.astype(np.float32)
+        array = array.astype(np.float32, copy=False)
     # In the byte order of this machine, which torch asks for.
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(np.ascontiguousarray(native))

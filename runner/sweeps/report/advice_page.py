@@ -8,6 +8,7 @@ from rich.console import Console
 from runner.config.invocation import given_keys, python_call
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.wording import format_interval, memory_name, memory_words, speed_words
+from runner.sweeps.verdict.compare import caveats_of
 from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict
@@ -116,7 +117,7 @@ def other_sentences(advice: Advice) -> str:
             f"Emulated, {', '.join(emulated)} trained as well; the hardware itself is needed to "
             "measure the speed."
         )
-    sentences += [verdict.group.caveats for verdict in advice.verdicts]
+    sentences += caveats_of(verdict.group for verdict in advice.verdicts)
     if advice.settings.busy > BUSY_SHARE:
         sentences.append(
             f"Other programs kept {advice.settings.busy:.0%} of the processors busy when this "
@@ -146,7 +147,7 @@ def gate_sentence(gate: GateVerdict) -> str:
             sentences.append("The budget ended first: a larger advise.budget may decide.")
         else:
             sentences.append(f"More seeds may decide: type advise.seeds={2 * settings.seeds}.")
-    sentences.append(gate.precision.group.caveats)
+    sentences += caveats_of([gate.precision.group])
     return " ".join(filter(None, sentences))
 
 

@@ -26,6 +26,7 @@ from runner.sweeps.verdict.compare import (
     BASELINE,
     Comparison,
     Group,
+    caveats_of,
     has_several_models,
     qualities_by_seed,
     sweep_letter,
@@ -91,7 +92,7 @@ def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -
     sentences = [
         conclusion_sentence(comparisons),
         failure_sentence(comparisons, missing_jobs),
-        *(comparison.group.caveats for comparison in comparisons),
+        *caveats_of(comparison.group for comparison in comparisons),
     ]
     return " ".join(filter(None, sentences))
 

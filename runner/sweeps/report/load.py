@@ -328,8 +328,10 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
         weights_mib=run.metrics.get("memory/weights_mib"),
         optimizer_mib=run.metrics.get("memory/optimizer_mib"),
         peak_memory_mib=run.metrics.get("memory/peak_mib"),
-        examples_per_second=timed.get("perf/mean_examples_per_second"),
-        step_ms=timed.get("perf/mean_step_ms"),
+        examples_per_second=timed.get(
+            "perf/mean_examples_per_second", timed.get("perf/examples_per_second")
+        ),
+        step_ms=timed.get("perf/mean_step_ms", timed.get("perf/step_ms")),
         kernels="emulated" if is_emulated else "",
         converted=run.tags.get("converted", ""),
         matrix_work=run.tags.get("matrix_work", ""),

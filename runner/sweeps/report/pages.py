@@ -38,6 +38,7 @@ from runner.sweeps.verdict.compare import (
     MIN_GAIN_ONE_SEED,
     MIN_GAIN_SEEDS,
     Comparison,
+    caveats_of,
     compare_with_baselines,
     sweep_letter,
 )
@@ -219,7 +220,7 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Text(note)
     yield Text(conclusion_sentence(compared), "answer")
     failures = failure_sentence(compared, data.missing_jobs_clause)
-    for text in filter(None, (failures, *(group.caveats for group in groups))):
+    for text in filter(None, (failures, *caveats_of(groups))):
         yield Text(text)
     if not compared:
         return

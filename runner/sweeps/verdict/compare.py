@@ -5,8 +5,9 @@ A `Group` holds the jobs that differ in their seeds alone; a `Comparison` sets i
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from typing import Literal
 
@@ -96,12 +97,6 @@ class Group:
         return any(job.is_on_cpu for job in self.jobs)
 
     @property
-    def caveats(self) -> str:
-        """Return what its jobs did not compute as asked, or otherwise than a GPU, in sentences."""
-        texts = dict.fromkeys(text for job in self.jobs for text in job.caveats)
-        return " ".join(f"{self.name}: {text}" for text in texts)
-
-    @property
     def memory_mib(self) -> float | None:
         """Return the memory that is comparable between jobs, in MiB.
 
@@ -133,6 +128,16 @@ def group_jobs(results: Sequence[RunResult]) -> list[Group]:
         device = result.device or device_by_name.get(name, only_device)
         grouped.setdefault((name, device), []).append(result)
     return [_group(*key, jobs, results) for key, jobs in grouped.items()]
+
+
+def caveats_of(groups: Iterable[Group]) -> list[str]:
+    """Return what the groups' jobs did not compute as asked, or otherwise than a GPU, in sentences
+    that name the precisions."""
+    precisions: dict[str, dict[str, None]] = {}
+    for job in chain.from_iterable(group.jobs for group in groups):
+        for text in job.caveats:
+            precisions.setdefault(text, {})[job.precision] = None
+    return [f"{', '.join(names)}: {text}" for text, names in precisions.items()]
 
 
 def group_name(result: RunResult) -> str:

@@ -183,7 +183,7 @@ class Store:
                 f"{self._restore_command(deleted)}"
             )
         if experiment is not None:
-            _require(experiment.name == free)
+            _require(bool(experiment.name and experiment.experiment_id))
             return experiment.experiment_id
         # The folder of a database's artifacts; a server has its own.
         location = None
