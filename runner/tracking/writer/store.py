@@ -183,7 +183,8 @@ class Store:
                 f"{self._restore_command(deleted)}"
             )
         if experiment is not None:
-            _require(bool(experiment.name and experiment.experiment_id))
+            # Databases that compare names without their case answer with the one that they hold.
+            _require(experiment.name.casefold() == free.casefold())
             return experiment.experiment_id
         # The folder of a database's artifacts; a server has its own.
         location = None
