@@ -20,6 +20,7 @@ from runner.config.overrides import override_key
 from runner.config.resolve import flatten, resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import is_signed
+from runner.config.targets import runner_values
 from runner.config.trusted_targets import (
     SavedConfig,
     check_trusted,
@@ -131,6 +132,10 @@ def merge(
     # run's values.
     for key in typed_overrides(invocation):
         copy_key(composed, merged, key.split("."))
+    # Data that are given as objects replace the data, not what the run does with them.
+    if merged["data"].get("_target_") == "runner.api.objects.given_data":
+        values = runner_values("data", config.values.get("data", {}))
+        merged["data"] = values | merged["data"]
     try:
         resolved = resolve_spec(OmegaConf.create(merged))
     except OmegaConfBaseException as error:

@@ -1,15 +1,17 @@
 """Check what a task makes of the model's output for the first batch, before anything trains."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.modes.context import RunContext
 from runner.precision.casting import cast_nest
 from runner.training.evaluation import evaluation_mode
+from runner.training.model_call import call_model
 from runner.training.state import TrainState, saved_state
 from runner.training.step import examples_in, loss_of, split_loss
 from runner.training.tasks.task import labels_of
@@ -56,6 +58,8 @@ def output_lines(
     if taken:
         yield taken
     name = run.invocation.option_name("task", run.spec.task)
+    if task.whole_batch and run.strategy.rank.world_size > 1:
+        _check_joinable(state, batch, output)
     parts = run.spec.train.accumulate * run.strategy.rank.world_size
     is_known = task.whole_batch or task.additions.whole_batch is False
     if run.spec.mode != "train" or parts == 1 or is_known:
@@ -76,6 +80,36 @@ def output_lines(
     )
 
 
+def _check_joinable(state: TrainState, batch: tuple[Any, Any], output: Any) -> None:
+    """Raise ConfigError where the output compares the examples of a batch with each other, so that
+    the outputs of several processes cannot be joined."""
+    size = examples_in(batch)
+    half = tree_map(partial(_cut, size=size, part=slice(size // 2)), batch)
+    restore = saved_state(state)
+    try:
+        with (
+            torch.no_grad(),
+            evaluation_mode(state.model, state.task, state.device),
+            state.precision.forward(state.device),
+        ):
+            part = call_model(state.model, state.precision.cast(half[0]))
+    finally:
+        restore()
+    for whole, own in zip(tree_leaves(output), tree_leaves(part), strict=False):
+        if isinstance(whole, Tensor) and whole.shape[1:] != own.shape[1:]:
+            raise ConfigError(
+                f"task.whole_batch: the model returns {list(whole.shape)}, which compares the "
+                "examples of one process. Have it return what is compared (embeddings), and "
+                "compare them in the task's loss."
+            )
+
+
+def _cut(leaf: Any, size: int, part: slice | list[int]) -> Any:
+    """Return a part of the examples of a tensor of a batch; what has none as it is."""
+    has_examples = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
+    return leaf[part] if has_examples else leaf
+
+
 def _whole_and_halves(
     state: TrainState, inputs: Any, target: Any, output: Any
 ) -> tuple[float, float]:
@@ -91,10 +125,7 @@ def _whole_and_halves(
     dtype = state.precision.loss_dtype
 
     def loss_and_weight(part: list[int]) -> tuple[float, float]:
-        def cut(leaf: Any) -> Any:
-            has_examples = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
-            return leaf[part] if has_examples else leaf
-
+        cut = partial(_cut, size=size, part=part)
         own = tree_map(cut, target)
         if task.passes_target:
             loss = loss_of(state, tree_map(cut, inputs), own)

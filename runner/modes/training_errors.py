@@ -219,7 +219,7 @@ class TrainingErrors:
         reason = text.splitlines()[0].rstrip(".")
         sample = ""
         for label, loader in self.evaluated.items():
-            sample = _first_bad_sample(self.run, all_targets(loader))
+            sample = _first_bad_sample(self.run, all_targets(loader), reason)
             if sample.startswith(" Sample"):
                 return f"In the evaluation of the {label} set: {reason}.{sample}"
         return f"In the evaluation: {reason}.{sample}"
@@ -236,7 +236,7 @@ class TrainingErrors:
         accumulate = run.spec.train.accumulate
         samples = [samples_of_step(self.train, accumulate, step) for step in steps]
         where = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
-        sample = _first_bad_sample(run, targets_of_steps(self.train, samples))
+        sample = _first_bad_sample(run, targets_of_steps(self.train, samples), reason)
         message = f"At {where}: {reason}.{sample}"
         saved = batch_saver(run, self.train).save(steps[0], message, count=len(steps))
         return f"{message}\n{saved}"
@@ -283,22 +283,27 @@ def _worker_message(reason: str, what: str) -> str:
     )
 
 
-def _first_bad_sample(run: RunContext, portions: Iterator[tuple[list[int], Any]]) -> str:
-    """Return a sentence with the first sample whose label is no class; empty for none.
+def _first_bad_sample(
+    run: RunContext, portions: Iterator[tuple[list[int], Any]], reason: str
+) -> str:
+    """Return a sentence with the first sample whose label is no class, or another cause.
 
     Args:
         run: the run.
         portions: samples and their targets.
+        reason: the error's text.
     """
     classes = (run.spec.data.get("meta") or {}).get("classes")
-    if not classes:
+    if not classes and _BAD_INDEX not in reason:
         return " Labels go from 0 to the number of the model's outputs less one."
     with suppress(Exception):  # an error of the explanation must not hide the one it explains
         for samples, target in portions:
-            wrong = run.task.misplaced(target, classes)
-            if wrong is not None and wrong.any():
+            wrong = run.task.misplaced(target, classes) if classes else None
+            if classes and wrong is not None and wrong.any():
                 first = int(wrong.nonzero()[0])
                 return f" Sample {samples[first]}: {label_problem(target[first], classes)}"
+    if _BAD_INDEX in reason:
+        return " An embedding has no more rows than the largest number among its inputs."
     return ""
 
 

@@ -70,8 +70,9 @@ class CastCacheWatch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         # Also through `weight.data`, which torch does not count as a change of the weight.
         is_write = name in ("__set__", "__setitem__") or name.rstrip("_") + "_" == name
+        is_write |= kwargs.get("out") is not None
         if is_write:
-            for leaf in tree_leaves(args[0]):
+            for leaf in tree_leaves((args[:1], kwargs.get("out"))):
                 self._stale |= self._used.get(memory_of(leaf), set())
         elif weights & self._stale:
             torch.clear_autocast_cache()

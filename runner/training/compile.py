@@ -98,7 +98,9 @@ def prepare_model(
     """Change a model, on its device and converted, into the form that the loop runs."""
     train = spec.train
     if train.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        layout = torch.channels_last
+        # Module.to takes weights of 5 dimensions, too, which have no such layout.
+        model._apply(lambda t: t.to(memory_format=layout) if t.ndim == 4 else t)
     choice = train.activation_checkpointing
     # Before the compilation, which then sees both forwards.
     if choice:
