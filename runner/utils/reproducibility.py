@@ -247,8 +247,12 @@ def own_tensors(model: nn.Module) -> list[Tensor]:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether a tensor has values in memory, each element its own, that can be copied."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
-    return is_plain and torch._debug_has_internal_overlap(tensor) != 1  # 1: certainly, as expanded
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    has_values = not tensor.is_meta and not tensor.is_quantized
+    return (
+        has_values and torch._debug_has_internal_overlap(tensor) != 1
+    )  # 1: certainly, as expanded
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

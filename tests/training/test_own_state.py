@@ -199,7 +199,7 @@ def test_batch_norm_beside_another_tensor_is_advised_what_mends_both():
 
 
 class Shares(nn.Linear):
-    """Has an empty buffer, and two in one storage, and changes an empty tensor in place."""
+    """Has an empty buffer, and two in one storage, and changes an empty and a sparse tensor."""
 
     def __init__(self):
         super().__init__(3, 2)
@@ -210,6 +210,7 @@ class Shares(nn.Linear):
 
     def forward(self, x):
         torch.zeros(0).add_(1)
+        torch.eye(2).to_sparse().mul_(2)
         self.upper += 1
         self.lower += 2
         return super().forward(x)

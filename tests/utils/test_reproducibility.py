@@ -201,6 +201,7 @@ UNCOPIED = {
     "sparse": lambda: torch.eye(2).to_sparse(),
     "meta": lambda: torch.ones(2, device="meta"),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "expanded": lambda: torch.ones(1).expand(10),
     "conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "array": read_only_array,
@@ -208,7 +209,7 @@ UNCOPIED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("kind", UNCOPIED)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_what_cannot_be_copied_in_place_stays_as_it_is(kind, precision):
