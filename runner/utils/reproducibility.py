@@ -250,9 +250,8 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     has_values = not tensor.is_meta and not tensor.is_quantized
-    return (
-        has_values and torch._debug_has_internal_overlap(tensor) != 1
-    )  # 1: certainly, as expanded
+    # 1: certainly, as an expanded one.
+    return has_values and torch._debug_has_internal_overlap(tensor) != 1
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
