@@ -77,7 +77,8 @@ class TrainingCallbacks:
         spec = run.spec
         task = run.task
         self._loader = loader
-        self._named_attributes: list[str] = []
+        # The first may be after the first step, when nothing has changed between steps.
+        self._attribute_checks_left = 2
         self.planned_steps = total_steps(spec.train, loader)
         self.summary = RunSummary(task.quality, task.direction)
         self.guard = _guard(run, loader, start_step)
@@ -204,11 +205,13 @@ class TrainingCallbacks:
         return not self.run.strategy.all_reduce_max(not valid)
 
     def _checkpoint_content(self) -> dict[str, Any]:
-        if not self._named_attributes:
-            self._named_attributes = self.state.own_state.unsaved_attributes()
-            if self._named_attributes:
+        if self._attribute_checks_left:
+            self._attribute_checks_left -= 1
+            names = self.state.own_state.unsaved_attributes()
+            if names:
+                self._attribute_checks_left = 0
                 self.run.say(
-                    f"warning: {first_names(self._named_attributes, 6)}: no checkpoint holds what "
+                    f"warning: {first_names(names, 6)}: no checkpoint holds what "
                     "the model changes in attributes, and a resumed run starts it anew. Have the "
                     "model register_buffer it, or return it in get_extra_state()."
                 )

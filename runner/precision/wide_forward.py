@@ -5,6 +5,7 @@ last place, as an optimizer's weights do. Each operation that writes such a tens
 its float32 numbers here, which are stored by the rule; operations that only read it are unchanged.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -38,14 +39,30 @@ class WideForward(TorchDispatchMode):
     def __init__(self, model: nn.Module, rule: str) -> None:
         super().__init__()
         self._tensors: dict[int, tuple[str, Tensor, WeightStore]] = {}
-        for name, tensor in (*model.named_buffers(), *model.named_parameters()):
-            if _is_narrow(tensor) and not tensor.requires_grad:
+        self._generators: dict[torch.device, torch.Generator] = {}
+        named = [*model.named_buffers(), *model.named_parameters()]
+        counts = Counter(memory_of(tensor) for _, tensor in named)
+        for name, tensor in named:
+            memory = memory_of(tensor)  # 0 of one without elements
+            # Tensors that share a storage would each need what is kept beside the other.
+            if memory and counts[memory] == 1 and _is_narrow(tensor) and not tensor.requires_grad:
                 store = STORES[rule]
                 if store is MasterWeights:
                     # A copy would not follow what is written elsewhere; these are beside the value.
                     store = Remainders if tensor.dtype is torch.bfloat16 else Kahan
-                self._tensors[memory_of(tensor)] = (name, tensor.detach(), store())
+                self._tensors[memory] = (name, tensor.detach(), store())
         self.kept: dict[str, Tensor] = {}
+
+    def seed(self, seed: int, step: int) -> None:
+        """Seed the draws of a step: processes that hold the same tensors round them alike.
+
+        Args:
+            seed: of the run, the same in all processes.
+            step: number of the step.
+        """
+        step_seed = ~(seed * 1_000_003 + step) % 2**63  # not that of the optimizer's step
+        for device in {tensor.device for _, tensor, _ in self._tensors.values()}:
+            self._generators[device] = torch.Generator(device).manual_seed(step_seed)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -77,7 +94,8 @@ class WideForward(TorchDispatchMode):
             state = store.new_state(tensor)
             self.kept[name] = tensor.new_empty(0) if state is None else state
         kept = [self.kept[name]]
-        return SteppedWeights([tensor], kept, store.widen([tensor], kept), None)
+        generator = self._generators.get(tensor.device)
+        return SteppedWeights([tensor], kept, store.widen([tensor], kept), generator)
 
 
 def _is_narrow(value: Any) -> bool:

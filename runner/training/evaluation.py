@@ -1,14 +1,15 @@
 """Evaluate a model on data sets, and measure updates that leave weights unchanged."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
 
 from runner.data.batch_layout import Batch
 from runner.data.sampling import batch_seed
@@ -18,9 +19,16 @@ from runner.training.model_call import call_model
 from runner.training.state import EvaluationCall, TrainState
 from runner.training.step import join_batch
 from runner.training.tasks.task import Task
+from runner.training.tasks.tensor_task import TrainingLoss
 from runner.utils.errors import ConfigError
 from runner.utils.modules import set_training
-from runner.utils.reproducibility import rng_state, seed_all, set_rng_state
+from runner.utils.reproducibility import (
+    rng_state,
+    saved_generator,
+    seed_all,
+    seed_generator,
+    set_rng_state,
+)
 from runner.utils.stop_signals import until_interrupted
 
 _RANDOM_DEPTH = ("StochasticDepth", "DropPath")
@@ -267,17 +275,16 @@ def evaluation_mode(
         seed: of the generators.
     """
     set_evaluation_mode(model, task)
-    drawn = rng_state(device)
     # Those that a module, the task or its loss keeps, too.
-    holders = [task, *vars(task).values(), *model.modules()]
-    kept = [each for holder in holders for each in getattr(holder, "__dict__", {}).values()]
-    own = {each: each.get_state() for each in kept if isinstance(each, torch.Generator)}
-    seed_all(seed)
-    for generator in own:
-        generator.manual_seed(seed)
-    try:
+    holders = [model, task, *vars(task).values()]
+    holders += [part.loss for part in holders if isinstance(part, TrainingLoss)]
+    parts = [[*h.modules()] if isinstance(h, nn.Module) else [h] for h in holders]
+    with ExitStack() as stack:
+        stack.callback(set_rng_state, rng_state(device), device)
+        seed_all(seed)
+        for value in tree_leaves([getattr(part, "__dict__", None) for part in chain(*parts)]):
+            restore = saved_generator(value)
+            if restore is not None:
+                stack.callback(restore)
+                seed_generator(value, seed)
         yield
-    finally:
-        set_rng_state(drawn, device)
-        for generator, state in own.items():
-            generator.set_state(state)

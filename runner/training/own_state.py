@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.utils.formatting import first_names
-from runner.utils.reproducibility import own_tensors, plain_attributes
+from runner.utils.reproducibility import is_dense, own_tensors, plain_attributes
 from runner.utils.tensors import dtype_name
 
 OWN_BUFFERS_KEY = "own_buffers"
@@ -23,6 +23,7 @@ OWN_UPDATES_KEY = "own_updates"
 """Of a checkpoint's content: what precision.update keeps beside tensors that the model changes."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNCOUNTED = ("running_mean", "running_var")  # torch's kernels of batch norm raise no version
 
 
 class _Place(NamedTuple):
@@ -57,7 +58,7 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
         for members in [*every, vars(module)] if with_attributes else every:
             named = plain_attributes(module) if members is vars(module) else members
             for key, value in named.items():
-                is_new = isinstance(value, Tensor) and id(value) not in seen
+                is_new = isinstance(value, Tensor) and is_dense(value) and id(value) not in seen
                 # An activation belongs to its step.
                 if is_new and value.grad_fn is None and not value.is_inference():
                     seen.add(id(value))
@@ -85,10 +86,17 @@ class SkippedSteps:
     def __init__(self, model: nn.Module, trusts_versions: bool = False) -> None:
         self.found_inf: Tensor | None = None
         self._trusts_versions = trusts_versions
-        self._places = _places(model, own_tensors(model), True)
+        self._device = next(model.parameters()).device
+        places = _places(model, own_tensors(model), True)
+        self._places = [place for place in places if self._is_followed(place.tensor)]
         self._before: list[Tensor] = [place.tensor for place in self._places]
         self._copies = [tensor.detach().clone() for tensor in self._before]
+        self._copied_bits = [_as_bits(tensor) for tensor in self._copies]
         self._versions = [tensor._version for tensor in self._before]
+
+    def _is_followed(self, tensor: Any) -> bool:
+        # The flag is on the model's device; to read it elsewhere would wait.
+        return isinstance(tensor, Tensor) and is_dense(tensor) and tensor.device == self._device
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -97,9 +105,10 @@ class SkippedSteps:
             torch._foreach_copy_(copies, tensors)
         for i, place in enumerate(self._places):
             now = place.tensor
-            if now is not self._before[i] and isinstance(now, Tensor):
+            if now is not self._before[i] and self._is_followed(now):
                 self._before[i] = now
                 self._copies[i] = now.detach().clone()
+                self._copied_bits[i] = _as_bits(self._copies[i])
             self._versions[i] = self._before[i]._version
 
     @torch.no_grad()
@@ -117,7 +126,7 @@ class SkippedSteps:
             torch._foreach_add_(tensors, copies)
         for place, before, copied in zip(self._places, self._before, self._copies, strict=True):
             now = place.tensor
-            if now is before or not isinstance(now, Tensor):
+            if now is before or not self._is_followed(now):
                 continue
             if (now.shape, now.dtype) == (before.shape, before.dtype):
                 place.members[place.key] = torch.where(found_inf != 0, copied, now)
@@ -130,18 +139,21 @@ class SkippedSteps:
             tensor = place.tensor
             if tensor is not self._before[i]:
                 continue
-            if not self._trusts_versions or tensor._version != self._versions[i]:
+            is_written = place.key in _UNCOUNTED or tensor._version != self._versions[i]
+            if is_written or not self._trusts_versions:
                 bits = _as_bits(tensor)
                 copies, tensors = groups.setdefault(bits.dtype, ([], []))
-                copies.append(_as_bits(self._copies[i]))
+                copies.append(self._copied_bits[i])
                 tensors.append(bits)
         return groups.values()
 
 
 def _as_bits(tensor: Tensor) -> Tensor:
     # `data`: what is written here does not count as a change by the model.
-    real = torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
-    return real.view(_BITS[real.itemsize])
+    plain = tensor.data
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.conj() if plain.is_conj() else plain)
+    return plain.view(_BITS[plain.itemsize])
 
 
 class OwnState:
@@ -179,7 +191,7 @@ class OwnState:
         self._after_first = dict(_attributes(self._model))
         digests = [_digest(place.tensor) for place in self._places]
         self._changed = {i for i, digest in enumerate(digests) if digest != self._digests[i]}
-        return all(map(self._is_written, self._changed))
+        return all(self._is_written(i) or self._places[i].key in _UNCOUNTED for i in self._changed)
 
     def _is_written(self, i: int) -> bool:
         tensor = self._places[i].tensor
@@ -211,7 +223,7 @@ class OwnState:
                 patterns[f"{place.name} ({dtype_name(dtype)})"] = place.pattern
         if not patterns:
             return ""
-        if all(".running_" in f".{name}" for name in patterns):
+        if any(".running_" in f".{name}" for name in patterns):
             update = ""  # a rule leaves the kernel of batch norm out
         kept = ",".join(dict.fromkeys(patterns.values()))
         return (
@@ -262,10 +274,13 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value).__name__
-        if isinstance(value, Tensor) and not value.requires_grad and value.layout is torch.strided:
+        if isinstance(value, Tensor) and not value.requires_grad and is_dense(value):
             bits = _as_bits(value).flatten()
-            # Of parts, too, which another order changes.
-            sums = [bits[::step].sum(dtype=torch.int64) for step in (1, 2, 3)]
+            sums = []
+            # Of parts, too, which another order changes; a sum on the CPU makes a copy in int64.
+            for step in (1, 2, 3):
+                chunks = bits[::step].split(2**22)
+                sums.append(torch.stack([c.sum(dtype=torch.int64) for c in chunks]).sum())
             return kind, value.shape, torch.stack(sums).tolist()
         return kind if isinstance(value, Tensor | nn.Module) or callable(value) else None
 

@@ -84,4 +84,5 @@ def build_state(
         clip_value=spec.train.clip_value,
         average=average,
         widened=widened,
+        seed=spec.seed,
     )

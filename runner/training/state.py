@@ -104,6 +104,7 @@ class TrainState:
         term_names: of the values that the task returns beside its loss; None before a step.
         widened: parameters of 16 bits, to whose gradients micro-batches are added in float32.
         loss_weights: of the losses that the model returns beside the task's, by their names.
+        seed: of the run, the same in all processes.
         evaluation_hook: is called after the evaluation of each set; None for none.
     """
 
@@ -126,6 +127,7 @@ class TrainState:
     term_names: tuple[str, ...] | None = None
     widened: Collection[Tensor] = ()
     loss_weights: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
     evaluation_hook: EvaluationCall | None = field(default=None, init=False)
 

@@ -214,6 +214,8 @@ def train_step(
     state.step += 1
     sizes = sizes or [examples_in(micro) for micro in micros]
     take_step = _closure_step if state.takes_closure else _plain_step
+    if state.wide_forward is not None:
+        state.wide_forward.seed(state.seed, state.step)
     with state.wide_forward or _PLAIN:
         values, terms = take_step(state, micros, sizes)
     measured = measure_step(state)  # before the gradients are dropped

@@ -9,9 +9,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from dataclasses import is_dataclass
 from functools import partial
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,22 @@ def seed_generator(generator: Any, seed: int) -> None:
         generator.seed(seed)
 
 
+def saved_generator(generator: Any) -> Callable[[], None] | None:
+    """Return a function that restores the state of a generator of torch, NumPy or Python; None for
+    anything else."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())  # type: ignore[arg-type]
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.set_state, generator.get_state())
+    # The operating system's has no state.
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return partial(generator.setstate, generator.getstate())
+    return None
+
+
 def seed_all(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, those of all devices included."""
     seed_host(seed)
@@ -229,6 +245,15 @@ def own_tensors(model: nn.Module) -> list[Tensor]:
     return [*model.buffers(), *frozen]
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor has values in memory, each element its own, that can be copied."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    has_values = not tensor.is_meta and not tensor.is_quantized
+    # 1: certainly, as an expanded one.
+    return has_values and torch._debug_has_internal_overlap(tensor) != 1
+
+
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that are no parameters, buffers or modules, by name; of a
     precision's own layer its mode and its numbers alone."""
@@ -264,15 +289,20 @@ def _save_members(value: Any, restores: list[Callable[[], None]], seen: set[int]
         return
     seen.add(id(value))
     members: Any = ()
-    if isinstance(value, Tensor):
-        restores.append(partial(_copy_if_changed, value, value.detach().clone()))
+    restore_generator = saved_generator(value)
+    if restore_generator is not None:
+        restores.append(restore_generator)
+    elif isinstance(value, Tensor):
+        if is_dense(value):
+            restores.append(partial(_copy_if_changed, value, value.detach().clone()))
     elif isinstance(value, np.ndarray):
-        restores.append(partial(np.copyto, value, value.copy()))
-    elif isinstance(value, torch.Generator):
-        restores.append(partial(torch.Generator.set_state, value, value.get_state()))  # type: ignore[arg-type]
+        if value.flags.writeable:
+            restores.append(partial(np.copyto, value, value.copy()))
     elif isinstance(value, dict | list | set | deque):
         members = value.values() if isinstance(value, dict) else value
-        restores.append(partial(_refill, value, copy(value)))
+        # No copy of its class, which may refuse to be made.
+        content = dict(value) if isinstance(value, dict) else [*value]
+        restores.append(partial(_refill, value, content))
     elif isinstance(value, tuple):
         members = value
     elif is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
@@ -288,5 +318,9 @@ def _copy_if_changed(tensor: Tensor, value: Tensor) -> None:
 
 
 def _refill(container: Any, content: Any) -> None:
+    parts = [(*c, *c.values()) if isinstance(c, dict) else (*c,) for c in (container, content)]
+    # An unchanged one may be of a class that refuses changes.
+    if len(parts[0]) == len(parts[1]) and all(map(is_, *parts)):
+        return
     container.clear()
     (container.extend if hasattr(container, "extend") else container.update)(content)

@@ -28,8 +28,9 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 def memory_of(value: object) -> int:
     """Return the address of a plain tensor's storage, which views of it share; 0 for others."""
-    is_plain = type(value) in (Tensor, nn.Parameter)
-    return value.untyped_storage().data_ptr() if is_plain else 0  # type: ignore[attr-defined]
+    if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:  # type: ignore[attr-defined]
+        return 0
+    return value.untyped_storage().data_ptr()  # type: ignore[attr-defined]
 
 
 def tensor_bytes(*tensors: Tensor) -> int:

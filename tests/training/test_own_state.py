@@ -11,6 +11,7 @@ from torch import nn
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.precision.weight_updates import UPDATE_RULES
+from runner.precision.wide_forward import WideForward
 from runner.training.model import load_weights
 from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.step import train_step
@@ -160,3 +161,79 @@ def test_saved_buffers_are_loaded_or_do_not_fit():
     content[OWN_BUFFERS_KEY] = {"gone": saved.queue}
     with pytest.raises(ConfigError, match="does not fit the model"):
         load_weights(loaded, LoadedCheckpoint(Path("a.pt"), content))
+
+
+class Late(nn.Module):
+    """Reaches a batch norm after its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.count = nn.Linear(3, 2), nn.BatchNorm1d(3), 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.linear(self.norm(x) if self.count > 1 else x)
+
+
+def test_a_batch_norm_that_a_later_step_reaches_is_followed_too():
+    state = make_state(Late(), "16-mixed", loss_scale={"fixed": 1024.0})
+    assert not state.own_state.restored
+    train_step(state, [regression_batch(4)])
+    state.end_first_step()
+    inputs, targets = regression_batch(4)
+    train_step(state, [(inputs * float("inf"), targets)])
+    assert torch.equal(state.model.norm.running_mean, torch.zeros(3))
+    # Afterwards nothing else is copied in a step.
+    assert state.skipped_steps._trusts_versions
+
+
+def test_batch_norm_beside_another_tensor_is_advised_what_mends_both():
+    model = nn.Sequential(Followed(), nn.BatchNorm1d(2))
+    state = make_state(model, "bf16-true")
+    assert not state.own_state.restored
+    train_step(state, [regression_batch(4)])
+    state.end_first_step()
+    warning = state.own_state.narrow_warning("precision.update=kahan, or ", ())
+    assert "precision.update" not in warning
+    assert "keep_fp32=[0.tokens,0.copied,0.teacher,1]" in warning
+
+
+class Shares(nn.Linear):
+    """Has an empty buffer, and two in one storage, and changes an empty and a sparse tensor."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        both = torch.zeros(8, dtype=torch.bfloat16)
+        self.register_buffer("empty", both[:0].clone())
+        self.register_buffer("upper", both[:4])
+        self.register_buffer("lower", both[4:])
+
+    def forward(self, x):
+        torch.zeros(0).add_(1)
+        torch.eye(2).to_sparse().mul_(2)
+        self.upper += 1
+        self.lower += 2
+        return super().forward(x)
+
+
+def test_buffers_without_a_storage_of_their_own_are_written_as_ever():
+    model = Shares()
+    state = make_state(nn.Linear(3, 2), "bf16-true", update="kahan")
+    state.model, state.wide_forward = model, WideForward(model, "kahan")
+    with state.wide_forward:
+        model(torch.ones(1, 3))
+    assert (float(model.upper.sum()), float(model.lower.sum())) == (4, 8)
+
+
+def test_stochastic_rounding_of_a_forward_is_the_runs_own():
+    values = []
+    for seed in (1, 2):  # as of two processes, whose weights are equal
+        torch.manual_seed(0)
+        state = make_state(Followed(), "bf16-true", update="stochastic_rounding")
+        torch.manual_seed(seed)
+        drawn = torch.get_rng_state()
+        for _ in range(5):
+            train_step(state, [regression_batch(4)])
+        assert torch.equal(torch.get_rng_state(), drawn)
+        values.append(state.model.teacher.weight)
+    assert torch.equal(*values)

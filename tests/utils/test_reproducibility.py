@@ -1,14 +1,17 @@
 import os
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 
 import numpy as np
 import pytest
 import torch
 from forked_process import run_forked
+from states import make_state, regression_batch
 from waiting import SECONDS
 
+from runner.training.state import saved_state
+from runner.training.step import train_step
 from runner.utils.reproducibility import (
     make_deterministic,
     process_state,
@@ -175,3 +178,62 @@ def test_what_a_forward_changes_is_restored_any_number_of_times():
         assert torch.equal(first.generator.get_state(), torch.Generator().get_state())
         assert model.training
     assert len(outputs) == 1
+
+
+class Fixed(OrderedDict):
+    """Refuses changes, as a configuration of diffusers does."""
+
+    def __setitem__(self, key, value):
+        if hasattr(self, "is_fixed"):
+            raise TypeError(key)
+        super().__setitem__(key, value)
+
+    update = pop = clear = None
+
+
+def read_only_array():
+    array = np.ones(2)
+    array.flags.writeable = False
+    return array
+
+
+UNCOPIED = {
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "expanded": lambda: torch.ones(1).expand(10),
+    "conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "array": read_only_array,
+    "fixed": lambda: Fixed(a=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("kind", UNCOPIED)
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_what_cannot_be_copied_in_place_stays_as_it_is(kind, precision):
+    class Holds(torch.nn.Linear):
+        def forward(self, x):
+            self.offset = self.offset + 1  # beside it, followed as ever
+            return super().forward(x)
+
+    model = Holds(3, 2)
+    model.offset, value = torch.zeros(2), UNCOPIED[kind]()
+    if isinstance(value, Fixed):
+        value.is_fixed = True
+    if kind in ("sparse", "conjugated", "expanded"):
+        model.register_buffer("own", value, persistent=False)
+    else:
+        model.own = value
+    state = make_state(model, precision)
+    own_state, restore = state.own_state, saved_state(state)
+    train_step(state, [regression_batch(4)])
+    restore()
+    assert float(model.offset.sum()) == 0
+    assert model.own is value or kind in ("sparse", "conjugated", "expanded")
+    train_step(state, [regression_batch(4)])
+    state.end_first_step()
+    train_step(state, [regression_batch(4)])
+    assert own_state.unsaved_attributes() == ["offset"]
+    assert own_state.changed_buffers() == {}

@@ -1,14 +1,17 @@
 """task.loss: a loss of torch or of one's own in place of the task's."""
 
 import json
+import random
 
+import numpy as np
 import pytest
 import torch
-from states import make_state, optimizer_gradients
+from states import CPU, make_state, optimizer_gradients
 from torch import nn
 from torch.nn import functional as F
 
 from runner.data.task_target import build_task
+from runner.training.evaluation import evaluation_mode
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import CausalLM
@@ -183,3 +186,30 @@ def test_label_smoothing_belongs_to_the_loss(quick):
     done = quick("task.label_smoothing=0.1", "task.loss=torch.nn.CrossEntropyLoss")
     assert done.rc == 2
     assert "task.label_smoothing=0.1 is not part of task.loss" in done.stderr
+
+
+class Noisy(nn.CrossEntropyLoss):
+    """Keeps generators of each library, in a list, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.python = torch.Generator(), random.Random(1)
+        self.others = [np.random.default_rng(2), np.random.RandomState(3)]
+        self.twice = self.own
+
+    def drawn(self):
+        return [
+            float(torch.rand((), generator=self.own)),
+            self.python.random(),
+            *(other.uniform() for other in self.others),
+        ]
+
+
+def test_an_evaluation_leaves_the_generators_of_a_loss_as_they_were():
+    undisturbed, loss = Noisy(), Noisy()
+    task, drawn = Classification(loss=loss), []
+    for _ in range(2):
+        with evaluation_mode(net(), task, CPU):
+            drawn.append(loss.drawn())
+    assert drawn[0] == drawn[1]
+    assert loss.drawn() == undisturbed.drawn()
