@@ -384,6 +384,8 @@ def _closure_step(
             first_terms.append(terms)
             values["loss"] = loss
             values["norms"] = grad_norms(gradients_of(scheduled.params))
+        if len(micros) > 1:
+            round_gradients([scheduled.optimizer], state.widened)
         return loss
 
     if scheduled.reads_gradients:

@@ -123,6 +123,20 @@ def test_sam_steps_as_in_plain_pytorch(kind, micros):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 
+def test_an_optimizer_that_evaluates_the_loss_reads_gradients_in_its_parameters_dtype():
+    parts = [regression_batch(4, seed) for seed in (0, 1)]
+    states = []
+    for takes_closure in (True, False):
+
+        def scheduled(params, takes_closure=takes_closure):
+            return ScheduledOptimizer(torch.optim.AdamW(params), takes_closure=takes_closure)
+
+        states.append(make_state(regression_net(), "bf16-true", optimizer=scheduled))
+        for _ in range(2):
+            train_step(states[-1], parts)
+    assert are_equal(*(state.model.parameters() for state in states))
+
+
 def test_the_weights_of_eval_are_evaluated_and_training_continues_from_its_own(compose):
     spec = spec_of(compose, "Averaging")
     state = begin(spec)
