@@ -132,6 +132,7 @@ def test_an_optimizer_that_evaluates_the_loss_reads_gradients_in_its_parameters_
             return ScheduledOptimizer(torch.optim.AdamW(params), takes_closure=takes_closure)
 
         states.append(make_state(regression_net(), "bf16-true", optimizer=scheduled))
+        states[-1].widened = {*states[-1].model.parameters()}
         for _ in range(2):
             train_step(states[-1], parts)
     assert are_equal(*(state.model.parameters() for state in states))
