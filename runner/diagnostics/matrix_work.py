@@ -77,14 +77,14 @@ def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
     # Emulated tensor cores give an LSTM's kernel its half operands in float32.
     accumulates = precision.kernels() == "float32_accumulate"
     kept = [n for n, m in probe.model.named_modules() if isinstance(m, KeptInFloat32)]
-    if precision.storage.itemsize == 2:
-        # Declared by the model, as T5's second products are.
-        wide = [n for n, p in probe.model.named_parameters() if p.dtype is torch.float32]
-        kept += [name.rpartition(".")[0] for name in wide]
+    # In a storage of 16 bits the model declares them, as T5 does its second products.
+    weights = probe.model.named_parameters() if precision.storage.itemsize == 2 else ()
+    wide = {n.rpartition(".")[0] for n, p in weights if p.dtype is torch.float32}
     other: dict[str, set[str]] = defaultdict(set)
     flops = 0
     for (module, operator, kind), count in work.items():
         is_asked = kind in asked or (accumulates and operator == "mkldnn_rnn_layer")
+        is_asked |= kind == "float32" and module in wide
         if not is_asked and not any(f"{module}.".startswith(f"{name}.") for name in kept):
             flops += count
             other[f"{operator} in {kind}"].add(module)

@@ -5,7 +5,7 @@ makes their parameters in the first forward. Here that would be after the conver
 precision's dtype and so with other numbers than in float32, and after the optimizers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from inspect import Parameter, signature

@@ -488,6 +488,18 @@ def test_a_step_of_the_optimizer_itself_reads_gradients_in_its_parameters_dtype(
     assert are_equal(loop.model.parameters(), other.model.parameters())
 
 
+def test_a_target_is_no_input_that_stays_in_float32():
+    dtypes = []
+    policy = precision("bf16-true", autocast_loss=True)
+    model = policy.convert(nn.Linear(2, 2))
+    policy.precision.wide_inputs = frozenset({0})
+    with policy.session():
+        with policy.forward():
+            output = model(torch.ones(1, 2, dtype=torch.bfloat16))
+        policy.loss(lambda _, target: dtypes.append(target.dtype), output, torch.ones(1, 2))
+    assert dtypes == [torch.bfloat16]
+
+
 def test_hooks_on_scaled_gradients_are_warned_of():
     loop = Loop("16-mixed")
     loop.model[0].weight.register_hook(torch.Tensor.sign)
