@@ -478,7 +478,10 @@ def test_gradients_of_a_generator_are_read_by_its_optimizer_in_its_parameters_dt
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_a_step_of_the_optimizer_itself_reads_gradients_in_its_parameters_dtype(backwards):
     loop, other = Loop("bf16-true"), Loop("bf16-true")
-    for one, step in ((loop, loop.optimizer.step), (other, partial(other.policy.step, other.optimizer))):
+    for one, step in (
+        (loop, loop.optimizer.step),
+        (other, partial(other.policy.step, other.optimizer)),
+    ):
         with one.policy.session():
             for i in range(3):
                 for _ in range(backwards):

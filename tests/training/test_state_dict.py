@@ -224,7 +224,10 @@ def test_what_an_optimizer_counts_in_its_groups_continues_at_another_length(comp
 def test_what_a_rule_kept_beside_the_models_own_tensors_is_read_by_no_other(compose):
     own = torch.ones(2, dtype=torch.int16)
     for rule, other in permutations(("remainders", "kahan", "nearest"), 2):
-        specs = [compose(*MLP, "precision=bf16-true", f"precision.update={name}") for name in (rule, other)]
+        specs = [
+            compose(*MLP, "precision=bf16-true", f"precision.update={name}")
+            for name in (rule, other)
+        ]
         source = save(train(begin(specs[0])), specs[0])
         source.content["own_updates"] = {"x": own}
         for after in specs:
