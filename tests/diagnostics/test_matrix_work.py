@@ -78,7 +78,7 @@ def test_complex_products_and_layers_that_a_model_declares_float32_count_as_aske
     layer, x = nn.Linear(8, 8, dtype=torch.complex64), torch.randn(4, 8, dtype=torch.complex64)
     for name, kind in (("32-true", "complex64"), ("64-true", "complex128")):
         assert watched(layer, name, x)[1] == (f"100.0% {kind}", [])
-    config = T5Config(16, 16, 8, 64, 1, num_heads=2, decoder_start_token_id=0)
+    config = T5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=64, num_layers=1, num_heads=2)
     ids = torch.ones(1, 4, dtype=torch.long)
     _, found = watched(Texts(T5ForConditionalGeneration(config)), "16-true", ids)
     assert "float32" in found.matrix_work
