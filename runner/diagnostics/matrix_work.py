@@ -6,6 +6,8 @@ Work is counted in floating-point operations, two for a multiplication and its a
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
+import torch
+
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport
@@ -70,13 +72,19 @@ def _work(probe: DtypeProbe, precision: Precision, report: ConversionReport) -> 
 def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
     """Return which operators computed too much in other formats than those asked for."""
     asked = {dtype_name(precision.compute), getattr(precision, "layers_compute_in", "")}
+    # No complex tensor is narrower.
+    asked.add("complex128" if precision.storage is torch.float64 else "complex64")
     # Emulated tensor cores give an LSTM's kernel its half operands in float32.
     accumulates = precision.kernels() == "float32_accumulate"
     kept = [n for n, m in probe.model.named_modules() if isinstance(m, KeptInFloat32)]
+    # In a storage of 16 bits the model declares them, as T5 does its second products.
+    weights = probe.model.named_parameters() if precision.storage.itemsize == 2 else ()
+    wide = {n.rpartition(".")[0] for n, p in weights if p.dtype is torch.float32}
     other: dict[str, set[str]] = defaultdict(set)
     flops = 0
     for (module, operator, kind), count in work.items():
         is_asked = kind in asked or (accumulates and operator == "mkldnn_rnn_layer")
+        is_asked |= kind == "float32" and module in wide
         if not is_asked and not any(f"{module}.".startswith(f"{name}.") for name in kept):
             flops += count
             other[f"{operator} in {kind}"].add(module)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.process_group import ProcessGroupStrategy
-from runner.utils.tensors import cast_gradients
+from runner.utils.tensors import cast_gradients, narrow_parameters
 
 _NOTHING = nullcontext()
 
@@ -43,6 +43,7 @@ class DDP(ProcessGroupStrategy):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self._model: DistributedDataParallel | None = None
+        self._narrow: set[Tensor] = set()
         self._sums: dict[Tensor, Tensor] = {}
         self._accumulates = False
 
@@ -55,6 +56,7 @@ class DDP(ProcessGroupStrategy):
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
         )
+        self._narrow = narrow_parameters(model.parameters())
         self._model.register_comm_hook(self._sums, float32_mean_hook)
         return self._model
 
@@ -62,15 +64,15 @@ class DDP(ProcessGroupStrategy):
         if self._model is None or (last and not self._accumulates):
             return _NOTHING
         self._accumulates = True
-        return self._reducing_sums() if last else self._model.no_sync()
+        if last:
+            return self._reducing_sums() if self._narrow else _NOTHING
+        return self._model.no_sync()
 
     @contextmanager
     def _reducing_sums(self) -> Iterator[None]:
         """Return the context around a step's last backward, whose gradients are reduced together
         with what earlier ones have added up in float32: torch reduces the weights' dtype alone."""
-        assert self._model is not None
-        params = [p for p in self._model.parameters() if p.requires_grad]
-        wide = [p for p in params if p.grad_dtype not in (None, p.dtype)]
+        wide = [p for p in self._narrow if p.grad_dtype not in (None, p.dtype)]
         self._sums.update((p, p.grad) for p in wide if p.grad is not None)
         for p in self._sums:
             p.grad = None

@@ -19,7 +19,7 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.training_outputs import describe_computation
-from runner.precision.casting import cast_nest, input_fields
+from runner.precision.casting import CastCacheWatch, cast_nest, input_fields
 from runner.precision.conversion import ConversionReport
 from runner.precision.conversion_proof import (
     ForwardWatch,
@@ -66,8 +66,14 @@ def build_execution(
     Raises:
         ConfigError: as build_proven_model and build_state.
     """
+    precision = setup.precision
     built = build_proven_model(setup, make, inputs)
-    with setup.precision.session(built.model, setup.device):
+    # As training does in its trial of a batch, see startup.watched_casts.
+    if precision.compute is not precision.storage:
+        with CastCacheWatch(built.model) as watch:
+            _process_trial(setup, built, inputs, strict=False)
+        precision.caches_casts &= not watch.rewritten
+    with precision.session(built.model, setup.device):
         return built, build_state(setup, built.model, total_steps)
 
 

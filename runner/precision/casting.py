@@ -63,7 +63,8 @@ class CastCacheWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tensors if not leaf.is_meta]  # no autocast to ask for there
         if not leaves or not torch.is_autocast_enabled(leaves[0].device.type):
             return func(*args, **kwargs)
         weights = {id(leaf) for leaf in leaves if id(leaf) in self._names}

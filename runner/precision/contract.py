@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.distributed.strategy import Strategy
-from runner.precision.casting import cast_floats
+from runner.precision.casting import cast_floats, cast_nest
 from runner.precision.conversion import ConversionReport
 from runner.precision.declared import find_kept_tensors
 from runner.precision.emulation.cpu_kernels import KernelChoice
@@ -191,6 +191,11 @@ class Precision(ABC):
     def cast(self, inputs: Any) -> Any:
         """Return a batch's model inputs, a nest of tensors, in the dtype that the model needs."""
         return inputs
+
+    def cast_target(self, target: Any) -> Any:
+        """Return a target for a loss in the precision (autocast_loss), a nest of tensors."""
+        # wide_inputs names the model's inputs alone.
+        return cast_nest(target, self.storage) if self.wide_inputs else self.cast(target)
 
     def scale(self, device: torch.device) -> LossScale:
         """Return the loss scale of a run, whose tensors are on the device."""

@@ -2,6 +2,8 @@
 
 A loop over a Policy computes what this runner's own loop computes, bit by bit: it enters the same
 contexts of the same Precision, with the same loss scale (a test compares their losses).
+What a model itself changes is its own: a skipped step does not undo what its forward wrote into
+buffers. For weights that a forward changes between two uses, autocast's cache stays on.
 """
 
 import warnings
@@ -248,7 +250,7 @@ class Policy:
         self._check_place("loss")
         if self.precision.autocast_loss:
             with self.forward():
-                return function(output, *(self.cast(target) for target in targets))
+                return function(output, *map(self.precision.cast_target, targets))
         dtype = self.precision.loss_dtype
         return function(cast_nest(output, dtype), *(cast_nest(t, dtype) for t in targets))
 

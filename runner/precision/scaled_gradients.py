@@ -62,8 +62,8 @@ class ScaledGradients:
         # the step of other parameters.
         self._computed: dict[Tensor, _GradientVersion] = {}
         self._unused: dict[Tensor, _GradientVersion] = {}
-        # Parameters whose gradients are added in float32; None before a second backward.
-        self._widened: set[Tensor] | None = None
+        # Parameters whose gradients were added in float32.
+        self._widened: set[Tensor] = set()
         # Of each optimizer whose gradients are unscaled, its found-inf.
         self._found_infs: dict[Optimizer, Tensor | None] = {}
 
@@ -107,9 +107,11 @@ class ScaledGradients:
         Of several processes DistributedDataParallel reduces them, in the parameters' dtype alone.
         """
         has_processes = dist.is_available() and dist.is_initialized()
-        if self._widened is None and not (has_processes and dist.get_world_size() > 1):
-            self._widened = narrow_parameters(parameters)
-            cast_gradients(self._widened, torch.float32)
+        if not (has_processes and dist.get_world_size() > 1):
+            # A gradient that begins with this backward has nothing to add to.
+            narrow = {p for p in narrow_parameters(parameters) if p.grad is not None}
+            cast_gradients(narrow, torch.float32)
+            self._widened |= narrow
 
     def record_backward(self, parameters: Iterable[Tensor]) -> None:
         """Note which gradients a backward has computed."""
@@ -117,8 +119,10 @@ class ScaledGradients:
         self._record(parameters)
 
     def check_own_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise PolicyError for an optimizer that steps by itself on scaled gradients; a hook of
-        all optimizers' steps."""
+        """Raise PolicyError for an optimizer that steps by itself on scaled gradients, and round
+        the others' gradients to its parameters' dtypes; a hook of all optimizers' steps."""
+        if not self._is_stepping:
+            round_gradients([optimizer], self._widened)
         if not self._is_scaled or self._is_stepping:
             return
         if any(p in self._computed for p in parameters_of(optimizer)):
@@ -194,7 +198,7 @@ class ScaledGradients:
                 "model that policy.convert returned, and was zero_grad() called too early?"
             )
         found_infs = [self._found_infs[optimizer] for optimizer in optimizers]
-        round_gradients(optimizers, self._widened or ())
+        round_gradients(optimizers, self._widened)
         self._is_stepping = True
         try:
             self.scale.step_all(optimizers, found_infs)
@@ -207,7 +211,6 @@ class ScaledGradients:
             self._skipped += found_inf != 0
         for p in parameters_of(*optimizers):
             p.grad = None
-        self._widened = None
         self.is_pending = False
         self._found_infs = {}
         self._unused = {p: seen for p, seen in self._computed.items() if p.grad is not None}

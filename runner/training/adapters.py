@@ -121,15 +121,23 @@ class Lora:
                 f"{', '.join(CHANGES_BASE)}. Type adapter.init=pissa, or precision=bnb-nf4."
             )
 
-    def note_frozen_parts(self, model: nn.Module) -> list[str]:
+    def note_frozen_parts(self, model: nn.Module, held: Collection[str] = ()) -> list[str]:
         """Note the parts that a model froze, which only a pattern that names one adapts or trains.
 
         Called before the conversion, which freezes what it packs.
+
+        Args:
+            model: not changed.
+            held: names of a checkpoint's tensors; a part that has additions there keeps them.
 
         Returns:
             The names of those with linear layers that no pattern of the adapter names.
         """
         parts = frozen_parts(model)
+        # Earlier versions adapted frozen parts, too.
+        for name in [*parts]:
+            if any(key.startswith(f"{name}.") and ".lora_" in key for key in held):
+                del parts[name]
         self._frozen_parts = tuple(parts)
         patterns = (*(self.modules or ()), *self.train)
         left = [name for name in parts if self._is_left_frozen(name, patterns)]
@@ -277,7 +285,8 @@ class Lora:
         if idle or not chosen:
             place = "the model" if self.modules is None else f"adapter.modules={idle or typed}"
             if self._frozen_parts:
-                place += f", of which it froze {', '.join(self._frozen_parts)}"
+                parts = ",".join(self._frozen_parts)
+                place += f" beside what the model froze, which adapter.modules=[{parts}] adapts"
             raise ConfigError(
                 f"adapter=lora finds no linear layer of its own in {place}. "
                 "Name linear layers in adapter.modules, or type adapter=none."

@@ -5,7 +5,7 @@ makes their parameters in the first forward. Here that would be after the conver
 precision's dtype and so with other numbers than in float32, and after the optimizers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from inspect import Parameter, signature
@@ -115,7 +115,8 @@ def build_model(
     if start is not None and loads_packed:
         precision.leave_unconverted(start.content.get("bypassed", {}))
     adapter = adapters.build_adapter(spec.adapter)
-    notes = _notes_on_parts(model, adapter)
+    held = start.content["model"] if start is not None and loads_packed else ()
+    notes = _notes_on_parts(model, adapter, held)
     if adapter is not None and not loads_packed:
         adapter.read_plain_weights(model, precision.bypassed)
     model, report = precision.convert(model, device)
@@ -132,14 +133,16 @@ def build_model(
     return BuiltModel(model, replace(report, kept=(*report.kept, *notes)), size, initial)
 
 
-def _notes_on_parts(model: nn.Module, adapter: adapters.Lora | None) -> list[str]:
+def _notes_on_parts(
+    model: nn.Module, adapter: adapters.Lora | None, held: Collection[str]
+) -> list[str]:
     """Note what a model did to its parts, where training and an adapter obey it; return lines for
     the console."""
     notes: list[str] = []
     evaluated = note_evaluation_parts(model)
     if evaluated:
         notes.append(f"stays in evaluation mode, as the model built it: {first_names(evaluated)}")
-    left = adapter.note_frozen_parts(model) if adapter is not None else []
+    left = adapter.note_frozen_parts(model, held) if adapter is not None else []
     if left:
         notes.append(
             f"the adapter leaves out what the model froze: {first_names(left)}; "
@@ -225,7 +228,7 @@ def _load_plain_weights(
     # The adapter freezes what it is added to, and this run trains the merged weights.
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     wide = torch.float64 if precision.storage is torch.float64 else torch.float32
-    adapter.note_frozen_parts(model)
+    adapter.note_frozen_parts(model, saved.content["model"])
     adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))
     initial = _load(spec, model, saved)
     adapter.merge(model)

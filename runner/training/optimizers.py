@@ -132,12 +132,9 @@ def build_optimizer(
         with suppress(RuntimeError, TypeError, ValueError):
             # An optimizer writes its options into the groups, and keeps them where it refuses.
             copies = [{**group} for group in groups]
-            return instantiate({**node, "fused": True}, copies, key=key)
+            return _in_training_mode(instantiate({**node, "fused": True}, copies, key=key))
     if not getattr(target, "wide_embeddings", False):
-        optimizer = build_group(key, node, params)
-        if has_modes(optimizer):
-            optimizer.train()
-        return optimizer
+        return _in_training_mode(build_group(key, node, params))
     wide = {id(p) for p in embeddings}
     divided: list[dict[str, Any]] = []
     for group in groups:
@@ -148,6 +145,12 @@ def build_optimizer(
         if wide_params:
             divided.append({**group, "params": wide_params, "optim_bits": 32})
     return build_group(key, node, divided)
+
+
+def _in_training_mode(optimizer: Any) -> Optimizer:
+    if has_modes(optimizer):
+        optimizer.train()
+    return optimizer
 
 
 def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:

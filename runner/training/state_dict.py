@@ -6,6 +6,7 @@ of processes: what cannot be restored as it was becomes a sentence for the termi
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import rng_state, set_rng_state
 from runner.utils.tensors import dtype_name
 
-_KERNEL_KEYS = ("fused", "foreach", "capturable", "differentiable")
+_KERNEL_KEYS = {"fused", "foreach", "capturable", "differentiable"}
 """Keys of a group that say how an optimizer computes: what fits this run's dtypes and device."""
 _MAX_REPLAYED_STEPS = 10**7
 """Applied steps that a new schedule is advanced over; a damaged file may count any number."""
@@ -122,9 +123,7 @@ def restore(
         state.last_evaluation_step = content["evaluated"]
         state.stagnant_share = content["stagnant"]
         state.own_state.restored.update(content.get(OWN_BUFFERS_KEY, {}))
-        for name, kept in content.get(OWN_UPDATES_KEY, {}).items():
-            if state.wide_forward is not None:
-                state.wide_forward.kept[name] = kept.to(state.device, copy=True)
+        notes += _restore_own_updates(state, content)
         _restore_callbacks(callbacks, content["callbacks"])
         generators = content["rng"]
         rank = state.strategy.rank.index
@@ -143,6 +142,23 @@ def restore(
     except MISFIT_ERRORS as error:
         raise _foreign_checkpoint(saved, error) from error
     return notes
+
+
+def _restore_own_updates(state: TrainState, content: Mapping[str, Any]) -> list[str]:
+    """Restore what precision.update keeps beside the tensors that the model changes; return a
+    sentence where another rule, or one of another dtype, has kept it."""
+    kept = content.get(OWN_UPDATES_KEY, {})
+    rule = content["spec"]["precision"].get("update", Nearest.name)
+    ours = (state.precision.name, state.precision.update)
+    if kept and (content["precision"], rule) != ours:
+        return [
+            "what precision.update kept beside tensors that the model changes is dropped: the "
+            "precision, or its update, has changed"
+        ]
+    if state.wide_forward is not None:
+        for name, value in kept.items():
+            state.wide_forward.kept[name] = value.to(state.device, copy=True)
+    return []
 
 
 def _foreign_checkpoint(saved: LoadedCheckpoint, error: Exception) -> ConfigError:
@@ -365,11 +381,13 @@ def _load_optimizer(
     """
     saved, dropped = drop_foreign_state(optimizer, saved)
     groups = []
+    bases = type(optimizer).__mro__
+    settings = {name for kind in bases for name in signature(kind.__init__).parameters}
     for fresh, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        if keep_hyperparameters:
-            ours = {key: value for key, value in fresh.items() if key != "params"}
-        else:
-            ours = {key: fresh[key] for key in _KERNEL_KEYS if key in fresh}
+        # Counters that an optimizer keeps in its groups are no settings, and continue.
+        counters = {"params"} | (optimizer.defaults.keys() - settings)
+        keys = fresh.keys() - counters if keep_hyperparameters else fresh.keys() & _KERNEL_KEYS
+        ours = {key: fresh[key] for key in keys}
         groups.append({**group, **ours})
     optimizer.load_state_dict({**saved, "param_groups": groups})
     casts = set[tuple[torch.dtype, torch.dtype]]()

@@ -84,7 +84,7 @@ def _loss_and_terms(
         output = call_model(state.model, precision.cast(inputs))
         # Within these contexts autocast chooses the dtypes of the loss, too.
         if precision.autocast_loss:
-            return _task_loss(state, output, precision.cast(target), size)
+            return _task_loss(state, output, precision.cast_target(target), size)
     dtype = precision.loss_dtype
     return _task_loss(state, cast_nest(output, dtype), cast_nest(target, dtype), size)
 
@@ -386,6 +386,8 @@ def _closure_step(
             first_terms.append(terms)
             values["loss"] = loss
             values["norms"] = grad_norms(gradients_of(scheduled.params))
+        if len(micros) > 1:
+            round_gradients([scheduled.optimizer], state.widened)
         return loss
 
     if scheduled.reads_gradients:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import T5Config, T5ForConditionalGeneration
 
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.matrix_work import computation
@@ -47,6 +48,15 @@ class Norm(nn.Module):
         return F.layer_norm(self.line(x), (8,)) + torch.mv(self.wide.weight, torch.ones(8))
 
 
+class Texts(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, decoder_input_ids=ids).logits
+
+
 def watched(model, name, x, **keys):
     policy = precision(name, **keys)
     model = policy.convert(model)
@@ -62,6 +72,17 @@ def test_the_work_is_that_of_torchs_own_counter():
     probe, found = watched(model, "32-true", x)
     assert sum(probe.work.values()) == counter.get_total_flops()
     assert found == ("100.0% float32", [])
+
+
+def test_complex_products_and_layers_that_a_model_declares_float32_count_as_asked():
+    layer, x = nn.Linear(8, 8, dtype=torch.complex64), torch.randn(4, 8, dtype=torch.complex64)
+    for name, kind in (("32-true", "complex64"), ("64-true", "complex128")):
+        assert watched(layer, name, x)[1] == (f"100.0% {kind}", [])
+    config = T5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=64, num_layers=1, num_heads=2)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    _, found = watched(Texts(T5ForConditionalGeneration(config)), "16-true", ids)
+    assert "float32" in found.matrix_work
+    assert not found.caveats
 
 
 def test_experts_that_autocast_leaves_in_float32_are_named_with_their_share():

@@ -2,11 +2,13 @@
 
 import json
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from nets_that_pass_by import Casts, Leaves
+from torch import nn
 
 from runner.config.schema import RunSpec
 from runner.modes.execution import (
@@ -14,9 +16,11 @@ from runner.modes.execution import (
     CODES_REASON,
     NOT_RUN_REASON,
     RAN_IN_TRAINING_REASON,
+    build_execution,
     build_proven_model,
 )
 from runner.precision import registry
+from runner.precision.conversion import ConversionReport
 from runner.training.model import BuiltModel
 from runner.training.setup import TrainingSetup
 from runner.training.tasks.regression import Regression
@@ -237,3 +241,28 @@ def test_a_second_build_begins_at_the_same_seed():
     model = built(precision, Casts).model
     torch.manual_seed(0)
     assert torch.equal(model.b.weight, Casts().b.weight)
+
+
+class Exchanged(nn.Module):
+    """Computes with its layer, and with the same layer of another weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        first, weight = self.layer(x), self.layer.weight.data.clone()
+        self.layer.weight.data.zero_()
+        second = self.layer(x)
+        self.layer.weight.data.copy_(weight)
+        return first - second
+
+
+@pytest.mark.parametrize(("net", "caches"), [(Exchanged, False), (partial(nn.Linear, 4, 1), True)])
+def test_what_is_computed_again_casts_changed_weights_at_each_use(net, caches):
+    spec = RunSpec(optimizer={"_target_": "torch.optim.SGD"})
+    setup = TrainingSetup(spec, registry.load_precision("bf16-mixed"), Regression(), CPU)
+    build_execution(
+        setup, lambda *_: BuiltModel(net(), ConversionReport(), 0), lambda: torch.ones(2, 4)
+    )
+    assert setup.precision.caches_casts is caches

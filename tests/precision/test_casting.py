@@ -236,3 +236,9 @@ def test_a_weight_that_is_read_or_constrained_before_its_use_is_not_named():
             layer.weight.copy_(F.normalize(layer.weight))
         layer(x)
     assert not watch.rewritten
+
+
+def test_a_forward_that_touches_a_meta_tensor_first_is_watched():
+    with torch.autocast("cpu", torch.bfloat16), CastCacheWatch(nn.Linear(4, 4)) as watch:
+        assert (torch.zeros(2, device="meta") + 1).is_meta
+    assert not watch.rewritten

@@ -1,6 +1,8 @@
 """A precision in a loop of one's own: it computes what the runner's loop computes, and refuses
 calls that would compute something else."""
 
+from functools import partial
+
 import pytest
 import torch
 from nets_that_pass_by import Reads
@@ -450,6 +452,55 @@ def test_backwards_of_one_step_are_added_in_float32(update):
         assert policy.clip(optimizer, norm=2.0).item() == 1.0
         policy.step(optimizer)
     assert model.weight.item() == 0.75
+
+
+def test_gradients_of_a_generator_are_read_by_its_optimizer_in_its_parameters_dtype():
+    policy = precision("bf16-true")
+    model = policy.convert(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)]))
+    one, other = (torch.optim.AdamW(part.parameters()) for part in model)
+    inputs = torch.ones(2, 4)
+    with policy.session():
+        for _ in range(2):
+            for _ in range(2):
+                with policy.forward():
+                    output = model[1](model[0](policy.cast(inputs)).detach())
+                policy.backward(policy.loss(torch.mean, output))
+            policy.step(other)
+            with policy.forward():
+                output = model[1](model[0](policy.cast(inputs)))
+            policy.backward(policy.loss(torch.mean, output))
+            policy.step(one)
+            other.zero_grad()
+    moments = [s["exp_avg"] for o in (one, other) for s in o.state.values()]
+    assert {moment.dtype for moment in moments} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_step_of_the_optimizer_itself_reads_gradients_in_its_parameters_dtype(backwards):
+    loop, other = Loop("bf16-true"), Loop("bf16-true")
+    for one, step in (
+        (loop, loop.optimizer.step),
+        (other, partial(other.policy.step, other.optimizer)),
+    ):
+        with one.policy.session():
+            for i in range(3):
+                for _ in range(backwards):
+                    one.backward(regression_batch(8, i))
+                step()
+                one.optimizer.zero_grad()
+    assert are_equal(loop.model.parameters(), other.model.parameters())
+
+
+def test_a_target_is_no_input_that_stays_in_float32():
+    dtypes = []
+    policy = precision("bf16-true", autocast_loss=True)
+    model = policy.convert(nn.Linear(2, 2))
+    policy.precision.wide_inputs = frozenset({0})
+    with policy.session():
+        with policy.forward():
+            output = model(torch.ones(1, 2, dtype=torch.bfloat16))
+        policy.loss(lambda _, target: dtypes.append(target.dtype), output, torch.ones(1, 2))
+    assert dtypes == [torch.bfloat16]
 
 
 def test_hooks_on_scaled_gradients_are_warned_of():

@@ -9,7 +9,7 @@ from test_state_dict import MLP, begin, resume_halfway, save, train
 from torch.nn import functional as F
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.training.optimizers import closure_calls
+from runner.training.optimizers import build_optimizer, closure_calls
 from runner.training.state import ScheduledOptimizer
 from runner.training.step import train_step
 from runner.training.weight_average import with_averaged_weights
@@ -121,6 +121,32 @@ def test_sam_steps_as_in_plain_pytorch(kind, micros):
         assert train_step(state, parts).loss.item() == pytest.approx(wanted.item(), rel=1e-12)
     for p, q in zip(state.model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
+def test_an_optimizer_that_evaluates_the_loss_reads_gradients_in_its_parameters_dtype():
+    parts = [regression_batch(4, seed) for seed in (0, 1)]
+    states = []
+    for takes_closure in (True, False):
+
+        def scheduled(params, takes_closure=takes_closure):
+            return ScheduledOptimizer(torch.optim.AdamW(params), takes_closure=takes_closure)
+
+        states.append(make_state(regression_net(), "bf16-true", optimizer=scheduled))
+        states[-1].widened = {*states[-1].model.parameters()}
+        for _ in range(2):
+            train_step(states[-1], parts)
+    assert are_equal(*(state.model.parameters() for state in states))
+
+
+class FusedAveraging(Averaging):
+    def __init__(self, params, lr=0.1, fused=None):
+        super().__init__(params, lr)
+
+
+def test_an_optimizer_with_modes_and_a_fused_kernel_begins_in_training_mode():
+    node = {"_target_": f"{__name__}.FusedAveraging"}
+    optimizer = build_optimizer("optimizer", node, [torch.nn.Parameter(torch.ones(2))])
+    assert optimizer.param_groups[0]["trains"]
 
 
 def test_the_weights_of_eval_are_evaluated_and_training_continues_from_its_own(compose):

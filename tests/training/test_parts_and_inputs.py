@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import runner
+from runner.training import adapters
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
 DATA = (TensorDataset(X, X), TensorDataset(X, X))
@@ -65,6 +66,24 @@ def test_an_adapter_adds_to_a_frozen_part_only_where_a_pattern_names_it(case, tm
     assert result.steps == 4
     said = "the adapter leaves out what the model froze: teacher" in capsys.readouterr().out
     assert said == ("teacher.0" not in names)
+
+
+def test_an_adapter_of_an_earlier_version_on_a_frozen_part_is_loaded(tmp_path, monkeypatch):
+    words = ["adapter=lora", "adapter.modules=[*.0,body]"]
+    with pytest.raises(runner.ConfigError, match=r"which adapter\.modules=\[teacher\] adapts"):
+        run(Student, tmp_path / "out", *words)
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "frozen_parts", lambda model: {})
+        loss = run(Student, tmp_path / "out", *words).metrics["val/loss"]
+        whole = run(Student, tmp_path / "whole", *words, steps=6).metrics["val/loss"]
+    saved = next((tmp_path / "out").glob("checkpoints/*.pt"))
+    # In packed weights the adapter is merged first.
+    for precision, tolerance in (("32-true", 1e-6), ("bnb-nf4", 0.2)):
+        words = [*SHORT, "mode=evaluate", f"checkpoint={saved}", f"precision={precision}"]
+        found = runner.run(words, model=Student, data=DATA, out=tmp_path / precision)
+        assert found.metrics["val/loss"] == pytest.approx(loss, rel=tolerance)
+    resumed = run(Student, tmp_path / "out", f"checkpoint.resume={saved}", steps=6)
+    assert resumed.metrics["val/loss"] == whole
 
 
 class Hooked(nn.Module):

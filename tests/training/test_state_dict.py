@@ -197,6 +197,48 @@ def test_a_typed_rate_is_taken_by_schedules_and_by_each_of_several_optimizers(co
     assert rates(state) == [pytest.approx(0.0005, rel=0.2)]
 
 
+class Counting(torch.optim.SGD):
+    """Counts in its groups, as D-Adaptation and schedule-free optimizers do."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.defaults["k"] = self.param_groups[0]["k"] = 0
+
+    def step(self, closure=None):
+        self.param_groups[0]["k"] += 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_counts_in_its_groups_continues_at_another_length(compose):
+    spec = compose(*MLP, "scheduler=cosine")
+    spec = replace(spec, optimizer={"_target_": f"{__name__}.Counting", "lr": 0.1})
+    source = save(train(begin(spec), 2), spec)
+    longer = replace(spec, optimizer={**spec.optimizer, "lr": 0.2})
+    state = begin(longer, source, steps=40)
+    state_dict.restore(state, source, longer, ())
+    (group,) = state.optimizers[0].optimizer.param_groups
+    assert (group["k"], group["initial_lr"]) == (2, 0.2)
+    assert rates(state) == rates(train(begin(longer, steps=40), 2))
+
+
+def test_what_a_rule_kept_beside_the_models_own_tensors_is_read_by_no_other(compose):
+    own = torch.ones(2, dtype=torch.int16)
+    for rule, other in permutations(("remainders", "kahan", "nearest"), 2):
+        specs = [
+            compose(*MLP, "precision=bf16-true", f"precision.update={name}")
+            for name in (rule, other)
+        ]
+        source = save(train(begin(specs[0])), specs[0])
+        source.content["own_updates"] = {"x": own}
+        for after in specs:
+            state = begin(after, source)
+            notes = state_dict.restore(state, source, after, ())
+            is_same = after is specs[0]
+            assert any("beside tensors that the model changes" in n for n in notes) != is_same
+            if state.wide_forward is not None:
+                assert bool(state.wide_forward.kept) == is_same
+
+
 def test_state_of_another_model_is_refused_in_one_message(compose):
     spec = compose(*MLP)
     source = save(train(begin(spec)), spec)
