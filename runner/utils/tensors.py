@@ -30,6 +30,9 @@ def memory_of(value: object) -> int:
     """Return the address of a plain tensor's storage, which views of it share; 0 for others."""
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:  # type: ignore[attr-defined]
         return 0
+    # torch.func wraps what it differentiates; the tensor inside has the storage.
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return memory_of(torch._C._functorch.get_unwrapped(value))
     return value.untyped_storage().data_ptr()  # type: ignore[attr-defined]
 
 
