@@ -114,11 +114,10 @@ def _explain_arguments(failure: Failure) -> str:
                 f"missing. Have the data set yield fields of these names {_LAYOUTS}.{typed}"
             )
         name = names[0] if names else "as the argument"
-        typed = f"; for data=npz type 'data.inputs={{{name}: {next(iter(inputs))}}}'"
         return (
             f"{failure.takes}, and {fields}: as none of them is an argument's name, the forward "
             f"was given all of them as one dict. Have the data set yield a field named {name}, or "
-            f"(input, target) {_LAYOUTS}{typed if failure.names['data'] == 'npz' else ''}."
+            f"(input, target) {_LAYOUTS}."
         )
     if type(inputs) is PositionalInputs:
         return (
