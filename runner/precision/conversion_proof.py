@@ -154,8 +154,8 @@ class ForwardWatch(TorchFunctionMode):
         for layer in (self.layers[name] for name in names):
             if is_packed(layer):
                 numbers[id(layer._parameters["weight"])] = layer.unpacked_weight()  # type: ignore[operator]
-        args, kwargs = tree_map(lambda leaf: numbers.get(id(leaf), leaf), arguments)
-        result = func(*args, **kwargs)
+        given, named = tree_map(lambda leaf: numbers.get(id(leaf), leaf), arguments)
+        result = func(*given, **named)
         # Without a tensor in the result it was a question, such as the weight's device.
         if names and _has_tensor(result):
             self.read_elsewhere |= names
