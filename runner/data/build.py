@@ -120,8 +120,7 @@ def _dataset_problems(name: str, dataset: Any) -> Iterator[str]:
     if isinstance(dataset, Mapping):
         yield (
             f"data: the {name} set is a dict with the keys {', '.join(map(str, dataset))}; it must "
-            "be one data set. Return one of them, or torch.utils.data.ConcatDataset(list of them). "
-            "Only validation and test sets may be dicts."
+            "be one data set. Return one of them, or torch.utils.data.ConcatDataset(list of them)."
         )
         return
     if is_stream(dataset):
@@ -353,7 +352,6 @@ def _sampler(spec: RunSpec, dataset: Any) -> SamplerOrder | None:
         kind = type(dataset).__name__
         raise ConfigError(
             f"data.sampler={name} fails on the training set, a {kind}: {type(error).__name__}: "
-            f"{error}. It is called with that data set and returns a torch.utils.data.Sampler "
-            "(docs/own-code.md)."
+            f"{error}. It is called with that data set and returns a torch.utils.data.Sampler."
         ) from error
     return SamplerOrder(name, sampler, len(dataset))

@@ -71,8 +71,7 @@ class Collator:
             return batch
         return CollateFailure(
             f"data.collate={self.name} fails on {len(examples)} examples: {reason}. It is called "
-            "with a list of examples, each as the data set yields it, and returns their batch "
-            "(docs/own-code.md)."
+            "with a list of examples, each as the data set yields it, and returns their batch."
         )
 
     def _made(self, examples: list[Any]) -> Any:

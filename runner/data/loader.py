@@ -117,14 +117,12 @@ class Loader:
         elif makes_batches(self.dataset):
             raise ConfigError(
                 f"data.collate={collator.name}: the data set, a {type(self.dataset).__name__}, "
-                "makes its own batches by batch(indices). Leave data.collate out, or take that "
-                "method out."
+                "makes its own batches by batch(indices). Leave data.collate out, or that method."
             )
         elif self.options.on_device is True:
             raise ConfigError(
                 f"train.data_on_device=true slices batches on the device, and data.collate="
-                f"{collator.name} makes them on the host of single examples. Type "
-                "train.data_on_device=auto, or leave data.collate out."
+                f"{collator.name} makes them on the host. Type train.data_on_device=auto."
             )
         self._make_batch = collator or collate
         self._worker_batches: list[list[int]] = []  # of the epoch that the processes load

@@ -214,8 +214,7 @@ def held_out(count: int, fraction: float, name: str) -> int:
     val = round(count * fraction) if 0 < fraction < 1 else 0
     if not 0 < val < count:
         raise ConfigError(
-            f"data={name}: val_fraction={fraction} of {count} examples leaves an empty split; "
-            "allowed is a fraction between 0 and 1 that leaves examples on both sides. "
+            f"data={name}: val_fraction={fraction} of {count} examples leaves an empty split. "
             "Type data.val_fraction=0.1, or use more examples."
         )
     return val

@@ -168,14 +168,12 @@ def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> 
         if spec.train.max_steps is None:
             yield (
                 f"train.epochs={spec.train.epochs}: the train set is a stream, whose length is not "
-                "known. Type train.max_steps=<steps>; the stream is begun anew where it ends "
-                "before."
+                "known. Type train.max_steps=<steps>."
             )
         if sampler is not None:
             yield (
                 f"data.sampler={target_name(sampler)}: the train set is a stream, which gives no "
-                "example by its index. Leave data.sampler out, and choose the examples in the "
-                "stream."
+                "example by its index. Leave data.sampler out."
             )
     if not streams:
         return
@@ -283,8 +281,7 @@ class StreamLoader:
         elif taken == 0:
             raise ConfigError(
                 f"data: the stream, a {type(self.dataset).__name__}, yields no example"
-                f"{' when it is begun anew' if epoch > 1 else ''}. Have its __iter__ return a new "
-                "iterator over all examples each time (docs/own-code.md)."
+                f"{' when it is begun anew' if epoch > 1 else ''}. Have __iter__ return a new one."
             )
 
     def _received(self, batches: StreamPass) -> Iterator[StreamBatch]:

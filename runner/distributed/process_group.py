@@ -37,29 +37,18 @@ class PeerLost(RunnerError):
         )
 
 
-class _JoinedExamples(torch.autograd.Function):
-    """Joins the shares of a batch; a share's gradient is the sum of those of all processes."""
+class _Summed(torch.autograd.Function):
+    """The sum of a tensor over all processes, whose gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, share: slice, size: int) -> Tensor:
-        ctx.share = share
-        ctx.examples = len(tensor)
-        # NCCL and gloo do not add booleans.
-        dtype = torch.uint8 if tensor.dtype is torch.bool else tensor.dtype
-        whole = tensor.new_zeros((size, *tensor.shape[1:]), dtype=dtype)
-        # A process without a share has another process's example, only to have a batch.
-        whole[share] = tensor[: share.stop - share.start].to(dtype)
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        whole = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(whole)
-        return whole.to(tensor.dtype)
+        return whole
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        whole = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole)
-        own = whole.new_zeros((ctx.examples, *whole.shape[1:]))
-        part = whole[ctx.share]
-        own[: len(part)] = part
-        return own, None, None
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _Summed.forward(ctx, *grads)
 
 
 class ProcessGroupStrategy(Strategy):
@@ -172,7 +161,14 @@ class ProcessGroupStrategy(Strategy):
         return [(part if part.numel() else empty).to(tensor.device) for part in parts]
 
     def join_examples(self, tensor: Tensor, size: int) -> Tensor:
-        return _JoinedExamples.apply(tensor, self.rank.batch_slice(size), size)  # type: ignore[no-any-return]
+        share = self.rank.batch_slice(size)
+        # A process without a share has another process's example, only to have a batch. NCCL and
+        # gloo do not add booleans.
+        own = tensor[: share.stop - share.start]
+        own = own.to(torch.uint8) if own.dtype is torch.bool else own
+        whole = own.new_zeros((size, *own.shape[1:]))
+        summed = _Summed.apply(whole.slice_scatter(own, start=share.start, end=share.stop))
+        return summed.to(tensor.dtype)  # type: ignore[no-any-return]
 
     def broadcast_object(self, value: Any) -> Any:
         values = [value]

@@ -114,11 +114,10 @@ def _explain_arguments(failure: Failure) -> str:
                 f"missing. Have the data set yield fields of these names {_LAYOUTS}.{typed}"
             )
         name = names[0] if names else "as the argument"
-        typed = f"; for data=npz type 'data.inputs={{{name}: {next(iter(inputs))}}}'"
         return (
             f"{failure.takes}, and {fields}: as none of them is an argument's name, the forward "
             f"was given all of them as one dict. Have the data set yield a field named {name}, or "
-            f"(input, target) {_LAYOUTS}{typed if failure.names['data'] == 'npz' else ''}."
+            f"(input, target) {_LAYOUTS}."
         )
     if type(inputs) is PositionalInputs:
         return (
@@ -248,8 +247,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         lambda f: f.is_detection and _does_not_bind(f),
         lambda f: (
             f"task=detection calls the model as model(images, targets), and {f.takes}. Type "
-            "model=torchvision model.name=fasterrcnn_resnet50_fpn, or have the forward take both "
-            "(docs/vision.md)."
+            "model=torchvision model.name=fasterrcnn_resnet50_fpn, or have the forward take both."
         ),
     ),
     (
@@ -266,8 +264,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         lambda f: bool(f.expected_output and f.outputs) and not isinstance(f.target, Tensor),
         lambda f: (
             f"data={f.names['data']} yields as target a {_kind(f.target)}; "
-            f"task={f.names['task']} takes a tensor. Yield (input, target) with one tensor as "
-            "target, or write a task that takes it."
+            f"task={f.names['task']} takes a tensor. Yield (input, target) with a tensor as target."
         ),
     ),
     (_does_not_bind, _explain_arguments),

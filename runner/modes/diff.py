@@ -298,8 +298,7 @@ def _read_dump(path: Path, state: TrainState, batch: Batch) -> Dump:
     if different:
         raise ConfigError(
             f"against={path} was written with other {' and '.join(different)} than this run "
-            "has. Type the model=, data=, seed=, init.weights= and diff.steps= that it was "
-            "written with."
+            "has. Type the model=, data=, seed=, init.weights= and diff.steps= of that file."
         )
     return dump
 

@@ -209,8 +209,7 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
     if metrics and reasons:
         run.say(
             "warning: the checkpoint's own metrics cannot be compared, for they are of other "
-            f"settings: {first_names(reasons, 3, '; ')}. To compare, give these keys the run's "
-            "values."
+            f"settings: {first_names(reasons, 3, '; ')}. Give these keys the run's values."
         )
         metrics = {}
     before = content.get("device", run.device_name)

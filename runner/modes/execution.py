@@ -203,7 +203,7 @@ def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -
     All processes must call it. They see different samples, so a layer that runs in one of them
     has run, and one that is bypassed in one of them is bypassed.
     """
-    own = _process_trial(setup, built, inputs, strict=False)
+    own = _process_trial(setup, built, inputs)
     every = setup.strategy.gather_object(own)
     together = own._replace(
         layers_run={name for one in every for name in one.layers_run},
@@ -214,13 +214,13 @@ def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -
 
 
 def _process_trial(
-    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any], strict: bool
+    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
 ) -> TrialResult:
-    """Return the result of this process's trial forward; `strict` is passed on to ForwardWatch."""
+    """Return the result of this process's trial forward."""
     precision = setup.precision
     model = built.model
     converted = converted_layers(model, built.report)
-    watch = ForwardWatch(model, adapted_layers(model) | converted, strict)
+    watch = ForwardWatch(model, adapted_layers(model) | converted)
     # Batch norm and FP8 layers change buffers in a forward, and dropout draws random numbers.
     restore = saved_forward_state(model, setup.device)
     completed = False
@@ -246,9 +246,6 @@ def _process_trial(
         restore()
     # What the optimizer is built on, and what is counted, are the shards.
     setup.strategy.drop_gathered_weights()
-    if not completed and watch.queried_dtypes and not strict:
-        # What the model asked of a packed weight may be why the forward failed.
-        return _process_trial(setup, built, inputs, strict=True)
     matrices = [name for name, layer in converted.items() if holds_matrix(layer)]
     return TrialResult(watch.executed, _bypass_reasons(watch), completed, matrices)
 
@@ -281,7 +278,7 @@ def _find_wide_inputs(
         for wide in (frozenset[Any](), *(frozenset({field}) for field in fields)):
             precision.wide_inputs = wide
             sums.clear()
-            completed = _process_trial(setup, built, lambda: batch, strict=True).forward_completed
+            completed = _process_trial(setup, built, lambda: batch).forward_completed
             given[wide] = str(sums) if completed else ""
     found = [wide for wide, text in given.items() if text not in ("", given[frozenset()])]
     precision.wide_inputs = setup.strategy.broadcast_object(frozenset[Any]().union(*found))

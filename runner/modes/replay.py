@@ -172,8 +172,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
     if isinstance(loader, StreamLoader) or not saved.micro_batches:
         raise ConfigError(
             f"batch={spec.batch} is of a stream, or of another data= than it was saved with "
-            f"(data={saved.data}). A stream's samples have no indices: leave init.weights out, so "
-            "that the run is trained again up to the step."
+            f"(data={saved.data}). A stream's samples have no indices: leave init.weights out."
         )
     highest = max(index for micro in saved.micro_batches for index in micro)
     if highest >= loader.examples:

@@ -142,8 +142,7 @@ def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
     if iter(loader.dataset) is iter(loader.dataset):
         raise ConfigError(
             f"data: the {split} set's stream, a {type(loader.dataset).__name__}, is the same "
-            "iterator each time, and can be read once only. Have its __iter__ return a new "
-            "iterator over all examples (docs/own-code.md)."
+            "iterator each time, and can be read once only. Have __iter__ return a new iterator."
         )
     if run.strategy.rank.world_size == 1:
         return

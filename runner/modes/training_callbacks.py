@@ -1,6 +1,7 @@
 """Make the callbacks that read a training's records, with the guard; write its checkpoints."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.locate import checkpoints_in
 from runner.checkpoint.writers import AsyncCheckpointWriter, ShardedCheckpointWriter
+from runner.data.sampling import restored_random_state
 from runner.data.step_samples import samples_of_step
 from runner.data.stream_loader import BatchLoader, StreamLoader, reads_of
 from runner.diagnostics.data_checks import explain_uncounted_labels
@@ -35,7 +37,6 @@ from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.task import has_plain_loss_alone
 from runner.utils.formatting import first_names, relative_path
-from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 
 
 class TrainingCallbacks:
@@ -261,14 +262,11 @@ def _guard(run: RunContext, loader: BatchLoader, start_step: int) -> Guard:
         return saver.save(record.step, why, record.loss_scale, begun=start_step)
 
     def cause(record: StepRecord) -> str | None:
-        drawn = host_rng_state()
-        try:
+        # A data set may draw random numbers, and what explains an error must not hide it.
+        with restored_random_state(), suppress(Exception):
             samples = samples_of_step(loader, run.spec.train.accumulate, record.step)
             return explain_uncounted_labels(loader, samples, run.task)
-        except Exception:  # what explains an error must not hide it
-            return None
-        finally:
-            set_host_rng_state(drawn)  # a data set may draw random numbers for its samples
+        return None
 
     return Guard(run.spec, run.precision, run.say, save, cause)
 

@@ -278,8 +278,7 @@ def _worker_message(reason: str, what: str) -> str:
     """Return a message for a process that loads data and died or raised."""
     return (
         f"A process that loads {what} failed: {reason}.\n"
-        "Try train.num_workers=0 to see it in the main process, or fewer processes where memory "
-        "ran out."
+        "Try train.num_workers=0 to see it in the main process, or fewer processes."
     )
 
 

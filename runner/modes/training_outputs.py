@@ -292,16 +292,14 @@ def check_model_folders(run: RunContext, model: nn.Module) -> None:
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigError(
                     "checkpoint.safetensors=true: safetensors holds tensors alone, and "
-                    f"{name} is a {type(tensor).__name__}. Leave it out (checkpoints hold it), or "
-                    "have get_extra_state() return a tensor."
+                    f"{name} is a {type(tensor).__name__}. Leave it out (checkpoints hold it)."
                 )
             try:
                 save({name: torch.empty(0, dtype=tensor.dtype)})
             except KeyError as error:
                 raise ConfigError(
                     f"checkpoint.safetensors=true: safetensors holds no {dtype_name(tensor.dtype)},"
-                    f" and {name} is one. Leave it out (checkpoints hold every dtype), or type "
-                    "another precision."
+                    f" and {name} is one. Leave it out (checkpoints hold every dtype)."
                 ) from error
     if run.spec.checkpoint.pretrained and not is_pretrained_model(model):
         raise ConfigError(

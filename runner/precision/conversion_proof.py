@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -19,20 +18,6 @@ from runner.precision.conversion import ROOT_NAME, ConversionReport
 from runner.precision.layers.conv1d import is_packed
 from runner.precision.layers.quantized_linear import PackedWeight
 from runner.utils.module_tape import ModuleTape
-
-_GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-# Questions whose answers differ between a packed weight [bytes, 1] and the weight it represents.
-_SHAPE_QUERIES = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.ndimension,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.__len__,
-    torch.numel,
-}
 
 
 def converted_layers(model: nn.Module, report: ConversionReport) -> dict[str, nn.Module]:
@@ -87,25 +72,18 @@ class ForwardWatch(TorchFunctionMode):
     Args:
         model: the model that holds the layers.
         layers: converted modules by name.
-        strict: asking for a packed weight's dtype counts as a read; else only passing that dtype
-            to an operator does.
 
     Attributes:
         executed: names of the layers whose own forward ran.
         read_elsewhere: names of the layers whose weight other code computed with.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: Mapping[str, nn.Module], strict: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.model = model
         self.layers = layers
-        self.strict = strict
         self.executed: set[str] = set()
         self.read_elsewhere: set[str] = set()
-        # By dtype, the last layer whose packed weight was asked for its dtype.
-        self.queried_dtypes: dict[torch.dtype, str] = {}
         self._names = {id(layer._parameters.get("weight")): n for n, layer in layers.items()}
         # The forwards that run now, the outermost first.
         self._running: list[_Forward] = []
@@ -172,12 +150,12 @@ class ForwardWatch(TorchFunctionMode):
         names = {self._layer_of(leaf) for leaf in tree_leaves(arguments)} - {""}
         for forward in self._running:
             names -= forward.holds
-        packed = {n: self.layers[n] for n in names if is_packed(self.layers[n])}
-        if packed:
-            return self._call_on_unpacked(func, arguments, names, packed)
-        if self.queried_dtypes:
-            arguments = self._without_packed_dtypes(arguments)
-        result = func(*arguments[0], **arguments[1])
+        numbers: dict[int, Tensor] = {}
+        for layer in (self.layers[name] for name in names):
+            if is_packed(layer):
+                numbers[id(layer._parameters["weight"])] = layer.unpacked_weight()  # type: ignore[operator]
+        given, named = tree_map(lambda leaf: numbers.get(id(leaf), leaf), arguments)
+        result = func(*given, **named)
         # Without a tensor in the result it was a question, such as the weight's device.
         if names and _has_tensor(result):
             self.read_elsewhere |= names
@@ -196,52 +174,6 @@ class ForwardWatch(TorchFunctionMode):
         if not name or is_sharded(leaf):
             return ""
         return name if self.layers[name]._parameters.get("weight") is leaf else ""
-
-    def _call_on_unpacked(
-        self, func: Any, arguments: Any, names: set[str], packed: Mapping[str, nn.Module]
-    ) -> Any:
-        """Return a function's result on the numbers that packed weights represent."""
-        unpacked: dict[int, Tensor] = {}
-        for layer in packed.values():
-            unpacked[id(layer._parameters["weight"])] = layer.unpacked_weight()  # type: ignore[operator]
-        args, kwargs = tree_map(lambda leaf: unpacked.get(id(leaf), leaf), arguments)
-        result = func(*args, **kwargs)
-        if _has_tensor(result):
-            self.read_elsewhere |= names
-            return result
-        packed_result = func(*arguments[0], **arguments[1])
-        # A dtype alone may be asked for without use: what counts is an operator that takes it.
-        if func == _GET_DTYPE and not self.strict:
-            self.queried_dtypes[packed_result] = next(iter(packed))
-            return packed_result
-        has_other_shape = func in _SHAPE_QUERIES and result != packed_result
-        if has_other_shape or func == _GET_DTYPE:
-            self.read_elsewhere |= names
-            return result
-        return packed_result
-
-    def _without_packed_dtypes(self, arguments: Any) -> Any:
-        """Return a function's arguments with a packed weight's dtype replaced by that of the weight
-        it represents: floating numbers that are cast to the packed one would be lost."""
-        leaves = tree_leaves(arguments)
-        all_dtypes = {leaf for leaf in leaves if isinstance(leaf, torch.dtype)}
-        dtypes = all_dtypes & self.queried_dtypes.keys()
-        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-        # Integers that are cast to the packed dtype lose nothing: the model may mean it.
-        is_cast_of_integers = first is not None and not first.is_floating_point()
-        if not dtypes or is_cast_of_integers:
-            return arguments
-        unpacked_dtypes: dict[torch.dtype, torch.dtype] = {}
-        for dtype in dtypes:
-            name = self.queried_dtypes[dtype]
-            self.read_elsewhere.add(name)
-            unpacked_dtypes[dtype] = self.layers[name].unpacked_weight().dtype  # type: ignore[operator]
-
-        def unpacked_dtype(value: Any) -> Any:
-            is_dtype = isinstance(value, torch.dtype)
-            return unpacked_dtypes.get(value, value) if is_dtype else value
-
-        return tree_map(unpacked_dtype, arguments)
 
 
 def _shown_codes(leaf: Any) -> Any:

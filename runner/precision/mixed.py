@@ -109,15 +109,6 @@ class MixedPrecision(Precision):
             )
         return super().convert(model, device)
 
-    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        for optimizer in optimizers:
-            if self.loss_scale is not None and isinstance(optimizer, torch.optim.LBFGS):
-                raise ConfigError(
-                    f"optimizer=lbfgs evaluates the loss several times in a step, which a loss "
-                    f"scale cannot follow: precision={self.name} has one. "
-                    "Type precision=32-true or precision=bf16-mixed."
-                )
-
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         return autocast(device.type, self.compute, self.caches_casts)
 

@@ -64,17 +64,11 @@ def attach_update(
         seed: of stochastic rounding.
 
     Raises:
-        ConfigError: the optimizer evaluates the loss itself, or keeps parameters where the step
-            cannot replace them.
+        ConfigError: the optimizer keeps parameters where the step cannot replace them.
     """
     if rule == Nearest.name and state_dtype is None:
         return
     name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            f"precision.update={rule}: {name} evaluates the loss within its step, at weights that "
-            "are not stored. Type optimizer=adamw, or precision.update=nearest."
-        )
     held = _attribute_with_parameters(optimizer)
     if held and any(map(_is_narrow, parameters_of(optimizer))):
         setting, without = f"precision.update={rule}", "precision.update=nearest"
@@ -366,9 +360,8 @@ def check_state_dtype(key: str, optimizer: Optimizer, state_dtype: torch.dtype) 
         state_dtype: must be one of STATE_DTYPES.
 
     Raises:
-        ConfigError: the dtype is not known; the optimizer has a format of its own, or evaluates the
-            loss within its step, or has weights in another dtype than float32, bfloat16 and
-            float16.
+        ConfigError: the dtype is not known; the optimizer has a format of its own, or weights in
+            another dtype than float32, bfloat16 and float16.
     """
     if state_dtype not in STATE_DTYPES.values():
         raise ConfigError(
@@ -381,11 +374,6 @@ def check_state_dtype(key: str, optimizer: Optimizer, state_dtype: torch.dtype) 
         raise ConfigError(
             f"{given}: {name} keeps its state in a format of its own. Allowed: an optimizer of "
             f"torch.optim, or of your own. Leave {key} out, or type optimizer=adamw."
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            f"{given}: {name} keeps past gradients and evaluates the loss within its step. "
-            f"Allowed: any other optimizer. Leave {key} out, or type optimizer=adamw."
         )
     others = {p.dtype for p in parameters_of(optimizer)}.difference(_WEIGHT_DTYPES)
     if others:

@@ -201,12 +201,14 @@ def build_scheduled_optimizers(
         optimizers[key] = _build_checked(key, node, groups, embeddings, sparse)
         optimizer = optimizers[key]
         calls[key] = closure_calls(key, node, optimizer)
+        takes_closure, _ = calls[key]
         is_wide = precision.update != Nearest.name or state_dtype(key, node) is not None
         is_wide |= has_modes(optimizer) and spec.train.ema is not None
-        if is_wide and (has_modes(optimizer) or calls[key][1]):
+        if is_wide and (has_modes(optimizer) or takes_closure):
             raise ConfigError(
                 f"{key}: {type(optimizer).__name__} moves its weights by itself, to those that it "
-                "evaluates. It works without precision.update, optimizer.state_dtype and train.ema."
+                "evaluates. Leave precision.update, optimizer.state_dtype and train.ema out, or "
+                "type optimizer=adamw."
             )
         attach_rules(key, node, optimizer, precision.update, spec.seed)
     precision.check_optimizers([*optimizers.values()])
@@ -219,7 +221,7 @@ def build_scheduled_optimizers(
             raise ConfigError(
                 f"{key}={type(optimizers[key]).__name__.lower()} evaluates the loss several times "
                 "in a step: it works alone and without train.clip_norm and train.clip_value, and "
-                "in a precision without a loss scale. Type precision=bf16-mixed, or 32-true."
+                "without a loss scale. Type precision=32-true or precision=bf16-mixed."
             )
     scheduled: list[ScheduledOptimizer] = []
     for key, optimizer in optimizers.items():

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import signature
 from typing import Any
 
 import torch
@@ -59,8 +58,6 @@ class ScheduledOptimizer:
 
     def __post_init__(self) -> None:
         self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        closure = signature(type(self.optimizer).step).parameters.get("closure")
-        self.takes_closure |= closure is not None and closure.default is closure.empty
         # Of a group without a name, or of several optimizers, the optimizer's own name counts.
         for group in self.optimizer.param_groups:
             words = [self.name, group.get("name", "")]

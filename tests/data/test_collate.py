@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from items import CPU, Batches, Items, X, Y
+from tiny_models import word_tokenizer
 from torch.utils.data import TensorDataset
 
 from runner.data.batch_layout import BatchLayout
@@ -110,12 +111,8 @@ def test_a_generator_of_the_collators_own_is_seeded_for_each_batch(make):
 
 def test_masks_of_transformers_with_a_seed_follow_from_the_batch():
     transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, models
-
-    words = {"[MASK]": 0, "[PAD]": 1, **{str(i): i for i in range(2, 20)}}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words)), mask_token="[MASK]", pad_token="[PAD]"
-    )
+    words = ["[MASK]", "[PAD]", *map(str, range(2, 20))]
+    tokenizer = word_tokenizer(words, mask_token="[MASK]", pad_token="[PAD]")
     rows = [{"input_ids": list(range(2, 18))} for _ in range(8)]
 
     def masked(start):

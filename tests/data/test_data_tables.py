@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet as pq
+from tiny_models import word_tokenizer
 
 from runner.data.datasets.hf_dataset import hf_dataset
 from runner.data.datasets.imagefolder import imagefolder
@@ -58,8 +59,8 @@ def test_arrays_of_every_dtype_keep_their_numbers(tmp_path, dtype):
     numbers = np.arange(6).astype(dtype) * (1 + 1j if dtype == "complex64" else 1)
     np.savez(tmp_path / "data.npz", x=numbers, y=numbers)
     path = str(tmp_path / "data.npz")
-    fields = npz(path, inputs={"pixels": "x"}, val_path=path).train.fields
-    assert fields["pixels"].tolist() == fields["labels"].tolist() == numbers.tolist()
+    fields = npz(path, val_path=path).train.fields
+    assert fields["x"].tolist() == fields["labels"].tolist() == numbers.tolist()
 
 
 def test_arrays_larger_than_the_memory_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
@@ -95,7 +96,7 @@ def test_arrays_that_cannot_be_used_are_refused(tmp_path, arrays):
         ({"path": files["text"], "target": "names", "inputs": ["x"]}, "array names of .* <U1"),
         ({"path": files["labels"]}, r"has an array labels, and .*\. Type data\.target=labels"),
         ({"path": "absent.npz"}, "absent.npz is no file"),
-        ({"path": str(objects)}, "array x of .* holds object, no numbers"),
+        ({"path": str(objects)}, "cannot be read: Object arrays cannot be loaded"),
         ({"path": str(ragged)}, "differ in their length: x: 3, y: 2"),
         ({"path": arrays, "target": "z"}, "has no array z; it has a, b, y"),
         ({"path": arrays, "val_fraction": 1.0}, "leaves an empty split"),
@@ -120,14 +121,12 @@ def rows(tmp_path):
     return str(folder)
 
 
+WORDS = ("[UNK]", "one", "two", "three")
+
+
 @pytest.fixture
 def tokenizer(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"[UNK]": 0, "one": 1, "two": 2, "three": 3}
-    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    word_tokenizer(WORDS).backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     return str(tmp_path / "tokenizer.json")
 
 
@@ -176,11 +175,9 @@ def test_packed_texts_are_told_apart_by_their_positions(rows, tokenizer):
 
 
 @pytest.fixture
-def folder(tokenizer, tmp_path):
+def folder(tmp_path):
     """The folder of a tokenizer with an end token, 4."""
-    from transformers import PreTrainedTokenizerFast
-
-    fast = PreTrainedTokenizerFast(tokenizer_file=tokenizer, unk_token="[UNK]", eos_token="</s>")
+    fast = word_tokenizer(WORDS, unk_token="[UNK]", eos_token="</s>")
     fast.save_pretrained(tmp_path / "ended")
     return str(tmp_path / "ended")
 
@@ -209,11 +206,8 @@ def test_pairs_of_text_columns_are_inputs_and_labels(rows, folder):
     assert pairs.fields["labels"].tolist() == [[3, 4, -100, -100], [1, 1, 4, -100]]
 
 
-def test_a_folder_of_a_hugging_face_tokenizer_is_loaded(rows, tokenizer, tmp_path):
-    from transformers import PreTrainedTokenizerFast
-
-    fast = PreTrainedTokenizerFast(tokenizer_file=tokenizer, unk_token="[UNK]")
-    fast.save_pretrained(tmp_path / "folder")
+def test_a_folder_of_a_hugging_face_tokenizer_is_loaded(rows, tmp_path):
+    word_tokenizer(WORDS, unk_token="[UNK]").save_pretrained(tmp_path / "folder")
     loaded = parquet(rows, text="text", tokenizer=str(tmp_path / "folder"), length=4, val_path=rows)
     assert loaded.val.fields["input_ids"][2].tolist() == [3, 1, 2, 3]
 

@@ -58,7 +58,7 @@ init.weights=/no/such.pt => init.weights=/no/such.pt: no checkpoint is there
 mode=evaluate checkpoint=x init.weights=y => Leave init.weights= out
 optimizer.lr=abc => optimizer.lr=abc is text | a number
 optimizer.lr=-1 => torch.optim.AdamW refuses its arguments | -1
-optimizer=lbfgs precision=16-mixed => optimizer=lbfgs | precision=16-mixed | Type precision=32-true
+optimizer=lbfgs precision=16-mixed => optimizer=lbfgs | a loss scale | Type precision=32-true
 optimizer=lbfgs precision=16-true => optimizer=lbfgs divides | precision=16-true
     Type precision=32-true
 scheduler.warmup=-3 => scheduler.warmup=-3 is no length | as in scheduler.warmup=0.1.

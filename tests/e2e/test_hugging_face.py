@@ -6,6 +6,7 @@ import pytest
 import torch
 from refusals import check_refused
 from run_folders import write_files
+from tiny_models import word_tokenizer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -188,18 +189,14 @@ def test_a_resumed_run_and_an_evaluation_build_the_model_again(job, lab, main, r
 def test_the_four_lines_of_the_docs_train_on_a_parquet_file(lab, root, main, result):
     import pyarrow as pa
     from pyarrow import parquet as pq
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     page = (root / "docs" / "own-code.md").read_text()
     yaml = page.partition("```yaml\n# lab/conf/experiment/tune.yaml\n")[2].partition("```")[0]
     experiment = lab / "lab" / "conf" / "experiment" / "tune.yaml"
     experiment.parent.mkdir()
     experiment.write_text(yaml)
-    words = {word: i for i, word in enumerate(("[UNK]", "a", "b", "c"))}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    fast = word_tokenizer(("[UNK]", "a", "b", "c"), unk_token="[UNK]")
     fast.save_pretrained(lab / "models" / "tiny")
     config = {key: value for key, value in GPT2.items() if key != "model_type"}
     tiny = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **config))
@@ -217,13 +214,8 @@ def texts(lab, main, caplog):
     """Evaluate a model, and return it with the texts of a table, each of four words."""
     import pyarrow as pa
     from pyarrow import parquet as pq
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
-    words = {word: i for i, word in enumerate(("</s>", "a", "b", "c", "d", "e", "f"))}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast = word_tokenizer(("</s>", "a", "b", "c", "d", "e", "f"), eos_token="</s>")
     fast.save_pretrained(lab / "tokenizer")
     ids = [[(i * j + i) % 6 + 1 for j in range(4)] for i in range(12)]
     lines = [fast.decode(row) for row in ids]

@@ -136,7 +136,7 @@ def test_a_few_examples_of_a_stream_are_overfitted(runs):
         ("", "train.epochs=10: the train set is a stream, whose length is not known"),
         ("data.shuffle=true", "data.shuffle=true: the train set is a stream, which is read in"),
         ("train.num_workers=3", "Type train.num_workers=1, which reads ahead in one process"),
-        ("+data.sampler=torch.utils.data.RandomSampler", "Leave data.sampler out, and choose"),
+        ("+data.sampler=torch.utils.data.RandomSampler", "Leave data.sampler out."),
         ("train.data_on_device=true", "which is not in memory. Type train.data_on_device=auto"),
         ("+data.count=0", "data: the train set is empty"),
         ("+data.kind=Lists", "hold lists, not tensors, in x; stacked, these would be lists of co"),

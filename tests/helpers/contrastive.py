@@ -42,10 +42,6 @@ class Contrastive(Task):
         return {"val/loss": totals[0] / totals[1]}
 
 
-class WholeContrastive(Contrastive):
-    whole_batch = True
-
-
 def pairs(count=EXAMPLES):
     return torch.randn(count, 2, 6, generator=torch.Generator().manual_seed(1)).double()
 

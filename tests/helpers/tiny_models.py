@@ -4,7 +4,7 @@ Widths are multiples of 16, so that FP8 formats can hold the linear layers.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -213,3 +213,15 @@ def train_by_hand(name: str, steps: int) -> tuple[nn.Module, list[float], float]
             total += F.cross_entropy(logits.double(), labels, reduction="sum").item()
             count += int((labels != IGNORED).sum())
     return model, losses, total / count
+
+
+def word_tokenizer(words: Sequence[str], **tokens: str) -> Any:
+    """Return transformers' tokenizer of words, numbered in their order; the first is the unknown
+    one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = {word: i for i, word in enumerate(words)}
+    made = Tokenizer(models.WordLevel(numbers, unk_token=words[0]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, **tokens)

@@ -11,7 +11,7 @@ from precision_models import CPU, load_precision, relative_error, run_forward
 from torch import nn
 
 from runner.config.schema import RunSpec
-from runner.modes.execution import BYPASSED_REASON, CODES_REASON, build_proven_model
+from runner.modes.execution import BYPASSED_REASON, build_proven_model
 from runner.precision.conversion import ROOT_NAME, is_converted
 from runner.training.adapters import Lora
 from runner.training.model import BuiltModel
@@ -123,15 +123,6 @@ def test_torchvisions_swin_does_not_call_its_attentions_layers(name):
     _, built = build_proven(name, make_model, make_inputs())
     rows = [row for row in built.report.modules if row.why == BYPASSED_REASON]
     assert {row.module.rpartition(".")[2] for row in rows} == {"qkv", "proj"}
-
-
-@pytest.mark.parametrize(("name", "count"), [("bnb-nf4", 4), ("bnb-int8", 0)])
-def test_t5_casts_to_the_dtype_of_a_packed_weight_unless_it_is_int8(name, count):
-    make_model, make_inputs = architecture("t5")
-    _, built = build_proven(name, make_model, make_inputs())
-    skipped = [row.module for row in built.report.modules if row.why == CODES_REASON]
-    assert len(skipped) == count
-    assert all(module.endswith(".wo") for module in skipped)
 
 
 class IdleHead(nn.Module):

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from runner.precision import loss_scale as scale_module
-from runner.precision.loss_scale import DynamicLossScale, HostFlag, NoLossScale, check_loss_scale
+from runner.precision.loss_scale import (
+    DynamicLossScale,
+    HostFlag,
+    NoLossScale,
+    check_loss_scale,
+    gradient_hooks,
+)
 from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -305,3 +311,11 @@ def test_good_values_pass_and_a_whole_float_is_an_interval():
 def test_the_constructor_refuses_a_bad_value():
     with pytest.raises(ConfigError, match=r"growth_interval=0 .*\n?"):
         DynamicLossScale(CPU, growth_interval=0)
+
+
+def test_modules_and_parameters_with_hooks_on_gradients_are_named():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    model[0].weight.register_hook(lambda grad: grad)
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: None)
+    model[2].register_full_backward_hook(lambda module, given, grad: None)
+    assert gradient_hooks(model) == ["2", "0.weight", "1.weight"]

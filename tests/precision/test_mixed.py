@@ -20,14 +20,6 @@ def test_float16_has_a_live_scale_and_bfloat16_has_none():
     assert (fixed.value.item(), fixed.is_fixed) == (128.0, True)
 
 
-def test_lbfgs_is_refused_where_there_is_a_scale():
-    lbfgs = torch.optim.LBFGS([nn.Parameter(torch.ones(1))])
-    with pytest.raises(ConfigError, match=r"lbfgs evaluates the loss several times.*32-true"):
-        load_precision("16-mixed").check_optimizers([lbfgs])
-    load_precision("bf16-mixed").check_optimizers([lbfgs])
-    load_precision("16-mixed").check_optimizers([torch.optim.AdamW([nn.Parameter(torch.ones(1))])])
-
-
 @pytest.mark.parametrize(
     ("name", "instead"), [("16-mixed", "16-true"), ("bf16-mixed", "bf16-true")]
 )

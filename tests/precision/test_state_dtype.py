@@ -116,7 +116,6 @@ def test_float32_is_what_the_optimizer_does_by_itself():
     ("make", "dtype", "text"),
     [
         (AdamW4bit, torch.float32, "AdamW4bit keeps its state in a format of its own"),
-        (torch.optim.LBFGS, torch.float32, "evaluates the loss within its step"),
         (torch.optim.AdamW, torch.float64, "has weights in float64, whose state keeps their"),
         (torch.optim.AdamW, torch.complex64, "has weights in complex64"),
     ],

@@ -170,7 +170,7 @@ def test_the_weights_of_eval_are_evaluated_and_training_continues_from_its_own(c
     ("name", "words", "message"),
     [
         ("Sam", ["train.clip_norm=1.0"], "optimizer=sam evaluates the loss several times"),
-        ("Sam", ["precision=16-mixed"], "without a loss scale. Type precision=bf16-mixed"),
+        ("Sam", ["precision=16-mixed"], "without a loss scale. Type precision=32-true"),
         ("Sam", ["precision=bf16-true", "precision.update=kahan"], "Sam moves its weights by"),
         ("Averaging", ["train.ema=0.9"], "Averaging moves its weights by itself"),
     ],

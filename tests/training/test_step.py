@@ -324,7 +324,7 @@ def lbfgs(name, schedule=True):
     def made(parameters):
         optimizer = torch.optim.LBFGS(parameters, lr=1.0, max_iter=4)
         halved = LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
-        return ScheduledOptimizer(optimizer, halved)
+        return ScheduledOptimizer(optimizer, halved, takes_closure=True)
 
     return make_state(regression_net(), name, optimizer=made)
 

@@ -100,8 +100,7 @@ def _smiles(path: str | None) -> Iterator[str]:
     if file is None:
         raise ConfigError(
             "data=molecules: the package chemicals, which ships the molecules (22 MB), is not "
-            "installed. Type pip install --no-deps chemicals, or data.path=<file with a SMILES in "
-            "each line>."
+            "installed. Type pip install --no-deps chemicals, or data.path=<SMILES in lines>."
         )
     if not file.is_file():
         raise ConfigError(

@@ -88,15 +88,13 @@ def text(path: str | None = None, context: int = 128, val_fraction: float = 0.1)
         size = f"has {len(tokens)} bytes" if content else "is empty"
         raise ConfigError(
             f"data=text: {path or 'the built-in text'} {size}; context={context} needs "
-            f"{2 * window_bytes} bytes or more. Type data.path=FILE with a longer file, or a "
-            "smaller data.context=N."
+            f"{2 * window_bytes} bytes or more. Type a longer data.path=FILE or less data.context."
         )
     cut = len(tokens) - held_out(len(tokens), val_fraction, "text")
     if min(cut, len(tokens) - cut) < window_bytes:
         raise ConfigError(
-            f"data=text: val_fraction={val_fraction} of {len(tokens)} bytes leaves less than one "
-            f"window of {context} + 1 bytes on one side. Type data.val_fraction=0.5, a smaller "
-            "data.context=N, or give a longer file."
+            f"data=text: val_fraction={val_fraction} of {len(tokens)} bytes leaves less than "
+            f"{context} + 1 bytes on one side. Type data.val_fraction=0.5 or data.context=<less>."
         )
     return Splits(TextWindows(tokens[:cut], context), TextWindows(tokens[cut:], context))
 
