@@ -204,7 +204,7 @@ def test_the_rate_of_each_group_is_recorded(quick, tmp_path):
     assert "parameter groups, in tensors: *.bias: 2 at lr 0.5, rest: 2 at lr 0.001" in done.stdout
     run = Outcome(finished_run(tmp_path))
     factors = [1, 5 / 6, 2 / 3]
-    for name, rate in (("lr/*.bias", 0.5), ("lr/rest", 0.001), ("train/lr", 0.5)):
+    for name, rate in (("lr/_.bias", 0.5), ("lr/rest", 0.001), ("train/lr", 0.5)):
         found = run.values(name)
         assert [found[step] for step in (1, 2, 3)] == pytest.approx([rate * f for f in factors])
 
