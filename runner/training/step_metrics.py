@@ -19,7 +19,7 @@ the host wait for the device in every step.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,21 @@ from runner.utils.tensors import widest_float
 
 FORBIDDEN_CHARACTERS = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow refuses in the name of a metric."""
+
+
+def legal_names(names: Iterable[str]) -> list[str]:
+    """Return names with an underscore for each forbidden character; names that become equal, as
+    h.* and h.? do, get a number."""
+    legal: dict[str, None] = {}
+    for name in names:
+        base = FORBIDDEN_CHARACTERS.sub("_", name)
+        free = base
+        number = 2
+        while free in legal:
+            free = f"{base}_{number}"
+            number += 1
+        legal[free] = None
+    return [*legal]
 
 
 def stack_values(values: Sequence[Tensor], strategy: Strategy) -> Tensor:
@@ -143,5 +158,8 @@ def tracker_values(record: StepRecord) -> dict[str, float]:
         if value is not None:
             values[entry.metric] = value
     values |= {name: value for name, value in measured.items() if name.startswith(TERM_PREFIX)}
-    values |= {f"lr/{name}": rate for name, rate in (record.rates or {}).items()}
+    # Names of groups may hold patterns, and MLflow refuses their characters.
+    rates = record.rates or {}
+    for name, rate in zip(legal_names(rates), rates.values(), strict=True):
+        values[f"lr/{name}"] = rate
     return values

@@ -19,6 +19,7 @@ from runner.tracking.reader import Reader
 from runner.tracking.upload_state import RefusedError, UnreachableError
 from runner.tracking.uri import sqlite_path
 from runner.tracking.writer.store import Store, distinct_names, legal_name, metric_name, truncate
+from runner.training.step_metrics import legal_names
 from runner.utils.errors import TrackingError
 
 # MLflow's, which runs in this process here.
@@ -54,6 +55,7 @@ def test_names_of_metrics_stay_apart():
     names = ["h.*", "h.?", "h._", "a" * 300, "a" * 301]
     assert len({metric_name(name) for name in names}) == 5
     assert metric_name("h._") == "h._"
+    assert legal_names(names[:3]) == ["h._", "h.__2", "h.__3"]
 
 
 def test_names_that_become_equal_get_a_number():

@@ -13,7 +13,7 @@ from runner.training.records import (
     record_to_state,
 )
 from runner.training.state import TrainState
-from runner.training.step_metrics import tracker_values
+from runner.training.step_metrics import legal_names, tracker_values
 from runner.utils.accelerator import Accelerator
 from runner.utils.tensors import MIB, tensor_bytes
 
@@ -81,7 +81,8 @@ class MetricLogger(RunCallback):
             values["memory/optimizer_mib"] = size / MIB
         last = records[-1]
         # Gauges are named after modules.
-        values |= last.gauges or {}
+        gauges = last.gauges or {}
+        values |= dict(zip(legal_names(gauges), gauges.values(), strict=True))
         return last.step, last.time_ms, values
 
     def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
