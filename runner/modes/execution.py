@@ -71,7 +71,7 @@ def build_execution(
     # As training does in its trial of a batch, see startup.watched_casts.
     if precision.compute is not precision.storage:
         with CastCacheWatch(built.model) as watch:
-            _process_trial(setup, built, inputs, strict=False)
+            _process_trial(setup, built, inputs)
         precision.caches_casts &= not watch.rewritten
     with precision.session(built.model, setup.device):
         return built, build_state(setup, built.model, total_steps)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -31,8 +32,8 @@ def memory_of(value: object) -> int:
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:  # type: ignore[attr-defined]
         return 0
     # torch.func wraps what it differentiates; the tensor inside has the storage.
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return memory_of(torch._C._functorch.get_unwrapped(value))
+    if functorch.is_functorch_wrapped_tensor(value):
+        return memory_of(functorch.get_unwrapped(value))
     return value.untyped_storage().data_ptr()  # type: ignore[attr-defined]
 
 
