@@ -20,7 +20,6 @@ from runner.config.overrides import override_key
 from runner.config.resolve import flatten, resolve_spec, to_dict
 from runner.config.schema import RunSpec
 from runner.config.signature import is_signed
-from runner.config.targets import runner_values
 from runner.config.trusted_targets import (
     SavedConfig,
     check_trusted,
@@ -130,12 +129,14 @@ def merge(
     merged = composed | {key: config.values[key] for key in keys if key in config.values}
     # What is typed is copied before anything is resolved, so that its interpolations read the
     # run's values.
-    for key in typed_overrides(invocation):
+    typed = typed_overrides(invocation)
+    for key in typed:
         copy_key(composed, merged, key.split("."))
     # Data that are given as objects replace the data, not what the run does with them.
+    before = config.values.get("data", {})
     if merged["data"].get("_target_") == "runner.api.objects.given_data":
-        values = runner_values("data", config.values.get("data", {}))
-        merged["data"] = values | merged["data"]
+        keys_of_run = [k for k in ("shuffle", "sampler", "collate") if f"data.{k}" not in typed]
+        merged["data"] = merged["data"] | {k: before[k] for k in keys_of_run if k in before}
     try:
         resolved = resolve_spec(OmegaConf.create(merged))
     except OmegaConfBaseException as error:

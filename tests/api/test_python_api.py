@@ -256,14 +256,15 @@ def test_the_record_names_the_call_that_repeats_the_run():
 
 def test_a_stopped_run_is_resumed_with_the_objects_given_again():
     net = Net()
-    stopped = run("train.max_steps=6", "train.max_seconds=1e-6", model=net, data=DATA)
+    words = ["train.max_steps=6", "data.shuffle=false"]
+    stopped = run(*words, "train.max_seconds=1e-6", model=net, data=DATA)
     assert stopped.steps < 6
     resume = [f"checkpoint.resume={stopped.folder}", "tracking=none", "train.max_steps=6"]
     with pytest.raises(ConfigError, match=r"give it again: runner.run\(\[...\], \w+=<the object>"):
         runner.run(resume, quiet=True)
     resumed = runner.run([*resume, "train.max_seconds=null"], quiet=True, model=net, data=DATA)
     assert resumed.folder == stopped.folder
-    whole = run("train.max_steps=6", model=net, data=DATA)
+    whole = run(*words, model=net, data=DATA)
     ours, theirs = (result.history()["train/loss"].dropna() for result in (resumed, whole))
     assert ours.tolist() == theirs.tolist()
 
