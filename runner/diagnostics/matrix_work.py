@@ -110,9 +110,7 @@ def _casts_caveat(probe: DtypeProbe, precision: Precision) -> str:
     if not by_dtype:
         return ""
     casts = " and ".join(f"{first_names(ops)} in {kind}" for kind, ops in by_dtype.items())
-    text = (
-        f"autocast followed torch's list for CPUs, with {casts}, which CUDA's list casts otherwise."
-    )
+    text = f"autocast followed torch's list for CPUs, with {casts}, where CUDA's differs."
     if hasattr(precision, "emulate"):
         text += " Type precision.emulate=true for CUDA's casts."
     return text

@@ -111,7 +111,7 @@ def test_casts_of_the_cpus_list_are_named_and_under_emulation_there_are_none():
     assert found.caveats == [
         "20.0% of the matrix work was not in bfloat16: mv in float32 ((model)).",
         "autocast followed torch's list for CPUs, with layer_norm in bfloat16 and mv in float32, "
-        "which CUDA's list casts otherwise. Type precision.emulate=true for CUDA's casts.",
+        "where CUDA's differs. Type precision.emulate=true for CUDA's casts.",
     ]
     assert watched(Norm(), "bf16-mixed", x, emulate=True)[1].caveats == []
 
