@@ -82,7 +82,8 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
     # Another precision may not compile what the run's own did.
     kept = _TRAIN_KEYS if "precision" in untyped else _TRAIN_KEYS[:3]
     nodes["train"] = {**composed, **{key: trained[key] for key in kept if key in trained}}
-    spec, invocation = merge(config._replace(values=nodes), spec, invocation, [*nodes], choices)
+    config = config._replace(values={**config.values, **nodes})
+    spec, invocation = merge(config, spec, invocation, [*nodes], choices)
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
     return PlannedRun(plan.folder, saved, spec, invocation)
 

@@ -59,7 +59,7 @@ def output_lines(
         yield taken
     name = run.invocation.option_name("task", run.spec.task)
     if task.whole_batch and run.strategy.rank.world_size > 1:
-        _check_joinable(state, batch, output)
+        check_joinable(state, batch, output)
     parts = run.spec.train.accumulate * run.strategy.rank.world_size
     is_known = task.whole_batch or task.additions.whole_batch is False
     if run.spec.mode != "train" or parts == 1 or is_known:
@@ -80,11 +80,12 @@ def output_lines(
     )
 
 
-def _check_joinable(state: TrainState, batch: tuple[Any, Any], output: Any) -> None:
+def check_joinable(state: TrainState, batch: tuple[Any, Any], output: Any) -> None:
     """Raise ConfigError where the output compares the examples of a batch with each other, so that
     the outputs of several processes cannot be joined."""
     size = examples_in(batch)
-    half = tree_map(partial(_cut, size=size, part=slice(size // 2)), batch)
+    # All processes call the model, also one with an only example.
+    half = tree_map(partial(_cut, size=size, part=slice(max(1, size // 2))), batch)
     restore = saved_state(state)
     try:
         with (
@@ -96,7 +97,8 @@ def _check_joinable(state: TrainState, batch: tuple[Any, Any], output: Any) -> N
     finally:
         restore()
     for whole, own in zip(tree_leaves(output), tree_leaves(part), strict=False):
-        if isinstance(whole, Tensor) and whole.shape[1:] != own.shape[1:]:
+        are_tensors = isinstance(whole, Tensor) and isinstance(own, Tensor)
+        if are_tensors and whole.shape[1:] != own.shape[1:]:
             raise ConfigError(
                 f"task.whole_batch: the model returns {list(whole.shape)}, which compares the "
                 "examples of one process. Have it return what is compared (embeddings), and "

@@ -71,6 +71,14 @@ def test_arrays_larger_than_the_memory_are_refused_before_they_are_unpacked(tmp_
         npz(str(tmp_path / "big.npz"))
 
 
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros((1024, 1024)), y=np.zeros(1024))
+    monkeypatch.setattr("runner.data.datasets.npz.MAX_UNPACKED_BYTES", 2**20)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**40))
+    with pytest.raises(ConfigError, match="or a hundred times the file"):
+        npz(str(tmp_path / "bomb.npz"))
+
+
 def test_arrays_that_cannot_be_used_are_refused(tmp_path, arrays):
     objects = tmp_path / "objects.npz"
     np.savez(objects, x=np.array([{}], dtype=object), y=np.zeros(1))

@@ -40,3 +40,20 @@ def test_own_precision_reproduces_the_recorded_loss(words, tmp_path, capsys):
     assert other.metrics != trained.metrics
     assert other.as_trained == {}
     assert "train.batch_size=8 in its run, 4 here" in capsys.readouterr().out
+
+
+def first_half(examples):
+    x, y = zip(*examples, strict=True)
+    return torch.stack(x)[: len(x) // 2], torch.stack(y)[: len(y) // 2]
+
+
+def test_what_is_not_typed_again_is_the_checkpoints(tmp_path):
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    given = {"model": nn.Linear(4, 4), "data": (TensorDataset(x, x), TensorDataset(x, x))}
+    own = ["tracking=none", "task=regression", "train.max_steps=2", "train.batch_size=8"]
+    words = ["precision=bf16-true", "data.collate=test_evaluate.first_half"]
+    trained = runner.run([*own, *words], **given, out=tmp_path / "run")
+    evaluate = [*own[:2], "mode=evaluate", f"checkpoint={tmp_path / 'run'}"]
+    again = runner.run([*evaluate, "precision.keep_fp32=[]"], **given, out=tmp_path / "again")
+    assert again.precision == "bf16-true"
+    assert again.metrics == trained.metrics == again.as_trained

@@ -219,6 +219,7 @@ def exchange(change):
         lambda layer, reference: setattr(layer.weight, "data", reference),
         lambda layer, reference: layer.load_state_dict({"weight": reference}),
         lambda layer, reference: torch._foreach_copy_([layer.weight], [reference]),
+        lambda layer, reference: torch.mul(reference, 1, out=layer.weight.data),
         lambda layer, reference: layer.weight.__setitem__(slice(None), reference),
     ],
 )

@@ -327,6 +327,7 @@ def test_compiled_and_computed_twice(counter):
 def test_channels_last():
     model = prepare(resnet(18, 10, [1, 8, 8]), channels_last=True)
     assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    prepare(nn.Conv3d(1, 2, 3), channels_last=True)  # its weights have no such layout
 
 
 HAS_COMPILER = any(map(shutil.which, CXX_COMPILERS))

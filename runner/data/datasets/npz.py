@@ -13,6 +13,9 @@ from torch import Tensor
 from runner.data.splits import Splits, TensorFields, held_out, split_fields
 from runner.utils.errors import ConfigError
 
+MAX_UNPACKED_BYTES = 2**30
+"""Of a file whose arrays take more than a hundred times its size."""
+
 
 def npz(
     path: str,
@@ -91,7 +94,7 @@ def _arrays(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, n
                 )
             # A file of a few MB may unpack to all memory; numbers compress to a hundredth at most.
             size = sum(loaded.zip.getinfo(f"{name}.npy").file_size for name in names)
-            largest = max(2**30, 100 * Path(path).stat().st_size)
+            largest = max(MAX_UNPACKED_BYTES, 100 * Path(path).stat().st_size)
             if size > min(largest, psutil.virtual_memory().available):
                 raise ConfigError(
                     f"data=npz: the arrays of {path} unpack to {size / 2**30:.1f} GiB, more than "
