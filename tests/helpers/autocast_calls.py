@@ -64,8 +64,13 @@ _CALLS = {
     "m, [k], v": "index_put",
     "m, 0, K, m": "scatter_add",
 }
-CALLS = {name: arguments for arguments, names in _CALLS.items() for name in names.split()}
-"""The arguments of each operator, in which a letter is a tensor."""
+CALLS = {
+    name: arguments
+    for arguments, names in _CALLS.items()
+    for name in names.split()
+    if hasattr(torch.ops.aten, name.partition(".")[0])
+}
+"""The arguments of each operator that this torch has; a letter is a tensor."""
 SHAPES = {"m": 2, "b": 3, "i": 4, "d": 5, "v": 1}
 INDICES = {"k": (4,), "K": (4, 4), "L": (4, 4, 4)}
 # Kernels of GPUs, which no tensor on a CPU reaches; a GRU's cell has no kernel for fake tensors.
