@@ -19,6 +19,7 @@ from runner.config.schema import CUDA_GRAPH_MODES, RunSpec, TrainSpec
 from runner.precision.contract import Precision
 from runner.utils.errors import ConfigError
 from runner.utils.modules import outermost_names, repeated_blocks, select_modules
+from runner.utils.tensors import TORCH_VERSION
 from runner.utils.tpu import is_tpu
 
 MAX_SHAPES_PER_BLOCK = 8
@@ -82,6 +83,11 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
         yield (
             "train.compile_rounding=eager is an option of torch's compiler for CPUs and GPUs, and "
             "a TPU has its own. Type train.compile_rounding=fused."
+        )
+    if spec.train.compile_rounding == "eager" and device.type == "cpu" and TORCH_VERSION < (2, 13):
+        yield (
+            "train.compile_rounding=eager changes nothing on a CPU before torch 2.13, and this is "
+            f"torch {TORCH_VERSION}. Type train.compile_rounding=fused."
         )
     candidates = (os.environ.get("CXX", "c++"), *CXX_COMPILERS)
     if not any(map(shutil.which, candidates)):

@@ -33,7 +33,7 @@ from runner.training.schedules import build_scheduler, check_scheduler
 from runner.training.state import ScheduledOptimizer, has_modes, sparse_parameters
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
-from runner.utils.tensors import dtype_name
+from runner.utils.tensors import TORCH_VERSION, dtype_name
 
 
 def parameters_by_optimizer(
@@ -126,6 +126,12 @@ def build_optimizer(
     # What is no group is one of the parameters.
     groups = [group for group in params if isinstance(group, dict)] or [{"params": [*params]}]
     every = [p for group in groups for p in group["params"]]
+    if node.get("fused") and _loses_updates(target, every):
+        raise ConfigError(
+            f"{key}.fused=true: before torch 2.14 the fused SGD of a CPU leaves most elements of "
+            f"16-bit weights as they were, and this is torch {TORCH_VERSION}. "
+            f"Type {key}.fused=false."
+        )
     if node.get("fused") is None and _may_be_fused(target, every):
         # A refusal (of this device, dtype or combination of keywords) is no error: the plain call
         # below works, or raises the reason.
@@ -156,15 +162,21 @@ def _in_training_mode(optimizer: Any) -> Optimizer:
 def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
     """Return whether to try an optimizer's fused kernel.
 
-    False for what torch would refuse only in the first step.
+    False for what torch would refuse only in the first step, or computes wrongly.
     """
     # torch refuses fused complex parameters only in the first step.
-    if not all(p.is_floating_point() for p in params):
+    if not all(p.is_floating_point() for p in params) or _loses_updates(target, params):
         return False
     # torch's fused kernels take sharded parameters in these two optimizers only.
     if any(map(is_sharded, params)):
         return target in (torch.optim.Adam, torch.optim.AdamW)
     return "fused" in signature(target).parameters
+
+
+def _loses_updates(target: Any, params: list[nn.Parameter]) -> bool:
+    """Return whether an optimizer's fused kernel leaves elements of parameters as they were."""
+    is_narrow_on_cpu = any(p.element_size() == 2 and p.device.type == "cpu" for p in params)
+    return target is torch.optim.SGD and is_narrow_on_cpu and TORCH_VERSION < (2, 14)
 
 
 def build_scheduled_optimizers(

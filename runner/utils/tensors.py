@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.nn.parameter import is_lazy
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+TORCH_VERSION = TorchVersion(torch.__version__)
+"""Compares with a tuple, as `TORCH_VERSION < (2, 14)`."""
 
 # Attributes in which bitsandbytes keeps the tensors of a quantized weight other than its codes.
 _SCALES = ("absmax", "code", "offset", "state2")

@@ -3,10 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.precision import registry
+from runner.training import optimizers
 from runner.training.model import build_model
 from runner.training.optimizers import (
     build_optimizer,
@@ -141,12 +143,25 @@ def test_half_parameters_under_a_mixed_precision_are_refused(name):
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
 def test_fused_where_torch_has_it(compose, name, precision):
     node = compose(f"optimizer={name}").optimizer
-    (d,) = build_optimizers(precision, optimizer=node)
+    (d,) = build_optimizers(precision, optimizer={**node, "lr": 0.1})
     fused = name in ("adagrad", "adam", "adamw", "sgd")
-    assert bool(d.optimizer.defaults.get("fused")) == fused
+    if not optimizers._loses_updates(type(d.optimizer), d.params):  # by torch's version
+        assert bool(d.optimizer.defaults.get("fused")) == fused
+    before = [p.detach().clone() for p in d.params]
     for p in d.params:
-        p.grad = torch.ones_like(p)
+        p.grad = torch.full_like(p, 100.0)
     d.optimizer.step()
+    assert all((p != old).all() for p, old in zip(d.params, before, strict=True))
+
+
+def test_a_fused_kernel_that_loses_updates_is_refused_and_not_chosen(monkeypatch):
+    monkeypatch.setattr(optimizers, "TORCH_VERSION", TorchVersion("2.13.0"))
+    node = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    (d,) = build_optimizers("bf16-true", optimizer=node)
+    assert not d.optimizer.defaults["fused"]
+    assert build_optimizers("32-true", optimizer=node)[0].optimizer.defaults["fused"]
+    with pytest.raises(ConfigError, match=r"Type optimizer\.fused=false"):
+        build_optimizers("bf16-true", optimizer={**node, "fused": True})
 
 
 @pytest.mark.parametrize("said", [False, True])
