@@ -53,7 +53,7 @@ def test_the_report_holds_every_machines_jobs_whoever_ends_last(
     report = reader.artifact(parent.run_id, "report.md").decode()
     local = (pair[1].folder / "report.md").read_text()
     for text in (report, local, parent.tags["mlflow.note.content"], shown):
-        assert "bf16-mixed trains 1.50 × as fast as 32-true" in text
+        assert "bf16-mixed with more seeds: 1.50 × as fast as 32-true" in text
     assert len(reader.artifacts(parent.run_id, "jobs")) == 2
     assert last == "first machine" or "dashboard: http://127.0.0.1:5000/#/shared" in shown
 
