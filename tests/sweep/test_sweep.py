@@ -63,7 +63,7 @@ def test_the_report_of_one_machine_is_not_made_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(sweeps, "is_joined_by_others", lambda *_: False)
     monkeypatch.setattr(sweeps, "store_report", None)
     begun(tmp_path, "b", NONE).end(0)
-    assert "Only b ended" in (tmp_path / "report.md").read_text()
+    assert "b finished: " in (tmp_path / "report.md").read_text()
 
 
 def test_the_report_stays_where_the_store_does_not_answer(tmp_path, monkeypatch, capsys):
@@ -75,8 +75,8 @@ def test_the_report_stays_where_the_store_does_not_answer(tmp_path, monkeypatch,
     assert begun(tmp_path, "b", NONE).end(0) == 0
     shown = capsys.readouterr().out
     assert "warning: the report covers only the jobs that ran on this machine: gone" in shown
-    assert "Only b ended" in shown
-    assert "Only b ended" in (tmp_path / "report.md").read_text()
+    assert "b finished: " in shown
+    assert "b finished: " in (tmp_path / "report.md").read_text()
 
 
 def test_a_name_is_shortened_after_its_credentials_are_hidden(tmp_path, monkeypatch):

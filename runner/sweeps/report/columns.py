@@ -38,8 +38,8 @@ MAX_REASON_CHARACTERS = 80
 """Characters of an error in the cell of a group's status."""
 MAX_OPEN_JOBS = 12
 """A page folds a longer table of jobs."""
-_ROW_ORDER = [Verdict.BETTER, Verdict.SAME, Verdict.UNJUDGED, None, Verdict.WORSE]
-"""Verdicts in the order of the rows of a table of groups; None for a group without a verdict."""
+_ROW_ORDER = [Verdict.BETTER, Verdict.SAME, Verdict.UNJUDGED, Verdict.WORSE]
+"""Verdicts in the order of the rows of a table of groups."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,10 @@ def _group_status(c: Comparison, _: TableFacts) -> Cell:
     """Return how many jobs ended how, with the reasons."""
     counts = c.group.counts
     jobs = len(c.group.jobs)
-    words = {OUTCOME_WORDS.get(outcome, outcome): count for outcome, count in counts.items()}
     if jobs == 1:
-        text = ", ".join(words)
+        text = ", ".join(OUTCOME_WORDS.get(outcome, outcome) for outcome in counts)
     else:
-        text = ", ".join(f"{count}/{jobs} {word}" for word, count in words.items())
+        text = ", ".join(f"{n}/{jobs} {OUTCOME_WORDS.get(one, one)}" for one, n in counts.items())
     reason = " ".join(" ".join(c.group.reasons).split())
     # The whole reason is in the list of failures below the table.
     if len(reason) > MAX_REASON_CHARACTERS:
@@ -341,10 +340,9 @@ def groups_table(compared: Sequence[Comparison], recommended: Comparison | None)
     facts = TableFacts(jobs, compared, f"A's {BASELINE}" if is_of_two_sweeps else BASELINE)
     marked = next((i for i, c in enumerate(compared) if c is recommended), None)
     table = replace(_table("group", compared, facts), marked=marked)
-    without_result = sum(not comparison.group.counts.get("finished") for comparison in compared)
-    if MAX_LISTED_NAMES < without_result < len(compared):
-        title = f"{without_result} without a result"
-        return replace(table, folded=without_result, fold_title=title)
+    count = sum(not comparison.group.counts.get("finished") for comparison in compared)
+    if MAX_LISTED_NAMES < count < len(compared):
+        return replace(table, folded=count, fold_title=f"{count} without a result")
     return table
 
 
@@ -352,11 +350,9 @@ def _row_rank(c: Comparison) -> tuple[int, float, float]:
     """Return by what the rows of groups are sorted: the verdict, the speed, then the quality."""
     if not c.group.counts.get("finished"):
         return len(_ROW_ORDER), 0.0, 0.0
-    if c.is_baseline:
-        return -1, 0.0, 0.0
     speed = c.speed_ratio.value if c.speed_ratio else 0.0
     if c.difference is None:
-        return _ROW_ORDER.index(None), -speed, 0.0
+        return -1 if c.is_baseline else _ROW_ORDER.index(Verdict.UNJUDGED), -speed, 0.0
     sign = 1 if c.group.jobs[0].direction == "max" else -1
     return _ROW_ORDER.index(c.difference.verdict), -speed, -sign * c.difference.value
 

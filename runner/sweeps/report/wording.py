@@ -106,8 +106,7 @@ def common_verdict(comparisons: Sequence[Comparison]) -> str:
     """Return the verdict that all of many differences to the baseline share, else empty."""
     differences = [c.difference for c in comparisons if c.difference]
     verdicts = {difference_words(difference)[0] for difference in differences}
-    is_shared = len(differences) > MAX_LISTED_NAMES and len(verdicts) == 1
-    return verdicts.pop() if is_shared else ""
+    return verdicts.pop() if len(verdicts) == 1 and len(differences) > MAX_LISTED_NAMES else ""
 
 
 def speed_words(comparison: Comparison) -> str:
