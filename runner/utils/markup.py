@@ -4,6 +4,7 @@ Texts come from users and from checkpoints of strangers: everything is escaped.
 """
 
 import html
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
 
 WRAP_MIN_CHARS = 40
 """Characters above which the text of a cell may break into lines."""
+CHARACTER_REM = 0.52
+"""Width of a character in a table, in rem."""
+COLUMN_GAP_REM = 1.2
+"""Width of the space between two columns, in rem."""
+MAX_NOTE_LINE_CHARS = 18
+"""Characters of a note that should stand on one line."""
 NOTEBOOK_HEIGHT = 640
 """Pixels of a page inside a notebook."""
 Tone = Literal["", "good", "bad", "quiet"]
@@ -77,18 +84,31 @@ class Commands:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one length; on a narrow screen `cards` turns each row into a block of its own.
+    """Rows of one length; a page shows each row as a card where the table does not fit.
 
     Attributes:
         words: columns of text, which are aligned left.
         marked: the row that stands out.
+        folded: number of last rows that a page shows when `fold_title` is clicked.
     """
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     words: frozenset[int] = frozenset({0})
     marked: int | None = None
-    cards: bool = False
+    folded: int = 0
+    fold_title: str = ""
+
+    @property
+    def width_rem(self) -> int:
+        """Return about the least width in rem that the table needs."""
+        characters = 0
+        for i, title in enumerate(self.head):
+            texts = title.split()
+            for row in self.rows:
+                texts += [row[i].text[:WRAP_MIN_CHARS], row[i].note[:MAX_NOTE_LINE_CHARS]]
+            characters += max(map(len, texts), default=0)
+        return math.ceil(characters * CHARACTER_REM + len(self.head) * COLUMN_GAP_REM)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def test_the_report_holds_every_machines_jobs_whoever_ends_last(
     report = reader.artifact(parent.run_id, "report.md").decode()
     local = (pair[1].folder / "report.md").read_text()
     for text in (report, local, parent.tags["mlflow.note.content"], shown):
-        assert "bf16-mixed trains 1.50 × as fast as 32-true" in text
+        assert "bf16-mixed with more seeds: 1.50 × as fast as 32-true" in text
     assert len(reader.artifacts(parent.run_id, "jobs")) == 2
     assert last == "first machine" or "dashboard: http://127.0.0.1:5000/#/shared" in shown
 
@@ -63,7 +63,7 @@ def test_the_report_of_one_machine_is_not_made_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(sweeps, "is_joined_by_others", lambda *_: False)
     monkeypatch.setattr(sweeps, "store_report", None)
     begun(tmp_path, "b", NONE).end(0)
-    assert "Only b ended" in (tmp_path / "report.md").read_text()
+    assert "b finished: " in (tmp_path / "report.md").read_text()
 
 
 def test_the_report_stays_where_the_store_does_not_answer(tmp_path, monkeypatch, capsys):
@@ -75,8 +75,8 @@ def test_the_report_stays_where_the_store_does_not_answer(tmp_path, monkeypatch,
     assert begun(tmp_path, "b", NONE).end(0) == 0
     shown = capsys.readouterr().out
     assert "warning: the report covers only the jobs that ran on this machine: gone" in shown
-    assert "Only b ended" in shown
-    assert "Only b ended" in (tmp_path / "report.md").read_text()
+    assert "b finished: " in shown
+    assert "b finished: " in (tmp_path / "report.md").read_text()
 
 
 def test_a_name_is_shortened_after_its_credentials_are_hidden(tmp_path, monkeypatch):

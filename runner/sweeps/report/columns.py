@@ -15,7 +15,10 @@ from rich.table import Table as TerminalTable
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.modes.result import RunResult, change_since_training, memory_saving
 from runner.sweeps.report.wording import (
+    MAX_LISTED_NAMES,
+    OUTCOME_WORDS,
     VERDICT_TONES,
+    common_verdict,
     difference_words,
     format_mean_sd,
     format_range,
@@ -26,13 +29,17 @@ from runner.sweeps.report.wording import (
 )
 from runner.sweeps.verdict.compare import BASELINE, Comparison, Group, sweep_letter, without_sweep
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
-from runner.sweeps.verdict.statistics import Spread
+from runner.sweeps.verdict.statistics import Spread, Verdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number, format_percent
 from runner.utils.markup import Cell, Table, Tone, terminal_table
 
 MAX_REASON_CHARACTERS = 80
 """Characters of an error in the cell of a group's status."""
+MAX_OPEN_JOBS = 12
+"""A page folds a longer table of jobs."""
+_ROW_ORDER = [Verdict.BETTER, Verdict.SAME, Verdict.UNJUDGED, Verdict.WORSE]
+"""Verdicts in the order of the rows of a table of groups."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,9 @@ def _group_status(c: Comparison, _: TableFacts) -> Cell:
     counts = c.group.counts
     jobs = len(c.group.jobs)
     if jobs == 1:
-        text = ", ".join(counts)
+        text = ", ".join(OUTCOME_WORDS.get(outcome, outcome) for outcome in counts)
     else:
-        text = ", ".join(f"{count}/{jobs} {outcome}" for outcome, count in counts.items())
+        text = ", ".join(f"{n}/{jobs} {OUTCOME_WORDS.get(one, one)}" for one, n in counts.items())
     reason = " ".join(" ".join(c.group.reasons).split())
     # The whole reason is in the list of failures below the table.
     if len(reason) > MAX_REASON_CHARACTERS:
@@ -108,14 +115,16 @@ def _job_change(metric: str, job: RunResult, facts: TableFacts) -> str:
     return "" if change is None else f"{change:+.4g}"
 
 
-def _group_difference(c: Comparison, _: TableFacts) -> Cell:
+def _group_difference(c: Comparison, facts: TableFacts) -> Cell:
     """Return the verdict on the difference to the baseline's quality."""
     if c.is_baseline and not c.group.is_evaluation:
         return Cell("baseline", "quiet")
     if c.difference is None:
         return Cell("")
     verdict, numbers = difference_words(c.difference)
-    return Cell(verdict, VERDICT_TONES.get(c.difference.verdict, ""), numbers)
+    tone = VERDICT_TONES.get(c.difference.verdict, "")
+    # A sentence under the table says what all rows have in common.
+    return Cell(numbers, tone) if common_verdict(facts.groups) else Cell(verdict, tone, numbers)
 
 
 def _group_speed_ratio(c: Comparison, facts: TableFacts) -> Cell:
@@ -232,11 +241,6 @@ COLUMNS = (
         group=_group_quality,
         title=lambda facts: facts.quality,
     ),
-    # Of an evaluation the best quality is the quality.
-    Column(
-        "best",
-        group=lambda c, _: c.group.best.mean if c.group.best and not c.group.is_evaluation else "",
-    ),
     Column(
         "change",
         job=lambda job, facts: _job_change(job.quality, job, facts),
@@ -277,7 +281,7 @@ COLUMNS = (
         title=lambda facts: f"memory × {facts.baseline}",
     ),
     # The ratio's cell has the MiB beneath it.
-    Column("MiB", group=lambda c, _: _mib(c.group.memory_mib) if c.memory_ratio is None else ""),
+    Column("memory, MiB", group=lambda c, _: c.group.memory_mib if c.memory_ratio is None else ""),
     Column("predicted peak", verdict=_verdict_forecast),
     Column("weights MiB", job=lambda job, _: job.weights_mib),
     Column(
@@ -320,16 +324,37 @@ COLUMNS = (
 def jobs_table(results: Sequence[RunResult], is_terminal: bool = False) -> Table:
     """Return the table with one row per job."""
     columns = [column for column in COLUMNS if column.in_terminal or not is_terminal]
-    return replace(_table("job", results, TableFacts(results), columns), cards=False)
+    table = _table("job", results, TableFacts(results), columns)
+    folded = len(results) if len(results) > MAX_OPEN_JOBS else 0
+    return replace(table, folded=folded, fold_title=f"{len(results)} jobs")
 
 
 def groups_table(compared: Sequence[Comparison], recommended: Comparison | None) -> Table:
-    """Return the table with one row per group of seeds; the recommended group's row is marked."""
+    """Return the table with one row per group of seeds; the recommended group's row is marked.
+
+    The baseline stands first, groups without any result last; a page folds many of these.
+    """
+    compared = sorted(compared, key=_row_rank)
     jobs = [job for comparison in compared for job in comparison.group.jobs]
     is_of_two_sweeps = any(sweep_letter(job.label) for job in jobs)
     facts = TableFacts(jobs, compared, f"A's {BASELINE}" if is_of_two_sweeps else BASELINE)
     marked = next((i for i, c in enumerate(compared) if c is recommended), None)
-    return replace(_table("group", compared, facts), marked=marked)
+    table = replace(_table("group", compared, facts), marked=marked)
+    count = sum(not comparison.group.counts.get("finished") for comparison in compared)
+    if MAX_LISTED_NAMES < count < len(compared):
+        return replace(table, folded=count, fold_title=f"{count} without a result")
+    return table
+
+
+def _row_rank(c: Comparison) -> tuple[int, float, float]:
+    """Return by what the rows of groups are sorted: the verdict, the speed, then the quality."""
+    if not c.group.counts.get("finished"):
+        return len(_ROW_ORDER), 0.0, 0.0
+    speed = c.speed_ratio.value if c.speed_ratio else 0.0
+    if c.difference is None:
+        return -1 if c.is_baseline else _ROW_ORDER.index(Verdict.UNJUDGED), -speed, 0.0
+    sign = 1 if c.group.jobs[0].direction == "max" else -1
+    return _ROW_ORDER.index(c.difference.verdict), -speed, -sign * c.difference.value
 
 
 def advice_table(advice: Advice) -> Table:
@@ -366,7 +391,7 @@ def _table(
         titles.append(column.title(facts) if column.title else column.name)
         cells_by_column.append(cells)
     by_row = [[cells[i] for cells in cells_by_column] for i in range(len(rows))]
-    return Table(titles, by_row, frozenset(text_columns), cards=True)
+    return Table(titles, by_row, frozenset(text_columns))
 
 
 def _cell(value: Value) -> Cell:

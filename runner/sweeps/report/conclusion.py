@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from runner.modes.result import shared_settings
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
+    OUTCOME_WORDS,
     VERDICT_WORDS,
     difference_words,
     format_mean_sd,
     format_range,
     join_names,
-    memory_name,
     memory_words,
     speed_words,
 )
@@ -34,17 +34,14 @@ from runner.sweeps.verdict.compare import (
 from runner.sweeps.verdict.statistics import Verdict, quality_difference
 from runner.utils.formatting import format_number
 from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
+from runner.utils.terminal import quote_command
 
 NO_BASELINE_REASON = f"no {BASELINE} job to compare with; add precision={BASELINE}"
 MAX_WORTHWHILE_MEMORY_SHARE = 0.95
 """Another group's memory is mentioned if it is at most this share of the named group's and of
 the baseline's."""
-FAILURE_WORDS = {
-    "diverged": "diverged",
-    "failed": "failed",
-    "stopped": "stopped",
-    "unavailable": "unavailable here",
-}
+FAILURES = ("diverged", "failed", "stopped", "refused", "unavailable")
+"""Outcomes without a result, in the order of the sentence on them."""
 MAX_SUMMARIES = 3
 """Precisions in the conclusion; the report's list has all."""
 _NOT_COMPARED = "not compared"
@@ -138,7 +135,7 @@ def failure_sentence(comparisons: Sequence[Comparison], missing_jobs: str = "") 
     parts = []
     if missing_jobs:
         parts.append(missing_jobs)
-    for outcome, words in FAILURE_WORDS.items():
+    for outcome in FAILURES:
         names = []
         for comparison in comparisons:
             group = comparison.group
@@ -148,7 +145,7 @@ def failure_sentence(comparisons: Sequence[Comparison], missing_jobs: str = "") 
             if count:
                 names.append(f"{group.name}{share}")
         if names:
-            parts.append(f"{words}: {join_names(names)}")
+            parts.append(f"{OUTCOME_WORDS.get(outcome, outcome)}: {join_names(names)}")
     return _capitalised_sentence("; ".join(parts)) if parts else ""
 
 
@@ -170,12 +167,7 @@ def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -
     if any(group.is_evaluation for group in groups):
         return _evaluation_sentence(groups)
     if len(ended) == 1 and (ended[0].is_baseline or ended[0].baseline is None):
-        facts = _group_facts(groups[0])
-        addition = "add another precision"
-        if groups[0].precision != BASELINE:
-            addition = f"add precision={BASELINE}"
-        rest = "" if ended[0].is_baseline else f"; to compare, {addition}"
-        return f"Only {groups[0].name} ended: {facts}{rest}."
+        return _only_sentence(ended[0])
     if len({group.settings for group in groups}) > 1:
         return _settings_sentence(ended, every)
     others = [comparison for comparison in ended if not comparison.is_baseline]
@@ -188,19 +180,38 @@ def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -
     return _unjudged_sentence(ended)
 
 
+def _only_sentence(comparison: Comparison) -> str:
+    """Return the result of the only group with one, and what to type to compare it."""
+    name = comparison.group.name
+    facts = _group_facts(comparison.group)
+    if comparison.is_baseline:
+        return f"Stay with {BASELINE}: no other precision finished. It reached {facts}."
+    other = "bf16-mixed" if name == BASELINE else name
+    advice = _typed([f"precision={BASELINE},{other}"], [comparison], "to compare")
+    return f"{name} finished: {facts}.{advice}"
+
+
+def _typed(words: Sequence[str], ended: Sequence[Comparison], aim: str = "") -> str:
+    """Return a sentence on what to type; empty for trainings by another trainer."""
+    if not any(comparison.group.jobs[0].overrides for comparison in ended):
+        return ""
+    return f" Type {' '.join(filter(None, [quote_command(words), aim]))}."
+
+
 def _untimed_sentence(others: Sequence[Comparison]) -> str:
     """Compare quality alone: some jobs were too short for their speed to mean much."""
     against = ""
     compared = []
     for other in others:
         if other.difference:
-            words, numbers = difference_words(other.difference)
-            separator = ", " if numbers.startswith("identical") else " "
-            verdict = separator.join(filter(None, (words, numbers)))
+            words = difference_words(other.difference)
+            verdict = ", ".join(filter(None, words)) if other.is_judged else words[1]
             compared.append(f"{other.group.name} {format_mean_sd(other.group.quality)} ({verdict})")
     if compared:
         quality = others[0].group.jobs[0].quality
         against = f" {quality} against {BASELINE}: {join_names(compared)}."
+    if any(other.difference and not other.is_judged for other in others):
+        against += _typed(["seed=0,1,2"], others, "to judge the differences")
     jobs = [job for other in others for job in other.group.jobs]
     if all(job.kernels == "emulated" for job in jobs):
         return f"Emulated: the hardware itself is needed to measure the speed.{against}"
@@ -270,27 +281,16 @@ def _no_baseline_sentence(ended: Sequence[Comparison]) -> str:
 
 def _unjudged_sentence(ended: Sequence[Comparison]) -> str:
     """Compare speed and memory, which one seed measures; quality needs more."""
-    others = _complete_others(ended)
-    timed = [other for other in others if other.speed_ratio]
+    timed = [other for other in _complete_others(ended) if other.speed_ratio]
     if not timed:
-        return f"Only {BASELINE} ended well; nothing compares with it."
+        return f"Stay with {BASELINE}: no other precision finished."
     fastest = _fastest(timed)
-    costs = _cost_words(fastest, "Nothing trained faster")
-    gap = ""
-    if fastest.difference:
-        quality = fastest.group.jobs[0].quality
-        gap = f" ({fastest.difference.value:+.2g} {quality})"
     least = _least_memory_words(timed, fastest)
-    groups = [comparison.group for comparison in ended]
-    single = [group.name for group in groups if group.quality and group.quality.n == 1]
-    reason = "no spread over the seeds"
-    if single:
-        # The seed of a training by another trainer may be unknown.
-        has_seeds = any(job.seed is not None for group in groups for job in group.jobs)
-        advice = "add seed=0,1,2" if has_seeds else "train each with several seeds"
-        whose = "each" if len(single) == len(ended) else f"of {join_names(single)}"
-        reason = f"one seed {whose}; {advice}"
-    return f"{costs}{least}; quality not judged{gap}: {reason}."
+    gap = f" ({fastest.difference.value:+.2g})" if fastest.difference else ""
+    costs = _cost_words(fastest, f"Try {fastest.group.name} with more seeds", "nothing")
+    quality = f"{fastest.group.jobs[0].quality} differs{gap}"
+    advice = _typed(["seed=0,1,2"], ended)
+    return f"{costs}{least}. Whether {quality} takes more seeds to judge.{advice}"
 
 
 def _judged_sentence(ended: Sequence[Comparison]) -> str:
@@ -299,18 +299,22 @@ def _judged_sentence(ended: Sequence[Comparison]) -> str:
     others = _complete_others(ended)
     fit = [other for other in others if other.speed_ratio and other.is_not_worse]
     if not fit:
-        reason = "no other precision ended in full and was found not to be worse"
-        return f"Stay with {BASELINE}: {reason} in {quality}."
+        worse = []
+        for other in others:
+            if other.difference and other.is_judged and not other.is_not_worse:
+                worse.append(f"{other.group.name} is {difference_words(other.difference)[0]}")
+        reason = f"in {quality} {join_names(worse)}" if worse else "no other one finished in full"
+        return f"Stay with {BASELINE}: {reason}.{_typed([f'precision={BASELINE}'], ended)}"
     pick = _fastest(fit)
+    assert pick.group.quality is not None
     assert pick.difference is not None
     verdict, numbers = difference_words(pick.difference)
-    seed_count = pick.group.quality.n if pick.group.quality else 0
-    evidence = f"{seed_count} seeds"
-    if numbers:
-        evidence = f"{numbers}, {evidence}"
-    costs = _cost_words(pick, "Nothing as good trained faster")
+    evidence = ", ".join(filter(None, [numbers, f"{pick.group.quality.n} seeds"]))
+    costs = _cost_words(pick, f"Train in {pick.group.name}", "nothing as good")
     least = _least_memory_words(fit, pick)
-    return f"{costs}, and {verdict} in {quality} ({evidence}){least}."
+    name = pick.group.name if pick.speed_verdict == "faster" else BASELINE
+    advice = _typed(f"precision={name}".split(), [pick])
+    return f"{costs}; {quality}: {verdict} ({evidence}){least}.{advice}"
 
 
 def _complete_others(ended: Sequence[Comparison]) -> list[Comparison]:
@@ -319,25 +323,32 @@ def _complete_others(ended: Sequence[Comparison]) -> list[Comparison]:
     return [other for other in others if other.group.is_complete]
 
 
-def _cost_words(comparison: Comparison, nothing_faster: str) -> str:
-    """Return the fastest group's speed and memory; nothing_faster introduces one that is not."""
+def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:
+    """Return the fastest group's speed and memory, after what to do.
+
+    Args:
+        comparison: the fastest group.
+        lead: what to do where it is faster.
+        nothing: what did not train faster, where it is not.
+    """
     name = comparison.group.name
     if comparison.speed_verdict == "faster":
-        text = f"{name} trains {speed_words(comparison)}"
+        text = f"{lead}: {speed_words(comparison)}"
     elif comparison.speed_verdict == "unclear":
         between = format_range(comparison.speed_ratio)
-        text = f"{name} is neither measurably faster nor slower than {BASELINE} ({between} ×)"
+        text = (
+            f"Stay with {BASELINE}: {nothing} was measurably faster. {name} is {between} × as fast"
+        )
     else:
         is_slower = comparison.speed_verdict == "slower"
         speed = speed_words(comparison) if is_slower else f"about as fast as {BASELINE}"
-        text = f"{nothing_faster} than {BASELINE}: {name} is {speed}"
+        text = f"Stay with {BASELINE}: {nothing} trained faster. {name} is {speed}"
     return ", ".join(filter(None, [text, _memory_clause(comparison)]))
 
 
 def _memory_clause(comparison: Comparison) -> str:
-    if comparison.memory_ratio is None:
-        return ""
-    return f"with {memory_words(comparison) or f'the same {memory_name(comparison)}'}"
+    words = memory_words(comparison)
+    return f"with {words}" if words else ""
 
 
 def _least_memory_words(others: Sequence[Comparison], named: Comparison) -> str:
@@ -538,5 +549,5 @@ def _best_sentence(groups: Sequence[Group]) -> str:
         names = join_names(f"{group.name} with {format_mean_sd(group.quality)}" for group in others)
         sentence += f"; best of the other precisions: {names}"
     if all(len(group.jobs) == 1 for group in groups):
-        sentence += "; one seed each: no verdict"
+        sentence += "; one seed each: not judged"
     return f"{sentence}."

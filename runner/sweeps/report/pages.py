@@ -32,7 +32,7 @@ from runner.sweeps.report.conclusion import (
     settings_blocks,
 )
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.wording import join_names
+from runner.sweeps.report.wording import OUTCOME_WORDS, common_verdict, join_names
 from runner.sweeps.verdict.compare import (
     BASELINE,
     MIN_GAIN_ONE_SEED,
@@ -226,6 +226,9 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         return
     yield from settings_blocks(compared)
     yield groups_table(compared, recommended_precision(compared))
+    verdict = common_verdict(compared)
+    if verdict:
+        yield Text(f"Every precision against {BASELINE}: {verdict}.", "small")
     alone = [comparison.group for comparison in compared if comparison.baseline is None]
     ended = [group for group in alone if group.finished_count]
     uncompared = [group.name for group in ended if group.precision != BASELINE]
@@ -238,17 +241,13 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
 def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     """Yield what stands under the charts: failures, every job, the commands, the method."""
     groups = [comparison.group for comparison in compared]
-    unavailable = [group for group in groups if group.counts.get("unavailable")]
-    if unavailable:
-        yield Heading("Unavailable here")
-        yield Items([(group.name, " ".join(group.reasons)) for group in unavailable])
     labels_by_reason: dict[str, list[str]] = {}
     for job in data.jobs:
-        if job.result.outcome in ("failed", "stopped", "diverged"):
+        if job.result.outcome != "finished":
             labels_by_reason.setdefault(_failure_reason(job), []).append(job.result.label)
     if labels_by_reason:
         failures = labels_by_reason.items()
-        yield Heading("Failed")
+        yield Heading("Without a result")
         yield Items([(join_names(jobs, MAX_FAILED_JOB_NAMES), why) for why, jobs in failures])
     if data.jobs:
         yield Heading("Every job")
@@ -267,10 +266,11 @@ def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
 def _failure_reason(job: Job) -> str:
     """Return a job's error, or what of a diverged job's numbers is not finite."""
     result = job.result
-    if result.outcome != "diverged":
-        return f"{result.status}: {result.error}" if result.error else result.status
+    words = OUTCOME_WORDS.get(result.outcome, result.outcome)
     if result.error:
-        return f"diverged: {result.error}"
+        return f"{words}: {result.error}"
+    if result.outcome != "diverged":
+        return words
     metrics = ", ".join(f"{name} {format_number(value)}" for name, value in result.metrics.items())
     curve = job.curves.get("train/loss")
     if curve is not None and curve.shape[-1]:

@@ -1,7 +1,7 @@
 """Word verdicts, ratios and numbers, for the tables and sentences of reports and of mode=advise."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from runner.sweeps.verdict.compare import BASELINE, Comparison
 from runner.sweeps.verdict.ranking import PrecisionVerdict
@@ -17,7 +17,7 @@ VERDICT_WORDS = {
     Verdict.SAME: "no measurable difference",
     Verdict.INDISTINGUISHABLE: "indistinguishable",
     Verdict.UNCLEAR: "not enough evidence",
-    Verdict.UNJUDGED: "no verdict",
+    Verdict.UNJUDGED: "not judged",
     Verdict.RECOMMENDED: "recommended",
     Verdict.BASELINE: "baseline",
     Verdict.DIVERGED: "diverged",
@@ -31,6 +31,8 @@ VERDICT_TONES: dict[Verdict, Tone] = {
     **dict.fromkeys((Verdict.UNCLEAR, Verdict.UNJUDGED), "quiet"),
     **dict.fromkeys((Verdict.SLOW, Verdict.UNAVAILABLE), "quiet"),
 }
+OUTCOME_WORDS = {"unavailable": "unavailable here", "refused": "not tried"}
+"""Outcomes of jobs whose names say too little."""
 MIN_STAGNANT_SHARE = 0.01
 """Share of the weights that did not move, from which the table mentions it."""
 MAX_LISTED_NAMES = 3
@@ -91,13 +93,20 @@ def difference_words(difference: Difference) -> tuple[str, str]:
     value = difference.value
     half_width = difference.ci_half_width
     if difference.verdict is Verdict.UNJUDGED:
-        seeds = " in every seed" if half_width == 0 else ", one seed"
-        return words, f"{value:+.2g}{seeds}: no spread"
+        reason = "no spread over the seeds" if half_width == 0 else "one seed"
+        return f"{words} ({reason})", f"{value:+.2g}"
     if difference.verdict is Verdict.SAME:
         is_identical = half_width == 0
         numbers = format_interval(value, half_width, "+")
         return words, "identical in every seed" if is_identical else numbers
     return f"{words} by {format_interval(abs(value), half_width)}", ""
+
+
+def common_verdict(comparisons: Sequence[Comparison]) -> str:
+    """Return the verdict that all of many differences to the baseline share, else empty."""
+    differences = [c.difference for c in comparisons if c.difference]
+    verdicts = {difference_words(difference)[0] for difference in differences}
+    return verdicts.pop() if len(verdicts) == 1 and len(differences) > MAX_LISTED_NAMES else ""
 
 
 def speed_words(comparison: Comparison) -> str:

@@ -45,7 +45,7 @@ class Group:
     Attributes:
         name: the label without the seed.
         counts: jobs by outcome.
-        quality, best, loss: over the complete jobs (finished, not diverged); the other spreads are
+        quality, loss: over the complete jobs (finished, not diverged); the other spreads are
             over all jobs that finished or were stopped as diverged.
         change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
         speed: training speed in examples/s.
@@ -59,7 +59,6 @@ class Group:
     jobs: tuple[RunResult, ...]
     counts: Mapping[str, int]
     quality: Spread | None
-    best: Spread | None
     loss: Spread | None
     change: Spread | None
     speed: Spread | None
@@ -180,7 +179,6 @@ def _group(
         tuple(jobs),
         Counter(job.outcome for job in jobs),
         quality=Spread.of_values(job.metrics.get(job.quality) for job in complete),
-        best=Spread.of_values(job.best for job in complete),
         loss=Spread.of_values(job.metrics.get(VAL_LOSS) for job in complete),
         change=Spread.of_values(
             change_since_training(job.quality, job, sweep_results) for job in complete

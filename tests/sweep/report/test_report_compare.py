@@ -76,7 +76,7 @@ def test_a_run_without_evaluation_diverges_by_its_training_loss():
 def test_the_difference_of_one_seed_is_shown_and_not_judged():
     c = of([finished("32-true"), finished("b", quality=0.99)], "b")
     assert (c.difference.verdict, c.difference.ci_half_width) == ("unjudged", math.inf)
-    assert difference_words(c.difference) == ("no verdict", "+0.09, one seed: no spread")
+    assert difference_words(c.difference) == ("not judged (one seed)", "+0.09")
 
 
 @pytest.mark.parametrize(
@@ -181,11 +181,9 @@ def test_conclusion_of_several_seeds():
         *seeds("d", SAME, peak_memory_mib=300.0),
     ]
     text = conclusion_of(*sweep)
-    assert text.startswith(
-        "b trains 1.51 × as fast as 32-true, with 0.60 × its peak memory, and no "
-    )
-    assert "no measurable difference in val/accuracy (+0.0013 ± " in text
-    assert text.endswith("3 seeds); least memory: d with 0.30 × its peak memory.")
+    assert text.startswith("Train in b: 1.51 × as fast as 32-true, with 0.60 × its peak memory; ")
+    assert "val/accuracy: no measurable difference (+0.0013 ± " in text
+    assert text.endswith("3 seeds); least memory: d with 0.30 × its peak memory. Type precision=b.")
     assert "c" not in text.split()
     assert recommended_precision(compare_with_baselines(sweep)).group.name == "b"
 
@@ -193,33 +191,34 @@ def test_conclusion_of_several_seeds():
 def test_a_difference_within_the_noise_is_no_gain():
     sweep = [*seeds("32-true", NOISY), *seeds("b", SAME, (99.0, 120.0, 130.0))]
     assert conclusion_of(*sweep).startswith(
-        "Nothing as good trained faster than 32-true: b is about as "
+        "Stay with 32-true: nothing as good trained faster. b is about as fast as 32-true; "
     )
     assert recommended_precision(compare_with_baselines(sweep)).group.name == "32-true"
     worse = [*seeds("32-true", NOISY), *seeds("b", WORSE, (300.0,) * 3)]
-    assert conclusion_of(*worse).startswith("Stay with 32-true")
+    assert conclusion_of(*worse).startswith(
+        "Stay with 32-true: in val/accuracy b is worse by 0.1997 ± 0.0014. Type precision=32-true."
+    )
     assert recommended_precision(compare_with_baselines(worse)).group.name == "32-true"
 
 
 def test_a_group_with_a_failed_seed_is_not_recommended():
     fast = seeds("b", (0.905, 0.908, math.nan), (200.0,) * 3)
     text = conclusion_of(*seeds("32-true", NOISY), *fast, *seeds("c", SAME, (110.0,) * 3))
-    assert text.startswith("c trains 1.10 × as fast")
+    assert text.startswith("Train in c: 1.10 × as fast")
     assert text.endswith("Diverged: b (1 of 3).")
 
 
-ONLY_BASELINE = "Only 32-true ended: val/accuracy 0.9, 100 examples/s."
-FASTER = "b trains 1.50 × as fast as 32-true, with the same peak memory; quality not judged"
+REACHED = "It reached val/accuracy 0.9, 100 examples/s."
+ONLY_BASELINE = f"Stay with 32-true: no other precision finished. {REACHED}"
+FASTER = "Try b with more seeds: 1.50 × as fast as 32-true. Whether val/accuracy differs"
+MORE_SEEDS = "takes more seeds to judge. Type seed=0,1,2."
 B_ALONE = "reached no finite result to compare with. Fastest: b: val/accuracy 0.9, 100 examples/s."
 WORSE_B = finished("b", quality=0.8, examples_per_second=150.0)
 CONCLUSIONS = {
-    "one seed each": (
-        [finished("32-true"), WORSE_B],
-        f"{FASTER} (-0.1 val/accuracy): one seed each; add seed=0,1,2.",
-    ),
+    "one seed each": ([finished("32-true"), WORSE_B], f"{FASTER} (-0.1) {MORE_SEEDS}"),
     "one seed of one group": (
         [*seeds("32-true", NOISY), WORSE_B],
-        f"{FASTER} (-0.11 val/accuracy): one seed of b; add seed=0,1,2.",
+        f"{FASTER} (-0.11) {MORE_SEEDS}",
     ),
     "a baseline that diverged is not asked for again": (
         [finished("32-true", quality=math.nan), finished("b")],
@@ -240,7 +239,22 @@ CONCLUSIONS = {
     ),
     "one job": (
         [finished("b")],
-        "Only b ended: val/accuracy 0.9, 100 examples/s; to compare, add precision=32-true.",
+        "b finished: val/accuracy 0.9, 100 examples/s. Type precision=32-true,b to compare.",
+    ),
+    "one job of the baseline": (
+        [finished("32-true")],
+        "32-true finished: val/accuracy 0.9, 100 examples/s. Type precision=32-true,bf16-mixed to "
+        "compare.",
+    ),
+    "the only job that finished": (
+        [finished("b"), lost("c", "refused")],
+        "b finished: val/accuracy 0.9, 100 examples/s. Type precision=32-true,b to compare. "
+        "Not tried: c.",
+    ),
+    "a training by another trainer": (
+        [finished("32-true", overrides=[]), finished("b", overrides=[])],
+        "Stay with 32-true: nothing trained faster. b is about as fast as 32-true. Whether "
+        "val/accuracy differs (+0) takes more seeds to judge.",
     ),
     "no job that finished": (
         [lost("b"), lost("c", "unavailable")],
@@ -258,7 +272,7 @@ CONCLUSIONS = {
             for p, q in (("32-true", 0.7), ("b", 0.9), ("b", 0.8), ("32-true", 0.75))
         ],
         "Best val/accuracy: b optimizer.lr=0.9 with 0.9; best of the other precisions: "
-        "32-true optimizer.lr=0.75 with 0.75; one seed each: no verdict.",
+        "32-true optimizer.lr=0.75 with 0.75; one seed each: not judged.",
     ),
 }
 
@@ -271,6 +285,23 @@ def test_the_conclusion_of(jobs, text):
 def test_the_conclusion_names_the_jobs_that_did_not_begin():
     text = conclusion_of(lost("b"), missing="only 9 of 12 began")
     assert text == "No job finished with a finite result. Only 9 of 12 began; failed: b."
+
+
+def test_a_long_table_is_sorted_and_folds_what_has_no_result():
+    refused = [lost(f"r{i}", "refused", "eps is 0") for i in range(4)]
+    slow, fast = (finished(p, examples_per_second=v) for p, v in (("slow", 90.0), ("fast", 200.0)))
+    poor, good = (finished(p, quality=q) for p, q in (("poor", 0.1), ("good", 0.95)))
+    sweep = [*refused, slow, poor, good, finished("32-true"), fast]
+    table = groups_table(compare_with_baselines(sweep), None)
+    names = ["32-true", "fast", "good", "poor", "slow", "r0", "r1", "r2", "r3"]
+    assert [row[0].text for row in table.rows] == names
+    assert (table.folded, table.fold_title) == (4, "4 without a result")
+    cells = [dict(zip(table.head, row, strict=True)) for row in table.rows]
+    # A sentence under the table says for all rows that one seed is not judged.
+    assert [row["against 32-true"].text for row in cells[:3]] == ["baseline", "+0", "+0.05"]
+    assert (cells[-1]["status"].text, cells[-1]["status"].note) == ("not tried", "eps is 0")
+    few = groups_table(compare_with_baselines(sweep[3:]), None)
+    assert few.folded == 0
 
 
 def test_one_seed_recommends_nothing():
@@ -340,8 +371,8 @@ def test_each_device_has_its_own_conclusion():
     bases = [finished("32-true", device=device) for device in (CPU, GPU)]
     slow = finished("b", examples_per_second=50.0, device=CPU)
     text = conclusion_of(*bases, slow, finished("b", examples_per_second=200.0))
-    assert text.startswith(f"On {CPU}: Nothing trained faster than 32-true: b is 0.50 × ")
-    assert f"On {GPU}: b trains 2.00 × " in text
+    assert text.startswith(f"On {CPU}: Stay with 32-true: nothing trained faster. b is 0.50 × ")
+    assert f"On {GPU}: Try b with more seeds: 2.00 × " in text
 
 
 def test_jobs_too_short_for_a_speed_are_compared_by_quality():
@@ -351,7 +382,8 @@ def test_jobs_too_short_for_a_speed_are_compared_by_quality():
         text = conclusion_of(*some)
         assert text.startswith("Too short for a comparison of speed; train for more steps. ")
         assert "val/accuracy against 32-true: bf16-mixed 0.9" in text
-        assert "nothing compares" not in text
+    # The last text is of one seed each.
+    assert text.endswith("bf16-mixed 0.9 (+0). Type seed=0,1,2 to judge the differences.")
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,11 @@ def test_markdown_and_html_say_the_same(sweep, tmp_path):
         "8 of 10 jobs finished",
         CPU,
         "abc123",
-        "bf16-mixed trains 1.50 × as fast as 32-true, with the same weights and optimizer state",
+        "Train in bf16-mixed: 1.50 × as fast as 32-true; val/accuracy: no measurable difference",
+        "Type precision=bf16-mixed.",
         "+0.0013 ± 0.0087",
-        "Unavailable here",
+        "Without a result",
         "tf32 needs a GPU. Type precision=32-true.",
-        "Failed",
         "val/loss 1, val/accuracy nan",
         "training loss first not finite at step 4",
         "Every job",
@@ -238,6 +238,16 @@ def test_without_a_baseline_no_ratio_is_made_up(tmp_path):
     assert "No 32-true job to compare with; add precision=32-true." in text
     assert "× 32-true" not in text
     assert "baseline" not in text
+
+
+def test_a_long_page_folds_jobs_and_says_once_what_all_rows_have_in_common(tmp_path):
+    jobs = [job("32-true"), *(job(f"p{i}") for i in range(12)), lost("r", "refused", "eps is 0")]
+    text, html, _ = pages(SweepData(jobs), tmp_path)
+    assert text.count("not judged") == 1
+    assert "Every precision against 32-true: not judged (one seed)." in text
+    assert "- r: not tried: eps is 0" in text
+    assert html.count("<details><summary>14 jobs</summary>") == 1
+    assert html.count("<table") == 2
 
 
 def test_a_group_without_a_baseline_is_named(tmp_path):

@@ -69,7 +69,7 @@ def test_one_seed_marks_nothing():
     (table,) = blocks(single, Table)
     assert not any(cell.note for row in table.rows for cell in row)
     (items,) = blocks(single, Items)
-    assert items.items == [("b", "no verdict in 2 of 2 settings, about as fast in 2 of 2 settings")]
+    assert items.items == [("b", "not judged in 2 of 2 settings, about as fast in 2 of 2 settings")]
 
 
 def test_qualities_of_two_models_are_not_compared(tmp_path):

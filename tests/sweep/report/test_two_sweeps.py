@@ -165,7 +165,7 @@ def test_two_folders_or_two_ids_are_reported(two_swept, main, tmp_path):
     assert done.rc == 0, done.stderr
     differs = "What differs (in A, in B): optimizer.lr (0.01, 0.02)."
     assert differs in done.stdout.replace("\\", "")
-    assert "Against 32-true of A: 32-true sweep=B: no verdict" in done.stdout
+    assert "Against 32-true of A: 32-true sweep=B: not judged" in done.stdout
     assert (tmp_path / "both" / "report.html").exists()
     ids = [json.loads((folder / "sweep.json").read_text())["id"] for folder in (one, two)]
     stored = main("report", *ids, f"tracking.uri={uri}")

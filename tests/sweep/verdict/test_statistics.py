@@ -66,8 +66,8 @@ def test_the_direction_decides_what_is_better(direction, expected: str) -> None:
     [
         ([0.9, 0.9], [0.9, 0.9], ("no measurable difference", "identical in every seed")),
         ([0.0, 0.0], [0.0, 0.0], ("no measurable difference", "identical in every seed")),
-        ([0.9, 0.9], [0.8, 0.8], ("no verdict", "+0.1 in every seed: no spread")),
-        ([0.99], [0.9, 0.8], ("no verdict", "+0.14, one seed: no spread")),
+        ([0.9, 0.9], [0.8, 0.8], ("not judged (no spread over the seeds)", "+0.1")),
+        ([0.99], [0.9, 0.8], ("not judged (one seed)", "+0.14")),
     ],
 )
 def test_what_has_no_spread_is_not_judged(
