@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 LEADING_COUNTS = {"collate": 0, "sampler": 1}
 """Number of arguments that the runner passes before the keywords, by key."""
 
-TASK_KEYS = ("metrics", "quality", "direction", "after_evaluation", "loss_weights", "whole_batch")
+TASK_KEYS = ("metrics", "quality", "direction", "after_evaluation", "whole_batch")
 """Keys of the task group that fit every task."""
 
 

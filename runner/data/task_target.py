@@ -36,7 +36,6 @@ class TaskAdditions:
         direction: whichever of it is better; None where it follows from the metric.
         hook: called after each evaluation with the model and an EvaluationInfo; None for none.
         hook_name: the dotted path of the hook.
-        loss_weights: what the losses that the model returns are multiplied by, by their names.
         whole_batch: whether the loss is of the batch as a whole; None for what the task says.
     """
 
@@ -45,7 +44,6 @@ class TaskAdditions:
     direction: Literal["max", "min"] | None = None
     hook: Callable[..., Any] | None = None
     hook_name: str = ""
-    loss_weights: Mapping[str, float] = field(default_factory=dict)
     whole_batch: bool | None = None
 
 
@@ -76,13 +74,6 @@ def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
         yield f"task.direction={direction} is not known. Allowed: {', '.join(DIRECTIONS)}."
     if not isinstance(added.get("whole_batch", False), bool):
         yield f"task.whole_batch={added['whole_batch']} does not fit. Allowed: true, false."
-    weights = added.get("loss_weights", {})
-    values = weights.values() if isinstance(weights, Mapping) else [None]
-    if not all(isinstance(value, int | float) for value in values):
-        yield (
-            f"task.loss_weights={weights} does not fit. Allowed: numbers by the names of losses "
-            "that the model returns, as in {aux_loss: 0.01}."
-        )
     if "after_evaluation" in added:
         yield from _target_problems("task.after_evaluation", added["after_evaluation"], node_words)
     # A task of the user's own may have a key of this name for something else.
@@ -205,7 +196,6 @@ def _build_additions(values: Mapping[str, Any]) -> TaskAdditions:
         direction,
         hook=None if hook is None else _hook(hook),
         hook_name="" if hook is None else target_name(hook),
-        loss_weights=values.get("loss_weights", {}),
         whole_batch=values.get("whole_batch"),
     )
 

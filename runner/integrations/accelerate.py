@@ -14,12 +14,12 @@ The record's own calls in a loop:
                 record.step()
 """
 
-from typing import Any, Unpack
+from typing import Any
 
 from runner.integrations.loop_record import LoopRecord
-from runner.integrations.options import RecordOptions, RecordSettings
-from runner.integrations.precision_label import PrecisionRequest
+from runner.integrations.options import RecordSettings
 from runner.integrations.training_source import (
+    PrecisionRequest,
     TrainingSource,
     check_sharding,
     missing_package,
@@ -59,7 +59,7 @@ class PrecisionRecord(LoopRecord):
         model: Any,
         optimizer: Any,
         start_step: int = 0,
-        **options: Unpack[RecordOptions],
+        **options: Any,
     ) -> None:
         settings = RecordSettings.checked(type(self).__name__, options)
         if not isinstance(optimizer, AcceleratedOptimizer):
@@ -90,9 +90,9 @@ class PrecisionRecord(LoopRecord):
     @property
     def loss_weight(self) -> float:
         """Return the share by which Accelerate weights a micro-batch's loss."""
-        return 1 / self._owner.gradient_accumulation_steps
+        return 1 / self.owner.gradient_accumulation_steps
 
     @property
     def is_step_complete(self) -> bool:
         """Return whether Accelerate's optimizer steps after this micro-batch."""
-        return self._owner.sync_gradients
+        return self.owner.sync_gradients

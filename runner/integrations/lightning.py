@@ -20,16 +20,16 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.integrations.loop_record import LoopRecord
-from runner.integrations.options import RecordOptions, RecordSettings
-from runner.integrations.precision_label import PrecisionRequest
+from runner.integrations.options import RecordSettings
 from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import (
+    PrecisionRequest,
     TrainingSource,
     check_only_callback,
     check_sharding,
@@ -64,7 +64,7 @@ class PrecisionCallback(Callback):
         ConfigError: an option that is not known or has a wrong value.
     """
 
-    def __init__(self, **options: Unpack[RecordOptions]) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
         self.settings = RecordSettings.checked(type(self).__name__, options)
         self.recorder: Recorder | None = None
@@ -157,11 +157,6 @@ class PrecisionCallback(Callback):
             return
         self.recorder.end_step(self._step, trainer.current_epoch + 1)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the block of steps before an evaluation."""
-        if self.recorder is not None:
-            self.recorder.begin_evaluation()
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the metrics that the module has logged for the validation."""
         if self.recorder is None or trainer.sanity_checking:
@@ -180,7 +175,7 @@ class PrecisionCallback(Callback):
     ) -> None:
         """End the run as stopped or failed."""
         if self.recorder is not None:
-            self.recorder.finish_after(exception)
+            self.recorder.finish(exception)
 
 
 class FabricRecord(LoopRecord):
@@ -201,12 +196,7 @@ class FabricRecord(LoopRecord):
     backward_call = "fabric.backward(loss)"
 
     def __init__(
-        self,
-        fabric: Fabric,
-        model: Any,
-        optimizer: Any,
-        start_step: int = 0,
-        **options: Unpack[RecordOptions],
+        self, fabric: Fabric, model: Any, optimizer: Any, start_step: int = 0, **options: Any
     ) -> None:
         settings = RecordSettings.checked(type(self).__name__, options)
         if not isinstance(model, _FabricModule) or not isinstance(optimizer, _FabricOptimizer):

@@ -6,17 +6,18 @@ The loop calls the library's `backward`, which is watched, and names the end of 
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from runner.integrations.method_watch import watch_method
 from runner.integrations.options import RecordSettings
 from runner.integrations.recorder import Recorder
-from runner.integrations.training_source import TrainingSource
+from runner.integrations.training_source import TrainingSource, watch_method
 from runner.utils.errors import ConfigError
 
 
+@dataclass(eq=False)
 class LoopRecord:
     """A context around a training loop that records its steps as a run of this runner.
 
@@ -35,24 +36,18 @@ class LoopRecord:
     backward_call: ClassVar[str]
     _active_owners: ClassVar[list[Any]] = []
 
-    def __init__(
-        self,
-        owner: Any,
-        optimizer: Any,
-        source: TrainingSource,
-        settings: RecordSettings,
-        is_recording: bool,
-    ) -> None:
-        self.source = source
-        self.settings = settings
-        self.recorder: Recorder | None = None
-        self._owner = owner
-        self._optimizer = optimizer
-        self._is_recording = is_recording
-        self._is_entered = False
-        self._has_stepped = False
-        self._step = source.start_step
-        self._watches = ExitStack()
+    owner: Any
+    optimizer: Any
+    source: TrainingSource
+    settings: RecordSettings
+    is_recording: bool
+    recorder: Recorder | None = field(default=None, init=False)
+    _is_entered: bool = field(default=False, init=False)
+    _has_stepped: bool = field(default=False, init=False)
+    _watches: ExitStack = field(default_factory=ExitStack, init=False)
+
+    def __post_init__(self) -> None:
+        self._step = self.source.start_step
 
     def __enter__(self) -> Self:
         """Begin the run.
@@ -66,19 +61,19 @@ class LoopRecord:
             raise ConfigError(
                 f"This {name} has recorded a loop already. Make a new one for each training."
             )
-        if any(owner is self._owner for owner in self._active_owners):
+        if any(owner is self.owner for owner in self._active_owners):
             raise ConfigError(
                 f"Another {name} is active, and both would record each {self.backward_call}. "
                 "Record one optimizer of a training."
             )
         self._is_entered = True
-        if self._is_recording:
+        if self.is_recording:
             self.recorder = Recorder(self.source, self.settings)
             self.recorder.begin_trace()
-            self._active_owners.append(self._owner)
-            self._watches.callback(self._active_owners.remove, self._owner)
-            self._watches.callback(watch_method(self._owner, "backward", self._around_backward))
-            self._watches.callback(watch_method(self._optimizer, "step", self._around_step))
+            self._active_owners.append(self.owner)
+            self._watches.callback(self._active_owners.remove, self.owner)
+            self._watches.callback(watch_method(self.owner, "backward", self._around_backward))
+            self._watches.callback(watch_method(self.optimizer, "step", self._around_step))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -86,18 +81,11 @@ class LoopRecord:
         if self.recorder is None:
             return
         self.recorder.end_trace()
-        if error is None:
-            if self.recorder.reader.is_step_read and not self._step:
-                print(
-                    "warning: there were backwards and no step of the record, so that nothing is "
-                    "recorded. Call record.step() after optimizer.step().",
-                    file=sys.stderr,
-                )
-            self.recorder.finish()
-            return
         try:
-            self.recorder.finish_after(error)
+            self.recorder.finish(error)
         except Exception as record_error:  # an error of the record must not hide the loop's
+            if error is None:
+                raise
             print(f"warning: the record was not ended: {record_error}", file=sys.stderr)
 
     def _around_backward(

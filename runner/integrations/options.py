@@ -4,29 +4,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from runner.precision.registry import precision_names
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.errors import ConfigError
 
 _GROUP_NAME = re.compile(r"\w[\w .-]*")
-
-
-class RecordOptions(TypedDict, total=False):
-    """Keyword arguments of a callback; RecordSettings says what each means."""
-
-    folder: str | Path | None
-    group: str | None
-    name: str | None
-    expected: str | None
-    quality: str
-    direction: Literal["max", "min"]
-    log_every: int
-    numerics_every: int | None
-    tracking_uri: str | None
-    experiment: str | None
-    patience: float
 
 
 @dataclass(frozen=True)
@@ -81,34 +65,36 @@ class RecordSettings:
             raise ConfigError(
                 f"{owner}({unknown[0]}=...) is not known. Allowed: {', '.join(allowed)}."
             )
-        settings = cls(**options)
-        problems = []
-        for key in ("log_every", "numerics_every"):
-            value = getattr(settings, key)
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            is_absent = key == "numerics_every" and value is None
-            if not (is_count or is_absent):
-                problems.append(f"{key}={value!r}): it is a number of steps, 1 or more.")
-        if settings.expected is not None and settings.expected not in precision_names():
-            names = ", ".join(precision_names())
-            problems.append(f"expected={settings.expected!r}): allowed are {names}.")
-        if not settings.quality.startswith("val/"):
-            problems.append(
-                f"quality={settings.quality!r}): evaluations are recorded under val/. Type "
-                f"quality='val/{settings.quality}'."
-            )
-        if settings.direction not in ("max", "min"):
-            problems.append(f"direction={settings.direction!r}): allowed are 'max' and 'min'.")
-        if settings.group is not None and not _GROUP_NAME.fullmatch(settings.group):
-            problems.append(
-                f"group={settings.group!r}): it becomes a folder in outputs/groups. Type letters, "
-                "digits, '-', '_', '.' and spaces, for example group='digits'."
-            )
-        if settings.group is not None and settings.folder is not None:
-            problems.append(
-                f"group={settings.group!r}, folder=...): a run of a group has its folder there. "
-                "Leave one of them out."
-            )
+        given = cls(**options)
+        steps = "it is a number of steps, 1 or more."
+        folder = (
+            "it becomes a folder in outputs/groups. Type letters, digits, '-', '_', '.' and "
+            "spaces, for example group='digits'."
+        )
+        quality = f"evaluations are recorded under val/. Type quality='val/{given.quality}'."
+        place = "its folder is there, which folder= contradicts. Leave one of them out."
+        allowed_names = f"allowed are {', '.join(precision_names())}."
+        rules = (
+            ("log_every", _is_count(given.log_every), steps),
+            (
+                "numerics_every",
+                given.numerics_every is None or _is_count(given.numerics_every),
+                steps,
+            ),
+            ("expected", given.expected in (None, *precision_names()), allowed_names),
+            ("quality", given.quality.startswith("val/"), quality),
+            ("direction", given.direction in ("max", "min"), "allowed are 'max' and 'min'."),
+            ("group", given.group is None or _GROUP_NAME.fullmatch(given.group), folder),
+            ("group", given.group is None or given.folder is None, place),
+        )
+        problems: list[str] = []
+        for key, fits, remedy in rules:
+            if not fits:
+                problems.append(f"{owner}({key}={getattr(given, key)!r}): {remedy}")
         if problems:
-            raise ConfigError(*(f"{owner}({text}" for text in problems))
-        return settings
+            raise ConfigError(*problems)
+        return given
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

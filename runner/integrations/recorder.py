@@ -1,16 +1,22 @@
 """Record a training that another trainer runs, in the form of the runner's own runs.
 
 A trainer's own module (transformers.py, lightning.py, accelerate.py) calls a Recorder. The run
-opens when its first step has ended: only then it is known which precision ran.
+opens when its first step has ended: only then it is known which precision ran. Its folder is that
+of a run alone, or of a job in a group: a sweep whose jobs are these runs, so that `runner report`
+compares them.
 """
 
 import json
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import yaml
 
@@ -19,38 +25,58 @@ from runner.config.resolve import leaves
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.integrations.options import RecordSettings
-from runner.integrations.precision_label import (
+from runner.integrations.steps import StepReader, StepRecords, restore_summary
+from runner.integrations.training_source import (
     StepDtypes,
+    TrainingSource,
     numeric_switches,
     step_dtypes,
     substitution_text,
 )
-from runner.integrations.run_place import RunPlace, choose_place, new_tracker, process_command
-from runner.integrations.steps import StepReader, StepRecords, restore_summary
-from runner.integrations.training_source import TrainingSource
 from runner.modes import notes, run_metadata
 from runner.modes.context import RunOutput
-from runner.modes.result import RunResult, Status, page_url, ui_command
+from runner.modes.result import RunResult, Status, print_result
 from runner.modes.training_outputs import DTYPES_FILE, save_loss_scale, tables_tag
 from runner.precision.conversion import ConversionReport
+from runner.sweeps.manifest import Manifest
 from runner.tracking import history
-from runner.tracking.journal import latest_journal
-from runner.tracking.tracker import RunInfo
+from runner.tracking.journal import has_live_owner, latest_journal
+from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.tracker import RunInfo, Tracker
 from runner.tracking.tracker import Status as StoreStatus
 from runner.training.callbacks.callback import CallbackOutput, RunCallback, RunHandle
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.callbacks.summary import RunSummary
 from runner.training.records import EvalRecord
 from runner.utils.console import plain_console
-from runner.utils.errors import TrackingError
-from runner.utils.files import os_error_reason, write_json, write_table, write_text
-from runner.utils.formatting import format_number, now_ms, relative_path
-from runner.utils.layout import CONFIG, ENVIRONMENT, RESULT
+from runner.utils.errors import ConfigError, TrackingError
+from runner.utils.files import os_error_reason, write_table, write_text
+from runner.utils.folder_lock import folder_lock
+from runner.utils.formatting import now_ms, relative_path
+from runner.utils.layout import CONFIG, ENVIRONMENT, MANIFEST, RESULT
 from runner.utils.secrets import redact, redact_values
 from runner.utils.tensors import MIB, float32_bytes, stored_bytes
 from runner.utils.terminal import quote_command
 
 _STATUS: dict[str, StoreStatus] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """The folder of a run, and what the run belongs to.
+
+    Attributes:
+        folder: of the run; it exists.
+        sweep: id of the group that the run is a job of; None for a run alone.
+        earlier: journal of the run that is continued; None for a new run.
+        group_run: tracker of the group's parent run, which the group's first run opens and closes;
+            None for any other run.
+    """
+
+    folder: Path
+    sweep: str | None = None
+    earlier: Path | None = None
+    group_run: Tracker | None = None
 
 
 class Recorder:
@@ -136,33 +162,28 @@ class Recorder:
         elif metrics:
             self._result = self._run.add_late_evaluation(record, self._result)
 
-    def begin_evaluation(self) -> None:
-        """End the block of steps before an evaluation, whose time counts to no step."""
-        if self._run is not None and self._result is None:
-            self._run.records.send()
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the run: as stopped after Ctrl-C, as failed after any other error.
 
-    def finish_after(self, error: BaseException) -> None:
-        """End the run as stopped after Ctrl-C, and as failed after any other error."""
-        if isinstance(error, KeyboardInterrupt):
-            self.finish("stopped", "Interrupted.")
-        else:
-            self.finish("failed", f"{type(error).__name__}: {error}")
-
-    def finish(self, status: Status = "finished", error: str = "") -> None:
-        """End the run; a second call does nothing.
-
-        Args:
-            status: how the training ended.
-            error: why, of one that did not finish.
+        A second call does nothing.
         """
+        status: Status = "finished" if error is None else "failed"
+        reason = "" if error is None else f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            status = "stopped"
+            reason = "Interrupted."
         self.end_trace()
         if self._result is not None:
             return
         if self._run is None:
             self._run = self._open()
         seconds = time.perf_counter() - self._started_at
-        self._result = self._run.finish(status, error, seconds)
-        self._say_result(self._result)
+        self._result = self._run.finish(status, reason, seconds)
+        print_result(self._output.console, self._result)
+        if self.place.sweep:
+            group = relative_path(self.place.folder.parent)
+            report = quote_command(["python", "-m", "runner", "report", group])
+            self._output.say(f"report of the group: {report}")
 
     def _open(self) -> "OpenRun":
         """Open the run in the store, and say what the trainer replaced silently."""
@@ -186,28 +207,8 @@ class Recorder:
             self._output.say(f"warning: {run.substitution}")
         return run
 
-    def _say_result(self, result: RunResult) -> None:
-        """Print how the run ended, and where it is shown."""
-        scale = ""
-        if result.loss_scale is not None:
-            scale = (
-                f", {result.skipped_steps} skipped, final loss scale "
-                f"{format_number(result.loss_scale)}"
-            )
-        error = f": {result.error}" if result.error else ""
-        say = self._output.say
-        say(f"recorded {result.label}: {result.outcome}, {result.steps} steps{scale}{error}")
-        if result.run_id:
-            command = ui_command(result.tracking_uri, result.experiment)
-            say(f"MLflow: run {result.run_id}; to see it: {command}")
-        if result.dashboard:
-            say(f"dashboard: {page_url(result.tracking_uri, result.dashboard)}")
-        if self.place.sweep:
-            group = relative_path(self.place.folder.parent)
-            report = quote_command(["python", "-m", "runner", "report", group])
-            say(f"report of the group: {report}")
 
-
+@dataclass(eq=False)
 class OpenRun:
     """The run of a training whose precision is known: its journal, its files, its result.
 
@@ -225,26 +226,21 @@ class OpenRun:
         metrics: last value of each metric of the evaluations.
     """
 
-    def __init__(
-        self,
-        source: TrainingSource,
-        settings: RecordSettings,
-        place: RunPlace,
-        dtypes: StepDtypes,
-        output: RunOutput,
-    ) -> None:
-        self.source = source
-        self.settings = settings
-        self.place = place
-        self.precision = dtypes.label
-        self.label = f"{dtypes.label} {settings.name or source.trainer}"
-        if source.request.label != dtypes.label:
+    source: TrainingSource
+    settings: RecordSettings
+    place: RunPlace
+    dtypes: StepDtypes
+    output: RunOutput
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        asked = self.source.request
+        self.label = f"{self.dtypes.label} {self.settings.name or self.source.trainer}"
+        if asked.label != self.dtypes.label:
             # Runs of one label are repetitions of one another, which these are not.
-            self.label += f" (asked: {source.request.label})"
-        self.substitution = substitution_text(source.request, dtypes)
-        self.metrics: dict[str, float] = {}
-        self.output = output
-        self.summary = RunSummary(settings.quality, settings.direction)
+            self.label += f" (asked: {asked.label})"
+        self.substitution = substitution_text(asked, self.dtypes)
+        self.summary = RunSummary(self.settings.quality, self.settings.direction)
         # First, because it reads files and may fail: nothing is open yet.
         self.records = self._step_records()
         self._open()
@@ -255,7 +251,7 @@ class OpenRun:
         folder = self.place.folder
         content = {
             "trainer": source.version_text,
-            "precision": self.precision,
+            "precision": self.dtypes.label,
             "asked": {"precision": source.request.label, "setting": source.request.setting},
             "model": type(source.model).__name__,
             "optimizer": type(source.optimizer).__name__,
@@ -266,28 +262,23 @@ class OpenRun:
         # The trainers' settings hold enums, paths and objects, which are written as their text.
         config = redact_values(json.loads(json.dumps(content, default=str)))
         library, _, version = source.version_text.partition(" ")
-        paths: list[Path] = []
-        try:
-            environment = run_metadata.environment_facts(Invocation())
-            environment["command"] = process_command()
-            environment["packages"][library] = version
-            environment["switches"] = numeric_switches()
-            paths.append(write_text(folder / CONFIG, yaml.safe_dump(config, sort_keys=False)))
-            paths.append(write_json(folder / ENVIRONMENT, environment))
-        except OSError as error:
-            self.output.say(f"warning: {relative_path(folder)}: {os_error_reason(error)}.")
+        environment = run_metadata.environment_facts(Invocation())
+        environment["command"] = process_command()
+        environment["packages"][library] = version
+        environment["switches"] = numeric_switches()
         params = {key: str(value) for key, value in leaves(config)}
         place = self.place
         info = RunInfo(folder, params, self._tags(), self.label, place.sweep)
         info = replace(info, continues=place.earlier, step=source.start_step)
         self.output.tracker.open(info)
         self._note(notes.running_note(quote_command(process_command())))
-        for path in paths:
-            self.output.tracker.artifact(path)
+        text = yaml.safe_dump(config, sort_keys=False)
+        self.output.save_artifact(folder / CONFIG, lambda path: write_text(path, text))
+        self.output.save_json(ENVIRONMENT, environment)
 
     def _tags(self) -> dict[str, str]:
         tags = {
-            "precision": self.precision,
+            "precision": self.dtypes.label,
             "asked_precision": self.source.request.label,
             "trainer": self.source.version_text,
             "model": type(self.source.model).__name__,
@@ -309,7 +300,7 @@ class OpenRun:
 
     def _step_records(self) -> StepRecords:
         """Return what takes the run's steps, after those of the run that is continued."""
-        state = self.source.train_state(self.precision)
+        state = self.source.train_state(self.dtypes.label)
         if self.place.earlier is not None:
             curves = history.from_journal(self.place.earlier)
             restore_summary(self.summary, curves, self.source.start_step)
@@ -339,13 +330,7 @@ class OpenRun:
                 "more of it is better."
             )
         self.metrics |= record.metrics
-        # The runner's own callbacks read the quality in each record, and one of several validation
-        # sets may have none.
-        if quality in record.metrics:
-            self.records.add_evaluation(record)
-        else:
-            self.output.tracker.log_metrics([(record.step, record.time_ms, record.metrics)])
-            self.records.restart_clock()
+        self.records.add_evaluation(record)
 
     def finish(self, status: Status, error: str, seconds: float) -> RunResult:
         """Close the run with its status, write its result, and return it.
@@ -363,7 +348,7 @@ class OpenRun:
             values["examples_per_second"] = None
         source = self.source
         result = RunResult(
-            precision=self.precision,
+            precision=self.dtypes.label,
             label=self.label,
             folder=str(self.place.folder),
             status=status,
@@ -427,3 +412,105 @@ class OpenRun:
         with suppress(OSError):
             result.write(self.place.folder)
         return result
+
+
+def process_command() -> list[str]:
+    """Return the words of this process's command."""
+    # A notebook's kernel and `python -c` have no script that could be typed again.
+    return ["python", *sys.argv] if sys.argv and Path(sys.argv[0]).is_file() else ["python"]
+
+
+def new_tracker(settings: RecordSettings) -> MlflowTracker:
+    """Return the tracker of a run.
+
+    Raises:
+        ConfigError: no store of MLflow has this URI or can be opened there, or the patience is
+            negative.
+    """
+    tracker = MlflowTracker(settings.tracking_uri, settings.experiment, patience=settings.patience)
+    tracker.check_store()
+    return tracker
+
+
+def choose_place(settings: RecordSettings, start_step: int) -> RunPlace:
+    """Make the folder of a run, and return it.
+
+    Args:
+        settings: of the callback.
+        start_step: the step that the training is resumed at; 0 for a new one.
+
+    Raises:
+        ConfigError: the folder takes no files, or holds a run that is not resumed.
+    """
+    try:
+        if settings.group is not None:
+            return _place_in_group(settings, Path("outputs/groups") / settings.group)
+        if settings.folder is None:
+            times = (datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f") for _ in count())
+            return RunPlace(_make_first(Path("outputs/runs"), times))
+        return _place_in_folder(Path(settings.folder), start_step)
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder takes no files: {error.filename}: {os_error_reason(error)}. Make "
+            "room, or type folder=<another folder>."
+        ) from error
+
+
+def _make_first(parent: Path, names: Iterable[str]) -> Path:
+    """Make the first of some folders that does not exist; return its path."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        with suppress(FileExistsError):
+            (parent / name).mkdir()
+            return parent / name
+    raise AssertionError("names do not end")
+
+
+def _place_in_folder(folder: Path, start_step: int) -> RunPlace:
+    """Return the place of a run in a folder of the user's.
+
+    Raises:
+        ConfigError: the folder holds a run that is recorded at the moment, or not resumed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    earlier = latest_journal(folder)
+    if earlier is None:
+        return RunPlace(folder)
+    if has_live_owner(earlier):
+        raise ConfigError(
+            f"folder={folder}: another run is being recorded there. Type another folder, or leave "
+            "folder= out."
+        )
+    if not start_step:
+        raise ConfigError(
+            f"folder={folder} holds a run, and this training starts at step 0. Type another "
+            "folder, or resume the trainer from its checkpoint to continue the run."
+        )
+    return RunPlace(folder, earlier=earlier)
+
+
+def _place_in_group(settings: RecordSettings, parent: Path) -> RunPlace:
+    """Return the place of the next job of a group, which its first job makes."""
+    parent.mkdir(parents=True, exist_ok=True)
+    group_run = None
+    # Two trainers may begin a group at once.
+    with folder_lock(parent, wait=True):
+        if not (parent / MANIFEST).exists():
+            group_run = _open_group(parent, settings)
+    folder = _make_first(parent, map(str, count()))
+    return RunPlace(folder, Manifest.read(parent).id, group_run=group_run)
+
+
+def _open_group(parent: Path, settings: RecordSettings) -> Tracker:
+    """Write a group's manifest, and open the parent run of its runs; return its tracker."""
+    # Finished, because nothing of it can be run again by `sweep.resume`.
+    manifest = Manifest(uuid4().hex[:12], process_command(), began_ms=now_ms(), finished=True)
+    # First, because it may refuse the store: a manifest would stay without its parent run.
+    tracker = new_tracker(settings)
+    manifest.write(parent)
+    tags = {"sweep_id": manifest.id, "output_dir": str(parent.absolute())}
+    tracker.open(RunInfo(parent, {}, tags, settings.group, sweep=manifest.id, role="sweep"))
+    words = ["python", "-m", "runner", "report", relative_path(parent)]
+    report = notes.command_note(quote_command(words))
+    tracker.note(f"Runs of other trainers, recorded as one group. Their report:\n\n{report}")
+    return tracker

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -28,9 +29,6 @@ from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.formatting import now_ms
 
 log = logging.getLogger(__name__)
-
-MAX_BLOCK_SECONDS = 5.0
-"""Longest time that a step's values stay on the device, so that slow steps show up in time."""
 
 
 class StepReader:
@@ -154,6 +152,7 @@ def scale_value(scaler: torch.amp.GradScaler) -> Tensor:
     return value.detach().clone()
 
 
+@dataclass(eq=False)
 class StepRecords:
     """The steps of a training, on their way from the device to the callbacks.
 
@@ -164,22 +163,16 @@ class StepRecords:
         block_steps: optimizer steps that are copied to the host together.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        callbacks: Sequence[RunCallback],
-        handle: RunHandle,
-        block_steps: int,
-    ) -> None:
-        self.state = state
-        self.handle = handle
-        self.callbacks = callbacks
-        self.block_steps = block_steps
-        self._buffer = RecordBuffer(state)
-        self._waiting = 0
-        self._sent_at = time.monotonic()
-        self._has_warned = False
-        self._measurement = ExitStack()
+    state: TrainState
+    callbacks: Sequence[RunCallback]
+    handle: RunHandle
+    block_steps: int
+    _waiting: int = field(default=0, init=False)
+    _has_warned: bool = field(default=False, init=False)
+    _measurement: ExitStack = field(default_factory=ExitStack, init=False)
+
+    def __post_init__(self) -> None:
+        self._buffer = RecordBuffer(self.state)
 
     def add(self, record: DeviceStepRecord) -> None:
         """Add a step that has ended; copy the block to the host where one is due.
@@ -191,8 +184,7 @@ class StepRecords:
         self.state.epoch = record.epoch
         self._buffer.add(record)
         self._waiting += 1
-        is_late = time.monotonic() - self._sent_at > MAX_BLOCK_SECONDS
-        if self._waiting >= self.block_steps or is_late:
+        if self._waiting >= self.block_steps:
             self.send()
         self._measurement.close()
         for callback in self.callbacks:
@@ -204,7 +196,6 @@ class StepRecords:
         if self._waiting:
             self._buffer.send()
             self._waiting = 0
-        self._sent_at = time.monotonic()
         for block in self._buffer.ready_records():
             self._dispatch(block)
 

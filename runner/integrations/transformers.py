@@ -14,18 +14,18 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Unpack
+from typing import Any
 
-from runner.integrations.method_watch import watch_method
-from runner.integrations.options import RecordOptions, RecordSettings
-from runner.integrations.precision_label import PrecisionRequest
+from runner.integrations.options import RecordSettings
 from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import (
+    PrecisionRequest,
     TrainingSource,
     check_only_callback,
     check_sharding,
     missing_package,
     torch_optimizer,
+    watch_method,
 )
 from runner.utils.errors import ConfigError
 
@@ -55,7 +55,7 @@ class PrecisionCallback(TrainerCallback):
         ConfigError: an option that is not known or has a wrong value.
     """
 
-    def __init__(self, **options: Unpack[RecordOptions]) -> None:
+    def __init__(self, **options: Any) -> None:
         self.settings = RecordSettings.checked(type(self).__name__, options)
         self.recorder: Recorder | None = None
         self._trainer: Trainer | None = None
@@ -85,14 +85,12 @@ class PrecisionCallback(TrainerCallback):
                 "runner.integrations.accelerate.PrecisionRecord."
             )
         self._trainer = trainer
-        if self.recorder is not None:
-            self._end_step_watch()
-            error = "The Trainer began another training before this one ended."
-            self.recorder.finish("failed", error)
+        error = "The Trainer began another training before this one ended."
+        self._finish(RuntimeError(error))
         self.recorder = None
         check_only_callback(trainer.callback_handler.callbacks, PrecisionCallback)
         kind = trainer.accelerator.distributed_type
-        check_sharding("PrecisionCallback", [kind.value], "the callback")
+        check_sharding("PrecisionCallback", [kind.value])
         if not state.is_world_process_zero:
             return
         assert trainer.model is not None
@@ -115,7 +113,7 @@ class PrecisionCallback(TrainerCallback):
         try:
             return train(*args, **kwargs)
         except BaseException as error:
-            self._finish_after(error)
+            self._finish(error)
             raise
 
     def _around_step(
@@ -134,7 +132,7 @@ class PrecisionCallback(TrainerCallback):
         except BaseException as error:
             # Here, too: auto_find_batch_size begins another training after an error, and the calls
             # of `train` are not watched where the callback was added later.
-            self._finish_after(error)
+            self._finish(error)
             raise
         self.recorder.end_trace()
         # The Trainer divides each micro-batch's loss by their number, so the step's is their sum.
@@ -144,25 +142,18 @@ class PrecisionCallback(TrainerCallback):
             reader.read_gradients(torch_optimizer(self._trainer.optimizer))
         return loss
 
-    def _finish_after(self, error: BaseException) -> None:
+    def _finish(self, error: BaseException | None = None) -> None:
         self._end_step_watch()
+        # The recorder stays: Trainer.evaluate() is often called after train().
         if self.recorder is not None:
-            self.recorder.finish_after(error)
+            self.recorder.finish(error)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Record the step that has ended."""
-        if self.recorder is None:
-            return
-        self.recorder.end_step(state.global_step, math.ceil(state.epoch or 0))
-        if control.should_evaluate:
-            self.recorder.begin_evaluation()
-
-    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        """End the block of steps before the evaluation of an epoch."""
-        if self.recorder is not None and control.should_evaluate:
-            self.recorder.begin_evaluation()
+        if self.recorder is not None:
+            self.recorder.end_step(state.global_step, math.ceil(state.epoch or 0))
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **_: Any
@@ -176,10 +167,7 @@ class PrecisionCallback(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """End the run."""
-        self._end_step_watch()
-        # The recorder stays: Trainer.evaluate() is often called after train().
-        if self.recorder is not None:
-            self.recorder.finish()
+        self._finish()
 
 
 def _calling_trainer(callback: TrainerCallback) -> Trainer | None:

@@ -29,10 +29,15 @@ from runner.precision.conversion_proof import (
 )
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.training.initial_weights import read_initial_weights
-from runner.training.model import BuiltModel, build_model, restore_precision_state
+from runner.training.model import (
+    BuiltModel,
+    ModelBuilder,
+    build_model,
+    build_sharded_model,
+    restore_precision_state,
+)
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
-from runner.training.sharded_model import ModelBuilder, build_sharded_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.formatting import first_names

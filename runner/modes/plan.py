@@ -23,7 +23,7 @@ from runner.precision.weight_updates import UpdateRule
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.initial_weights import read_initial_weights
-from runner.training.model import BuiltModel, build_model
+from runner.training.model import BuiltModel, build_model, build_on_meta
 from runner.training.optimizers import (
     attach_rules,
     build_optimizer,
@@ -32,7 +32,6 @@ from runner.training.optimizers import (
     embedding_parameters,
     parameters_by_optimizer,
 )
-from runner.training.sharded_model import build_on_meta
 from runner.utils.files import write_json
 from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import GIB, MIB, count_elements, dtype_name, stored_bytes, tensor_bytes

@@ -294,7 +294,7 @@ def _step_contexts(
         for loss, weight in state.loss_weights.items():
             run.say(
                 f"training adds {weight:g} times the {loss} that the model returns to the task's "
-                f"loss (task.loss_weights.{loss}); val/loss is without it"
+                "loss; val/loss is without it"
             )
         state.end_first_step()
         wide = state.wide_forward

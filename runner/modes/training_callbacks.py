@@ -24,8 +24,7 @@ from runner.modes.training_outputs import callback_output
 from runner.training import state_dict
 from runner.training.callbacks.callback import RunCallback, RunHandle, TrainingEnd, dispatch
 from runner.training.callbacks.checkpointing import Checkpointing
-from runner.training.callbacks.early_stopping import EarlyStopping
-from runner.training.callbacks.guard import Guard
+from runner.training.callbacks.guard import EarlyStopping, Guard
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress

@@ -225,7 +225,7 @@ class Lora:
         # Looked up before peft renames the modules that it wraps.
         modules = {name: model.get_submodule(name) for name in sorted(trained)}
         trained_in_full = [p for module in modules.values() for p in module.parameters()]
-        packed = [name for name, module in modules.items() if _holds_codes(module)]
+        packed = [name for name, module in modules.items() if is_packed(module)]
         if packed:
             raise ConfigError(
                 f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot "
@@ -333,10 +333,6 @@ def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
             f"adapter=lora: peft adds nothing to {refused[1]} of this model, which reads that "
             f"layer's weight in a kernel of its own. Type adapter.modules=[{patterns}]."
         ) from error
-
-
-def _holds_codes(module: nn.Module) -> bool:
-    return not all(p.is_floating_point() for p in module.parameters(recurse=False))
 
 
 def check_rank(init: str, rank: int, name: str, matrix: Tensor) -> None:

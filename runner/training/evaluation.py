@@ -1,7 +1,7 @@
 """Evaluate a model on data sets, and measure updates that leave weights unchanged."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Literal
 
@@ -22,13 +22,7 @@ from runner.training.tasks.task import Task
 from runner.training.tasks.tensor_task import TrainingLoss
 from runner.utils.errors import ConfigError
 from runner.utils.modules import set_training
-from runner.utils.reproducibility import (
-    rng_state,
-    saved_generator,
-    seed_all,
-    seed_generator,
-    set_rng_state,
-)
+from runner.utils.reproducibility import seeded
 from runner.utils.stop_signals import until_interrupted
 
 _RANDOM_DEPTH = ("StochasticDepth", "DropPath")
@@ -75,9 +69,8 @@ def evaluate(
     seed = batch_seed(validation.seed, 0, 0, _SEED_USE + state.strategy.rank.index)
     with state.evaluated_weights(), evaluation_mode(state.model, state.task, state.device, seed):
         loaded = islice(validation.epoch(0), batches)
-        if hook is not None:
-            loaded = _noting_first(loaded, first_batch)
-        totals = _totals(state, validation, loaded, should_stop)
+        noted = None if hook is None else first_batch
+        totals = _totals(state, validation, loaded, should_stop, noted)
         metrics = None
         if not should_stop() and totals is not None:
             metrics = state.task.evaluation_metrics(state.strategy.sum(totals).tolist())
@@ -100,23 +93,16 @@ def evaluate(
     return metrics
 
 
-def _noting_first(batches: Iterator[Batch], first: list[Batch]) -> Iterator[Batch]:
-    """Yield batches, the first of which is appended to a list."""
-    for batch in batches:
-        if not first:
-            first.append(batch)
-        yield batch
-
-
 def _totals(
     state: TrainState,
     validation: BatchLoader,
     batches: Iterator[Batch],
     should_stop: Callable[[], bool],
+    noted: list[Batch] | None,
 ) -> Tensor | None:
     """Return the task's totals over batches of a data set; None if stopped or without a batch.
 
-    The metrics of task.metrics are updated, too.
+    The metrics of task.metrics are updated, too, and the first batch is appended to `noted`.
     """
     precision = state.precision
     task = state.task
@@ -130,6 +116,8 @@ def _totals(
         for i, (inputs, target) in enumerate(until_interrupted(batches)):
             if should_stop():
                 return None
+            if i == 0 and noted is not None:
+                noted.append((inputs, target))
             with precision.forward(state.device):
                 output = call_model(state.model, precision.cast(inputs))
             # In the loss's dtype and outside autocast, so that no metric is computed in half
@@ -279,12 +267,6 @@ def evaluation_mode(
     holders = [model, task, *vars(task).values()]
     holders += [part.loss for part in holders if isinstance(part, TrainingLoss)]
     parts = [[*h.modules()] if isinstance(h, nn.Module) else [h] for h in holders]
-    with ExitStack() as stack:
-        stack.callback(set_rng_state, rng_state(device), device)
-        seed_all(seed)
-        for value in tree_leaves([getattr(part, "__dict__", None) for part in chain(*parts)]):
-            restore = saved_generator(value)
-            if restore is not None:
-                stack.callback(restore)
-                seed_generator(value, seed)
+    attributes = [getattr(part, "__dict__", None) for part in chain(*parts)]
+    with seeded(seed, device, tree_leaves(attributes)):
         yield

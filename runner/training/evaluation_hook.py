@@ -141,15 +141,11 @@ def _checked_numbers(title: str, returned: Any, metrics: Mapping[str, float]) ->
     for name, value in returned.items():
         number = as_number(value)
         recorded = f"val/{name}"
-        if number is None or not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
+        is_name = isinstance(name, str) and METRIC_NAME.fullmatch(name)
+        if number is None or not is_name or recorded in metrics:
             raise HookError(
-                f"{title} returns {name!r}: {type(value).__name__}. Return numbers by names, "
-                "text of one line."
-            )
-        if recorded in metrics:
-            raise HookError(
-                f"{title} returns {name}, and {recorded} is a metric of the evaluation. Give it "
-                "another name."
+                f"{title} returns {name!r}: {type(value).__name__}. Return numbers by names, text "
+                f"of one line, which are not those of the evaluation: {', '.join(metrics)}."
             )
         values[recorded] = number
     return values

@@ -5,7 +5,7 @@ Where they do not fit, the error names the prefix or the patterns with which the
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import nlargest
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,12 +325,8 @@ def _candidates(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[t
 
 def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
     """Return the number of segments at the end that two names have in common."""
-    count = 0
-    for a, b in zip(reversed(one), reversed(other), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def shortest_patterns(names: Collection[str], every: Collection[str]) -> list[str]:

@@ -110,41 +110,33 @@ class Blockwise(Optimizer):
                     state[key] = value.to(p.device)
 
 
-class BlockwiseAdam(Blockwise):
-    """Keywords of Adam8bit and PagedAdam8bit. The weight decay is decoupled, as in AdamW."""
+def _blockwise_adam(decay: float) -> type[Blockwise]:
+    """Return the base of Adam8bit or AdamW8bit, whose weight decay is decoupled in both.
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        min_8bit_size: int = 4096,
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            min_8bit_size=min_8bit_size,
-        )
+    Args:
+        decay: the weight decay where none is given, in which the two differ.
+    """
 
+    class BlockwiseAdam(Blockwise):
+        def __init__(
+            self,
+            params: Iterable[Any],
+            lr: float = 1e-3,
+            betas: Sequence[float] = (0.9, 0.999),
+            eps: float = 1e-8,
+            weight_decay: float = decay,
+            min_8bit_size: int = 4096,
+        ) -> None:
+            super().__init__(
+                params,
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                min_8bit_size=min_8bit_size,
+            )
 
-class BlockwiseAdamW(BlockwiseAdam):
-    """Keywords of AdamW8bit and PagedAdamW8bit: Adam8bit's with another default."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        min_8bit_size: int = 4096,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, min_8bit_size)
+    return BlockwiseAdam
 
 
 class BlockwiseLion(Blockwise):
@@ -320,11 +312,11 @@ def check_dtypes(optimizer: Optimizer) -> None:
 
 # Each class that a config may name: the library's module that holds it, and its base here.
 _BASES_BY_CLASS: dict[str, tuple[str, type[Optimizer]]] = {
-    "Adam8bit": ("bitsandbytes.optim", BlockwiseAdam),
-    "AdamW8bit": ("bitsandbytes.optim", BlockwiseAdamW),
+    "Adam8bit": ("bitsandbytes.optim", _blockwise_adam(0.0)),
+    "AdamW8bit": ("bitsandbytes.optim", _blockwise_adam(0.01)),
     "Lion8bit": ("bitsandbytes.optim", BlockwiseLion),
-    "PagedAdam8bit": ("bitsandbytes.optim", BlockwiseAdam),
-    "PagedAdamW8bit": ("bitsandbytes.optim", BlockwiseAdamW),
+    "PagedAdam8bit": ("bitsandbytes.optim", _blockwise_adam(0.0)),
+    "PagedAdamW8bit": ("bitsandbytes.optim", _blockwise_adam(0.01)),
     "PagedLion8bit": ("bitsandbytes.optim", BlockwiseLion),
     "AdamW4bit": ("torchao.optim", WrappedAdamW),
     "AdamWFp8": ("torchao.optim", WrappedAdamW),

@@ -3,9 +3,14 @@
 Lazy layers (nn.LazyLinear, nn.LazyConv2d, ...) get their shapes before anything else is done. torch
 makes their parameters in the first forward. Here that would be after the conversion, in the
 precision's dtype and so with other numbers than in float32, and after the optimizers.
+
+Of a sharded model only the main process makes the weights, in the memory of its host, so that they
+are those of a run of one process. The others build the model on the meta device, shard it, and
+receive their shards. No device ever holds more than the shards and one unit, and each host holds
+one whole model at most.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from inspect import Parameter, signature
@@ -16,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.resolve import to_dict
@@ -24,6 +29,7 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group, locate, target_arguments
 from runner.config.trusted_targets import check_trusted
 from runner.data.build import build_data, build_run_loaders
+from runner.distributed.strategy import Strategy
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport, is_converted
@@ -41,18 +47,12 @@ from runner.utils.modules import note_evaluation_parts
 from runner.utils.tensors import float32_bytes
 from runner.utils.terminal import quote_command
 
+META_DEVICE = torch.device("meta")
 _CPU = torch.device("cpu")
 _EXAMPLES = 2  # in the first forward
-_LOADING_KEYWORDS = (
-    "pretrained",
-    "weights",
-    "weights_backbone",
-    "checkpoint_path",
-    "pretrained_cfg",
-    "pretrained_cfg_overlay",
-    "path",
-)
-"""Keywords by which timm, torchvision and the models of the runner load weights."""
+_LOADING_KEYWORDS = ("pretrained", "weights", "checkpoint_path", "path")
+"""Beginnings of the keywords by which timm, torchvision and the models of the runner load weights,
+such as pretrained_cfg and weights_backbone."""
 _KNOWN_PACKAGES = ("runner.models.", "timm.", "torchvision.models.")
 """Packages whose models load weights only where one of these keywords asks for it."""
 _LIBRARIES = (*_KNOWN_PACKAGES, "peft.", "transformers.")
@@ -73,6 +73,11 @@ class BuiltModel(NamedTuple):
     report: ConversionReport
     plain_bytes: int
     initial: InitialWeights | None = None
+
+
+ModelBuilder = Callable[[torch.device, torch.device | None], BuiltModel]
+"""Builds a model, given the device where it ends up and the one on which its parameters are made;
+None for the CPU."""
 
 
 def build_model(
@@ -203,18 +208,16 @@ def _load_plain_weights(
 ) -> InitialWeights | None:
     """Load a checkpoint into a plain model; its adapter is merged into the weights."""
     layout = saved.content.get("layout", "")
-    if layout and precision.layout and not saved.content["precision"]:
-        raise ConfigError(
-            f"init.weights={saved.path} holds weights packed as {layout}, which precision="
-            f"{precision.name} takes only packed alike and without an adapter. Type a precision "
-            "that packs nothing, for example precision=bf16-mixed, or give plain weights."
-        )
     if layout and precision.layout:
+        trained = saved.content["precision"]
+        # A file of another program names no precision.
+        key = "checkpoint" if trained else "init.weights"
+        own = f"precision={trained} with the adapter that it was trained with, or "
         raise ConfigError(
-            f"checkpoint={saved.path} holds weights packed as {layout}; precision="
-            f"{precision.name} would round them a second time, or add to them otherwise. Type "
-            f"precision={saved.content['precision']} with the adapter that it was trained with, or "
-            "a precision that packs nothing, for example precision=bf16-mixed."
+            f"{key}={saved.path} holds weights packed as {layout}; precision={precision.name} "
+            "would round them a second time, or add to them otherwise. Type "
+            f"{own if trained else ''}a precision that packs nothing, for example "
+            "precision=bf16-mixed."
         )
     # The adapter's target comes from the file: it is judged before anything is imported by it.
     config = saved.config("checkpoint")
@@ -436,12 +439,9 @@ def starts_random(node: Mapping[str, Any]) -> bool:
     with suppress(ConfigError, TypeError, ValueError):
         parameters = signature(locate(target)).parameters
     arguments = target_arguments(node)
-    for key in _LOADING_KEYWORDS:
-        # torchvision's detection models load their backbone unless weights_backbone=None is given.
-        default = key in parameters and parameters[key].default
-        if bool(node[key] if key in arguments else default):
-            return False
-    return True
+    # torchvision's detection models load their backbone unless weights_backbone=None is given.
+    values = {key: parameter.default for key, parameter in parameters.items()} | arguments
+    return not any(value for key, value in values.items() if key.startswith(_LOADING_KEYWORDS))
 
 
 @contextmanager
@@ -473,3 +473,70 @@ def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
             f"executed here. Where you trust it, save its state_dict() with "
             f"safetensors.torch.save_file. (torch: {reason})"
         ) from error
+
+
+def build_on_meta(build: ModelBuilder) -> BuiltModel:
+    """Build and convert a model on the meta device; on the CPU if its code reads values.
+
+    Args:
+        build: see ModelBuilder.
+
+    Raises:
+        ConfigError: the model cannot be built, or does not fit the weights that it starts from.
+    """
+    try:
+        return build(META_DEVICE, META_DEVICE)
+    except RunnerError:
+        raise
+    except (NotImplementedError, RuntimeError):
+        return build(_CPU, None)
+
+
+def _holds_other_meta_tensors(model: nn.Module) -> bool:
+    """Return whether a module has a meta tensor that is neither a parameter nor a buffer.
+
+    Nothing gives such a tensor its values later.
+    """
+    registered = ("_parameters", "_buffers", "_modules")
+    for module in model.modules():
+        attributes = {key: value for key, value in vars(module).items() if key not in registered}
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(attributes)):
+            return True
+    return False
+
+
+def build_sharded_model(
+    build: ModelBuilder, precision: Precision, strategy: Strategy, device: torch.device
+) -> BuiltModel:
+    """Build a model, shard it, and give every process the main process's values. Collective.
+
+    Args:
+        build: builds and converts the whole model.
+        precision: of the run.
+        strategy: shards the model.
+        device: of this process, where its shards are.
+
+    Raises:
+        ConfigError: the model cannot be built, or does not fit the weights that it starts from.
+    """
+    from runner.distributed.fsdp import named_values, scatter_values
+
+    # What packs weights looks at their values.
+    makes_once = strategy.cpu_ram_efficient_loading and not precision.freezes
+    if strategy.rank.is_main or not makes_once:
+        built = build(_CPU, None)
+    else:
+        built = build_on_meta(build)
+        if _holds_other_meta_tensors(built.model):
+            built = build(_CPU, None)
+    sends = makes_once and strategy.rank.world_size > 1
+    values: dict[str, Tensor] = {}
+    if sends and strategy.rank.is_main:
+        values = {name: tensor.detach() for name, tensor in named_values(built.model)}
+    model = strategy.wrap(built.model, device)
+    if any(tensor.is_meta for _, tensor in named_values(model)):
+        model.to_empty(device=device)
+    model = model.to(device)
+    if sends:
+        scatter_values(model, values, device)
+    return built._replace(model=model)

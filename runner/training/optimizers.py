@@ -26,8 +26,7 @@ from runner.training.parameter_groups import (
     divide_parameters,
     entry_options,
     group_problems,
-    idle_parts,
-    is_match,
+    matched_names,
 )
 from runner.training.schedules import build_scheduler, check_scheduler
 from runner.training.state import ScheduledOptimizer, has_modes, sparse_parameters
@@ -61,12 +60,11 @@ def parameters_by_optimizer(
     free = dict(named)
     shares: list[tuple[str, Mapping[str, Any], list[nn.Parameter]]] = []
     for key, part in optimizer_nodes(node):
-        match = part.get("match")
-        share = {name: p for name, p in free.items() if is_match(match, name, p, model)}
-        idle = idle_parts(match, named, model)
-        if not share or idle:
+        matched = matched_names(f"{key}.match", part.get("match"), named, model)
+        share = {name: p for name, p in free.items() if name in matched}
+        if not share:
             raise ConfigError(
-                f"{key}.match={idle[0] if idle else match} takes no parameter of the model. "
+                f"{key}.match={part.get('match')} takes no parameter of the model. "
                 f"Left for it: {first_names([*free]) or 'none'}."
             )
         free = {name: p for name, p in free.items() if name not in share}
@@ -205,15 +203,22 @@ def build_scheduled_optimizers(
         )
     embeddings = embedding_parameters(model)
     sparse = sparse_parameters(model)
-    optimizers: dict[str, Optimizer] = {}
-    # By key, whether a step takes a closure, and whether it reads gradients before.
-    calls: dict[str, tuple[bool, bool]] = {}
-    for key, node, params in parameters_by_optimizer(spec.optimizer, model, named):
+    shares = parameters_by_optimizer(spec.optimizer, model, named)
+    # Neither clipping, nor a second optimizer, nor a step that is skipped has a place between the
+    # evaluations of one step.
+    clips = spec.train.clip_norm is not None or spec.train.clip_value is not None
+    scales = precision.scale(torch.device("cpu")).value is not None
+    scheduled: list[ScheduledOptimizer] = []
+    for key, node, params in shares:
         groups = divide_parameters(key, node, model, params)
-        optimizers[key] = _build_checked(key, node, groups, embeddings, sparse)
-        optimizer = optimizers[key]
-        calls[key] = closure_calls(key, node, optimizer)
-        takes_closure, _ = calls[key]
+        optimizer = _build_checked(key, node, groups, embeddings, sparse)
+        takes_closure, reads_gradients = closure_calls(key, node, optimizer)
+        if takes_closure and (len(shares) > 1 or clips or scales):
+            raise ConfigError(
+                f"{key}={type(optimizer).__name__.lower()} evaluates the loss several times "
+                "in a step: it works alone and without train.clip_norm and train.clip_value, and "
+                "without a loss scale. Type precision=32-true or precision=bf16-mixed."
+            )
         is_wide = precision.update != Nearest.name or state_dtype(key, node) is not None
         is_wide |= has_modes(optimizer) and spec.train.ema is not None
         if is_wide and (has_modes(optimizer) or takes_closure):
@@ -223,33 +228,17 @@ def build_scheduled_optimizers(
                 "type optimizer=adamw."
             )
         attach_rules(key, node, optimizer, precision.update, spec.seed)
-    precision.check_optimizers([*optimizers.values()])
-    # Neither clipping, nor a second optimizer, nor a step that is skipped has a place between the
-    # evaluations of one step.
-    clips = spec.train.clip_norm is not None or spec.train.clip_value is not None
-    scales = precision.scale(torch.device("cpu")).value is not None
-    for key, (takes_closure, _) in calls.items():
-        if takes_closure and (len(optimizers) > 1 or clips or scales):
-            raise ConfigError(
-                f"{key}={type(optimizers[key]).__name__.lower()} evaluates the loss several times "
-                "in a step: it works alone and without train.clip_norm and train.clip_value, and "
-                "without a loss scale. Type precision=32-true or precision=bf16-mixed."
-            )
-    scheduled: list[ScheduledOptimizer] = []
-    for key, optimizer in optimizers.items():
-        # The only optimizer of a run needs no name: its metrics are those without one.
-        name = key.partition(".")[2]
-        schedule = build_scheduler(spec.scheduler, optimizer, steps, direction)
-        takes_closure, reads_gradients = calls[key]
         part = ScheduledOptimizer(
             optimizer,
-            schedule,
-            name=name,
+            build_scheduler(spec.scheduler, optimizer, steps, direction),
+            # The only optimizer of a run needs no name: its metrics are those without one.
+            name=key.partition(".")[2],
             planned_steps=steps,
             takes_closure=takes_closure,
             reads_gradients=reads_gradients,
         )
         scheduled.append(part)
+    precision.check_optimizers([part.optimizer for part in scheduled])
     return scheduled
 
 
@@ -433,9 +422,7 @@ def check_arguments(spec: RunSpec) -> None:
         problems = [*group_problems(key, node, optimizer)]
         if problems:
             raise ConfigError(*problems)
-        dtype = state_dtype(key, node)
-        if dtype is not None:
-            check_state_dtype(f"{key}.state_dtype", optimizer, dtype)
+        attach_rules(key, node, optimizer, Nearest.name)
         # Constructors check their own keywords alone, so each group's options are tried as such.
         for i, options in enumerate(entry_options(node)):
             build_optimizer(f"{key}.groups.{i}", {**node, **options}, dummy)

@@ -16,7 +16,8 @@ from runner.config.targets import GROUP_KEYS, locate, runner_keys
 from runner.precision.layers.conv1d import linear_classes
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
-from runner.utils.modules import matches_pattern, nearest_names, repeated_blocks, select_modules
+from runner.utils.formatting import first_names
+from runner.utils.modules import repeated_blocks, select_modules
 from runner.utils.tensors import MIB, tensor_bytes
 
 NORMS_AND_BIASES = "norms_and_biases"
@@ -38,44 +39,35 @@ def group_settings(node: Mapping[str, Any]) -> dict[str, Any]:
     return {key: node[key] for key in sorted(keys) if node.get(key) is not None}
 
 
-def is_match(match: Any, name: str, param: nn.Parameter, model: nn.Module) -> bool:
-    """Return whether a `match` of the config takes a parameter.
+def matched_names(
+    key: str, match: Any, named: Mapping[str, nn.Parameter], model: nn.Module
+) -> set[str]:
+    """Return the names of the parameters that a `match` of the config takes.
 
     Args:
+        key: of the match, for messages.
         match: a pattern or a list of them, of names of parameters or of modules; `matrices` for
             the matrices of hidden layers; None for every parameter.
-        name: dotted name of the parameter.
-        param: the parameter.
-        model: its owner.
-    """
-    if match is None:
-        return True
-    if match != "matrices":
-        return any(matches_pattern(pattern, name) for pattern in _patterns(match))
-    if param.ndim != 2:
-        return False
-    # Muon is made for the matrices of hidden layers (Jordan et al., 2024), and leaves embeddings
-    # and the output layer to another optimizer.
-    owner = model.get_submodule(name.rpartition(".")[0])
-    linears = [module for module in model.modules() if isinstance(module, linear_classes())]
-    is_output_layer = owner in linears[-1:]
-    return not isinstance(owner, nn.Embedding) and not is_output_layer
-
-
-def idle_parts(match: Any, named: Mapping[str, nn.Parameter], model: nn.Module) -> list[Any]:
-    """Return the patterns of a `match` that take none of these parameters.
-
-    Args:
-        match: as for is_match.
         named: parameters by name.
         model: their owner.
+
+    Raises:
+        ConfigError: a pattern takes none of them.
     """
-    parts = [[pattern] for pattern in match] if isinstance(match, list | tuple) else [match]
-    return [
-        part
-        for part in parts
-        if not any(is_match(part, name, param, model) for name, param in named.items())
-    ]
+    if match is None:
+        return {*named}
+    if match != "matrices":
+        return select_modules(key, _patterns(match), named, "no parameter that it could take")
+    # Muon is made for the matrices of hidden layers (Jordan et al., 2024), and leaves embeddings
+    # and the output layer to another optimizer.
+    linears = [module for module in model.modules() if isinstance(module, linear_classes())]
+    matrices: set[str] = set()
+    for name, param in named.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        is_output_layer = owner in linears[-1:]
+        if param.ndim == 2 and not isinstance(owner, nn.Embedding) and not is_output_layer:
+            matrices.add(name)
+    return matrices
 
 
 def divide_parameters(
@@ -150,19 +142,13 @@ def _owners(
     owners: dict[str, int] = {}
     for i, entry in enumerate(entries):
         match = entry["match"]
-        matches = [name for name, p in named.items() if is_match(match, name, p, model)]
-        free = [name for name in matches if name not in owners]
-        idle = idle_parts(match, named, model)
-        if idle:
-            raise ConfigError(
-                f"{key}.groups: match={_typed(idle[0])} matches no parameter that it could take. "
-                f"Nearest names: {nearest_names(_patterns(idle[0])[0], named)}. Name a parameter "
-                "or a module; `*` stands for any part of one segment."
-            )
+        matches = matched_names(f"{key}.groups", match, named, model)
+        free = matches - owners.keys()
         if not free:
             raise ConfigError(
                 f"{key}.groups: match={_typed(match)} is left nothing: the groups before it take "
-                f"{', '.join(matches[:4])}. The first match wins. Put it before them."
+                f"{first_names(sorted(matches)) or 'all'}. The first match wins. Put it before "
+                "them."
             )
         owners.update(dict.fromkeys(free, i))
     return {name: owners.get(name, len(entries)) for name in named}

@@ -20,13 +20,10 @@ from runner.utils.tensors import dtype_name
 
 PRETRAINED_FOLDER = "pretrained"
 _BESIDE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    "tokenizer*.json",
+    "*_tokens*.json",
     "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
+    "vocab.*",
     "merges.txt",
     "*.model",
     "preprocessor_config.json",

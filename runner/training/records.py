@@ -77,6 +77,14 @@ class StepRecord(NamedTuple):
     measured: Mapping[str, float] | None = None
     rates: Mapping[str, float] | None = None
 
+    def to_state(self) -> dict[str, Any]:
+        """Return the keywords of the record, as a checkpoint stores it.
+
+        They leave out what nothing reads after a resume.
+        """
+        left_out = ("gauges", "measured", "rates")
+        return {name: value for name, value in self._asdict().items() if name not in left_out}
+
 
 class EvalRecord(NamedTuple):
     """One evaluation after a step.
@@ -100,22 +108,3 @@ class EvalRecord(NamedTuple):
 Steps = Sequence[StepRecord]
 """A block of step records that have reached the host, in order."""
 Record = Steps | EvalRecord
-
-_NOT_STORED = ("gauges", "measured", "rates")
-"""Fields that a checkpoint leaves out: nothing reads them after a resume."""
-
-
-def record_to_state(record: StepRecord | None) -> dict[str, Any] | None:
-    """Return a step record as a checkpoint stores it: a value by field name; None of None."""
-    if record is None:
-        return None
-    return {name: value for name, value in record._asdict().items() if name not in _NOT_STORED}
-
-
-def record_from_state(state: Mapping[str, Any] | None) -> StepRecord | None:
-    """Return the step record of what record_to_state returned.
-
-    Raises:
-        TypeError: the state is no mapping, or its keys are not the fields of a StepRecord.
-    """
-    return None if state is None else StepRecord(**state)

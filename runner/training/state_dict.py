@@ -26,19 +26,10 @@ from runner.config.signature import sign
 from runner.data.sampling import FIRST_STEP, StartingPoint
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
+from runner.training import schedules
 from runner.training.callbacks.callback import RunCallback
 from runner.training.optimizers import optimizer_nodes
 from runner.training.own_state import OWN_BUFFERS_KEY, OWN_UPDATES_KEY
-from runner.training.schedules import (
-    EvaluationSchedule,
-    WarmUp,
-    follows_run_length,
-    is_same_schedule,
-    load_schedule,
-    plain_schedules,
-    schedule_after_warmup,
-    taken_steps,
-)
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.weight_average import AVERAGE_KEY
 from runner.utils.errors import ConfigError
@@ -313,12 +304,12 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
                 optimizer = {**optimizer, "state": values}
             else:
                 optimizer = sharded_tensors.load_full(optimizer, parts)
-            is_same = is_same_schedule(
+            is_same = schedules.is_same_schedule(
                 theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
             )
             is_new_schedule = not is_same
             if content.get("planned_steps") != scheduled.planned_steps:
-                is_new_schedule |= follows_run_length(spec.scheduler)
+                is_new_schedule |= schedules.follows_run_length(spec.scheduler)
                 if theirs["scheduler"] == spec.scheduler:
                     notes |= dict.fromkeys(_own_length(scheduled, spec.scheduler))
             optimizer_notes = _load_optimizer(
@@ -326,13 +317,13 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
             )
             notes |= dict.fromkeys(optimizer_notes)
             if is_new_schedule:
-                taken = taken_steps(scheduler, is_same, applied_steps)
+                taken = schedules.taken_steps(scheduler, is_same, applied_steps)
                 notes |= dict.fromkeys(_begin_schedule(scheduled, taken, is_same))
                 continue
             if scheduled.scheduler is not None:
                 before = theirs["scheduler"]
                 typed = [key for key, v in spec.scheduler.items() if before.get(key) != v]
-                load_schedule(scheduled.scheduler, scheduler, typed)
+                schedules.load_schedule(scheduled.scheduler, scheduler, typed)
             # After the schedule, whose state holds the learning rates that it continues from.
             _apply_hyperparameters(scheduled.optimizer, scheduled.scheduler, changed)
     except MISFIT_ERRORS as error:
@@ -422,8 +413,12 @@ def _load_optimizer(
 
 def _own_length(scheduled: ScheduledOptimizer, node: Mapping[str, Any]) -> list[str]:
     """Return that a schedule does not follow the run's length; nothing for one that has none."""
-    plain = schedule_after_warmup(scheduled.scheduler)
-    if plain is None or isinstance(plain, EvaluationSchedule) or follows_run_length(node):
+    plain = schedules.schedule_after_warmup(scheduled.scheduler)
+    if (
+        plain is None
+        or isinstance(plain, schedules.EvaluationSchedule)
+        or schedules.follows_run_length(node)
+    ):
         return []
     return [
         f"{type(plain).__name__} does not follow the run's length of {scheduled.planned_steps} "
@@ -451,9 +446,9 @@ def _begin_schedule(
         warnings.simplefilter("ignore")
         for _ in range(applied_steps):
             scheduled.scheduler.step()
-    names = [type(part).__name__ for part in plain_schedules(scheduled.scheduler)]
+    names = [type(part).__name__ for part in schedules.plain_schedules(scheduled.scheduler)]
     name = names[0] if names else "the constant rate"
-    if isinstance(scheduled.scheduler, WarmUp):
+    if isinstance(scheduled.scheduler, schedules.WarmUp):
         name += f" after {scheduled.scheduler.steps} steps of warm-up"
     reason = "is not the checkpoint's schedule"
     if is_longer:
@@ -475,11 +470,11 @@ def _apply_hyperparameters(
             if key == "lr" and isinstance(old, int | float) and old:
                 for rate in _LEARNING_RATE_KEYS & group.keys():
                     group[rate] *= new / old
-                if isinstance(scheduler, WarmUp):
+                if isinstance(scheduler, schedules.WarmUp):
                     scheduler.scale_rate(index, new / old)
             elif key in group:
                 group[key] = new
     # torch's schedules keep a copy of the initial rates.
-    for part in plain_schedules(scheduler):
+    for part in schedules.plain_schedules(scheduler):
         if "lr" in changed and hasattr(part, "base_lrs"):
             part.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]

@@ -36,7 +36,7 @@ from runner.training.step_metrics import (
     TERM_PREFIX,
     measure_step,
 )
-from runner.training.tasks.task import Task, labels_of
+from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 from runner.utils.tensors import cast_gradients, widest_float
@@ -97,40 +97,30 @@ def _task_loss(
     if size is not None and task.whole_batch:
         output, target = join_batch(state, output, target, size)
     loss, terms = split_loss(task.loss(output, target), task)
-    weights = task.additions.loss_weights
     # What has no gradient is no part of a loss that is minimised, but a value to look at.
     added = {
         name: value for name, value in task.added_losses(output).items() if value.requires_grad
     }
-    if not added and not (weights and loss.requires_grad):
+    if not added:
         return loss, terms
-    unknown = [name for name in weights if name not in added]
-    if unknown:
-        raise ConfigError(
-            f"task.loss_weights names {', '.join(unknown)}, and the model returns these losses "
-            f"beside that of the task: {', '.join(added) or 'none'}."
-        )
     total = loss
     for name, value in added.items():
         if name not in state.loss_weights:
-            state.loss_weights[name] = added_loss_weight(task, state.plain_model, name)
+            state.loss_weights[name] = added_loss_weight(state.plain_model, name)
         total = total + state.loss_weights[name] * value.reshape(()).to(loss.dtype)
     return total, split_loss((loss, {"main_loss": loss, **added, **terms}), task)[1]
 
 
-def added_loss_weight(task: Task, model: nn.Module, name: str) -> float:
+def added_loss_weight(model: nn.Module, name: str) -> float:
     """Return what a loss that a model returns is multiplied by.
 
-    That is task.loss_weights, the coefficient by which the model multiplies it where it is given
-    labels (transformers' router_aux_loss_coef and router_z_loss_coef), or else 1.
+    That is the coefficient by which the model multiplies it where it is given labels (transformers'
+    router_aux_loss_coef and router_z_loss_coef), or else 1.
 
     Args:
-        task: of the run.
         model: that returns it.
         name: of the loss in the model's output.
     """
-    if name in task.additions.loss_weights:
-        return task.additions.loss_weights[name]
     # encoder_z_loss is the z_loss of an encoder.
     kind = "_".join(name.split("_")[-2:])
     for module in model.modules():
@@ -422,15 +412,11 @@ def split_loss(returned: Any, task: object) -> tuple[Any, Mapping[str, Tensor]]:
     loss, terms = returned
     recorded = [entry.metric.removeprefix("train/") for entry in STEP_METRICS]
     for name, value in terms.items():
-        if name in recorded:
-            raise ConfigError(
-                f"{where} returned a value named {name}, and train/{name} is recorded by the "
-                f"runner. Give it another name than {', '.join(recorded)}."
-            )
-        if not isinstance(name, str) or not name or FORBIDDEN_CHARACTERS.search(name):
+        is_text = isinstance(name, str) and name and not FORBIDDEN_CHARACTERS.search(name)
+        if not is_text or name in recorded:
             raise ConfigError(
                 f"{where} returned a value named {name!r}. Allowed: text of letters, digits, "
-                "spaces and _ - . : /."
+                f"spaces and _ - . : /, but not {', '.join(recorded)}, which the runner records."
             )
         kind = f"a {type(value).__name__}"
         if isinstance(value, Tensor):

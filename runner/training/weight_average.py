@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +116,7 @@ class WeightAverage:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Return a context in which the model has the averaged weights, in its own dtypes."""
-        weights = _local(self._every(self._weights))
+        weights = _local([*chain(*self._weights)])
         with torch.no_grad():
             copies = [weight.clone() for weight in weights]
             torch._foreach_copy_(weights, _local(self.tensors()))
@@ -127,7 +128,7 @@ class WeightAverage:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the average."""
-        return self._every(self._averages)
+        return [*chain(*self._averages)]
 
     def describe(self) -> str:
         """Return one line about what is averaged and what its metrics are."""
@@ -140,7 +141,7 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return the average by the names that the model's state dict has; not copied."""
         weights: dict[str, Tensor] = {}
-        for weight, average in zip(self._every(self._weights), self.tensors(), strict=True):
+        for weight, average in zip(chain(*self._weights), self.tensors(), strict=True):
             for name in self._names[id(weight)]:
                 weights[name] = average
         return {"decay": self.decay, "weights": weights}
@@ -161,10 +162,6 @@ class WeightAverage:
             if is_sharded(average):
                 saved_average = shard_like(saved_average, average)
             average.copy_(saved_average)
-
-    @staticmethod
-    def _every(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        return [tensor for part in parts for tensor in part]
 
 
 def with_averaged_weights(content: Mapping[str, Any]) -> dict[str, Any]:

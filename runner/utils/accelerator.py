@@ -138,7 +138,7 @@ def choose_accelerator(name: str = "auto", index: int = 0) -> Accelerator:
 def device_rng_state(device: torch.device) -> Tensor | None:
     """Return the state (uint8) of the device's own generator; None for a CPU, which has torch's."""
     if tpu.is_tpu(device):
-        return tpu.tpu_rng_state(device)
+        return tpu.tpu_generator(device).get_state()
     if device.type == "mps":
         return torch.mps.get_rng_state()
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -147,7 +147,7 @@ def device_rng_state(device: torch.device) -> Tensor | None:
 def set_device_rng_state(state: Tensor, device: torch.device) -> None:
     """Set the generator of a device to a state that device_rng_state returned for its kind."""
     if tpu.is_tpu(device):
-        tpu.set_tpu_rng_state(state, device)
+        tpu.tpu_generator(device).set_state(state)
     elif device.type == "mps":
         torch.mps.set_rng_state(state)
     elif device.type == "cuda":

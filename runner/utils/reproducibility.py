@@ -7,7 +7,7 @@ run leaves behind would change the next one.
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
 from functools import partial
@@ -58,18 +58,19 @@ def saved_float32_switches() -> Callable[[], None]:
     torch has two families of switches, and refuses to read the old one (allow_tf32) once a program
     has set the new one (fp32_precision), as transformers does.
     """
-    cudnn = torch.backends.cudnn
+    backends: Any = torch.backends
+    cudnn = backends.cudnn
+    restores = ExitStack()
     try:
         matmul_precision = torch.get_float32_matmul_precision()
-        cudnn_tf32 = cudnn.allow_tf32
+        restores.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+        restores.callback(torch.set_float32_matmul_precision, matmul_precision)
     except RuntimeError:
-        return _saved_new_switches()
-
-    def restore() -> None:
-        torch.set_float32_matmul_precision(matmul_precision)
-        cudnn.allow_tf32 = cudnn_tf32
-
-    return restore
+        matmuls = (backends.mkldnn.matmul, backends.cuda.matmul)
+        # The general ones last, which are set first: setting one sets those below it.
+        for place in (cudnn.rnn, cudnn.conv, cudnn, *matmuls, backends):
+            restores.callback(setattr, place, "fp32_precision", place.fp32_precision)
+    return restores.close
 
 
 def set_float32_switches(precision: str) -> None:
@@ -88,21 +89,6 @@ def set_float32_switches(precision: str) -> None:
         # A program's torch.backends.fp32_precision outweighs allow_tf32.
         if (kind.fp32_precision == "tf32") != allows_tf32:
             kind.fp32_precision = "tf32" if allows_tf32 else "ieee"
-
-
-def _saved_new_switches() -> Callable[[], None]:
-    """Return a function that sets the switches called fp32_precision to what they are now."""
-    backends: Any = torch.backends
-    cudnn = backends.cudnn
-    # The general ones first: setting one sets those below it.
-    places = (backends, backends.cuda.matmul, backends.mkldnn.matmul, cudnn, cudnn.conv, cudnn.rnn)
-    values = [place.fp32_precision for place in places]
-
-    def restore() -> None:
-        for place, value in zip(places, values, strict=True):
-            place.fp32_precision = value
-
-    return restore
 
 
 def host_rng_state() -> tuple[Any, ...]:
@@ -141,17 +127,35 @@ def seed_generator(generator: Any, seed: int) -> None:
 def saved_generator(generator: Any) -> Callable[[], None] | None:
     """Return a function that restores the state of a generator of torch, NumPy or Python; None for
     anything else."""
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator | np.random.RandomState):
         return partial(generator.set_state, generator.get_state())  # type: ignore[arg-type]
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return partial(setattr, bits, "state", bits.state)
-    if isinstance(generator, np.random.RandomState):
-        return partial(generator.set_state, generator.get_state())
     # The operating system's has no state.
     if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
         return partial(generator.setstate, generator.getstate())
     return None
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device, values: Iterable[Any]) -> Iterator[None]:
+    """Seed all generators, and those among some values; restore them on exit.
+
+    Args:
+        seed: of each generator.
+        device: whose generator is restored, beside those of the host.
+        values: of which those that are no generators are left alone.
+    """
+    with ExitStack() as stack:
+        stack.callback(set_rng_state, rng_state(device), device)
+        seed_all(seed)
+        for value in values:
+            restore = saved_generator(value)
+            if restore is not None:
+                stack.callback(restore)
+                seed_generator(value, seed)
+        yield
 
 
 def seed_all(seed: int) -> None:
@@ -223,7 +227,10 @@ def saved_forward_state(model: nn.Module, device: torch.device) -> Callable[[], 
     for module in model.modules():
         # A forward may also put another tensor in the place of a buffer.
         _save_members(module._buffers, restores, seen)
-        restores.append(_saved_attributes(module, restores, seen))
+        attributes = plain_attributes(module)
+        for value in attributes.values():
+            _save_members(value, restores, seen)
+        restores.append(partial(_set_attributes, module, attributes))
 
     def restore() -> None:
         for restore_one in restores:
@@ -266,20 +273,10 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     return attributes
 
 
-def _saved_attributes(
-    module: nn.Module, restores: list[Callable[[], None]], seen: set[int]
-) -> Callable[[], None]:
-    """Return a function that sets a module's attributes to what they are now."""
-    attributes = plain_attributes(module)
-    for value in attributes.values():
-        _save_members(value, restores, seen)
-
-    def restore() -> None:
-        for key in plain_attributes(module).keys() - attributes.keys():
-            del vars(module)[key]
-        vars(module).update(attributes)
-
-    return restore
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    for key in plain_attributes(module).keys() - attributes.keys():
+        del vars(module)[key]
+    vars(module).update(attributes)
 
 
 def _save_members(value: Any, restores: list[Callable[[], None]], seen: set[int]) -> None:

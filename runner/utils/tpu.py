@@ -4,7 +4,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from runner.utils.errors import Unavailable
 
@@ -42,17 +41,7 @@ def device_name(device: torch.device) -> str:
     return f"{chip} (torch_tpu {version('torch_tpu')})"
 
 
-def tpu_rng_state(device: torch.device) -> Tensor:
-    """Return the state (uint8) of a TPU's generator."""
-    return _generator(device).get_state()
-
-
-def set_tpu_rng_state(state: Tensor, device: torch.device) -> None:
-    """Set the generator of a TPU to a state that tpu_rng_state returned."""
-    _generator(device).set_state(state)
-
-
-def _generator(device: torch.device) -> torch.Generator:
+def tpu_generator(device: torch.device) -> torch.Generator:
     """Return torch_tpu's generator of a device."""
     # From torch 2.13 on, torch_tpu's get_rng_state() is private to PyTorch.
     return torch.get_device_module(device).default_generators[device.index or 0]

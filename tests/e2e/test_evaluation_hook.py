@@ -200,7 +200,7 @@ def test_runs_are_compared_by_a_number_of_the_hook(hooked, main, lab):
         ("{_target_: builtins.dict}", "", 2, "gives a dict, which cannot be called"),
         ("lab.hooks.a_list", "", 1, "returns a list. Return a mapping of names to numbers"),
         ("lab.hooks.a_text", "", 1, "returns 'bleu': str. Return numbers by names"),
-        ("lab.hooks.the_loss", "", 1, "returns loss, and val/loss is a metric of the evaluation"),
+        ("lab.hooks.the_loss", "", 1, "returns 'loss': int. Return numbers by names, text of"),
         (
             "lab.hooks.note",
             "task.quality=bleu task.direction=maximize",

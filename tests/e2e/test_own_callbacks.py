@@ -277,7 +277,10 @@ def test_a_state_that_is_refused_is_reported(stopped, main):
         ("a._target_=lab.callbacks.wrong", "what lab.callbacks.wrong returns is no call"),
         ("a={_target_:lab.callbacks.Note,goal:1}", "callbacks.a.goal=1: lab.callback"),
         ("a=lab.callbacks.Note", "callbacks.a=lab.callbacks.Note does not fit. Allowed:"),
-        ("_target_=lab.callbacks.Note", "has no name. Callbacks are a mapping of names"),
+        (
+            "_target_=lab.callbacks.Note",
+            "callbacks._target_=lab.callbacks.Note does not fit. Allowed: a node",
+        ),
         ("val._target_=lab.callbacks.Note", "val cannot name a callback"),
     ],
 )

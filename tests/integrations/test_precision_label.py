@@ -10,7 +10,7 @@ from forked_process import ForkedProcess
 from torch import nn
 
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.integrations.precision_label import (
+from runner.integrations.training_source import (
     PrecisionRequest,
     numeric_switches,
     step_dtypes,
@@ -74,7 +74,7 @@ def test_what_no_probe_sees_has_the_label_that_was_asked_for(label):
 
 def test_torchs_switches_are_read_in_both_ways_of_setting_them(clean):
     code = (
-        "import torch; from runner.integrations.precision_label import numeric_switches as read;"
+        "import torch; from runner.integrations.training_source import numeric_switches as read;"
         "torch.backends.fp32_precision = 'tf32'; print(read()['cuda_matmul_fp32_precision'])"
     )
     # A process of its own: torch has no way back from the new switches to the old ones.

@@ -10,8 +10,7 @@ from torch.utils.data import TensorDataset
 from runner.config.schema import InitSpec, RunSpec
 from runner.diagnostics.memory.forecast import peak_forecast
 from runner.precision import registry
-from runner.training.model import build_model
-from runner.training.sharded_model import build_on_meta
+from runner.training.model import build_model, build_on_meta
 from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")

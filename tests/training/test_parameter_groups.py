@@ -94,8 +94,8 @@ def test_layer_decay_lowers_the_rate_from_the_head_to_the_first_layer():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"groups": [{"match": "tail", "lr": 1}]}, "groups: match=tail matches no parameter"),
-        ({"groups": [{"match": ["head", "tail"], "lr": 1}]}, "match=[tail] matches no parameter"),
+        ({"groups": [{"match": "tail", "lr": 1}]}, "groups: tail matches no parameter"),
+        ({"groups": [{"match": ["head", "tail"], "lr": 1}]}, "groups: tail matches no parameter"),
         (
             {"groups": [{"match": "head", "lr": 1}, {"match": ["head.bias"], "lr": 2}]},
             "match=[head.bias] is left nothing: the groups before it take head.bias.",

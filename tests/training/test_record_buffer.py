@@ -202,7 +202,10 @@ def test_a_plain_loss_records_nothing_more():
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        (lambda output, loss: {"lr": loss}, "named lr, and train/lr is recorded by the runner"),
+        (
+            lambda output, loss: {"lr": loss},
+            "named 'lr'. Allowed: .* but not loss, lr, .* the runner records",
+        ),
         (lambda output, loss: {"a=b": loss}, "named 'a=b'. Allowed: text of letters"),
         (lambda output, loss: {"size": 3.0}, "returned as size a float. Allowed: a tensor of one"),
         (lambda output, loss: {"size": output}, r"returned as size a tensor \[4, 2\] on cpu"),

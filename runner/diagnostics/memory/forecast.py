@@ -40,8 +40,7 @@ from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
 from runner.diagnostics.memory.rehearsal import Rehearsal, build_rehearsal, make_optimizer_state
 from runner.precision.contract import Precision
 from runner.training.example_batch import ForecastUnavailable, example_batch
-from runner.training.model import materialize_lazy_layers
-from runner.training.sharded_model import META_DEVICE
+from runner.training.model import META_DEVICE, materialize_lazy_layers
 from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
 from runner.utils.tensors import GIB, float32_bytes

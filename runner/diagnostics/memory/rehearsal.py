@@ -25,10 +25,9 @@ from runner.precision.casting import cast_nest
 from runner.precision.contract import Precision
 from runner.training.compile import prepare_model
 from runner.training.evaluation import Stagnation, set_evaluation_mode
-from runner.training.model import build_model
+from runner.training.model import build_model, build_on_meta
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state
-from runner.training.sharded_model import build_on_meta
 from runner.training.state import TrainState
 from runner.training.step import train_step
 from runner.utils.modules import set_training

@@ -1,7 +1,7 @@
-"""Check the records by the guard section of the config: stop the run or warn once.
+"""End a run early: by the guard section of the config, or where its quality has stopped improving.
 
-The guard reads records, which the host has anyway, and nothing on the device, so that it costs the
-loop no wait.
+Both read records, which the host has anyway, and nothing on the device, so that they cost the loop
+no wait.
 """
 
 import math
@@ -175,6 +175,44 @@ class Guard(RunCallback):
         if key not in self._warned_keys:
             self._warned_keys.add(key)
             self.warn(f"warning: {message}")
+
+
+class EarlyStopping(RunCallback):
+    """Ends the training after `patience` evaluations in a row that were no better than the best.
+
+    Args:
+        quality: name of the metric to watch.
+        direction: "max" if more of it is better, otherwise "min".
+        patience: evaluations.
+    """
+
+    key = "early_stopping"
+
+    def __init__(self, quality: str, direction: str, patience: int) -> None:
+        self.quality = quality
+        self.sign = 1 if direction == "max" else -1
+        self.patience = patience
+        self._best = -math.inf
+        self._worse = 0
+
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+        value = self.sign * record.metrics[self.quality]
+        # A NaN is never above the best, and as the second argument of max() it never becomes it.
+        self._worse = 0 if value > self._best else self._worse + 1
+        self._best = max(self._best, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "worse": self._worse}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._best = state["best"]
+            self._worse = state["worse"]
+
+    @property
+    def stop_reason(self) -> str:  # type: ignore[override]
+        """Return the setting that ends the training; empty while there is patience."""
+        return f"train.early_stop={self.patience}" if self._worse >= self.patience else ""
 
 
 def guard_remedies(spec: RunSpec, precision: Precision, key: str) -> Iterator[str]:

@@ -5,13 +5,7 @@ from typing import Any
 
 from runner.tracking.tracker import MetricRecord, Tracker
 from runner.training.callbacks.callback import RunCallback, RunHandle
-from runner.training.records import (
-    EvalRecord,
-    StepRecord,
-    Steps,
-    record_from_state,
-    record_to_state,
-)
+from runner.training.records import EvalRecord, StepRecord, Steps
 from runner.training.state import TrainState
 from runner.training.step_metrics import legal_names, tracker_values
 from runner.utils.accelerator import Accelerator
@@ -92,11 +86,12 @@ class MetricLogger(RunCallback):
         self.tracker.log_metrics([(record.step, record.time_ms, values)])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last": record_to_state(self._last), "sized": self._has_logged_optimizer_memory}
+        last = self._last and self._last.to_state()
+        return {"last": last, "sized": self._has_logged_optimizer_memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._last = record_from_state(state["last"])
+            self._last = None if state["last"] is None else StepRecord(**state["last"])
             self._has_logged_optimizer_memory = state["sized"]
 
     def close(self) -> None:

@@ -5,13 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runner.training.callbacks.callback import RunCallback, RunHandle
-from runner.training.records import (
-    EvalRecord,
-    StepRecord,
-    Steps,
-    record_from_state,
-    record_to_state,
-)
+from runner.training.records import EvalRecord, StepRecord, Steps
 
 MIN_TIMED_MS = 250.0
 """Shortest time that gives a rate, in milliseconds; a shorter one varies with the system load."""
@@ -98,20 +92,21 @@ class RunSummary(RunCallback):
         self.metrics = dict(record.metrics)
         self.last_evaluation_step = record.step
         self.stagnant_share = record.stagnant_share
-        value = record.metrics[self.quality]
+        # One of several validation sets of another trainer may have none.
+        value = record.metrics.get(self.quality, math.nan)
         # max() and min() would return NaN or not, depending on the order of their arguments.
         if not math.isnan(value):
             self.best = value if self.best is None else self.better(self.best, value)
 
     def state_dict(self) -> dict[str, Any]:
         state = {key: getattr(self, attribute) for key, attribute in _STATE.items()}
-        return {"last": record_to_state(self.last), **state}
+        return {"last": self.last and self.last.to_state(), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._is_first_block_after_resume = True
         if not state:
             return
-        self.last = record_from_state(state["last"])
+        self.last = None if state["last"] is None else StepRecord(**state["last"])
         for key, attribute in _STATE.items():
             setattr(self, attribute, state[key])
 

@@ -10,7 +10,7 @@ from traceback import extract_tb
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.config.annotations import typed_value
 from runner.config.instantiation import locate
@@ -41,13 +41,6 @@ _CONTINUE, _STOP, _FAILED = range(3)
 def callback_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each name, node and class that is no callback; arguments are checked with
     those of all targets."""
-    if "_target_" in nodes:
-        target = nodes["_target_"]
-        yield (
-            f"callbacks._target_={target} has no name. Callbacks are a mapping of names to nodes: "
-            f"type callbacks.<name>._target_={target}."
-        )
-        return
     for name, node in nodes.items():
         key = f"callbacks.{name}"
         if not _NAME.fullmatch(str(name)) or name in RESERVED_PREFIXES:
@@ -58,7 +51,7 @@ def callback_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
             yield (
                 f"{key}={typed_value(node)} does not fit. Allowed: a node with _target_ and "
-                f"keywords; type {key}._target_=package.module.Name."
+                "keywords, under a name: type callbacks.<name>._target_=package.module.Name."
             )
             continue
         try:
@@ -255,7 +248,8 @@ class UserCallbacks(RunCallback):
             handle = self._handles[name]
             handle.step = step
             title = f"callbacks.{name}.{hook}, called at step {step},"
-            self._code.call(title, _call_hook, getattr(callback, hook), record, handle)
+            model = self.state.plain_model
+            self._code.call(title, _call_hook, getattr(callback, hook), record, handle, model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback by its name: copies, in plain containers.
@@ -281,9 +275,28 @@ class UserCallbacks(RunCallback):
 
 
 @torch.no_grad()
-def _call_hook(hook: Callable[..., object], record: Any, handle: RunHandle) -> None:
+def _call_hook(
+    hook: Callable[..., object], record: Any, handle: RunHandle, model: nn.Module
+) -> None:
+    """Call a hook, and restore the modes of the model's modules after it.
+
+    Raises:
+        ValueError: the hook changed a parameter or a buffer in place.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    # torch counts the changes of a tensor in its version; one of an inference has none.
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_inference()]
+    versions = [tensor._version for tensor in tensors]
     hook(record, handle)
-    handle.close_hook()
+    for module, training in modes:
+        module.training = training
+    changed = sum(t._version != before for t, before in zip(tensors, versions, strict=True))
+    if changed:
+        raise ValueError(
+            f"it changed {changed} parameters or buffers of the model; callbacks read only. A "
+            "forward in training mode changes the statistics of batch norms: call "
+            "run.model.eval() before it"
+        )
 
 
 def _plain_state(callback: RunCallback) -> dict[str, Any]:

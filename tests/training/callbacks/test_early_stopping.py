@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from runner.training.callbacks.early_stopping import EarlyStopping
+from runner.training.callbacks.guard import EarlyStopping
 
 
 def stopping_evaluation(values, direction, patience, evaluation):

@@ -9,14 +9,13 @@ from runner.checkpoint import checkpoint_file, locate
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.training.callbacks.checkpointing import Checkpointing
-from runner.training.callbacks.early_stopping import EarlyStopping
-from runner.training.callbacks.guard import Guard
+from runner.training.callbacks.guard import EarlyStopping, Guard
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import NotebookProgress, ProgressBar, ProgressLines
 from runner.training.callbacks.summary import RunSummary
 from runner.training.callbacks.user_callbacks import UserCallbacks
-from runner.training.records import EvalRecord, StepRecord, record_from_state, record_to_state
+from runner.training.records import EvalRecord, StepRecord
 
 RUN = (
     *("model=mlp", "model.hidden=[8]", "data=digits", "train.batch_size=16", "tracking=none"),
@@ -116,20 +115,18 @@ def test_every_callback_of_a_run_is_listed(main, restored, interrupted):
 
 
 def test_a_stored_record_has_names_and_no_gauges():
-    state = record_to_state(RECORD._replace(gauges={"a": 1.0}))
+    state = RECORD._replace(gauges={"a": 1.0}).to_state()
     assert state["step"] == 7
     assert "gauges" not in state
-    assert record_from_state(state) == RECORD
-    assert record_to_state(None) is None
-    assert record_from_state(None) is None
+    assert StepRecord(**state) == RECORD
 
 
 @pytest.mark.parametrize(("change", "word"), [({"odd": 1}, "odd"), ({"step": None}, "step")])
 def test_a_stored_record_of_other_fields_is_refused(change, word):
-    state = {**record_to_state(RECORD), **change}
+    state = {**RECORD.to_state(), **change}
     state = {name: value for name, value in state.items() if value is not None}
     with pytest.raises(TypeError, match=word):
-        record_from_state(state)
+        StepRecord(**state)
 
 
 def test_the_summary_restores_its_own_state():
