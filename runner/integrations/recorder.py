@@ -30,7 +30,7 @@ from runner.integrations.steps import StepReader, StepRecords, restore_summary
 from runner.integrations.training_source import TrainingSource
 from runner.modes import notes, run_metadata
 from runner.modes.context import RunOutput
-from runner.modes.result import RunResult, Status, page_url, ui_command
+from runner.modes.result import RunResult, Status, page_lines
 from runner.modes.training_outputs import DTYPES_FILE, save_loss_scale, tables_tag
 from runner.precision.conversion import ConversionReport
 from runner.tracking import history
@@ -197,11 +197,8 @@ class Recorder:
         error = f": {result.error}" if result.error else ""
         say = self._output.say
         say(f"recorded {result.label}: {result.outcome}, {result.steps} steps{scale}{error}")
-        if result.run_id:
-            command = ui_command(result.tracking_uri, result.experiment)
-            say(f"MLflow: run {result.run_id}; to see it: {command}")
-        if result.dashboard:
-            say(f"dashboard: {page_url(result.tracking_uri, result.dashboard)}")
+        for name, text in page_lines(result):
+            say(f"{name}: {text}")
         if self.place.sweep:
             group = relative_path(self.place.folder.parent)
             report = quote_command(["python", "-m", "runner", "report", group])
@@ -409,7 +406,7 @@ class OpenRun:
         """Write and upload the result, close the run, and return the result with its place."""
         command = quote_command(process_command())
         status = _STATUS[result.status]
-        result.log_speed(self.output.tracker)
+        result.log_cost(self.output.tracker)
         path = self.place.folder / RESULT
         self.output.save_artifact(path, lambda path: result.write(path.parent))
         note = notes.finished_note(command, result, ConversionReport())

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from runner.config.precision_keys import omitted_key_messages
 from runner.modes.result import (
@@ -26,13 +27,12 @@ from runner.sweeps.report.columns import groups_table, jobs_table
 from runner.sweeps.report.conclusion import (
     NO_BASELINE_REASON,
     conclusion_sentence,
-    conclusion_text,
     failure_sentence,
     recommended_precision,
     settings_blocks,
 )
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.wording import join_names
+from runner.sweeps.report.wording import join_names, rating_words, verdict_words
 from runner.sweeps.verdict.compare import (
     BASELINE,
     MIN_GAIN_ONE_SEED,
@@ -53,18 +53,20 @@ from runner.utils.markup import (
     Items,
     Text,
     markdown,
+    markdown_code,
     to_html,
     to_markdown,
 )
 from runner.utils.plots import svg_element
-from runner.utils.secrets import redact_values
+from runner.utils.secrets import redact, redact_values
 
+Row = Mapping[str, object]
 MAX_TITLE_KEYS = 4
 """Swept keys in the title of the page."""
 MAX_FAILED_JOB_NAMES = 6
 """Names of the jobs that failed for one reason."""
-MAX_NOTE_CHARACTERS = 7000
-"""Characters of the note; MLflow stores a tag's value up to 8000."""
+MAX_NOTE_COMMAND = 70
+"""Characters of a command in the note: with the links it fits on one line of MLflow's page."""
 SCHEMA_VERSION = 1
 """Version of report.json; a new column does not change it."""
 TEST_SOURCES = {
@@ -130,44 +132,37 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         picture_path = folder / "report.png"
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
-    paths += write_rows(job_rows(data), folder)
+    paths += write_rows(job_rows(data), folder, answer_rows(data))
     gate = gate_verdict(data.advice) if data.advice else None
     if gate is not None:
         paths.append(gate.write(folder))
     return paths
 
 
-def summary_markdown(data: SweepData, limit: int = MAX_NOTE_CHARACTERS) -> str:
-    """Return conclusion, table of groups and commands for the note of the parent run.
+def summary_markdown(data: SweepData, links: str = "") -> str:
+    """Return the note of the parent run: the answer, what to type, and what did not end well.
+
+    MLflow folds a note after about five lines, so a table has no place in it.
 
     Args:
         data: the sweep.
-        limit: characters; the table loses its last rows, whole lines, to stay within.
+        links: Markdown of links to the sweep's pages.
     """
-    tail = markdown(Commands(data.commands)) if data.commands else ""
     if data.advice:
-        head = "\n\n".join(map(markdown, advice_page.answer_blocks(data.advice)))
-        table = advice_page.answer_table(data.advice)
+        # Its blocks end with the command to type next.
+        parts = [*map(markdown, advice_page.answer_blocks(data.advice)), links]
     else:
         compared = compare_with_baselines(data.results)
-        head = markdown(Text(conclusion_text(compared, data.missing_jobs_clause), "answer"))
-        table = groups_table(compared, recommended_precision(compared)) if compared else None
-    rows = markdown(table).splitlines() if table else []
-    hint = "More rows: see report.html among the artifacts."
-
-    def with_rows(count: int) -> str:
-        # Two lines are the heading and its rule: a table of no rows is left out.
-        shown = "\n".join(rows[:count]) if count > 2 else ""
-        more = hint if count < len(rows) else ""
-        return "\n\n".join(filter(None, (head, shown, more, tail))) + "\n"
-
-    for count in range(len(rows), 1, -1):
-        text = with_rows(count)
-        if len(text) <= limit:
-            return text
-    # Even without rows the commands are too long: the conclusion is what a reader needs.
-    short = f"{head}\n\n{hint}\n"
-    return short if len(short) <= limit else head[:limit]
+        groups = [comparison.group for comparison in compared]
+        rest = [failure_sentence(compared, data.missing_jobs_clause), *caveats_of(groups)]
+        # A longer one is in the run's tag.
+        commands = [text for text in data.commands if len(text) <= MAX_NOTE_COMMAND]
+        parts = [
+            markdown(Text(conclusion_sentence(compared), "answer")),
+            " · ".join(filter(None, [links, *map(markdown_code, commands)])),
+            markdown(Text(" ".join(filter(None, rest)))),
+        ]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _page_title(data: SweepData) -> str:
@@ -324,11 +319,69 @@ def job_rows(data: SweepData) -> list[dict[str, object]]:
     return table_rows(data.results)
 
 
-def write_rows(rows: Sequence[Mapping[str, object]], folder: Path) -> list[Path]:
+def answer_rows(data: SweepData) -> list[dict[str, Any]]:
+    """Return one row per group of seeds: what the report says of it against the baseline.
+
+    Returns:
+        Rows with the group's name, the verdict in words, and, each None where the report has none:
+        the gap in quality (group minus baseline; of an evaluated checkpoint, minus what it reached
+        in its own precision), half the width of the gap's confidence interval, and the ratios of
+        speed and memory.
+    """
+    sign = 1.0
+    if data.advice:
+        sign = data.advice.settings.sign
+        judged = [(verdict.comparison, rating_words(verdict)) for verdict in data.advice.verdicts]
+    else:
+        compared = compare_with_baselines(data.results)
+        judged = [(comparison, verdict_words(comparison)) for comparison in compared]
+    has_devices = len({comparison.group.device for comparison, _ in judged}) > 1
+    rows = []
+    for comparison, verdict in judged:
+        group = comparison.group
+        gap = half_width = None
+        if comparison.difference:
+            gap = sign * comparison.difference.value
+            half_width = comparison.difference.ci_half_width
+        elif group.change:
+            gap = group.change.mean
+        speed = comparison.speed_ratio
+        answer = {
+            "group": redact(f"{group.name} {group.device}" if has_devices else group.name),
+            "verdict": verdict,
+            "gap": gap,
+            # Infinite with too few seeds.
+            "gap_half_width": half_width if half_width != math.inf else None,
+            "speed_ratio": speed.value if speed else None,
+            "memory_ratio": comparison.memory_ratio,
+        }
+        rows.append(answer)
+    return rows
+
+
+def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], int]:
+    """Return the metrics and the tags that hold the answer in the parent run, and their step.
+
+    The verdicts are tags: a resumed sweep may change them, which MLflow refuses for parameters.
+    """
+    metrics = {}
+    tags = {}
+    for row in answer_rows(data):
+        # MLflow's names hold no equals sign.
+        group = row["group"].replace("=", ":")
+        tags[f"verdict/{group}"] = row["verdict"]
+        for name, value in row.items():
+            if isinstance(value, float):
+                metrics[f"answer/{name}/{group}"] = value
+    # All jobs' steps, which grow when a sweep is resumed: an equal step would keep the old point.
+    return metrics, tags, sum(result.steps for result in data.results)
+
+
+def write_rows(rows: Sequence[Row], folder: Path, answer: Sequence[Row] = ()) -> list[Path]:
     """Write rows of job_rows() as report.csv and report.json into a folder; return the paths.
 
-    In CSV None is an empty field. In JSON, which has the meaning of each column, too, a number that
-    is not finite is its name.
+    In CSV None is an empty field. In JSON, which has the meaning of each column and the rows of
+    answer_rows(), too, a number that is not finite is its name.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -347,7 +400,7 @@ def write_rows(rows: Sequence[Mapping[str, object]], folder: Path) -> list[Path]
         elif name.startswith(SETTING_PREFIX):
             meanings[name] = f"value of {name.removeprefix(SETTING_PREFIX)} that the command sets"
     plain = [{name: _json_value(value) for name, value in row.items()} for row in safe_rows]
-    content = {"version": SCHEMA_VERSION, "columns": meanings, "rows": plain}
+    content = {"version": SCHEMA_VERSION, "columns": meanings, "rows": plain, "answer": answer}
     json_text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     return [
         write_text(folder / "report.csv", text.getvalue()),

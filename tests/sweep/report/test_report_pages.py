@@ -261,21 +261,14 @@ def test_infinite_numbers_are_shown(tmp_path):
     assert ">inf<" in html
 
 
-def test_a_long_summary_loses_whole_rows(sweep):
-    whole = summary_markdown(sweep)
-    assert "More rows" not in whole
-    assert "| 64-true | failed (a \\| b second) |" in whole
-    assert "`python -m runner -m precision=32-true,bf16-mixed`" in whole
-    for limit in range(30, len(whole), 60):
-        summary = summary_markdown(sweep, limit)
-        assert len(summary) <= limit
-        for line in summary.splitlines():
-            if line.startswith("|"):
-                assert line in whole.splitlines()
-    summary = summary_markdown(sweep, len(whole) - 1)
-    assert "More rows: see report.html" in summary
-    assert "| 64-true" not in summary
-    assert "python -m runner" in summary
+def test_the_note_begins_with_the_answer_then_links_and_a_short_command(sweep):
+    answer, links, failures = summary_markdown(sweep, "[Report](#/r)").strip().split("\n\n")
+    assert answer.startswith("**")
+    assert links == "[Report](#/r) · `python -m runner -m precision=32-true,bf16-mixed`"
+    assert failures.startswith("Diverged: 16-true")
+    # MLflow folds what takes more than about five lines.
+    long = replace(sweep, commands=["python -m runner " + "x" * 80])
+    assert summary_markdown(long, "[Report](#/r)").strip().split("\n\n")[1] == "[Report](#/r)"
 
 
 def test_the_summary_names_failed_jobs(sweep):
