@@ -82,8 +82,8 @@ def swept_counts(words: Sequence[str]) -> dict[str, int]:
         for override in OverridesParser.create().parse_overrides([*words]):
             if override.is_sweep_override():
                 value = override.value()
-                values = value.list if isinstance(value, ChoiceSweep) else ()
-                counts[override.key_or_group] = len(values)
+                count = len(value.list) if isinstance(value, ChoiceSweep) else 0
+                counts[override.key_or_group] = count
     return counts
 
 

@@ -129,10 +129,8 @@ class Reader:
         version = self._ask(lambda: dashboard.server_version(self.uri))
         parent = self.newest_sweep(experiment)
         if parent:
-            names: list[str] = []
-            with suppress(TrackingError):  # artifacts may be in another place than runs
-                names = self.artifacts(parent.run_id)
-            if REPORT_PAGE in names:
+            # A sweep has its report from its end on.
+            if parent.status != "RUNNING":
                 page = run_path(stored.experiment_id, parent.run_id, REPORT_PAGE)
                 yield "report of the newest sweep", page
             view = SweepView(parent.tags["sweep_id"], parent.run_id, parent.name)
@@ -231,8 +229,8 @@ class Reader:
         """Add a point of each metric to a run, and set or replace tags of it."""
         with suppress_import_warnings():
             from runner.tracking.writer.store import Store
-        points = [(name, value, now_ms(), step) for name, value in metrics.items()]
         store = self._ask(lambda: Store(self.uri))
+        points = [(name, value, now_ms(), step) for name, value in metrics.items()]
         self._ask(lambda: store.log_points(run_id, points))
         self._ask(lambda: store.log_tags(run_id, tags))
 

@@ -164,8 +164,10 @@ def test_nothing_gets_into_the_page(tmp_path):
 
 def test_nothing_gets_into_the_markdown(tmp_path):
     text, _, _ = pages(hostile(), tmp_path)
-    for whole in (text, summary_markdown(hostile())):
-        outside = re.sub(r"(?m)^- (`+) .*? \1$", "", whole)
+    assert "`" not in summary_markdown(hostile()).replace("\\`", ""), "its command is too long"
+    short = replace(hostile(), commands=["`[a](b)` <b>"])
+    for whole in (text, summary_markdown(short)):
+        outside = re.sub(r"(?m)^(?:- )?(`+) .*? \1$", "", whole)
         assert whole != outside
         assert "<" not in outside
         assert not re.search(r"(?<!\\)\]\(", outside)
