@@ -13,8 +13,8 @@ from runner.tracking import dashboard
 
 pytestmark = pytest.mark.slow
 COMMAND = (
-    "-m precision=32-true,16-mixed,tf32 seed=0,1 model=mlp train.max_steps=30 train.eval_every=10 "
-    "accelerator=cpu"
+    "-m precision=32-true,16-mixed,tf32 seed=0,1 model=mlp train.max_steps=1000 "
+    "train.eval_every=250 accelerator=cpu precision.loss_scale.init_scale=1e9"
 )
 RUNS = [f"{precision} seed={seed}" for precision in ("32-true", "16-mixed") for seed in (0, 1)]
 NAME = "mlp on digits: 3 precisions × 2 seeds"

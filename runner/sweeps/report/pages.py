@@ -9,8 +9,8 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from runner.config.precision_keys import omitted_key_messages
 from runner.modes.result import (
@@ -43,6 +43,7 @@ from runner.sweeps.verdict.compare import (
     sweep_letter,
 )
 from runner.sweeps.verdict.gate import gate_verdict
+from runner.sweeps.verdict.statistics import Difference, Verdict
 from runner.utils.files import write_text
 from runner.utils.formatting import format_number
 from runner.utils.markup import (
@@ -54,6 +55,7 @@ from runner.utils.markup import (
     Text,
     markdown,
     markdown_code,
+    markdown_text,
     to_html,
     to_markdown,
 )
@@ -132,7 +134,8 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         picture_path = folder / "report.png"
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
-    paths += write_rows(job_rows(data), folder, answer_rows(data))
+    metrics, tags, _ = answer_record(data)
+    paths += write_rows(job_rows(data), folder, {**metrics, **tags})
     gate = gate_verdict(data.advice) if data.advice else None
     if gate is not None:
         paths.append(gate.write(folder))
@@ -154,14 +157,12 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
     else:
         compared = compare_with_baselines(data.results)
         groups = [comparison.group for comparison in compared]
-        rest = [failure_sentence(compared, data.missing_jobs_clause), *caveats_of(groups)]
+        failures = failure_sentence(compared, data.missing_jobs_clause)
         # A longer one is in the run's tag.
-        commands = [text for text in data.commands if len(text) <= MAX_NOTE_COMMAND]
-        parts = [
-            markdown(Text(conclusion_sentence(compared), "answer")),
-            " · ".join(filter(None, [links, *map(markdown_code, commands)])),
-            markdown(Text(" ".join(filter(None, rest)))),
-        ]
+        commands = [markdown_code(line) for line in data.commands if len(line) <= MAX_NOTE_COMMAND]
+        rest = [links, *commands, *map(markdown_text, [failures, *caveats_of(groups)])]
+        conclusion = markdown(Text(conclusion_sentence(compared), "answer"))
+        parts = [conclusion, " · ".join(filter(None, rest))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -319,69 +320,58 @@ def job_rows(data: SweepData) -> list[dict[str, object]]:
     return table_rows(data.results)
 
 
-def answer_rows(data: SweepData) -> list[dict[str, Any]]:
-    """Return one row per group of seeds: what the report says of it against the baseline.
+def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], int]:
+    """Return what the report says of each group of seeds against the baseline, for MLflow.
 
     Returns:
-        Rows with the group's name, the verdict in words, and, each None where the report has none:
-        the gap in quality (group minus baseline; of an evaluated checkpoint, minus what it reached
-        in its own precision), half the width of the gap's confidence interval, and the ratios of
-        speed and memory.
+        The metrics of the parent run: the gap in quality (group minus baseline; of an evaluated
+        checkpoint, minus what it reached in its own precision), half the width of the gap's
+        confidence interval, and the ratios of speed and memory. Its tags: the verdicts, which a
+        resumed sweep may change. The step of the metrics, the optimizer steps of all jobs.
     """
-    sign = 1.0
-    if data.advice:
-        sign = data.advice.settings.sign
+    sign = data.advice.settings.sign if data.advice else 1
+    gate = gate_verdict(data.advice) if data.advice else None
+    judged: list[tuple[Comparison, str]]
+    if gate is not None:
+        look = gate.looks[-1] if gate.looks else None
+        tested = look and Difference(Verdict.UNCLEAR, look.gap, look.seeds, look.half_width)
+        judged = [(replace(gate.precision.comparison, difference=tested), gate.decision)]
+    elif data.advice:
         judged = [(verdict.comparison, rating_words(verdict)) for verdict in data.advice.verdicts]
     else:
         compared = compare_with_baselines(data.results)
         judged = [(comparison, verdict_words(comparison)) for comparison in compared]
     has_devices = len({comparison.group.device for comparison, _ in judged}) > 1
-    rows = []
+    metrics = {}
+    tags = {}
     for comparison, verdict in judged:
         group = comparison.group
-        gap = half_width = None
-        if comparison.difference:
-            gap = sign * comparison.difference.value
-            half_width = comparison.difference.ci_half_width
-        elif group.change:
-            gap = group.change.mean
         speed = comparison.speed_ratio
-        answer = {
-            "group": redact(f"{group.name} {group.device}" if has_devices else group.name),
-            "verdict": verdict,
-            "gap": gap,
-            # Infinite with too few seeds.
-            "gap_half_width": half_width if half_width != math.inf else None,
+        numbers = {
+            "gap": group.change.mean if group.change else None,
             "speed_ratio": speed.value if speed else None,
             "memory_ratio": comparison.memory_ratio,
         }
-        rows.append(answer)
-    return rows
-
-
-def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], int]:
-    """Return the metrics and the tags that hold the answer in the parent run, and their step.
-
-    The verdicts are tags: a resumed sweep may change them, which MLflow refuses for parameters.
-    """
-    metrics = {}
-    tags = {}
-    for row in answer_rows(data):
+        if comparison.difference:
+            numbers["gap"] = sign * comparison.difference.value
+            numbers["gap_half_width"] = comparison.difference.ci_half_width
+        name = redact(f"{group.name} {group.device}" if has_devices else group.name)
         # MLflow's names hold no equals sign.
-        group = row["group"].replace("=", ":")
-        tags[f"verdict/{group}"] = row["verdict"]
-        for name, value in row.items():
-            if isinstance(value, float):
-                metrics[f"answer/{name}/{group}"] = value
-    # All jobs' steps, which grow when a sweep is resumed: an equal step would keep the old point.
+        name = name.replace("=", ":")
+        tags[f"verdict/{name}"] = verdict
+        for key, number in numbers.items():
+            # With too few seeds the interval is infinite.
+            if number is not None and math.isfinite(number):
+                metrics[f"answer/{key}/{name}"] = number
+    # The steps grow when a sweep is resumed: of two points at one step the first one stays.
     return metrics, tags, sum(result.steps for result in data.results)
 
 
-def write_rows(rows: Sequence[Row], folder: Path, answer: Sequence[Row] = ()) -> list[Path]:
+def write_rows(rows: Sequence[Row], folder: Path, answer: Row | None = None) -> list[Path]:
     """Write rows of job_rows() as report.csv and report.json into a folder; return the paths.
 
-    In CSV None is an empty field. In JSON, which has the meaning of each column and the rows of
-    answer_rows(), too, a number that is not finite is its name.
+    In CSV None is an empty field. In JSON, which has the meaning of each column and the metrics
+    and tags of answer_record(), too, a number that is not finite is its name.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -400,7 +390,12 @@ def write_rows(rows: Sequence[Row], folder: Path, answer: Sequence[Row] = ()) ->
         elif name.startswith(SETTING_PREFIX):
             meanings[name] = f"value of {name.removeprefix(SETTING_PREFIX)} that the command sets"
     plain = [{name: _json_value(value) for name, value in row.items()} for row in safe_rows]
-    content = {"version": SCHEMA_VERSION, "columns": meanings, "rows": plain, "answer": answer}
+    content = {
+        "version": SCHEMA_VERSION,
+        "columns": meanings,
+        "rows": plain,
+        "answer": dict(answer),
+    }
     json_text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     return [
         write_text(folder / "report.csv", text.getvalue()),

@@ -167,7 +167,7 @@ def test_nothing_gets_into_the_markdown(tmp_path):
     assert "`" not in summary_markdown(hostile()).replace("\\`", ""), "its command is too long"
     short = replace(hostile(), commands=["`[a](b)` <b>"])
     for whole in (text, summary_markdown(short)):
-        outside = re.sub(r"(?m)^(?:- )?(`+) .*? \1$", "", whole)
+        outside = re.sub(r"(?m)^(?:- )?(`+) .*? \1(?= ·|$)", "", whole)
         assert whole != outside
         assert "<" not in outside
         assert not re.search(r"(?<!\\)\]\(", outside)
@@ -264,13 +264,13 @@ def test_infinite_numbers_are_shown(tmp_path):
 
 
 def test_the_note_begins_with_the_answer_then_links_and_a_short_command(sweep):
-    answer, links, failures = summary_markdown(sweep, "[Report](#/r)").strip().split("\n\n")
+    answer, rest = summary_markdown(sweep, "[Report](#/r)").strip().split("\n\n")
     assert answer.startswith("**")
-    assert links == "[Report](#/r) · `python -m runner -m precision=32-true,bf16-mixed`"
-    assert failures.startswith("Diverged: 16-true")
+    command = "`python -m runner -m precision=32-true,bf16-mixed`"
+    assert rest.startswith(f"[Report](#/r) · {command} · Diverged: 16-true; ")
     # MLflow folds what takes more than about five lines.
-    long = replace(sweep, commands=["python -m runner " + "x" * 80])
-    assert summary_markdown(long, "[Report](#/r)").strip().split("\n\n")[1] == "[Report](#/r)"
+    long = summary_markdown(replace(sweep, commands=["python -m runner " + "x" * 80]), "[R](#/r)")
+    assert "[R](#/r) · Diverged" in long
 
 
 def test_the_summary_names_failed_jobs(sweep):

@@ -16,8 +16,8 @@ from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import (
     FIXED_COLUMNS,
     answer_record,
-    answer_rows,
     job_rows,
+    write_report,
     write_rows,
 )
 from runner.sweeps.verdict.compare import compare_with_baselines
@@ -74,10 +74,9 @@ def test_the_answer_is_what_the_comparison_says(direction, tmp_path):
     ]
     data = SweepData([Job(job) for job in [*jobs, lost("tf32", "unavailable")]])
     _, other, _ = compare_with_baselines(data.results)
-    rows = answer_rows(data)
-    write_rows(job_rows(data), tmp_path, rows)
-    assert json.loads((tmp_path / "report.json").read_text())["answer"] == rows
     metrics, tags, steps = answer_record(data)
+    write_report(data, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["answer"] == metrics | tags
     name = "bf16-mixed precision.x:1"
     assert metrics == {
         "answer/speed_ratio/32-true": 1.0,
