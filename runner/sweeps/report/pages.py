@@ -390,12 +390,7 @@ def write_rows(rows: Sequence[Row], folder: Path, answer: Row | None = None) -> 
         elif name.startswith(SETTING_PREFIX):
             meanings[name] = f"value of {name.removeprefix(SETTING_PREFIX)} that the command sets"
     plain = [{name: _json_value(value) for name, value in row.items()} for row in safe_rows]
-    content = {
-        "version": SCHEMA_VERSION,
-        "columns": meanings,
-        "rows": plain,
-        "answer": dict(answer),
-    }
+    content = {"version": SCHEMA_VERSION, "columns": meanings, "rows": plain, "answer": answer}
     json_text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     return [
         write_text(folder / "report.csv", text.getvalue()),
