@@ -349,6 +349,7 @@ def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], in
         speed = comparison.speed_ratio
         numbers = {
             "gap": group.change.mean if group.change else None,
+            "gap_half_width": None,
             "speed_ratio": speed.value if speed else None,
             "memory_ratio": comparison.memory_ratio,
         }
