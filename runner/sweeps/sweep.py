@@ -257,7 +257,7 @@ class Sweep:
             self.tracker.log_metrics([(steps, now_ms(), metrics)])
             self.tracker.tags(tags)
             ids = (self.tracker.experiment_id, self.tracker.run_id)
-            note = summary_markdown(data, sweep_links(*ids, self.manifest.id) if all(ids) else "")
+            note = summary_markdown(data, sweep_links(*ids, self.manifest.id))
             if data.is_unfinished:
                 command = resume_text(self.folder)
                 note += f"\nResume with: {notes.command_note(command)}\n"

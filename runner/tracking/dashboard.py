@@ -101,8 +101,13 @@ def run_path(experiment_id: str | None, run_id: str, artifact: str = "") -> str:
     return f"/#/experiments/{experiment_id}/runs/{run_id}{place}?workflowType=machine_learning"
 
 
-def sweep_links(experiment_id: str, run_id: str, sweep_id: str) -> str:
-    """Return Markdown for the note of a sweep's parent run: links to its report and dashboard."""
+def sweep_links(experiment_id: str | None, run_id: str | None, sweep_id: str) -> str:
+    """Return Markdown for the note of a sweep's parent run: links to its report and dashboard.
+
+    Empty while the store has not opened the run.
+    """
+    if experiment_id is None or run_id is None:
+        return ""
     report = run_path(experiment_id, run_id, REPORT_PAGE)
     charts = dashboard_path(experiment_id, sweep_key(sweep_id))
     return f"[Report]({report[1:]}) · [Charts]({charts[1:]})"
