@@ -260,7 +260,7 @@ class Sweep:
             note = summary_markdown(data, sweep_links(*ids, self.manifest.id))
             if data.is_unfinished:
                 command = resume_text(self.folder)
-                note += f"\nResume with: {notes.command_note(command)}\n"
+                note = f"{note.rstrip()} · Resume with: {notes.command_note(command)}\n"
             self.tracker.note(note)
         return jobs_file
 
