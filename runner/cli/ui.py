@@ -97,8 +97,9 @@ def _browse(url: str) -> None:
 def dashboard_urls(
     uri: str, base: str, experiment: str, make: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name and URL of each page: the dashboards of the newest sweep and of the
-    experiment, and its list of runs; for a store without the experiment, only its front page.
+    """Yield the name and URL of each page: the report of the newest sweep, the dashboards of that
+    sweep and of the experiment, and its list of runs; for a store without the experiment, only its
+    front page.
 
     Args:
         uri: the store.

@@ -394,7 +394,7 @@ class OpenRun:
         """Write and upload the result, close the run, and return the result with its place."""
         command = quote_command(process_command())
         status = _STATUS[result.status]
-        result.log_speed(self.output.tracker)
+        result.log_cost(self.output.tracker)
         path = self.place.folder / RESULT
         self.output.save_artifact(path, lambda path: result.write(path.parent))
         note = notes.finished_note(command, result, ConversionReport())

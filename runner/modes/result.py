@@ -16,6 +16,7 @@ from rich.table import Table
 
 from runner.config.annotations import dataclass_fields_from_json
 from runner.tracking import history
+from runner.tracking.dashboard import run_path
 from runner.tracking.metric_names import VAL_LOSS
 from runner.tracking.uri import resolve_experiment, resolve_uri
 from runner.utils.errors import ConfigError
@@ -200,14 +201,30 @@ class RunResult:
         """Return the label without precision and seed: what else the sweep sets."""
         return (self.group or self.label).removeprefix(self.precision).strip()
 
-    def log_speed(self, tracker: "Tracker") -> None:
-        """Log the speed that reports show, once, for a run that finished and was timed."""
-        speed = {
-            "perf/mean_examples_per_second": self.examples_per_second,
-            "perf/mean_step_ms": self.step_ms,
+    @property
+    def memory_mib(self) -> float | None:
+        """Return the memory that is comparable between jobs, in MiB.
+
+        On an accelerator the device's peak; on a CPU weights plus optimizer state.
+        """
+        # The resident set of a process includes what earlier jobs in it allocated.
+        if not self.is_on_cpu:
+            return self.peak_memory_mib
+        return None if self.weights_mib is None else self.weights_mib + (self.optimizer_mib or 0)
+
+    def log_cost(self, tracker: "Tracker") -> None:
+        """Log the speed and the memory that reports show, once, for a run that finished.
+
+        A run that was not timed has no speed.
+        """
+        timed = bool(self.examples_per_second)
+        cost = {
+            "perf/mean_examples_per_second": self.examples_per_second if timed else None,
+            "perf/mean_step_ms": self.step_ms if timed else None,
+            "memory/compared_mib": self.memory_mib,
         }
-        if self.status == "finished" and self.examples_per_second:
-            known = {name: value for name, value in speed.items() if value is not None}
+        known = {name: value for name, value in cost.items() if value is not None}
+        if self.status == "finished" and known:
             tracker.log_metrics([(self.steps, now_ms(), known)])
 
     def history(self) -> "pandas.DataFrame":
@@ -264,7 +281,7 @@ class RunResult:
         """Return the result as a notebook shows it."""
         title = sanitize(f"{self.label}: {self.outcome}")
         rows = []
-        for name, text in result_rows(self):
+        for name, text in [*result_rows(self), *page_lines(self)]:
             cells = (html.escape(sanitize(part)) for part in (name, text))
             rows.append("<tr><th>{}</th><td>{}</td></tr>".format(*cells))
         return f"<table><caption>{html.escape(title)}</caption>{''.join(rows)}</table>"
@@ -383,13 +400,15 @@ def _number_or_text(text: str | None) -> int | float | str | None:
 
 
 def print_result(console: Console, result: RunResult) -> None:
-    """Print the table of one run."""
+    """Print the table of one run, and the addresses of its pages on lines that are never cut."""
     table = Table(
         title=f"{result.label}  {result.outcome}", title_justify="left", show_header=False
     )
     for name, text in result_rows(result):
         table.add_row(name, text)
     console.print(table)
+    for name, text in page_lines(result):
+        console.print(f"{name}: {text}", markup=False, soft_wrap=True)
 
 
 def result_rows(result: RunResult) -> list[tuple[str, str]]:
@@ -424,31 +443,30 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
         ("kernels", result.kernels),
         ("device", result.device),
         ("folder", result.folder),
-        ("MLflow", mlflow_location(result)),
     ]
-    if result.dashboard:
-        rows.append(("dashboard", page_url(result.tracking_uri, result.dashboard)))
     return [row for row in rows if row[1]]
 
 
-def mlflow_location(result: RunResult) -> str:
-    """Return the URL of the run's page or the command that shows it; empty without tracking."""
-    if result.run_id is None:
-        return ""
-    run = f"/#/experiments/{result.experiment_id}/runs/{result.run_id}"
-    if (result.tracking_uri or "").startswith("http"):
-        return page_url(result.tracking_uri, run)
-    command = ui_command(result.tracking_uri, result.experiment)
-    return f"run {result.run_id}; to see it: {command}"
+def page_lines(result: RunResult, what: str = "run") -> list[tuple[str, str]]:
+    """Return name and text of each line on where MLflow shows a run; none without tracking.
 
-
-def page_url(uri: str | None, path: str) -> str:
-    """Return the URL of a page of the store.
-
-    A store without a server has its pages at the address where `runner ui` serves them.
+    Args:
+        result: of the run, with its ids in the store.
+        what: the word for the run.
     """
-    server = uri if uri and uri.startswith("http") else UI_ADDRESS
-    return f"{server}{path}"
+    uri = result.tracking_uri or ""
+    # A store without a server has its pages at the address where `runner ui` serves them.
+    server = uri if uri.startswith("http") else UI_ADDRESS
+    lines = []
+    if result.run_id:
+        text = f"{what} {result.run_id}"
+        if server != uri:
+            text += f"; to see it: {ui_command(uri, result.experiment)}"
+        page = run_path(result.experiment_id, result.run_id)
+        lines += [("MLflow", text), ("page", f"{server}{page}")]
+    if result.dashboard:
+        lines.append(("dashboard", f"{server}{result.dashboard}"))
+    return lines
 
 
 def ui_command(uri: str | None, experiment: str) -> str:

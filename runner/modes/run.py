@@ -229,7 +229,7 @@ def _run_tracked(context: RunContext, saved: LoadedCheckpoint | None) -> RunResu
             with context.signals.interruptible():
                 result, report = evaluate_checkpoint(context, saved, memory)
         context.signals.check()
-        result.log_speed(context.tracker)
+        result.log_cost(context.tracker)
         with suppress(OSError):  # _check_end writes it again, when the journal may have made room
             context.tracker.artifact(result.write(context.out))
         note = notes.finished_note(context.invocation.command_text(), result, report)

@@ -77,7 +77,7 @@ class SweepCallback(Callback):
 
             # First of all: the fork server imports torch while this process does what follows.
             prepare_launcher()
-        from runner.sweeps.sweep import Sweep
+        from runner.sweeps.sweep import Sweep, sweep_name
 
         tracking = OmegaConf.to_container(config.tracking, resolve=True)
         assert isinstance(tracking, dict)
@@ -92,7 +92,8 @@ class SweepCallback(Callback):
             if config.hydra.sweeper.get("_target_") != ADVISE:
                 left_out = omitted_key_pairs(config, _needs_no_emulation)
             # Now, so that the store exists before any job needs it.
-            sweep = Sweep(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
+            name = sweep_name(config)
+            sweep = Sweep(folder, overrides, tracking, self._resume, left_out, name)  # type: ignore[arg-type]
             Sweep.current = sweep
             for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)

@@ -13,13 +13,16 @@ from typing import Any
 from uuid import uuid4
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from rich.console import Console
 
+from runner.config.invocation import override_texts
 from runner.config.overrides import without_program_options
 from runner.config.targets import build_group
 from runner.modes import notes
-from runner.modes.result import RunResult, page_url, ui_command
+from runner.modes.result import RunResult, page_lines
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report import advice_page
 from runner.sweeps.report.columns import sweep_table
@@ -30,12 +33,13 @@ from runner.sweeps.report.load import (
     load_from_folder,
     write_job_facts,
 )
-from runner.sweeps.report.pages import summary_markdown, write_report
+from runner.sweeps.report.pages import answer_record, summary_markdown, write_report
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_text, with_longer_lists
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.gate import gate_verdict
+from runner.tracking.dashboard import sweep_links
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console
@@ -45,6 +49,42 @@ from runner.utils.formatting import now_ms
 from runner.utils.layout import VERDICT
 from runner.utils.secrets import redact, redact_override
 from runner.utils.terminal import print_error, quote_command, sanitize
+
+MAX_NAME_CHARACTERS = 250
+"""Upper bound on the name of the parent run."""
+_PLURALS = {"precision": "precisions", "seed": "seeds", "model": "models", "data": "data sets"}
+
+
+def sweep_name(config: DictConfig) -> str:
+    """Return the name of a sweep's parent run: what it trains, and how many values each key has.
+
+    Args:
+        config: the sweep's.
+    """
+    presets = config.hydra.sweeper.get("params") or {}
+    words = [f"{key}={values}" for key, values in presets.items()]
+    counts = swept_counts([*words, *override_texts(config.hydra.overrides.task)])
+    choices = config.hydra.runtime.choices
+    # A checkpoint has its own model and data.
+    groups = () if config.mode == "evaluate" else ("model", "data")
+    names = [choices[group] for group in groups if group not in counts and choices.get(group)]
+    mode = "" if config.mode == "train" else config.mode
+    subject = " ".join(filter(None, [mode, " on ".join(names)]))
+    values = [f"{count or ''} {_PLURALS.get(key, key)}".strip() for key, count in counts.items()]
+    return ": ".join(filter(None, [subject, " × ".join(values)]))[:MAX_NAME_CHARACTERS]
+
+
+def swept_counts(words: Sequence[str]) -> dict[str, int]:
+    """Return how many values each swept key has; 0 where only Hydra's sweeper can count them."""
+    counts = {}
+    # Hydra itself reports what it cannot read.
+    with suppress(HydraException):
+        for override in OverridesParser.create().parse_overrides([*words]):
+            if override.is_sweep_override():
+                value = override.value()
+                count = len(value.list) if isinstance(value, ChoiceSweep) else 0
+                counts[override.key_or_group] = count
+    return counts
 
 
 class Sweep:
@@ -60,6 +100,7 @@ class Sweep:
         tracking: the config group.
         resume: resume the sweep that the folder holds.
         left_out: keys that some of its precisions do not take, see Manifest.
+        name: of the parent run.
 
     Attributes:
         current: the sweep of this process, if it runs one.
@@ -74,6 +115,7 @@ class Sweep:
         tracking: Mapping[str, Any],
         resume: bool = False,
         left_out: Sequence[str] = (),
+        name: str = "sweep",
     ) -> None:
         self.folder = folder
         self._early_end = ""
@@ -82,8 +124,9 @@ class Sweep:
         # object.
         with ExitStack() as lock:
             lock.enter_context(folder_lock(folder))
-            if resume:
-                manifest = with_longer_lists(Manifest.read(folder), overrides)
+            former = Manifest.read(folder) if resume else None
+            if former is not None:
+                manifest = with_longer_lists(former, overrides)
             else:
                 command = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
                 sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
@@ -96,20 +139,18 @@ class Sweep:
             self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
             self.tracker.check_store()
             if not self.joins_other_sweep:
-                self._open_parent_run(resume)
+                self._open_parent_run(name, former)
             self._lock = lock.pop_all()
 
-    def _open_parent_run(self, resume: bool) -> None:
+    def _open_parent_run(self, name: str, former: Manifest | None) -> None:
+        """Open the parent run of a new sweep, or of the sweep with this former manifest."""
         command = self.manifest.command
-        words = (redact_override(word).removeprefix("++") for word in self.manifest.overrides)
-        # Shortened after redacting: half a credential would not be recognised.
-        name = f"sweep {' '.join(words)}"[:250]
-        # The swept keys, without those of a preset, arrange the dashboard: Hydra reports what it
-        # cannot read.
-        swept = []
-        with suppress(HydraException):
-            parsed = OverridesParser.create().parse_overrides([*self.manifest.overrides])
-            swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
+        overrides = self.manifest.overrides
+        # The swept keys, without those of a preset, arrange the dashboard.
+        swept = swept_counts(overrides)
+        words = [redact_override(word).lstrip("+").partition("=") for word in overrides]
+        # What all jobs share: MLflow's parameters cannot change, and a swept list may get longer.
+        params = {key: text for key, equals, text in words if equals and key not in swept}
         sweep_id = self.manifest.id
         tags = {
             "sweep_id": sweep_id,
@@ -117,10 +158,10 @@ class Sweep:
             "command": quote_command(command),
             "swept": " ".join(swept),
         }
-        previous = latest_journal(self.folder) if resume else None
-        info = RunInfo(
-            self.folder, {}, tags, name, sweep=sweep_id, role="sweep", continues=previous
-        )
+        if former and former.overrides != overrides:
+            tags["mlflow.runName"] = name
+        previous = latest_journal(self.folder) if former else None
+        info = RunInfo(self.folder, params, tags, name, sweep_id, "sweep", previous)
         self.tracker.open(info)
         self.tracker.note(notes.running_note(quote_command(command)))
 
@@ -212,10 +253,14 @@ class Sweep:
             self.tracker.artifact(jobs_file, JOB_RESULTS_FOLDER)
             for path in paths:
                 self.tracker.artifact(path)
-            note = summary_markdown(data)
+            metrics, tags, steps = answer_record(data)
+            self.tracker.log_metrics([(steps, now_ms(), metrics)])
+            self.tracker.tags(tags)
+            ids = (self.tracker.experiment_id, self.tracker.run_id)
+            note = summary_markdown(data, sweep_links(*ids, self.manifest.id))
             if data.is_unfinished:
                 command = resume_text(self.folder)
-                note += f"\nResume with: {notes.command_note(command)}\n"
+                note = f"{note.rstrip()} · Resume with: {notes.command_note(command)}\n"
             self.tracker.note(note)
         return jobs_file
 
@@ -245,13 +290,13 @@ class Sweep:
     def _print_locations(self, console: Console, results: Sequence[RunResult]) -> None:
         """Print where the parent run, the dashboard and the report are, and how to resume."""
         uri = redact(getattr(self.tracker, "uri", ""))
-        if self.tracker.run_id:
-            command = ui_command(uri, getattr(self.tracker, "experiment", ""))
-            console.print(f"MLflow: parent run {self.tracker.run_id}; to see it: {command}")
-        dashboards = [self.tracker.dashboard, *(result.dashboard for result in results)]
-        path = next(filter(None, dashboards), None)
-        if path:
-            console.print(f"dashboard: {page_url(uri, path)}", soft_wrap=True)
+        experiment = getattr(self.tracker, "experiment", "")
+        parent = RunResult("", "sweep", str(self.folder), tracking_uri=uri, experiment=experiment)
+        parent = parent.with_store_ids(self.tracker)
+        dashboards = [parent.dashboard, *(result.dashboard for result in results)]
+        parent = replace(parent, dashboard=next(filter(None, dashboards), None))
+        for name, text in page_lines(parent, "parent run"):
+            console.print(f"{name}: {text}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
         verdict = self.folder / VERDICT
         if verdict.is_file():

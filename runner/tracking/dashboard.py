@@ -13,12 +13,14 @@ import json
 import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from runner.tracking.tracker import NOTE_TAG
 from runner.utils.formatting import now_ms
+from runner.utils.markup import markdown_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -26,16 +28,21 @@ if TYPE_CHECKING:
 DASHBOARD_KEY = "precision-runner"
 DASHBOARD_NAME = "Precisions compared"
 VIEW_TAG_PREFIX = "mlflow.sharedViewState."
+REPORT_PAGE = "report.html"
+"""The artifact of a sweep's parent run that states the answer."""
 MAX_SWEEPS = 20
 """Sweeps of an experiment that have a dashboard of their own; see tags_to_delete."""
+MAX_NOTE_LINKS = 5
+"""Sweeps to whose dashboards the experiment's note links."""
 # Raise it when the charts change: dashboards with a lower version are then replaced.
-CHARTS_VERSION = 2
+CHARTS_VERSION = 3
 
 _MAX_NAME_CHARACTERS = 80
 """Upper bound on the name of a sweep's view, which MLflow shows in a menu."""
 _MARK = "runner"
 """Key of our mark in a state."""
 _PACKED_PREFIX = "deflate;"
+_NOTE_BEGIN = "Lost the charts after a reload? Open them again: "
 _OLDEST_VERSION = (3, 10)
 _NAMED_SINCE = (3, 15)
 """The MLflow version from which on a view has a name and two dates."""
@@ -87,11 +94,43 @@ def dashboard_path(experiment_id: str, key: str = DASHBOARD_KEY) -> str:
     )
 
 
-def dashboard_note(experiment_id: str) -> str:
-    """Return Markdown for the experiment's note, which MLflow shows on its pages."""
-    # The link is needed after a reload, which since 3.15 falls back to MLflow's own charts.
-    link = dashboard_path(experiment_id)[1:]
-    return f"[{DASHBOARD_NAME}: the dashboard]({link}), also after a reload"
+def run_path(experiment_id: str | None, run_id: str, artifact: str = "") -> str:
+    """Return the URL of a run's page, or of one of its artifacts, after the server's address."""
+    # Without workflowType MLflow shows the menu of its pages about language models.
+    place = f"/artifacts/{artifact}" if artifact else ""
+    return f"/#/experiments/{experiment_id}/runs/{run_id}{place}?workflowType=machine_learning"
+
+
+def sweep_links(experiment_id: str | None, run_id: str | None, sweep_id: str) -> str:
+    """Return Markdown for the note of a sweep's parent run: links to its report and dashboard.
+
+    Empty while the store has not opened the run.
+    """
+    if experiment_id is None or run_id is None:
+        return ""
+    report = run_path(experiment_id, run_id, REPORT_PAGE)
+    charts = dashboard_path(experiment_id, sweep_key(sweep_id))
+    return f"[Report]({report[1:]}) · [Charts]({charts[1:]})"
+
+
+def dashboard_note(experiment_id: str, tags: Mapping[str, str]) -> str:
+    """Return Markdown for the experiment's note, which MLflow shows on its pages.
+
+    Args:
+        experiment_id: of the experiment.
+        tags: of the experiment; the newest dashboards among them get a link each.
+    """
+    # The links are needed after a reload, which since 3.15 falls back to MLflow's own charts.
+    links = []
+    for made_ms, tag in _dated_sweep_tags(tags)[:MAX_NOTE_LINKS]:
+        key = tag.removeprefix(VIEW_TAG_PREFIX)
+        # Before 3.15 a view has no name.
+        named = not tags[tag].startswith(_PACKED_PREFIX)
+        name = json.loads(tags[tag])["name"] if named else key
+        name = f"{name}, {datetime.fromtimestamp(made_ms / 1000):%d %b %H:%M}"
+        links.append(f"[{markdown_text(name)}]({dashboard_path(experiment_id, key)[1:]})")
+    links.append(f"[{DASHBOARD_NAME}]({dashboard_path(experiment_id)[1:]})")
+    return _NOTE_BEGIN + " · ".join(links)
 
 
 def run_color(number: int) -> str:
@@ -140,7 +179,7 @@ def dashboard_state(
     Args:
         parent_run_id: of a sweep, whose runs are shown by name; None shows all runs of the
             experiment except the sweeps' parents, the newest first.
-        metrics: names that are logged. Charts of other metrics are left out, because MLflow shows
+        metrics: names that are logged. Charts of other metrics are deleted, because MLflow shows
             a section whose charts are all empty, and a scatter chart with one empty axis. Empty
             keeps all charts.
     """
@@ -151,11 +190,13 @@ def dashboard_state(
         page["searchFilter"] = f"tags.`mlflow.parentRunId` = '{parent}'"
         page["orderByKey"] = "tags.`mlflow.runName`"
         page["orderByAsc"] = True
+        page["runsHiddenMode"] = "SHOW_ALL"
     if metrics:
         charts = page["compareRunCharts"]
-        charts = [card for card in charts if card["deleted"] or _axes(card) <= set(metrics)]
-        used = {card["metricSectionId"] for card in charts}
-        page["compareRunCharts"] = charts
+        for card in charts:
+            # Deleted rather than left out: MLflow makes a chart of each metric that no card names.
+            card["deleted"] = card["deleted"] or not _axes(card) <= set(metrics)
+        used = {card["metricSectionId"] for card in charts if not card["deleted"]}
         page["compareRunSections"] = [
             section for section in page["compareRunSections"] if section["uuid"] in used
         ]
@@ -250,8 +291,12 @@ def tags_to_set(
         # A view without our mark is a user's, or was changed by one.
         if not old or (mark and _is_outdated(mark, known, old, new)):
             new_tags[tag] = new
-    if not existing.get(NOTE_TAG):
-        new_tags[NOTE_TAG] = dashboard_note(experiment_id)
+    note = dashboard_note(experiment_id, {**existing, **new_tags})
+    old_note = existing.get(NOTE_TAG) or ""
+    # A note of ours holds links alone; the last text is an earlier version's.
+    rest = re.sub(r"\[[^\n]*?\]\(#/\S*\)( · )?", "", old_note)
+    if old_note != note and (not old_note or rest in (_NOTE_BEGIN, ", also after a reload")):
+        new_tags[NOTE_TAG] = note
     return new_tags
 
 
@@ -259,6 +304,11 @@ def tags_to_delete(existing: Mapping[str, str]) -> list[str]:
     """Return the tags of the oldest sweeps' dashboards beyond MAX_SWEEPS."""
     # Every answer about an experiment carries all of its tags, and from 40 views on MLflow keeps
     # its users from saving their own.
+    return [tag for _, tag in _dated_sweep_tags(existing)[MAX_SWEEPS:]]
+
+
+def _dated_sweep_tags(existing: Mapping[str, str]) -> list[tuple[int, str]]:
+    """Return (Unix time in milliseconds, tag) of our sweeps' dashboards, the newest first."""
     dated_tags = []
     for tag, text in existing.items():
         if not tag.startswith(VIEW_TAG_PREFIX + sweep_key("")):
@@ -266,7 +316,7 @@ def tags_to_delete(existing: Mapping[str, str]) -> list[str]:
         mark = _mark(unpack_state(text))
         if mark:
             dated_tags.append((mark["at"], tag))
-    return [tag for _, tag in sorted(dated_tags, reverse=True)[MAX_SWEEPS:]]
+    return sorted(dated_tags, reverse=True)
 
 
 def unpack_state(text: str) -> dict[str, Any] | None:

@@ -18,6 +18,8 @@ METRICS = {
     "evaluations, as in reports; once, when the run has finished",
     "perf/mean_step_ms": "mean host milliseconds per step of the same steps, once",
     "memory/peak_mib": "peak so far: allocated device memory, or a CPU process's resident set",
+    "memory/compared_mib": "memory that reports compare: the peak of allocated device memory, on a "
+    "CPU memory/weights_mib plus memory/optimizer_mib; once, when the run has finished",
     "memory/weights_mib": "parameters and buffers after conversion, once",
     "memory/optimizer_mib": "optimizer state after the first steps, once",
     "fp8/amax/<module>": "largest magnitude in the amax history of the module's input (FP8 with "

@@ -5,7 +5,7 @@ A Reader imports mlflow into the process that asks; the module does not, until o
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.tracking import dashboard
-from runner.tracking.dashboard import SweepView
+from runner.tracking.dashboard import REPORT_PAGE, SweepView, run_path
 from runner.tracking.history import Curve, read_history
 from runner.tracking.upload_state import short_cause
 from runner.tracking.uri import active_experiment, resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
+from runner.utils.formatting import now_ms
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import HISTORY
 from runner.utils.secrets import redact
@@ -128,6 +129,10 @@ class Reader:
         version = self._ask(lambda: dashboard.server_version(self.uri))
         parent = self.newest_sweep(experiment)
         if parent:
+            # A sweep has its report from its end on.
+            if parent.status != "RUNNING":
+                page = run_path(stored.experiment_id, parent.run_id, REPORT_PAGE)
+                yield "report of the newest sweep", page
             view = SweepView(parent.tags["sweep_id"], parent.run_id, parent.name)
             path = self._dashboard_path(stored, version, view)
             if path:
@@ -218,9 +223,16 @@ class Reader:
         """Upload a file to a folder of a run's artifacts."""
         self._ask(lambda: self.client.log_artifact(run_id, str(path), folder or None))
 
-    def set_tag(self, run_id: str, key: str, value: str) -> None:
-        """Set or replace a tag of a run."""
-        self._ask(lambda: self.client.set_tag(run_id, key, value))
+    def log(
+        self, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], step: int
+    ) -> None:
+        """Add a point of each metric to a run, and set or replace tags of it."""
+        with suppress_import_warnings():
+            from runner.tracking.writer.store import Store
+        store = self._ask(lambda: Store(self.uri))
+        points = [(name, value, now_ms(), step) for name, value in metrics.items()]
+        self._ask(lambda: store.log_points(run_id, points))
+        self._ask(lambda: store.log_tags(run_id, tags))
 
     def _dashboard_path(
         self, experiment: "Experiment", version: str, sweep: SweepView | None = None

@@ -6,15 +6,19 @@ import warnings
 
 import pytest
 
+from runner.modes.result import read_results
+from runner.sweeps.report.conclusion import conclusion_sentence
+from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.tracking import dashboard
 
 pytestmark = pytest.mark.slow
 COMMAND = (
-    "-m precision=32-true,16-mixed,tf32 seed=0,1 model=mlp train.max_steps=30 train.eval_every=10 "
-    "accelerator=cpu"
+    "-m precision=32-true,16-mixed,tf32 seed=0,1 model=mlp train.max_steps=1000 "
+    "train.eval_every=250 accelerator=cpu precision.loss_scale.init_scale=1e9"
 )
 RUNS = [f"{precision} seed={seed}" for precision in ("32-true", "16-mixed") for seed in (0, 1)]
-SECTIONS = ["Loss scale", "Loss", "Quality", "Gradient norm", "Cost", "Trade-off", "Differences"]
+NAME = "mlp on digits: 3 precisions × 2 seeds"
+SECTIONS = ["Loss and answer", "Quality", "Loss scale", "Gradient norm", "Trade-off", "Differences"]
 CARD = "[data-testid='experiment-view-compare-runs-card']"
 
 
@@ -57,8 +61,8 @@ def look(page, picture):
     text = page.inner_text("body")
     assert "No charts in this section" not in text
     assert "No chart data available" not in text
-    assert not any("sweep precision=" in text for text in page.locator(CARD).all_inner_texts())
-    assert page.get_by_role("link", name=re.compile("^sweep precision=")).count() == 0
+    assert not any(NAME in text for text in page.locator(CARD).all_inner_texts())
+    assert page.get_by_role("link", name=NAME, exact=True).count() == 0
     kinds = axes(page)
     for metric in ("loss_scale/changes", "train/loss", "val/loss", "train/grad_norm"):
         assert kinds[metric] == "log", kinds
@@ -91,6 +95,21 @@ def test_the_note_on_the_experiments_page_links_to_its_charts_after_a_restart(
         link.click()
     assert opened.value.url.endswith(dashboard.dashboard_path("1"))
     look(opened.value, tmp_path / "dashboard.png")
+
+
+def test_the_parents_page_shows_the_answer_first(swept, page, tmp_path):
+    server, printed, folder = swept
+    page.set_viewport_size({"width": 1366, "height": 768})
+    path = re.findall(r"^page: http://[^/]+(/\S+)$", printed, re.M)[-1]
+    page.goto(server.url + path)
+    compared = compare_with_baselines(read_results(folder))
+    answer = page.get_by_text(conclusion_sentence(compared)[:40]).first
+    for found in (answer, page.get_by_text("answer/gap/16-mixed"), page.get_by_text(NAME).last):
+        found.wait_for()
+        box = found.bounding_box()
+        assert box["y"] + box["height"] < 768
+    page.screenshot(path=tmp_path / "parent.png")
+    assert page.get_by_text("Show more").count() == 0, "the note is not folded"
 
 
 @pytest.mark.extended

@@ -41,7 +41,10 @@ def test_pages_of_a_store_with_a_sweep(main, tmp_path):
         rows = store.execute("select value from tags where key='sweep_id'")
         (sweep_id,) = rows.fetchone()
         rows = store.execute("select key from experiment_tags").fetchall()
-    assert list(found) == ["newest sweep", "dashboard", "runs"]
+    assert list(found) == ["report of the newest sweep", "newest sweep", "dashboard", "runs"]
+    assert found["report of the newest sweep"].endswith(
+        "/artifacts/report.html?workflowType=machine_learning"
+    )
     assert f"viewStateShareKey=precision-runner-{sweep_id}&" in found["newest sweep"]
     view = "mlflow.sharedViewState.precision-runner"
     assert {f"{view}-{sweep_id}", view} < {key for (key,) in rows}

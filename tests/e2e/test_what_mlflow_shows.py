@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from runner.modes.result import RunResult
-from runner.tracking import history
+from runner.tracking import dashboard, history
 from runner.tracking.tracker import Tracker
 from runner.utils.layout import HISTORY
 
@@ -87,17 +87,32 @@ def test_the_machines_load_is_sampled(shown):
     assert all(point.value > 100 for point in points)
 
 
-def test_the_speed_of_the_dashboard_is_that_of_the_report(record, monkeypatch):
+def test_the_bars_of_the_dashboard_are_the_reports_speed_and_memory(record, monkeypatch):
     monkeypatch.setattr("runner.training.callbacks.summary.MIN_TIMED_MS", 0.0)
     folder, run, *_ = record("model=mlp", "train.max_steps=12", "train.log_every=3")
     result = RunResult.read(folder)
     assert result.examples_per_second > 0
     assert run.data.metrics["perf/mean_examples_per_second"] == result.examples_per_second
     assert run.data.metrics["perf/mean_step_ms"] == result.step_ms
+    memory = result.weights_mib + result.optimizer_mib
+    assert run.data.metrics["memory/compared_mib"] == result.memory_mib == memory
     tracker = Mock(Tracker)
     for status in ("failed", "stopped"):
-        replace(result, status=status).log_speed(tracker)
+        replace(result, status=status).log_cost(tracker)
     tracker.log_metrics.assert_not_called()
+
+
+@pytest.mark.parametrize(("scale", "has_chart"), [("fixed=1024", False), ("init_scale=1e12", True)])
+def test_the_dashboard_draws_a_loss_scale_that_changes(record, scale, has_chart):
+    words = ["model=mlp", "precision=16-mixed", "train.max_steps=3"]
+    _, run, client, _ = record(*words, f"precision.loss_scale.{scale}")
+    assert "loss_scale/changes" in run.data.metrics
+    tags = client.get_experiment(run.info.experiment_id).tags
+    state = dashboard.unpack_state(tags[dashboard.VIEW_TAG_PREFIX + dashboard.DASHBOARD_KEY])
+    names = [section["name"] for section in state["compareRunSections"]]
+    assert ("Loss scale" in names) is has_chart
+    drawn = {card["metricKey"] for card in state["compareRunCharts"] if "metricKey" in card}
+    assert "loss_scale/changes" in drawn, "MLflow makes a chart of a metric that no card names"
 
 
 def test_the_history_is_the_metrics_exactly(shown):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from runner.modes.result import RunResult, mlflow_location, print_result, read_results
+from runner.modes.result import RunResult, page_lines, print_result, read_results
 from runner.utils.console import plain_console
 from runner.utils.formatting import format_number
 
@@ -28,8 +28,8 @@ DONE = RunResult(
 FAILED = RunResult("32-true", "32-true seed=1", "/out/2", "failed", "ValueError: boom\nmore")
 
 
-def printed(result):
-    console = Console(file=io.StringIO(), width=200)
+def printed(result, width=200):
+    console = Console(file=io.StringIO(), width=width)
     print_result(console, result)
     return console.file.getvalue()
 
@@ -103,21 +103,31 @@ def test_the_table_shows_every_value_of_a_result_and_no_row_for_a_missing_one():
         assert part not in text
 
 
-def test_the_location_in_mlflow_is_a_url_or_a_command(tmp_path, monkeypatch):
+@pytest.mark.parametrize("width", [20, 80, 160])
+def test_the_pages_of_a_run_are_on_lines_of_their_own_in_every_width(width, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    run = replace(DONE, run_id="r1", experiment_id="4")
-    assert mlflow_location(replace(run, tracking_uri="http://host:5000")) == (
-        "http://host:5000/#/experiments/4/runs/r1"
-    )
+    run = replace(DONE, run_id="r1", experiment_id="4", dashboard="/#/charts")
+    page = "/#/experiments/4/runs/r1?workflowType=machine_learning"
+    lines = printed(replace(run, tracking_uri="http://host:5000"), width).splitlines()
+    assert lines[-3:] == [
+        "MLflow: run r1",
+        f"page: http://host:5000{page}",
+        "dashboard: http://host:5000/#/charts",
+    ]
+    assert not any("http" in line for line in lines[:-3]), "no column of the table"
     own = replace(run, tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")
-    assert mlflow_location(own) == "run r1; to see it: python -m runner ui"
+    lines = printed(own, width).splitlines()
+    assert "MLflow: run r1; to see it: python -m runner ui" in lines
+    assert f"page: http://127.0.0.1:5000{page}" in lines
     other = replace(run, tracking_uri="sqlite:////x.db", experiment="night")
-    assert mlflow_location(other) == (
-        "run r1; to see it: python -m runner ui tracking.uri=sqlite:////x.db "
-        "tracking.experiment=night"
+    assert page_lines(other, "parent run")[0] == (
+        "MLflow",
+        "parent run r1; to see it: python -m runner ui tracking.uri=sqlite:////x.db "
+        "tracking.experiment=night",
     )
-    assert mlflow_location(DONE) == ""
+    assert f"page: http://127.0.0.1:5000{page}" not in printed(DONE, width)
+    assert page_lines(DONE) == []
 
 
 def test_the_results_of_a_sweep_come_in_the_order_of_its_jobs(tmp_path):

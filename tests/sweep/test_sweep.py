@@ -1,14 +1,16 @@
 """The end of a sweep: which jobs its report holds."""
 
+import json
 import time
 import warnings
 from dataclasses import replace
 
 import pytest
 from job_results import finished
+from omegaconf import OmegaConf
 
 from runner.sweeps import sweep as sweeps
-from runner.sweeps.sweep import Sweep
+from runner.sweeps.sweep import Sweep, sweep_name
 from runner.tracking.reader import Reader
 from runner.tracking.tracker import NoTracker
 from runner.utils.errors import TrackingError
@@ -54,6 +56,14 @@ def test_the_report_holds_every_machines_jobs_whoever_ends_last(
     local = (pair[1].folder / "report.md").read_text()
     for text in (report, local, parent.tags["mlflow.note.content"], shown):
         assert "bf16-mixed with more seeds: 1.50 × as fast as 32-true" in text
+    answer = json.loads(reader.artifact(parent.run_id, "report.json"))["answer"]
+    verdicts = {key: text for key, text in parent.tags.items() if key.startswith("verdict/")}
+    assert answer == parent.metrics | verdicts, "of the page and of the store"
+    assert answer["verdict/bf16-mixed"] == "not judged"
+    assert parent.metrics["answer/speed_ratio/bf16-mixed"] == 1.5
+    place = f"#/experiments/{parent.experiment_id}/runs/{parent.run_id}"
+    assert f"]({place}/artifacts/report.html?workflow" in parent.tags["mlflow.note.content"]
+    assert last == "second machine" or f"5000/{place}?workflowType=machine_learning\n" in shown
     assert len(reader.artifacts(parent.run_id, "jobs")) == 2
     assert last == "first machine" or "dashboard: http://127.0.0.1:5000/#/shared" in shown
 
@@ -79,9 +89,50 @@ def test_the_report_stays_where_the_store_does_not_answer(tmp_path, monkeypatch,
     assert "b finished: " in (tmp_path / "report.md").read_text()
 
 
-def test_a_name_is_shortened_after_its_credentials_are_hidden(tmp_path, monkeypatch):
+def test_what_all_jobs_share_are_params_without_credentials(tmp_path, monkeypatch):
     opened = []
-    monkeypatch.setattr(NoTracker, "open", lambda self, info: opened.append(info.name))
-    Sweep(tmp_path, ["x" * 200, f"tracking.uri=postgresql://me:{'pass' * 20}@host/db"], NONE)
-    assert "pass" not in opened[0]
-    assert len(opened[0]) <= 250
+    monkeypatch.setattr(NoTracker, "open", lambda self, info: opened.append(info))
+    uri = "tracking.uri=postgresql://me:pass@host/db"
+    Sweep(tmp_path, ["precision=32-true,tf32", "++optimizer.lr=0.1", uri], NONE, name="n")
+    (info,) = opened
+    assert (info.name, info.tags["swept"]) == ("n", "precision")
+    assert info.params == {"optimizer.lr": "0.1", "tracking.uri": "postgresql://***@host/db"}
+
+
+def test_a_sweep_whose_list_got_longer_has_its_name_now(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(NoTracker, "open", lambda self, info: opened.append(info))
+    for words in ("seed=0,1", "seed=0,1", "seed=0,1,2"):
+        sweep = Sweep(tmp_path, [words], NONE, resume=bool(opened), name=words)
+        sweep.end(130)
+    assert [info.tags.get("mlflow.runName") for info in opened] == [None, None, "seed=0,1,2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "name"),
+    [
+        (["precision=a,b", "seed=0,1"], {}, "mlp on digits: 2 precisions × 2 seeds"),
+        (["+optimizer.lr=choice(1,2,3)", "model=a,b"], {}, "digits: 3 optimizer.lr × 2 models"),
+        (
+            ["x=1"],
+            {"params": {"precision": "a,b", "seed": "0,1,2"}},
+            "mlp on digits: 2 precisions × 3 seeds",
+        ),
+        (["precision=glob(*)", "x=interval(0,1)"], {}, "mlp on digits: precisions × x"),
+        (["model.hidden=[1,2]"], {"mode": "advise"}, "advise mlp on digits"),
+        (["precision=a,b"], {"mode": "evaluate"}, "evaluate: 2 precisions"),
+        (["seed=0,1", "broken=[,"], {}, "mlp on digits"),
+    ],
+)
+def test_a_sweep_is_named_by_what_it_trains_and_how_many_values_each_key_has(words, more, name):
+    config = OmegaConf.create(
+        {
+            "mode": more.get("mode", "train"),
+            "hydra": {
+                "sweeper": {"params": more.get("params")},
+                "overrides": {"task": words},
+                "runtime": {"choices": {"model": "mlp", "data": "digits"}},
+            },
+        }
+    )
+    assert sweep_name(config) == name

@@ -48,11 +48,11 @@ def test_a_named_view_has_the_form_of_mlflows_own():
     state = json.loads(zlib.decompress(base64.b64decode(packed)))
     assert state == dashboard.unpack_state(written()[TAG])
     assert names(state) == [
-        "Loss scale",
-        "Loss",
+        "Loss and answer",
         "Quality",
+        "Loss scale",
         "Gradient norm",
-        "Cost",
+        "Rounding",
         "Trade-off",
         "Differences",
     ]
@@ -81,7 +81,10 @@ def test_every_chart_has_its_section_and_metrics_that_exist():
 
 def test_a_metric_that_no_run_logs_has_neither_chart_nor_section():
     state = dashboard.dashboard_state(metrics=LANGUAGE)
-    assert names(state) == ["Loss", "Quality", "Cost", "Trade-off", "Differences"]
+    assert names(state) == ["Loss and answer", "Quality", "Trade-off", "Differences"]
+    # MLflow would make a chart of a metric that no card names.
+    cards = dashboard.dashboard_state()["compareRunCharts"]
+    assert len(state["compareRunCharts"]) == len(cards)
     text = json.dumps([card for card in state["compareRunCharts"] if not card["deleted"]])
     assert "val/accuracy" not in text
     assert "val/perplexity" in text
@@ -93,6 +96,8 @@ def test_a_sweeps_view_shows_its_runs_alone_and_an_experiments_all_but_parents()
         == "tags.`mlflow.parentRunId` = '0123abc'"
     )
     assert dashboard.dashboard_state()["searchFilter"] == "tags.precision != ''"
+    # MLflow draws the first 20 runs of a view otherwise.
+    assert dashboard.dashboard_state("0123abc")["runsHiddenMode"] == "SHOW_ALL"
 
 
 def test_a_url_names_the_view_and_nothing_that_overrides_it():
@@ -117,8 +122,31 @@ def test_a_quote_cannot_break_out_of_the_filter():
     assert wanted.count("'") == 2
 
 
-def test_the_note_links_to_the_dashboard_whatever_the_servers_address():
-    assert dashboard.dashboard_note("7").count(f"](#{dashboard.dashboard_path('7')[2:]})") == 1
+def test_the_note_links_to_the_newest_sweeps_whatever_the_servers_address():
+    tags = {}
+    for number in range(7):
+        sweep = dashboard.SweepView(f"s{number}", "0123abc", f"mlp: {number} [seeds]")
+        at = NOW + 60_000 * number
+        tags |= dashboard.tags_to_set(tags, "7", "3.17.2", at, sweep=sweep)
+    note = tags[NOTE_TAG]
+    assert note.startswith("Lost the charts after a reload? Open them again: [mlp: 6 [seeds], ")
+    places = [dashboard.dashboard_path("7", f"precision-runner-s{n}") for n in (6, 5, 4, 3, 2)]
+    assert re.findall(r"\]\((#.*?)\)", note) == [
+        path[1:] for path in (*places, dashboard.dashboard_path("7"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("note", "is_ours"),
+    [
+        ("[Precisions compared: the dashboard](#/experiments/7/runs), also after a reload", True),
+        ("Lost the charts after a reload? Open them again: [a](#/x) · [b](#/y)", True),
+        ("Lost the charts after a reload? Open them again: [a](#/x). Ask Ann.", False),
+        ("[a](#/x)", False),
+    ],
+)
+def test_a_note_that_a_user_changed_is_kept(note, is_ours):
+    assert (NOTE_TAG in written({NOTE_TAG: note}, sweep=SWEEP)) is is_ours
 
 
 def test_an_existing_dashboard_is_not_written_again():
@@ -133,7 +161,19 @@ def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
     assert written(first, metrics=["my/own"]) == {}
     second = written(first, metrics=["loss_scale/changes"])
     assert second.keys() == {TAG}
-    assert names(dashboard.unpack_state(second[TAG]))[:3] == ["Loss scale", "Loss", "Quality"]
+    assert names(dashboard.unpack_state(second[TAG]))[1:3] == ["Quality", "Loss scale"]
+
+
+def test_a_quality_of_rounding_alone_makes_no_section_of_quality():
+    state = dashboard.dashboard_state(metrics=["train/loss", "val/loss", "guard/stagnant_share"])
+    assert names(state) == ["Loss and answer", "Rounding", "Differences"]
+
+
+def test_bars_are_of_metrics_that_finished_runs_alone_have():
+    cards = dashboard.dashboard_state()["compareRunCharts"]
+    bars = {card["metricKey"] for card in cards if card["type"] == "BAR" and not card["deleted"]}
+    timed = ("perf/mean_examples_per_second", "perf/mean_step_ms")
+    assert bars == {*timed, "memory/compared_mib"}
 
 
 @pytest.mark.parametrize(
@@ -235,6 +275,7 @@ def scripts():
         r'"deflate;"',
         r"JSON\.stringify\(\{name:\w+,createdAt:\w+,updatedAt:\w+,state:\w+\}\)",
         r'"FIRST_20_RUNS"',
+        r'"SHOW_ALL"',
         r'PARALLEL="PARALLEL",\w+\.DIFFERENCE="DIFFERENCE"',
         r'MODEL_METRICS="Model metrics"',
         r'"mlflow\.runColor"',

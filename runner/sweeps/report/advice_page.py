@@ -171,9 +171,10 @@ def advice_blocks(advice: Advice) -> Iterator[Block]:
     """Yield the report's parts: answer, next command, table, alternatives, method."""
     gate = gate_verdict(advice)
     yield from answer_blocks(advice)
-    if gate is None or gate.looks:
-        yield answer_table(advice)
+    if gate is not None and gate.looks:
+        yield _looks_table(gate)
     if gate is None:
+        yield advice_table(advice)
         yield from _alternatives(advice)
         yield from _unavailable(advice)
     yield Heading("How this was judged")
@@ -195,12 +196,6 @@ def answer_blocks(advice: Advice) -> Iterator[Block]:
     if command:
         yield Text("Next:")
         yield Commands([command])
-
-
-def answer_table(advice: Advice) -> Table:
-    """Return the table with one row per verdict, or per look of mode=gate."""
-    gate = gate_verdict(advice)
-    return advice_table(advice) if gate is None else _looks_table(gate)
 
 
 def _alternatives(advice: Advice) -> Iterator[Block]:

@@ -9,6 +9,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from runner.config.precision_keys import omitted_key_messages
@@ -26,13 +27,18 @@ from runner.sweeps.report.columns import groups_table, jobs_table
 from runner.sweeps.report.conclusion import (
     NO_BASELINE_REASON,
     conclusion_sentence,
-    conclusion_text,
     failure_sentence,
     recommended_precision,
     settings_blocks,
 )
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.wording import OUTCOME_WORDS, common_verdict, join_names
+from runner.sweeps.report.wording import (
+    OUTCOME_WORDS,
+    common_verdict,
+    join_names,
+    rating_words,
+    verdict_words,
+)
 from runner.sweeps.verdict.compare import (
     BASELINE,
     MIN_GAIN_ONE_SEED,
@@ -43,6 +49,7 @@ from runner.sweeps.verdict.compare import (
     sweep_letter,
 )
 from runner.sweeps.verdict.gate import gate_verdict
+from runner.sweeps.verdict.statistics import Difference, Verdict
 from runner.utils.files import write_text
 from runner.utils.formatting import format_number
 from runner.utils.markup import (
@@ -53,18 +60,21 @@ from runner.utils.markup import (
     Items,
     Text,
     markdown,
+    markdown_code,
+    markdown_text,
     to_html,
     to_markdown,
 )
 from runner.utils.plots import svg_element
-from runner.utils.secrets import redact_values
+from runner.utils.secrets import redact, redact_values
 
+Row = Mapping[str, object]
 MAX_TITLE_KEYS = 4
 """Swept keys in the title of the page."""
 MAX_FAILED_JOB_NAMES = 6
 """Names of the jobs that failed for one reason."""
-MAX_NOTE_CHARACTERS = 7000
-"""Characters of the note; MLflow stores a tag's value up to 8000."""
+MAX_NOTE_COMMAND = 70
+"""Characters of a command in the note: with the links it fits on one line of MLflow's page."""
 SCHEMA_VERSION = 1
 """Version of report.json; a new column does not change it."""
 TEST_SOURCES = {
@@ -130,44 +140,36 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         picture_path = folder / "report.png"
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
-    paths += write_rows(job_rows(data), folder)
+    metrics, tags, _ = answer_record(data)
+    paths += write_rows(job_rows(data), folder, {**metrics, **tags})
     gate = gate_verdict(data.advice) if data.advice else None
     if gate is not None:
         paths.append(gate.write(folder))
     return paths
 
 
-def summary_markdown(data: SweepData, limit: int = MAX_NOTE_CHARACTERS) -> str:
-    """Return conclusion, table of groups and commands for the note of the parent run.
+def summary_markdown(data: SweepData, links: str = "") -> str:
+    """Return the note of the parent run: the answer, what to type, and what did not end well.
+
+    MLflow folds a note after about five lines, so a table has no place in it.
 
     Args:
         data: the sweep.
-        limit: characters; the table loses its last rows, whole lines, to stay within.
+        links: Markdown of links to the sweep's pages.
     """
-    tail = markdown(Commands(data.commands)) if data.commands else ""
     if data.advice:
-        head = "\n\n".join(map(markdown, advice_page.answer_blocks(data.advice)))
-        table = advice_page.answer_table(data.advice)
+        # Its blocks end with the command to type next.
+        parts = [*map(markdown, advice_page.answer_blocks(data.advice)), links]
     else:
         compared = compare_with_baselines(data.results)
-        head = markdown(Text(conclusion_text(compared, data.missing_jobs_clause), "answer"))
-        table = groups_table(compared, recommended_precision(compared)) if compared else None
-    rows = markdown(table).splitlines() if table else []
-    hint = "More rows: see report.html among the artifacts."
-
-    def with_rows(count: int) -> str:
-        # Two lines are the heading and its rule: a table of no rows is left out.
-        shown = "\n".join(rows[:count]) if count > 2 else ""
-        more = hint if count < len(rows) else ""
-        return "\n\n".join(filter(None, (head, shown, more, tail))) + "\n"
-
-    for count in range(len(rows), 1, -1):
-        text = with_rows(count)
-        if len(text) <= limit:
-            return text
-    # Even without rows the commands are too long: the conclusion is what a reader needs.
-    short = f"{head}\n\n{hint}\n"
-    return short if len(short) <= limit else head[:limit]
+        groups = [comparison.group for comparison in compared]
+        failures = failure_sentence(compared, data.missing_jobs_clause)
+        # A longer one is in the run's tag.
+        commands = [markdown_code(line) for line in data.commands if len(line) <= MAX_NOTE_COMMAND]
+        rest = [links, *commands, *map(markdown_text, [failures, *caveats_of(groups)])]
+        conclusion = markdown(Text(conclusion_sentence(compared), "answer"))
+        parts = [conclusion, " · ".join(filter(None, rest))]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _page_title(data: SweepData) -> str:
@@ -324,11 +326,59 @@ def job_rows(data: SweepData) -> list[dict[str, object]]:
     return table_rows(data.results)
 
 
-def write_rows(rows: Sequence[Mapping[str, object]], folder: Path) -> list[Path]:
+def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], int]:
+    """Return what the report says of each group of seeds against the baseline, for MLflow.
+
+    Returns:
+        The metrics of the parent run: the gap in quality (group minus baseline; of an evaluated
+        checkpoint, minus what it reached in its own precision), half the width of the gap's
+        confidence interval, and the ratios of speed and memory. Its tags: the verdicts, which a
+        resumed sweep may change. The step of the metrics, the optimizer steps of all jobs.
+    """
+    sign = data.advice.settings.sign if data.advice else 1
+    gate = gate_verdict(data.advice) if data.advice else None
+    judged: list[tuple[Comparison, str]]
+    if gate is not None:
+        look = gate.looks[-1] if gate.looks else None
+        tested = look and Difference(Verdict.UNCLEAR, look.gap, look.seeds, look.half_width)
+        judged = [(replace(gate.precision.comparison, difference=tested), gate.decision)]
+    elif data.advice:
+        judged = [(verdict.comparison, rating_words(verdict)) for verdict in data.advice.verdicts]
+    else:
+        compared = compare_with_baselines(data.results)
+        judged = [(comparison, verdict_words(comparison)) for comparison in compared]
+    has_devices = len({comparison.group.device for comparison, _ in judged}) > 1
+    metrics = {}
+    tags = {}
+    for comparison, verdict in judged:
+        group = comparison.group
+        speed = comparison.speed_ratio
+        numbers = {
+            "gap": group.change.mean if group.change else None,
+            "gap_half_width": None,
+            "speed_ratio": speed.value if speed else None,
+            "memory_ratio": comparison.memory_ratio,
+        }
+        if comparison.difference:
+            numbers["gap"] = sign * comparison.difference.value
+            numbers["gap_half_width"] = comparison.difference.ci_half_width
+        name = redact(f"{group.name} {group.device}" if has_devices else group.name)
+        # MLflow's names hold no equals sign.
+        name = name.replace("=", ":")
+        tags[f"verdict/{name}"] = verdict
+        for key, number in numbers.items():
+            # With too few seeds the interval is infinite.
+            if number is not None and math.isfinite(number):
+                metrics[f"answer/{key}/{name}"] = number
+    # The steps grow when a sweep is resumed: of two points at one step the first one stays.
+    return metrics, tags, sum(result.steps for result in data.results)
+
+
+def write_rows(rows: Sequence[Row], folder: Path, answer: Row | None = None) -> list[Path]:
     """Write rows of job_rows() as report.csv and report.json into a folder; return the paths.
 
-    In CSV None is an empty field. In JSON, which has the meaning of each column, too, a number that
-    is not finite is its name.
+    In CSV None is an empty field. In JSON, which has the meaning of each column and the metrics
+    and tags of answer_record(), too, a number that is not finite is its name.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -347,7 +397,7 @@ def write_rows(rows: Sequence[Mapping[str, object]], folder: Path) -> list[Path]
         elif name.startswith(SETTING_PREFIX):
             meanings[name] = f"value of {name.removeprefix(SETTING_PREFIX)} that the command sets"
     plain = [{name: _json_value(value) for name, value in row.items()} for row in safe_rows]
-    content = {"version": SCHEMA_VERSION, "columns": meanings, "rows": plain}
+    content = {"version": SCHEMA_VERSION, "columns": meanings, "rows": plain, "answer": answer}
     json_text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     return [
         write_text(folder / "report.csv", text.getvalue()),

@@ -23,9 +23,10 @@ from runner.sweeps.report.load import (
     load_from_folder,
     load_from_store,
 )
-from runner.sweeps.report.pages import summary_markdown, write_report
+from runner.sweeps.report.pages import answer_record, summary_markdown, write_report
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.compare import BASELINE, FIRST_SWEEP, SECOND_SWEEP, group_name
+from runner.tracking.dashboard import sweep_links
 from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
@@ -181,7 +182,10 @@ def store_report(
     paths = write_report(data, folder)
     for path in paths:
         reader.log_artifact(parent.run_id, path)
-    reader.set_tag(parent.run_id, NOTE_TAG, summary_markdown(data))
+    metrics, tags, steps = answer_record(data)
+    links = sweep_links(parent.experiment_id, parent.run_id, data.sweep_id)
+    tags[NOTE_TAG] = summary_markdown(data, links)
+    reader.log(parent.run_id, metrics, tags, steps)
     return paths, data
 
 

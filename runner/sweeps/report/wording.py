@@ -87,6 +87,13 @@ def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     return first_names([*names], limit)
 
 
+def verdict_words(comparison: Comparison) -> str:
+    """Return the verdict on a group against its baseline, or how its jobs ended without one."""
+    if comparison.difference:
+        return VERDICT_WORDS[comparison.difference.verdict]
+    return "baseline" if comparison.is_baseline else ", ".join(comparison.group.counts)
+
+
 def difference_words(difference: Difference) -> tuple[str, str]:
     """Return the verdict on a difference to the baseline, and the numbers behind it."""
     words = VERDICT_WORDS[difference.verdict]

@@ -97,17 +97,10 @@ class Group:
 
     @property
     def memory_mib(self) -> float | None:
-        """Return the memory that is comparable between jobs, in MiB.
-
-        On an accelerator the device's peak; on a CPU weights plus optimizer state.
-        """
-        # The resident set of a process includes what earlier jobs in it allocated.
-        if not self.is_on_cpu:
-            return self.peak_mib.mean if self.peak_mib else None
-        if self.weights_mib is None:
-            return None
-        optimizer_mib = self.optimizer_mib.mean if self.optimizer_mib else 0
-        return self.weights_mib.mean + optimizer_mib
+        """Return the mean of RunResult.memory_mib over the jobs that ended, in MiB."""
+        ended = [job for job in self.jobs if job.outcome in ("finished", "diverged")]
+        memory = Spread.of_values(job.memory_mib for job in ended)
+        return memory.mean if memory else None
 
 
 def group_jobs(results: Sequence[RunResult]) -> list[Group]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from runner.tracking import history
 from runner.tracking import journal as journals
 from runner.tracking.dashboard import SweepView
@@ -396,8 +398,11 @@ class JournalUploader:
             curves = history.from_journal(self.journal)
             if not curves:
                 return
-            # Again, because only now the metrics are known, which decide about the charts.
-            self._ensure_dashboard(curves.keys())
+            # Again, because only now the metrics are known, which decide about the charts. A loss
+            # scale that does not change needs none.
+            scales = [name for name in curves if name.startswith("loss_scale/")]
+            constant = {name for name in scales if np.ptp(curves[name][2]) == 0}
+            self._ensure_dashboard(curves.keys() - constant)
             self._history = history.write_history(self.journal.with_name(HISTORY), curves)
         self._send_file(self._history)
 

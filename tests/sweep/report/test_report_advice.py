@@ -15,8 +15,9 @@ from runner.sweeps.report.advice_page import (
 )
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.pages import write_report
+from runner.sweeps.report.pages import answer_record, write_report
 from runner.sweeps.report.wording import health_words, reason_sentence
+from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.settings import AdviseSettings
 from runner.sweeps.verdict.statistics import Ratio
@@ -59,6 +60,24 @@ BASE = trials("32-true")
 
 def outcomes(advice: Advice) -> dict[str, str]:
     return {line.name: line.rating for line in advice.verdicts}
+
+
+@pytest.mark.parametrize("mode", ["advise", "gate"])
+def test_the_answer_in_mlflow_is_the_one_that_was_judged(mode: str) -> None:
+    question = replace(ASKED, mode=mode, max_gap=0.1 if mode == "gate" else None)
+    jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0)]
+    data = SweepData([Job(job) for job in jobs], advise_settings=question)
+    metrics, tags, _ = answer_record(data)
+    gate = gate_verdict(data.advice) if data.advice and mode == "gate" else None
+    if gate is not None:
+        assert tags == {"verdict/bf16-mixed": "accepted"}
+        assert metrics["answer/gap/bf16-mixed"] == gate.looks[-1].gap
+        assert metrics["answer/gap_half_width/bf16-mixed"] == gate.looks[-1].half_width
+    else:
+        (test,) = [verdict.test for verdict in data.advice.verdicts if verdict.test]
+        assert tags == {"verdict/bf16-mixed": "recommended", "verdict/32-true": "baseline"}
+        assert metrics["answer/gap/bf16-mixed"] == test.value
+    assert metrics["answer/speed_ratio/bf16-mixed"] == 1.5
 
 
 def test_the_fastest_that_is_not_worse_is_recommended() -> None:

@@ -164,8 +164,10 @@ def test_nothing_gets_into_the_page(tmp_path):
 
 def test_nothing_gets_into_the_markdown(tmp_path):
     text, _, _ = pages(hostile(), tmp_path)
-    for whole in (text, summary_markdown(hostile())):
-        outside = re.sub(r"(?m)^- (`+) .*? \1$", "", whole)
+    assert "`" not in summary_markdown(hostile()).replace("\\`", ""), "its command is too long"
+    short = replace(hostile(), commands=["`[a](b)` <b>"])
+    for whole in (text, summary_markdown(short)):
+        outside = re.sub(r"(?m)^(?:- )?(`+) .*? \1(?= ·|$)", "", whole)
         assert whole != outside
         assert "<" not in outside
         assert not re.search(r"(?<!\\)\]\(", outside)
@@ -271,21 +273,14 @@ def test_infinite_numbers_are_shown(tmp_path):
     assert ">inf<" in html
 
 
-def test_a_long_summary_loses_whole_rows(sweep):
-    whole = summary_markdown(sweep)
-    assert "More rows" not in whole
-    assert "| 64-true | failed (a \\| b second) |" in whole
-    assert "`python -m runner -m precision=32-true,bf16-mixed`" in whole
-    for limit in range(30, len(whole), 60):
-        summary = summary_markdown(sweep, limit)
-        assert len(summary) <= limit
-        for line in summary.splitlines():
-            if line.startswith("|"):
-                assert line in whole.splitlines()
-    summary = summary_markdown(sweep, len(whole) - 1)
-    assert "More rows: see report.html" in summary
-    assert "| 64-true" not in summary
-    assert "python -m runner" in summary
+def test_the_note_begins_with_the_answer_then_links_and_a_short_command(sweep):
+    answer, rest = summary_markdown(sweep, "[Report](#/r)").strip().split("\n\n")
+    assert answer.startswith("**")
+    command = "`python -m runner -m precision=32-true,bf16-mixed`"
+    assert rest.startswith(f"[Report](#/r) · {command} · Diverged: 16-true; ")
+    # MLflow folds what takes more than about five lines.
+    long = summary_markdown(replace(sweep, commands=["python -m runner " + "x" * 80]), "[R](#/r)")
+    assert "[R](#/r) · Diverged" in long
 
 
 def test_the_summary_names_failed_jobs(sweep):

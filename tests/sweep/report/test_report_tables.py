@@ -9,10 +9,18 @@ import re
 from dataclasses import replace
 
 import pytest
+from job_results import finished, lost
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.pages import FIXED_COLUMNS, job_rows, write_rows
+from runner.sweeps.report.pages import (
+    FIXED_COLUMNS,
+    answer_record,
+    job_rows,
+    write_report,
+    write_rows,
+)
+from runner.sweeps.verdict.compare import compare_with_baselines
 
 DONE = RunResult(
     "16-mixed",
@@ -55,6 +63,36 @@ def test_csv_and_json_hold_every_digit_and_any_text(tmp_path):
     assert content["rows"][0]["metric.val/iou"] == "inf"
     assert content["rows"][1]["quality_value"] is None
     assert set(content["columns"]) == set(rows[0])
+
+
+@pytest.mark.parametrize("direction", ["max", "min"])
+def test_the_answer_is_what_the_comparison_says(direction, tmp_path):
+    pairs = [("32-true", seed, 0.9 + seed / 100) for seed in range(3)]
+    pairs += [("bf16-mixed precision.x=1", seed, 0.8 + seed**2 / 100) for seed in range(3)]
+    jobs = [
+        finished(name.split()[0], s, q, group=name, direction=direction) for name, s, q in pairs
+    ]
+    data = SweepData([Job(job) for job in [*jobs, lost("tf32", "unavailable")]])
+    _, other, _ = compare_with_baselines(data.results)
+    metrics, tags, steps = answer_record(data)
+    write_report(data, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["answer"] == metrics | tags
+    name = "bf16-mixed precision.x:1"
+    assert metrics == {
+        "answer/speed_ratio/32-true": 1.0,
+        "answer/memory_ratio/32-true": 1.0,
+        f"answer/gap/{name}": other.difference.value,
+        f"answer/gap_half_width/{name}": other.difference.ci_half_width,
+        f"answer/speed_ratio/{name}": other.speed_ratio.value,
+        f"answer/memory_ratio/{name}": other.memory_ratio,
+    }
+    word = "worse" if direction == "max" else "better"
+    assert tags == {
+        "verdict/32-true": "baseline",
+        f"verdict/{name}": word,
+        "verdict/tf32": "unavailable",
+    }
+    assert steps == 60
 
 
 def test_a_sweep_without_jobs_has_the_names_of_the_columns(tmp_path):
