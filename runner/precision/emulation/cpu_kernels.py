@@ -91,11 +91,6 @@ def replace_kernels(key: Hashable, make_kernels: Callable[[], Kernels]) -> Itera
                 library._destroy()
 
 
-def is_replaced(key: Hashable) -> bool:
-    """Return whether the kernels of a key are in place."""
-    return key in _active
-
-
 def original_kernel(name: str, key: str = "CPU") -> BoxedKernel:
     """Return the kernel that the dispatcher has now for an ATen operator and a dispatch key."""
     return torch.library.get_kernel(f"aten::{name}", key).call_boxed

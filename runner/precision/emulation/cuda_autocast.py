@@ -10,7 +10,7 @@ Source of the kinds of cast: ATen/autocast_mode.h and autocast_mode.cpp of PyTor
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +18,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.precision.emulation import cpu_kernels
 from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
-from runner.utils.tensors import dtype_name
 
 _LOWER_PRECISION = """
 _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d convolution
@@ -38,10 +36,6 @@ WIDEST = frozenset(_WIDEST.split())
 """Operators whose arguments it casts to the widest dtype among them."""
 # The others of the list are in float32: their arguments, or, where they have an argument dtype, the
 # result, which the kernel then sums up in.
-_WITH_DTYPE = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-}
 _REFUSED = "binary_cross_entropy"
 # What cuDNN's recurrent layers, which CUDA's list casts, are on a CPU.
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -87,46 +81,6 @@ def cuda_casts() -> Iterator[None]:
         torch.clear_autocast_cache = clear
         torch.backends.mha.set_fastpath_enabled(fuses)
         _forget_compiled()
-
-
-def noted_casts(noted: dict[str, str]) -> AbstractContextManager[None]:
-    """Return the context that notes the operators which autocast on the CPU casts otherwise than
-    CUDA's would, with the dtype that the CPU's computes in; nothing within cuda_casts.
-
-    Args:
-        noted: given names of operators and of dtypes.
-    """
-    if cpu_kernels.is_replaced("cuda_casts"):
-        return nullcontext()
-    return replace_kernels("noted_casts", lambda: _noting_kernels(noted))
-
-
-def _noting_kernels(noted: dict[str, str]) -> Kernels:
-    on_cpu = listed_operators("CPU")
-    on_cuda = listed_operators("CUDA")
-    # Both lists join tensors in their widest dtype.
-    names = (on_cuda ^ on_cpu) - WIDEST - {"cat", "stack"}
-    return {(name, "AutocastCPU"): _noting_kernel(name, name in on_cpu, noted) for name in names}
-
-
-def _noting_kernel(name: str, is_on_cpu: bool, noted: dict[str, str]) -> BoxedKernel:
-    """Return an operator's kernel that notes a call whose casts differ, and computes as before."""
-    operator = _operator(name)
-    own = cpu_kernels.original_kernel(name, "AutocastCPU") if is_on_cpu else None
-    is_half_on_cuda = name in LOWER_PRECISION
-
-    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        half = torch.get_autocast_dtype("cpu")
-        given = torch.float32 if is_half_on_cuda else half
-        if given in _dtypes([args, kwargs]):
-            computed = torch.float32 if is_half_on_cuda or is_on_cpu else half
-            # A norm calls the operator of its own name with native_ before it.
-            noted[name.partition(".")[0].removeprefix("native_")] = dtype_name(computed)
-        if own is not None:
-            return own(keys, *args, **kwargs)
-        return operator.redispatch(keys.remove(torch._C.DispatchKey.AutocastCPU), *args, **kwargs)
-
-    return run
 
 
 def _forget_compiled() -> None:
@@ -201,18 +155,13 @@ def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
             "in half precision. Use binary_cross_entropy_with_logits, or compute it in float32 "
             "within torch.autocast(enabled=False)."
         )
-    target = _operator(_WITH_DTYPE[name]) if name in _WITH_DTYPE else operator
-    names = [argument.name for argument in target._schema.arguments]
-    if "dtype" not in names:
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if "dtype" not in names or not _is_cast(args[0]):
         return _call_in(torch.float32, operator, args, kwargs)
-    given = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
-    given |= dict(zip(names, args, strict=False)) | kwargs
-    first = given.pop(names[0])
-    if not _is_cast(first):
-        return operator(*args, **kwargs)
     if given.get("dtype") is None:
         given["dtype"] = torch.float32
-    return target(first, **given)
+    return operator(given.pop(names[0]), **given)
 
 
 def _in_widest_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
