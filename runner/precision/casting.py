@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -180,12 +181,9 @@ def float64_to_float32(nest: Any) -> Any:
 
 
 def cast_floats(
-    model: nn.Module,
-    dtype: torch.dtype,
-    keep_fp32: Collection[str] = (),
-    unchanged: Collection[str] = (),
+    model: nn.Module, dtype: torch.dtype, kept: Mapping[str, torch.dtype] = MappingProxyType({})
 ) -> None:
-    """Cast a model's parameters and buffers in place, except what is kept in float32.
+    """Cast a model's parameters and buffers in place, except what keeps a dtype of its own.
 
     A parameter object stays the same, so ties, hooks and frozen flags survive; a buffer that
     modules share is cast once, so that they still share it.
@@ -193,16 +191,15 @@ def cast_floats(
     Args:
         model: changed in place.
         dtype: of floating tensors after.
-        keep_fp32: dotted names of modules, parameters and buffers that are float32 after.
-        unchanged: those of modules, parameters and buffers that keep their dtypes.
+        kept: dtypes after, by the dotted names of modules, parameters and buffers; a later name
+            counts more.
     """
     # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
-    for name in (*keep_fp32, *unchanged):
+    for name, own_dtype in kept.items():
         for tensor in tensors_named(model, name):
-            after = tensor if name in unchanged else cast_tensor(tensor, torch.float32)
-            replacements[id(tensor)] = (tensor, after)
+            replacements[id(tensor)] = (tensor, cast_tensor(tensor, own_dtype))
 
     def cast_once(tensor: Tensor) -> Tensor:
         if id(tensor) not in replacements:
@@ -211,12 +208,6 @@ def cast_floats(
 
     with torch.no_grad():
         model._apply(cast_once)
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and buffers by dotted name; a shared one by each of its names."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def autocast_input(input: Tensor) -> Tensor:

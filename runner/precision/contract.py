@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import cast_floats, cast_nest
 from runner.precision.conversion import ConversionReport
-from runner.precision.declared import find_kept_tensors
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
-from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
+from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
 from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.options import Switches, switched, wanted_switches
 from runner.precision.sessions import Session, open_session
@@ -166,7 +165,8 @@ class Precision(ABC):
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
         keep_in_float32(model, kept, self.storage)
         tensors = find_kept_tensors(model, self.storage)
-        cast_floats(model, self.storage, {*kept, *tensors.float32}, tensors.unchanged)
+        in_float32 = dict.fromkeys(kept, torch.float32)
+        cast_floats(model, self.storage, {**tensors.dtypes, **in_float32})
         return model, ConversionReport(kept=tensors.lines)
 
     def leave_unconverted(self, reasons: Mapping[str, str]) -> None:

@@ -196,7 +196,7 @@ class ConversionRules:
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
     skips_shared: bool = False
-    kept: tuple[str, ...] = ()
+    kept: Collection[str] = ()
 
 
 def convert_modules(

@@ -13,8 +13,7 @@ from torch import nn
 from runner.precision.casting import autocast, cast_floats, cast_inputs, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, ComputeFormat, Precision
 from runner.precision.conversion import ConversionReport, ConversionRules, convert_modules
-from runner.precision.declared import find_kept_tensors
-from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
+from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
 from runner.precision.layers.conv1d import linear_classes
 
 
@@ -73,12 +72,13 @@ class ConvertingPrecision(Precision):
             new_weights=self.freezes,
             bypassed=self.bypassed,
             skips_shared=self.skips_shared,
-            kept=(*tensors.float32, *tensors.unchanged),
+            kept=tensors.dtypes,
         )
         report = self.convert_layers(model, rules, device)
         keep_in_float32(model, kept, self.storage)
         if not self.keeps_dtypes:
-            cast_floats(model, self.storage, {*kept, *tensors.float32}, tensors.unchanged)
+            in_float32 = dict.fromkeys(kept, torch.float32)
+            cast_floats(model, self.storage, {**tensors.dtypes, **in_float32})
         return model, replace(report, kept=tensors.lines)
 
     @property
