@@ -97,14 +97,14 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:
-            library = import_module("runner.precision.layers.bnb_library")
+            library = import_module("runner.precision.layers.bnb_linear").bnb.cextension.lib
         except ImportError as error:
             raise Unavailable(
                 f"precision={self.name} needs bitsandbytes, which does not import: {error}.",
                 'Type pip install "bitsandbytes>=0.50".',
             ) from error
         # Without its compiled part, every call of the library raises.
-        if "Mock" in type(library.lib).__name__:
+        if "Mock" in type(library).__name__:
             raise Unavailable(
                 f"precision={self.name} needs bitsandbytes' own kernels, and its library for "
                 f"{device.type} (CUDA {torch.version.cuda}) does not load.",
@@ -136,18 +136,15 @@ class BitsandbytesPrecision(ConvertingPrecision):
         return ""
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
-        # Imported here, because both modules import bitsandbytes, which may not be installed.
+        # Imported here, because it imports bitsandbytes, which may not be installed.
         from runner.precision.layers.bnb_linear import Linear4bit, Linear8bit, Linear8bitTrained
 
         module.to(device)
+        attributes = {"compute_dtype": self.compute, "threshold": self.threshold}
         if self.mode == "int8-training":
-            change_class(
-                module, Linear8bitTrained, compute_dtype=self.compute, threshold=self.threshold
-            )
+            change_class(module, Linear8bitTrained, **attributes)
         elif self.mode == "int8":
-            Linear8bit.convert_in_place(
-                module, compute_dtype=self.compute, threshold=self.threshold
-            )
+            Linear8bit.convert_in_place(module, **attributes)
         else:
             quant_type, _, nested = self.mode.partition("-")
             Linear4bit.convert_in_place(module, quant_type, bool(nested), self.compute)

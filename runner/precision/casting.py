@@ -64,8 +64,9 @@ class CastCacheWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        leaves = [leaf for leaf in tensors if not leaf.is_meta]  # no autocast to ask for there
+        values = tree_leaves((args, kwargs))
+        # On the meta device there is no autocast to ask for.
+        leaves = [leaf for leaf in values if isinstance(leaf, Tensor) and not leaf.is_meta]
         if not leaves or not torch.is_autocast_enabled(leaves[0].device.type):
             return func(*args, **kwargs)
         weights = {id(leaf) for leaf in leaves if id(leaf) in self._names}

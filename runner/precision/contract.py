@@ -28,10 +28,9 @@ from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
 from runner.precision.loss_scale import LossScale, NoLossScale
-from runner.precision.options import Switches, switched, wanted_switches
+from runner.precision.options import switched, wanted_switches
 from runner.precision.sessions import Session, open_session
 from runner.precision.weight_updates import UpdateRule
-from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
 
 CPU_DEVICE = torch.device("cpu")
@@ -70,8 +69,6 @@ class Precision(ABC):
         trains_for: name of the precision that its weights are trained for, or empty.
         trained_in: where this precision trains adapters only, the one that trains its weights.
         update: how a step is added to weights of 16 bits, see runner.precision.weight_updates.
-        unshardable_reason: reason why its weights cannot be sharded among processes; empty where
-            they can.
         emulated: its arithmetic is emulated, so that speed and memory mean nothing.
         no_recompute_reason: reason why a forward can neither be compiled nor recomputed in the
             backward, with what to type; empty where it can.
@@ -102,7 +99,6 @@ class Precision(ABC):
     trained_in: str = ""
     update: UpdateRule = "nearest"
     emulated: bool = False
-    unshardable_reason: str = ""
     no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
     wide_inputs: frozenset[str | int] = frozenset()
@@ -122,11 +118,6 @@ class Precision(ABC):
 
     def require_strategy(self, strategy: Strategy) -> None:
         """Raise Unavailable where the strategy cannot train the precision's layers."""
-        if strategy.shards and self.unshardable_reason:
-            raise Unavailable(
-                f"precision={self.name} with strategy={strategy.name}: {self.unshardable_reason}.",
-                "Type strategy=ddp, where every process has the whole model.",
-            )
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -137,18 +128,13 @@ class Precision(ABC):
             PolicyError: another session or run is open, in this thread or another, that needs
                 other switches.
         """
-        wanted = self.wanted_switches(model, device)
-        if wanted is None:
+        if not self.float32_matmul:
             yield
             return
+        wanted = wanted_switches(self, model, device)
         self._kernels = wanted.kernels
-        dtypes = frozenset((self.storage, self.compute))
-        with open_session(Session(self.name, dtypes, wanted, switched(wanted, model))):
+        with open_session(Session(self.name, wanted, switched(wanted, model))):
             yield
-
-    def wanted_switches(self, model: nn.Module, device: torch.device) -> Switches | None:
-        """Return what a session switches; None leaves torch's settings."""
-        return wanted_switches(self, model, device) if self.float32_matmul else None
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE

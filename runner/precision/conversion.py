@@ -122,11 +122,9 @@ class ConversionReport:
         )
         # A converted module without matrix weights of its own or shared ones is a norm.
         norms = sum(row.done and not row.elements and not row.counted_with for row in self.modules)
-        if norms == 1:
-            text += " and 1 norm"
-        elif norms:
-            text += f" and {norms} norms"
-        return text
+        if not norms:
+            return text
+        return f"{text} and {norms} norm" + "s" * (norms > 1)
 
     def tags(self) -> dict[str, str]:
         """Return the counts as tags of a run; empty where a precision converts no modules."""
@@ -223,14 +221,14 @@ def convert_modules(
         module.register_forward_pre_hook(no_op_hook)
     for path, module in chosen:
         convert = next(make for kind, make in converters.items() if isinstance(module, kind))
+        pattern = "*" if path == ROOT_NAME else path
         try:
             convert(module)
-            vars(module)["converted_name"] = "*" if path == ROOT_NAME else path
+            vars(module)["converted_name"] = pattern
         except (AssertionError, TypeError, ValueError) as error:
-            where = "*" if path == ROOT_NAME else path
             raise ConfigError(
                 f"precision={rules.name} cannot convert {path} ({type(module).__name__}): "
-                f"{type(error).__name__}: {error} Type precision.ignore_modules=[{where}]."
+                f"{type(error).__name__}: {error} Type precision.ignore_modules=[{pattern}]."
             ) from error
     return report
 

@@ -67,6 +67,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
 
     layers_compute_in = "FP8"
     layer_formats = (FP8_LAYERS,)
+    float32_matmul = "highest"
+    cpu_float16 = "native"
     name: str
     weights: str
     recipe: Mapping[str, Any]
@@ -116,11 +118,6 @@ class TransformerEnginePrecision(ConvertingPrecision):
                 "Type precision=transformer-engine-current, which scales by its own process's "
                 "numbers.",
             )
-        super().require_strategy(strategy)
-
-    def wanted_switches(self, model: nn.Module, device: torch.device) -> options.Switches:
-        casts = options.emulated_casts(self, device)
-        return options.Switches("highest", self.reduced_precision_reduction, casts)
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:

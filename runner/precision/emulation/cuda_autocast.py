@@ -131,11 +131,6 @@ def _is_cast(value: Any) -> bool:
     return value.is_floating_point() and value.dtype is not torch.float64
 
 
-def _dtypes(values: Any) -> set[torch.dtype]:
-    """Return the dtypes of the tensors that autocast looks at."""
-    return {value.dtype for value in tree_leaves(values) if _is_cast(value)}
-
-
 def _call_cast(cast: Callable[[Tensor], Tensor], operator: Any, args: Any, kwargs: Any) -> Any:
     """Call an operator with its tensors cast, those in lists too."""
     args, kwargs = tree_map(lambda value: cast(value) if _is_cast(value) else value, (args, kwargs))
@@ -166,7 +161,8 @@ def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
 
 def _in_widest_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
     half = torch.get_autocast_dtype("cpu")
-    widest = torch.float32 if _dtypes([args, kwargs]) - {half} else half
+    dtypes = {value.dtype for value in tree_leaves((args, kwargs)) if _is_cast(value)}
+    widest = torch.float32 if dtypes - {half} else half
     return _call_in(widest, operator, args, kwargs)
 
 

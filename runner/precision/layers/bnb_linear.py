@@ -16,6 +16,7 @@ Source: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation); LLM
 arXiv:2208.07339 (row-wise int8, outlier columns).
 """
 
+import logging
 import math
 from copy import copy
 from typing import Any
@@ -26,15 +27,18 @@ from torch.nn import functional as F
 
 from runner.precision.conversion import change_class
 from runner.precision.layers.backward_checks import forbid_second_derivative
-from runner.precision.layers.bnb_library import (
-    QuantState,
-    bnb,
-    dequantize_4bit,
-    unpack_tensor_to_dict,
-)
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.quantized_linear import PackedLinear, PackedWeightOwner
 from runner.precision.layers.weight_formats import PackedTensors
+from runner.utils.import_warnings import suppress_import_warnings
+
+with suppress_import_warnings():
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+    from bitsandbytes.utils import unpack_tensor_to_dict
+
+# It warns of the cast to float16 before int8 in every forward.
+logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
