@@ -8,13 +8,15 @@ is a member here, with a default that follows from the dtypes.
 How to add one: make a dataclass whose fields are the keys of its yaml, and whose __post_init__
 refuses values that are not allowed (`options.refuse`) and sets storage, compute and what else
 differs from the defaults here. A precision that computes by autocast is like MixedPrecision; one
-that replaces linear layers is a ConvertingPrecision (converting.py), like Float8Precision: it says
-which layers it cannot hold (find_obstacle) and replaces one (convert_layer).
+that replaces linear layers is a ConvertingPrecision, like Float8Precision: it says which layers it
+cannot hold (find_obstacle) and replaces one (convert_layer).
 """
 
-from abc import ABC
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,11 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from runner.distributed.strategy import Strategy
-from runner.precision.casting import cast_floats, cast_nest
-from runner.precision.conversion import ConversionReport
+from runner.precision.casting import (
+    autocast,
+    cast_floats,
+    cast_inputs,
+    cast_nest,
+    float64_to_float32,
+)
+from runner.precision.conversion import ConversionReport, ConversionRules, convert_modules
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
+from runner.precision.layers.conv1d import linear_classes
 from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.options import switched, wanted_switches
 from runner.precision.sessions import Session, open_session
@@ -86,6 +95,8 @@ class Precision(ABC):
             gradients, up to which mode=diff takes differences for rounding.
         caches_casts: autocast casts a weight once in a forward, not at each use.
         emulates_products: on a CPU, products are computed as tensor cores compute them.
+        keeps_dtypes: what is not converted keeps the dtype that it was built in; else it is cast
+            to the storage dtype.
     """
 
     name: str
@@ -108,6 +119,7 @@ class Precision(ABC):
     emulates_products: bool = False
     operand_roundoffs: tuple[float, float] = FP8_ROUNDOFFS
     caches_casts: bool = True
+    keeps_dtypes: bool = False
     _kernels: str = ""
     # One object: forward and backward enter it once per micro-batch.
     _plain_context: AbstractContextManager[Any] = nullcontext()
@@ -148,12 +160,28 @@ class Precision(ABC):
         Raises:
             ConfigError: a pattern matches nothing, or a module cannot be converted.
         """
+        # Before the conversion: what one of these refuses leaves the model unchanged.
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
+        tensors = find_kept_tensors(model, self.storage, kept)
+        report = self._replace_layers(model, device, kept, tensors.dtypes)
         keep_in_float32(model, kept, self.storage)
-        tensors = find_kept_tensors(model, self.storage)
-        in_float32 = dict.fromkeys(kept, torch.float32)
-        cast_floats(model, self.storage, {**tensors.dtypes, **in_float32})
-        return model, ConversionReport(kept=tensors.lines)
+        if not self.keeps_dtypes:
+            in_float32 = dict.fromkeys(kept, torch.float32)
+            cast_floats(model, self.storage, {**tensors.dtypes, **in_float32})
+        return model, replace(report, kept=tensors.lines)
+
+    def _replace_layers(
+        self, model: nn.Module, device: torch.device, kept: Collection[str], own: Collection[str]
+    ) -> ConversionReport:
+        """Replace the layers that the precision converts, in place; here none.
+
+        Args:
+            model: changed in place.
+            device: where it will run.
+            kept: names of what is kept in float32.
+            own: names of the tensors that keep a dtype of their own.
+        """
+        return ConversionReport()
 
     def leave_unconverted(self, reasons: Mapping[str, str]) -> None:
         """Skip further modules, by dotted name and with the reason, in later conversions."""
@@ -285,3 +313,85 @@ class Precision(ABC):
     def loss_dtype(self) -> torch.dtype:
         """Return the dtype of floating outputs and targets in the loss if autocast_loss is off."""
         return torch.float64 if self.storage is torch.float64 else torch.float32
+
+
+class ConvertingPrecision(Precision):
+    """Low-precision linear layers; the rest of the model computes by autocast, or as it is stored.
+
+    A subclass says which layers it cannot hold, and replaces the others. It has autocast where it
+    computes in another dtype than it stores.
+
+    Attributes:
+        ignore_modules: patterns of modules that are not converted.
+        skips_shared: layers that share a parameter are not converted.
+        layers_compute_in: the format of the products of converted layers, as a phrase; empty where
+            they are in the dtype of the others.
+        layer_formats: the number formats of converted layers, the narrowest first.
+    """
+
+    ignore_modules: Sequence[str] = ()
+    skips_shared: bool = False
+    layers_compute_in: str = ""
+    layer_formats: tuple[ComputeFormat, ...] = ()
+
+    @abstractmethod
+    def find_obstacle(self, module: nn.Module) -> str:
+        """Return why a linear layer that is not converted cannot be; empty where it can."""
+
+    def convert_layer(self, module: nn.Module, device: torch.device) -> None:
+        """Replace a linear layer, in place; the device is the one where it will run.
+
+        A subclass has this method, or a convert_layers of its own.
+        """
+        raise NotImplementedError
+
+    def convert_layers(
+        self, model: nn.Module, rules: ConversionRules, device: torch.device
+    ) -> ConversionReport:
+        """Replace the layers that the rules allow, in place, on the device where they will run."""
+        convert_layer = partial(self.convert_layer, device=device)
+        return convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
+
+    def _replace_layers(
+        self, model: nn.Module, device: torch.device, kept: Collection[str], own: Collection[str]
+    ) -> ConversionReport:
+        rules = ConversionRules(
+            self.name,
+            self.ignore_modules,
+            kept,
+            self.find_obstacle,
+            # A packed weight is a new object.
+            new_weights=self.freezes,
+            bypassed=self.bypassed,
+            skips_shared=self.skips_shared,
+            kept=own,
+        )
+        return self.convert_layers(model, rules, device)
+
+    @property
+    def has_autocast(self) -> bool:
+        """Return whether the model's forward runs under autocast."""
+        return self.compute is not self.storage
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        if not self.has_autocast:
+            return self._plain_context
+        return autocast(device.type, self.compute, self.caches_casts)
+
+    def cast(self, inputs: Any) -> Any:
+        """Return the inputs in the storage dtype. Under autocast they are not cast, so that
+        modules kept in float32 and unconverted layers get the original values; only float64, which
+        autocast does not cast, becomes float32."""
+        if self.has_autocast:
+            return float64_to_float32(inputs)
+        return cast_inputs(inputs, self.storage, self.wide_inputs)
+
+    @property
+    def compute_format(self) -> str:
+        if not self.layers_compute_in:
+            return super().compute_format
+        return f"{self.layers_compute_in} in linear layers, {super().compute_format} elsewhere"
+
+    @property
+    def formats(self) -> tuple[ComputeFormat, ...]:
+        return (*self.layer_formats, *super().formats)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from runner.precision import options
 from runner.precision.casting import DefaultDtype, autocast_input
-from runner.precision.contract import FP8_LAYERS
+from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
 from runner.precision.conversion import layer_class, replace_in_place
-from runner.precision.converting import ConvertingPrecision
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, layer_widths
 from runner.precision.layers.padding import pad_rows

@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
-from runner.precision.contract import FP8_LAYERS
+from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
 from runner.precision.conversion import ROOT_NAME, ConversionReport, ConversionRules
-from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.backward_checks import refuse_recompute

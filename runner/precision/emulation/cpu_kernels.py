@@ -41,16 +41,9 @@ BoxedKernel = Callable[..., Any]
 Kernels = Mapping[tuple[str, str], BoxedKernel]
 """Kernels by (operator, dispatch key)."""
 
-WRITING_VARIANTS = {
-    "mm.out": "mm",
-    "bmm.out": "bmm",
-    "addmm.out": "addmm",
-    "baddbmm.out": "baddbmm",
-    "addbmm.out": "addbmm",
-    "addmm_": "addmm",
-    "baddbmm_": "baddbmm",
-    "addbmm_": "addbmm",
-}
+_ADDED = ("addmm", "baddbmm", "addbmm")
+WRITING_VARIANTS = {f"{name}.out": name for name in ("mm", "bmm", *_ADDED)}
+WRITING_VARIANTS |= {f"{name}_": name for name in _ADDED}
 """Operators that write into a given tensor, and the operator whose result they write. Compiled
 graphs call them."""
 

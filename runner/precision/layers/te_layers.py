@@ -175,10 +175,8 @@ def te_obstacle(module: nn.Module, multiple: int) -> str:
     assert isinstance(module, nn.LayerNorm)
     if len(module.normalized_shape) > 1:
         return f"normalises over {len(module.normalized_shape)} dimensions"
-    if module.weight is None:
-        return "has no weight"
-    if module.bias is None:
-        return "has no bias"
+    if module.weight is None or module.bias is None:
+        return "has no weight" if module.weight is None else "has no bias"
     return ""
 
 
