@@ -13,7 +13,7 @@ cannot hold (find_obstacle) and replaces one (convert_layer).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -95,8 +95,6 @@ class Precision(ABC):
             gradients, up to which mode=diff takes differences for rounding.
         caches_casts: autocast casts a weight once in a forward, not at each use.
         emulates_products: on a CPU, products are computed as tensor cores compute them.
-        keeps_dtypes: what is not converted keeps the dtype that it was built in; else it is cast
-            to the storage dtype.
     """
 
     name: str
@@ -119,7 +117,6 @@ class Precision(ABC):
     emulates_products: bool = False
     operand_roundoffs: tuple[float, float] = FP8_ROUNDOFFS
     caches_casts: bool = True
-    keeps_dtypes: bool = False
     _kernels: str = ""
     # One object: forward and backward enter it once per micro-batch.
     _plain_context: AbstractContextManager[Any] = nullcontext()
@@ -160,28 +157,11 @@ class Precision(ABC):
         Raises:
             ConfigError: a pattern matches nothing, or a module cannot be converted.
         """
-        # Before the conversion: what one of these refuses leaves the model unchanged.
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
-        tensors = find_kept_tensors(model, self.storage, kept)
-        report = self._replace_layers(model, device, kept, tensors.dtypes)
         keep_in_float32(model, kept, self.storage)
-        if not self.keeps_dtypes:
-            in_float32 = dict.fromkeys(kept, torch.float32)
-            cast_floats(model, self.storage, {**tensors.dtypes, **in_float32})
-        return model, replace(report, kept=tensors.lines)
-
-    def _replace_layers(
-        self, model: nn.Module, device: torch.device, kept: Collection[str], own: Collection[str]
-    ) -> ConversionReport:
-        """Replace the layers that the precision converts, in place; here none.
-
-        Args:
-            model: changed in place.
-            device: where it will run.
-            kept: names of what is kept in float32.
-            own: names of the tensors that keep a dtype of their own.
-        """
-        return ConversionReport()
+        tensors = find_kept_tensors(model, self.storage)
+        cast_floats(model, self.storage, {**tensors.dtypes, **dict.fromkeys(kept, torch.float32)})
+        return model, ConversionReport(kept=tensors.lines)
 
     def leave_unconverted(self, reasons: Mapping[str, str]) -> None:
         """Skip further modules, by dotted name and with the reason, in later conversions."""
@@ -323,6 +303,8 @@ class ConvertingPrecision(Precision):
 
     Attributes:
         ignore_modules: patterns of modules that are not converted.
+        keeps_dtypes: what is not converted keeps the dtype that it was built in; else it is cast
+            to the storage dtype.
         skips_shared: layers that share a parameter are not converted.
         layers_compute_in: the format of the products of converted layers, as a phrase; empty where
             they are in the dtype of the others.
@@ -330,6 +312,7 @@ class ConvertingPrecision(Precision):
     """
 
     ignore_modules: Sequence[str] = ()
+    keeps_dtypes: bool = False
     skips_shared: bool = False
     layers_compute_in: str = ""
     layer_formats: tuple[ComputeFormat, ...] = ()
@@ -352,9 +335,12 @@ class ConvertingPrecision(Precision):
         convert_layer = partial(self.convert_layer, device=device)
         return convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
 
-    def _replace_layers(
-        self, model: nn.Module, device: torch.device, kept: Collection[str], own: Collection[str]
-    ) -> ConversionReport:
+    def convert(
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
+    ) -> tuple[nn.Module, ConversionReport]:
+        # Before the conversion: what either refuses leaves the model unchanged.
+        kept = find_kept_modules(model, self.keep_fp32, self.storage)
+        tensors = find_kept_tensors(model, self.storage)
         rules = ConversionRules(
             self.name,
             self.ignore_modules,
@@ -364,9 +350,14 @@ class ConvertingPrecision(Precision):
             new_weights=self.freezes,
             bypassed=self.bypassed,
             skips_shared=self.skips_shared,
-            kept=own,
+            kept=tensors.dtypes,
         )
-        return self.convert_layers(model, rules, device)
+        report = self.convert_layers(model, rules, device)
+        keep_in_float32(model, kept, self.storage)
+        if not self.keeps_dtypes:
+            in_float32 = dict.fromkeys(kept, torch.float32)
+            cast_floats(model, self.storage, {**tensors.dtypes, **in_float32})
+        return model, replace(report, kept=tensors.lines)
 
     @property
     def has_autocast(self) -> bool:

@@ -107,8 +107,7 @@ class Float8Precision(ConvertingPrecision):
         # nobody would want unasked. Ada has both of torch's kernels: per tensor in cuBLASLt, per
         # row in CUTLASS (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
         if not self.emulated:
-            nearest = f"{options.native_half_prefix(device)}-mixed"
-            remedy = options.emulation_remedy(nearest)
+            remedy = options.emulation_remedy(f"{options.native_half_prefix(device)}-mixed")
             options.require_capability(self.name, device, (8, 9), remedy)
         options.require_torchao(self.name)
 
@@ -158,8 +157,7 @@ class Float8Layer:
         rows = autocast_input(input)
         with torch.autocast(input.device.type, enabled=False):
             # The library cannot clone a transposed tensor that it has scaled by rows.
-            contiguous = rows.contiguous()
-            output = pad_rows(self._product, contiguous, SCALED_MM_MULTIPLE)
+            output = pad_rows(self._product, rows.contiguous(), SCALED_MM_MULTIPLE)
             return forbid_second_derivative(output)
 
     def _product(self, input: Tensor) -> Tensor:

@@ -121,11 +121,10 @@ class ScaledGradients:
     def check_own_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise PolicyError for an optimizer that steps by itself on scaled gradients, and round
         the others' gradients to its parameters' dtypes; a hook of all optimizers' steps."""
-        if not self._is_stepping:
-            round_gradients([optimizer], self._widened)
-        if not self._is_scaled or self._is_stepping:
+        if self._is_stepping:
             return
-        if any(p in self._computed for p in parameters_of(optimizer)):
+        round_gradients([optimizer], self._widened)
+        if self._is_scaled and any(p in self._computed for p in parameters_of(optimizer)):
             raise PolicyError(
                 f"optimizer.step() of {type(optimizer).__name__} does not know the loss scale that "
                 "its gradients are multiplied by. Write policy.step(optimizer) in its place."

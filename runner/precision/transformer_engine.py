@@ -131,9 +131,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
         self, model: nn.Module, rules: ConversionRules, device: torch.device
     ) -> ConversionReport:
         report = convert_layers(model, self._library, self.kind.multiple, rules, self.fuse)
-        if self._is_delayed:
-            for layer in _fp8_layers(model).values():
-                layer.register_forward_pre_hook(refuse_recompute)
+        for layer in self._scaled_layers(model).values():
+            layer.register_forward_pre_hook(refuse_recompute)
         return report
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -162,12 +161,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
 
     @contextmanager
     def eval_context(self, model: nn.Module) -> Iterator[None]:
-        # Other recipes have no state that a forward changes.
-        if self.update_in_eval or not self._is_delayed:
-            yield
-            return
         # A forward writes amaxes even without gradients, and the next training step would use them.
-        layers = list(_fp8_layers(model).values())
+        layers = [] if self.update_in_eval else list(self._scaled_layers(model).values())
         previous = [layer.get_fp8_meta_tensors() for layer in layers]
         try:
             yield
@@ -179,9 +174,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         """Return scales and amax histories of delayed scaling, by module; empty for other recipes.
         A layer that never ran has none."""
         state: dict[str, dict[str, Tensor]] = {}
-        if not self._is_delayed:
-            return state
-        for name, layer in _fp8_layers(model).items():
+        for name, layer in self._scaled_layers(model).items():
             tensors = layer.get_fp8_meta_tensors()
             if tensors is None:
                 continue
@@ -198,9 +191,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         A layer that the state does not have starts with new scales; of a history of another length
         the latest amaxes are restored.
         """
-        if not self._is_delayed:
-            return
-        for name, layer in _fp8_layers(model).items():
+        for name, layer in self._scaled_layers(model).items():
             if name in state:
                 self._restore(layer, state[name])
             else:
@@ -230,10 +221,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         factor by which the input is multiplied before it is rounded to FP8.
         """
         gauges: dict[str, Tensor] = {}
-        if not self._is_delayed:
-            return gauges
-        margin = self.recipe["margin"]
-        for name, layer in _fp8_layers(model).items():
+        for name, layer in self._scaled_layers(model).items():
             scaling = layer.fp8_meta.get(SCALING_KEYS["forward"])
             if scaling is None:
                 continue
@@ -245,7 +233,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             else:
                 # The library clears the first row at the end of a step. A history of one row is
                 # then empty, and the amax follows from the scale that was made of it.
-                amax = E4M3.largest / 2**margin / scale
+                amax = E4M3.largest / 2 ** self.recipe["margin"] / scale
             gauges[f"fp8/amax/{name}"] = amax
             gauges[f"fp8/scale/{name}"] = scale.clone()
         return gauges
@@ -253,6 +241,11 @@ class TransformerEnginePrecision(ConvertingPrecision):
     @property
     def _is_delayed(self) -> bool:
         return self.recipe["kind"] == "delayed"
+
+    def _scaled_layers(self, model: nn.Module) -> dict[str, Any]:
+        """Return the layers with scales of past steps, by dotted name; under delayed scaling alone
+        a forward changes state."""
+        return _fp8_layers(model) if self._is_delayed else {}
 
     def _on_hardware(self, device: torch.device) -> bool:
         return device.type == "cuda" and not self.emulated

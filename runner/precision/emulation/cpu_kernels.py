@@ -211,14 +211,11 @@ def _has_large_weight(module: nn.Module) -> bool:
         return True
     is_convolution = isinstance(module, nn.modules.conv._ConvNd)
     limit = LARGE_CONVOLUTION if is_convolution else LARGE_MATRIX
-    for parameter in module.parameters(recurse=False):
-        # A lazy layer has no shape yet, and is assumed to be large.
-        if nn.parameter.is_lazy(parameter):
-            return True
-        # A bias is added, not multiplied.
-        if parameter.ndim > 1 and parameter.numel() >= limit:
-            return True
-    return False
+    # A lazy layer has no shape yet, and is assumed to be large. A bias is added, not multiplied.
+    return any(
+        nn.parameter.is_lazy(parameter) or (parameter.ndim > 1 and parameter.numel() >= limit)
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 def choose_kernels(choice: KernelChoice, model: nn.Module) -> ResolvedKernels:
@@ -379,12 +376,11 @@ def tf32_products(model: nn.Module) -> Iterator[None]:
 
 
 def _tf32_kernels() -> Kernels:
-    operands = dict(PRODUCT_OPERANDS)
-    for variant, name in WRITING_VARIANTS.items():
-        operands[variant] = PRODUCT_OPERANDS[name]
     return {
-        (name, "CPU"): _with_rounded_operands(original_kernel(name), positions)
-        for name, positions in operands.items()
+        (name, "CPU"): _with_rounded_operands(
+            original_kernel(name), PRODUCT_OPERANDS[WRITING_VARIANTS.get(name, name)]
+        )
+        for name in (*PRODUCT_OPERANDS, *WRITING_VARIANTS)
     }
 
 
@@ -405,7 +401,6 @@ def _round_operand(x: Tensor) -> Tensor:
     if x.dtype is torch.float32:
         return round_to_tf32(x)
     if x.dtype is torch.complex64:
-        return torch.view_as_complex(
-            round_to_tf32(torch.view_as_real(x.resolve_conj().resolve_neg()))
-        )
+        parts = torch.view_as_real(x.resolve_conj().resolve_neg())
+        return torch.view_as_complex(round_to_tf32(parts))
     return x
