@@ -263,7 +263,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     def _autocast(self) -> AbstractContextManager[Any]:
         # The library has no such parameter.
         options = {"accumulate": self.accumulate} if self.emulated else {}
-        return self._library.autocast(enabled=True, recipe=self._recipe, **options)
+        return self._library.autocast(recipe=self._recipe, **options)
 
 
 class _ScaledForward:

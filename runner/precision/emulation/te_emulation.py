@@ -245,7 +245,6 @@ class Autocast:
     """Context in which the layers quantize, as te.autocast. It can be entered again, and nested.
 
     Args:
-        enabled: must be true; the parameter is the library's.
         recipe: as the config gives it: its kind and all of its keys.
         accumulate: how products are summed; the library has no such parameter.
     """
@@ -253,10 +252,7 @@ class Autocast:
     # The open contexts, the innermost last.
     active: ClassVar[list["Autocast"]] = []
 
-    def __init__(
-        self, enabled: bool, recipe: Mapping[str, Any], accumulate: Accumulation = "float32"
-    ) -> None:
-        assert enabled
+    def __init__(self, recipe: Mapping[str, Any], accumulate: Accumulation = "float32") -> None:
         self.recipe = recipe
         self.narrow = accumulate == "hopper"
         self.operands: Operands | None = None
