@@ -115,11 +115,9 @@ class BitsandbytesPrecision(ConvertingPrecision):
             remedy = f"Nearest that runs here: precision={nearest}."
             options.require_capability(self.name, device, min_capability, remedy)
         if self.compute is torch.bfloat16:
-            options.require_bfloat16(
-                f"{self.name} precision.compute_dtype=bfloat16",
-                device,
-                "Type precision.compute_dtype=float16, or precision.compute_dtype=float32.",
-            )
+            setting = f"{self.name} precision.compute_dtype=bfloat16"
+            remedy = "Type precision.compute_dtype=float16, or precision.compute_dtype=float32."
+            options.require_bfloat16(setting, device, remedy)
 
     def find_obstacle(self, module: nn.Module) -> str:
         # torch 2.11's int8 product is wrong for one input.

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,9 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.utils.modules import tensors_named
 from runner.utils.tensors import memory_of
-
-# complex32 (ComplexHalf) lacks most kernels, so half precisions keep complex64.
-_COMPLEX = {torch.float64: torch.complex128}
 
 
 class WideFields(dict[str, Any]):
@@ -95,7 +91,8 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor as a precision of this floating dtype holds it; the same object where nothing
     changes."""
     if tensor.is_complex():
-        dtype = _COMPLEX.get(dtype, torch.complex64)
+        # complex32 (ComplexHalf) lacks most kernels, so half precisions keep complex64.
+        dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
     elif not tensor.is_floating_point():
         return tensor
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
@@ -182,7 +179,7 @@ def float64_to_float32(nest: Any) -> Any:
 
 
 def cast_floats(
-    model: nn.Module, dtype: torch.dtype, kept: Mapping[str, torch.dtype] = MappingProxyType({})
+    model: nn.Module, dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None
 ) -> None:
     """Cast a model's parameters and buffers in place, except what keeps a dtype of its own.
 
@@ -198,7 +195,7 @@ def cast_floats(
     # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
-    for name, own_dtype in kept.items():
+    for name, own_dtype in (kept or {}).items():
         for tensor in tensors_named(model, name):
             replacements[id(tensor)] = (tensor, cast_tensor(tensor, own_dtype))
 

@@ -159,9 +159,9 @@ class Precision(ABC):
         """
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
         keep_in_float32(model, kept, self.storage)
-        tensors = find_kept_tensors(model, self.storage)
-        cast_floats(model, self.storage, {**tensors.dtypes, **dict.fromkeys(kept, torch.float32)})
-        return model, ConversionReport(kept=tensors.lines)
+        own_dtypes, lines = find_kept_tensors(model, self.storage)
+        cast_floats(model, self.storage, {**own_dtypes, **dict.fromkeys(kept, torch.float32)})
+        return model, ConversionReport(kept=lines)
 
     def leave_unconverted(self, reasons: Mapping[str, str]) -> None:
         """Skip further modules, by dotted name and with the reason, in later conversions."""
@@ -340,7 +340,7 @@ class ConvertingPrecision(Precision):
     ) -> tuple[nn.Module, ConversionReport]:
         # Before the conversion: what either refuses leaves the model unchanged.
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
-        tensors = find_kept_tensors(model, self.storage)
+        own_dtypes, lines = find_kept_tensors(model, self.storage)
         rules = ConversionRules(
             self.name,
             self.ignore_modules,
@@ -350,14 +350,14 @@ class ConvertingPrecision(Precision):
             new_weights=self.freezes,
             bypassed=self.bypassed,
             skips_shared=self.skips_shared,
-            kept=tensors.dtypes,
+            kept=own_dtypes,
         )
         report = self.convert_layers(model, rules, device)
         keep_in_float32(model, kept, self.storage)
         if not self.keeps_dtypes:
             in_float32 = dict.fromkeys(kept, torch.float32)
-            cast_floats(model, self.storage, {**tensors.dtypes, **in_float32})
-        return model, replace(report, kept=tensors.lines)
+            cast_floats(model, self.storage, {**own_dtypes, **in_float32})
+        return model, replace(report, kept=lines)
 
     @property
     def has_autocast(self) -> bool:

@@ -15,9 +15,8 @@ from runner.precision import options
 from runner.precision.casting import DefaultDtype, autocast_input
 from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
 from runner.precision.conversion import layer_class, replace_in_place
-from runner.precision.layers.backward_checks import forbid_second_derivative
+from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths
-from runner.precision.layers.padding import pad_rows
 from runner.utils.errors import Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tpu import is_tpu
@@ -116,7 +115,7 @@ class Float8Precision(ConvertingPrecision):
         shape = f"its shape {into} -> {out}"
         # torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's
         # three products the forward contracts over `in` and yields `out`, the input's gradient the
-        # reverse, and the weight's contracts over the rows (runner.precision.layers.padding) and
+        # reverse, and the weight's contracts over the rows (pad_rows) and
         # yields `in`. Emulation follows the same rule, to convert the layers that hardware would.
         if out % SCALED_MM_MULTIPLE or into % SCALED_MM_MULTIPLE:
             return f"{shape} is not in multiples of {SCALED_MM_MULTIPLE}"

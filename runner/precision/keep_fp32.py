@@ -15,10 +15,10 @@ bfloat16, too) and core_model_loading.py.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,29 +153,22 @@ def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:
         if module not in parts and parameters & kept_parameters:
             outside.append(name)
     if outside:
-        others = ", ".join(name or "the model itself" for name in outside)
-        patterns = ", ".join(name or "*" for name in outside)
+        others = ", ".join(name or "*" for name in outside)
         raise ConfigError(
             f"precision.keep_fp32: {', '.join(sorted(kept))} shares a parameter with {others}, "
-            f"which is not in it. Add {patterns}."
+            f"which is not in it. Add {others}."
         )
 
 
-class KeptTensors(NamedTuple):
-    """What keeps its dtype in a conversion.
+def find_kept_tensors(
+    model: nn.Module, storage: torch.dtype
+) -> tuple[dict[str, torch.dtype], tuple[str, ...]]:
+    """Return what keeps its dtype where the other floating tensors get the storage dtype.
 
-    Attributes:
-        dtypes: float32 of the parameters and buffers that the model declares so, and the dtypes of
-            those that it froze in one of their own; by name.
-        lines: for the console; what stays in which dtype.
+    Returns:
+        By name float32 for the parameters and buffers that the model declares so, and the dtypes of
+        those that it froze in one of their own; lines for the console.
     """
-
-    dtypes: Mapping[str, torch.dtype]
-    lines: tuple[str, ...]
-
-
-def find_kept_tensors(model: nn.Module, storage: torch.dtype) -> KeptTensors:
-    """Return what keeps its dtype where the other floating tensors get the storage dtype."""
     kept: dict[str, torch.dtype] = {}
     lines: list[str] = []
     for path, part in frozen_parts(model).items():
@@ -194,7 +187,7 @@ def find_kept_tensors(model: nn.Module, storage: torch.dtype) -> KeptTensors:
             declared += [f"{path}.{name}".lstrip(".") for name in names]
     if declared:
         lines.append(f"stays in float32, as the model declares: {first_names(declared, 8)}")
-    return KeptTensors({**dict.fromkeys(declared, torch.float32), **kept}, tuple(lines))
+    return {**dict.fromkeys(declared, torch.float32), **kept}, tuple(lines)
 
 
 def _declared_of(model: Any, storage: torch.dtype) -> Iterator[str]:

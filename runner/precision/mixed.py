@@ -98,7 +98,7 @@ class MixedPrecision(Precision):
     ) -> tuple[nn.Module, ConversionReport]:
         # Mixed precision means float32 weights. Half-precision gradients could not be unscaled,
         # either. What the model froze has none, and keeps its dtype.
-        frozen = find_kept_tensors(model, self.storage).dtypes
+        frozen, _ = find_kept_tensors(model, self.storage)
         half = [n for n, p in model.named_parameters() if is_narrow(p) and n not in frozen]
         if half:
             true_precision = "16-true" if self.compute is torch.float16 else "bf16-true"

@@ -83,11 +83,8 @@ class WeightFormatPrecision(ConvertingPrecision):
         if self.format != "nvfp4":
             options.require_torchao(self.name)
         if self.compute is torch.bfloat16:
-            options.require_bfloat16(
-                f"{self.name} precision.compute_dtype=bfloat16",
-                device,
-                "Type precision.compute_dtype=float32.",
-            )
+            setting = f"{self.name} precision.compute_dtype=bfloat16"
+            options.require_bfloat16(setting, device, "Type precision.compute_dtype=float32.")
 
     def find_obstacle(self, module: nn.Module) -> str:
         into, _ = layer_widths(module)

@@ -5,7 +5,7 @@ There is no table to keep: a yaml in conf/precision/, or in the folder `precisio
 `--config-dir`, is a precision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -30,13 +30,11 @@ class PrecisionSupport:
 
     Attributes:
         name: of its yaml.
-        device: as torch writes it, for example "cuda:0".
         why: what is missing; empty where it runs.
         remedy: what to type; empty where it runs.
     """
 
     name: str
-    device: str
     why: str
     remedy: str
 
@@ -67,9 +65,16 @@ def _sort_key(name: str, config_dir: Path | None) -> tuple[bool, tuple[float, ..
         return True, (), name
 
 
-def precision_config(name: str, config_dir: Path | None = None) -> dict[str, Any]:
+def precision_config(
+    name: str, config_dir: Path | None = None, keys: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return a precision's yaml as keywords and `_target_`, with the yamls of the same folder that
     its `defaults` name below it.
+
+    Args:
+        name: of the yaml.
+        config_dir: the user's configs.
+        keys: merged over the yaml: of a mapping, such as loss_scale, the given keys alone.
 
     Raises:
         ConfigError: no folder has it.
@@ -78,7 +83,9 @@ def precision_config(name: str, config_dir: Path | None = None) -> dict[str, Any
     node = _load_yaml(path, path.stat().st_mtime_ns)
     names = [base for base in node.get("defaults", ()) if isinstance(base, str)]
     bases = [precision_config(base, config_dir) for base in names if base != "_self_"]
-    merged = OmegaConf.to_container(OmegaConf.merge(*bases, node))
+    # A wrong value may be of any class: the precision's checks name it.
+    given = OmegaConf.create(dict(keys or {}), flags={"allow_objects": True})
+    merged = OmegaConf.to_container(OmegaConf.merge(*bases, node, given))
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items() if key != "defaults"}
 
@@ -141,7 +148,7 @@ def supported_precisions(
         # A user's yaml or class that does not load.
         except (ConfigError, TypeError) as error:
             why, remedy = str(error), f"Correct {_yaml_path(name, config_dir)}."
-        rows.append(PrecisionSupport(name, str(device), why, remedy))
+        rows.append(PrecisionSupport(name, why, remedy))
     return rows
 
 

@@ -150,7 +150,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             context = self._plain_context
             # Elsewhere the library's products cannot run.
             if self.emulated or self._on_hardware(device):
-                context = _ScaledForward(self._autocast(), self._plain_context)
+                context = _ScaledForward(self._autocast(), self.storage)
             self._forward[device.type] = context
         return self._forward[device.type]
 
@@ -266,24 +266,22 @@ class TransformerEnginePrecision(ConvertingPrecision):
         return self._library.autocast(recipe=self._recipe, **options)
 
 
-class _ScaledForward:
-    """A reusable context that enters the library's autocast and the default dtype."""
+class _ScaledForward(DefaultDtype):
+    """A reusable context that enters the library's autocast and sets the default dtype."""
 
-    __slots__ = ("autocast", "default_dtype")
+    __slots__ = ("autocast",)
 
-    def __init__(
-        self, autocast: AbstractContextManager[Any], default_dtype: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, autocast: AbstractContextManager[Any], dtype: torch.dtype) -> None:
+        super().__init__(dtype)
         self.autocast = autocast
-        self.default_dtype = default_dtype
 
     def __enter__(self) -> None:
         self.autocast.__enter__()
-        self.default_dtype.__enter__()
+        super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         # In the reverse order of entering.
-        self.default_dtype.__exit__(*error)
+        super().__exit__(*error)
         self.autocast.__exit__(*error)
 
 

@@ -222,7 +222,7 @@ def _load_plain_weights(
     adapter = adapters.build_adapter(config.values.get("adapter") or {})
     # A checkpoint's float64 would be rounded on its way through a float32 model.
     if precision.storage is torch.float64:
-        cast_floats(model, torch.float64, find_kept_tensors(model, torch.float64).dtypes)
+        cast_floats(model, torch.float64, find_kept_tensors(model, torch.float64)[0])
     if adapter is None:
         return _load(spec, model, saved)
     # The adapter freezes what it is added to, and this run trains the merged weights.

@@ -70,7 +70,7 @@ def test_a_precision_that_require_refuses_is_listed_with_the_reason(monkeypatch)
     refused = [
         row for row in registry.supported_precisions(CPU) if not row.runs and row.name in plain
     ]
-    assert refused == [registry.PrecisionSupport("bf16-true", "cpu", "not on cpu", "type another")]
+    assert refused == [registry.PrecisionSupport("bf16-true", "not on cpu", "type another")]
 
 
 def test_a_preset_sweeps_over_all_that_train():

@@ -131,14 +131,10 @@ def _is_cast(value: Any) -> bool:
     return value.is_floating_point() and value.dtype is not torch.float64
 
 
-def _call_cast(cast: Callable[[Tensor], Tensor], operator: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operator with its tensors cast, those in lists too."""
-    args, kwargs = tree_map(lambda value: cast(value) if _is_cast(value) else value, (args, kwargs))
-    return operator(*args, **kwargs)
-
-
 def _call_in(dtype: torch.dtype, operator: Any, args: Any, kwargs: Any) -> Any:
-    return _call_cast(lambda tensor: tensor.to(dtype), operator, args, kwargs)
+    """Call an operator with its tensors cast, those in lists too."""
+    args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+    return operator(*args, **kwargs)
 
 
 def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -172,17 +168,18 @@ def _rounded_to_input(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_half(operator: Any, args: Any, kwargs: Any) -> Any:
-    return _call_cast(_to_half, operator, args, kwargs)
+    return _call_in(torch.get_autocast_dtype("cpu"), operator, args, kwargs)
 
 
-def _to_half(tensor: Tensor) -> Tensor:
-    """Return a tensor in autocast's dtype. As in torch, a weight is cast once for all its uses in a
-    forward, so that their gradients add up in half precision."""
-    half = torch.get_autocast_dtype("cpu")
-    is_weight = tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return a value in a dtype where autocast casts it. As in torch, a weight is cast to half
+    precision once for all its uses in a forward, so that their gradients add up in it."""
+    if not _is_cast(value) or value.dtype is dtype:
+        return value
+    is_weight = value.is_leaf and value.requires_grad and value.dtype is torch.float32
     caches = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
-    if not (is_weight and caches) or tensor._is_view():
-        return tensor.to(half)
-    if id(tensor) not in _half_weights:
-        _half_weights[id(tensor)] = tensor, tensor.to(half)
-    return _half_weights[id(tensor)][1]
+    if not (is_weight and caches) or value._is_view():
+        return value.to(dtype)
+    if id(value) not in _half_weights:
+        _half_weights[id(value)] = value, value.to(dtype)
+    return _half_weights[id(value)][1]

@@ -140,24 +140,16 @@ def _product_int8(
             # There the library multiplies unpacked weights and quantises nothing.
             output = bnb.matmul(rows, state.CB, state=state)  # type: ignore[arg-type]
         else:
-            output = _product_of_scaled_rows(rows, state)
+            # The library quantises by way of float16, whose range is narrow. So rows are multiplied
+            # by a power of two before and the product is divided by it, which changes nothing else,
+            # because each row has a scale of its own. A threshold is in the units of the rows.
+            factor = _normalizing_factor(rows) if state.threshold == 0 else 1.0
+            output = bnb.matmul(rows * factor, state.CB, state=state) / factor  # type: ignore[arg-type, operator]
         if trained is not None:
             output = _TrainWeight.apply(output, rows.detach(), trained)
         if module.bias is not None:
             output = output + module.bias.to(module.compute_dtype)
         return output.view(*x.shape[:-1], module.out_features).to(x.dtype)
-
-
-def _product_of_scaled_rows(rows: Tensor, state: bnb.MatmulLtState) -> Tensor:
-    """Return the library's product without bias: rows [rows, in] to [rows, out].
-
-    The library quantises by way of float16, whose range is narrow. So rows are multiplied by a
-    power of two before and the product is divided by it, which changes nothing else, because each
-    row has a scale of its own. With a threshold the rows stay as they are, since it is in their
-    units.
-    """
-    factor = _normalizing_factor(rows) if state.threshold == 0 else 1.0
-    return bnb.matmul(rows * factor, state.CB, state=state) / factor  # type: ignore[arg-type, operator]
 
 
 class _TrainWeight(torch.autograd.Function):
@@ -261,8 +253,7 @@ class _Product4bit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         wants_x, _, _, wants_bias = ctx.needs_input_grad
-        x_grad = None
-        bias_grad = None
+        x_grad = bias_grad = None
         if wants_x:
             x_grad = grad @ unpack_4bit(ctx.packed, ctx.state, grad.dtype)
         if wants_bias:

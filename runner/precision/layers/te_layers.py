@@ -28,9 +28,8 @@ from runner.precision.conversion import (
     replace_in_place,
 )
 from runner.precision.keep_fp32 import no_op_hook
-from runner.precision.layers.backward_checks import forbid_second_derivative
+from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
-from runner.precision.layers.padding import pad_rows
 
 
 class NoExtraState:
