@@ -106,8 +106,8 @@ def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
 def _casts_caveat(model: nn.Module, precision: Precision) -> str:
     """Return that autocast followed the list of the CPU; empty where it did not run there."""
     is_on_cpu = any(parameter.device == CPU_DEVICE for parameter in model.parameters())
-    is_emulated = getattr(precision, "emulate", None)
-    if is_emulated or not is_on_cpu:
+    emulate = getattr(precision, "emulate", None)
+    if emulate or not is_on_cpu:
         return ""
     if not isinstance(precision.forward(CPU_DEVICE), torch.autocast):
         return ""
@@ -115,6 +115,6 @@ def _casts_caveat(model: nn.Module, precision: Precision) -> str:
         "autocast followed torch's list for CPUs, which leaves norms, softmax, pow, exp, log and "
         f"sums in {dtype_name(precision.compute)}, where CUDA's list has them in float32."
     )
-    if is_emulated is not None:
+    if emulate is not None:
         text += " Type precision.emulate=true for CUDA's casts."
     return text
