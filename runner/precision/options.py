@@ -62,8 +62,8 @@ class Switches(NamedTuple):
 
     float32_matmul: str
     reduced_sums: bool
-    replacements: frozenset[Hashable]
-    concerning: frozenset[Hashable]
+    replacements: set[Hashable]
+    concerning: set[Hashable]
     kernels: str
 
 
@@ -72,24 +72,23 @@ def wanted_switches(precision: "Precision", model: nn.Module, device: torch.devi
     kernels = ""
     matmul = precision.float32_matmul
     emulates = precision.emulates_products
-    replacements = set[Hashable]()
+    replaced = set[Hashable]()
     if device.type == "cpu" and getattr(precision, "emulate", False):
-        replacements.add("cuda_casts")
+        replaced.add("cuda_casts")
     if emulates and precision.compute is torch.float32:
         # torch's own switch is off: the emulation rounds the operands, and sums are float32.
         matmul = "highest"
-        replacements.add("tf32")
+        replaced.add("tf32")
     elif device.type == "cpu" and (precision.compute is torch.float16 or emulates):
         # Tensor cores sum in float32, which native kernels of a CPU need not do.
         choice = "float32_accumulate" if emulates else precision.cpu_float16
         kernels = choose_kernels(choice, model)
         if kernels == "float32_accumulate":
-            replacements.add(precision.compute)
-    concerning = {"tf32", precision.storage, precision.compute}
+            replaced.add(precision.compute)
+    concerning: set[Hashable] = {"tf32", precision.storage, precision.compute}
     if precision.compute is not precision.storage:
         concerning.add("cuda_casts")  # without autocast they change nothing
-    reduced_sums = precision.reduced_precision_reduction
-    return Switches(matmul, reduced_sums, frozenset(replacements), frozenset(concerning), kernels)
+    return Switches(matmul, precision.reduced_precision_reduction, replaced, concerning, kernels)
 
 
 @contextmanager

@@ -142,7 +142,8 @@ def _block_operands(
 ) -> Operands:
     """Return quantizers of input, weight and gradient in blocks of one dimension or of two."""
     lines = (line, line, replace(line, fmt=grad_format(keys)))
-    return Operands(*map(_block_operand, lines, dimensions))
+    of_input, of_weight, of_grad = map(_block_operand, lines, dimensions)
+    return Operands(of_input, of_weight, of_grad)
 
 
 def _block_operand(line: BlockQuantizer, dimensions: int) -> Operand:
