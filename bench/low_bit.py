@@ -82,7 +82,7 @@ def library_error(name: str) -> float | None:
     """Return the relative error of bitsandbytes' own weight, unpacked by itself."""
     if not name.startswith("bnb-") or name.endswith("training"):
         return None
-    from runner.precision.layers.bnb_library import bnb
+    from runner.precision.layers.bnb_linear import bnb
 
     torch.manual_seed(0)
     weight = nn.init.normal_(torch.empty(WIDTH, WIDTH), std=0.02)

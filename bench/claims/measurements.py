@@ -15,8 +15,7 @@ from runner.precision.contract import CPU_DEVICE
 from runner.precision.emulation.formats import E4M3, E5M2, Format, round_to_format
 from runner.precision.emulation.quantizers import BlockQuantizer, Nvfp4Quantizer, amax_scale
 from runner.precision.emulation.te_emulation import scaled_product
-from runner.precision.layers.bnb_library import bnb
-from runner.precision.layers.bnb_linear import pack_4bit, unpack_4bit
+from runner.precision.layers.bnb_linear import bnb, pack_4bit, unpack_4bit
 from runner.precision.layers.weight_formats import Int4Format
 from runner.precision.registry import load_precision
 from runner.precision.weight_updates import UPDATE_RULES

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.precision.emulation.cuda_autocast import noted_casts
 from runner.utils.module_tape import ROOT, ModuleTape
 from runner.utils.tensors import dtype_name, inner_tensors
 
@@ -96,8 +95,6 @@ class DtypeProbe(TorchDispatchMode):
         seen: names of dtypes by module and column.
         work: floating-point operations of the forward's products by module, operator and dtype.
         input_rows: how many vectors each module was given, as tokens of a linear layer.
-        cast_otherwise: the dtype of each operator that autocast on the CPU cast otherwise than
-            CUDA's autocast would.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -108,7 +105,6 @@ class DtypeProbe(TorchDispatchMode):
         self.seen: _Seen = defaultdict(lambda: defaultdict(set))
         self.work: Counter[tuple[str, str, str]] = Counter()
         self.input_rows: Counter[str] = Counter()
-        self.cast_otherwise: dict[str, str] = {}
         # Compiled kernels are not dispatched one by one.
         self._shows_kernels = self.model is model
 
@@ -124,7 +120,6 @@ class DtypeProbe(TorchDispatchMode):
                     note = partial(_note, self.seen, "gradients", name)
                     self._tape.watch_gradient(p, lambda p, note=note: note(p.grad))
         if self._shows_kernels:
-            self._tape.enter_context(noted_casts(self.cast_otherwise))
             super().__enter__()
             self._tape.push(super().__exit__)
         return self

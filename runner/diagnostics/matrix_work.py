@@ -7,9 +7,10 @@ from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.precision.contract import Precision
+from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.conversion import ConversionReport
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.utils.formatting import first_names, format_percent
@@ -40,7 +41,7 @@ def computation(probe: DtypeProbe, precision: Precision, report: ConversionRepor
     for (_, _, kind), flops in work.items():
         shares[kind] += flops
     texts = [f"{format_percent(n / total)} {kind}" for kind, n in shares.most_common() if n]
-    caveats = [_work_caveat(probe, precision, work), _casts_caveat(probe, precision)]
+    caveats = [_work_caveat(probe, precision, work), _casts_caveat(probe.model, precision)]
     return Computation(", ".join(texts), [caveat for caveat in caveats if caveat])
 
 
@@ -102,15 +103,18 @@ def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
     return text
 
 
-def _casts_caveat(probe: DtypeProbe, precision: Precision) -> str:
-    """Return which operators the CPU's autocast computed otherwise than CUDA's."""
-    by_dtype: dict[str, list[str]] = defaultdict(list)
-    for operator, kind in sorted(probe.cast_otherwise.items()):
-        by_dtype[kind].append(operator)
-    if not by_dtype:
+def _casts_caveat(model: nn.Module, precision: Precision) -> str:
+    """Return that autocast followed the list of the CPU; empty where it did not run there."""
+    is_on_cpu = any(parameter.device == CPU_DEVICE for parameter in model.parameters())
+    emulate = getattr(precision, "emulate", None)
+    if emulate or not is_on_cpu:
         return ""
-    casts = " and ".join(f"{first_names(ops)} in {kind}" for kind, ops in by_dtype.items())
-    text = f"autocast followed torch's list for CPUs, with {casts}, where CUDA's differs."
-    if hasattr(precision, "emulate"):
+    if not isinstance(precision.forward(CPU_DEVICE), torch.autocast):
+        return ""
+    text = (
+        "autocast followed torch's list for CPUs, which leaves norms, softmax, pow, exp, log and "
+        f"sums in {dtype_name(precision.compute)}, where CUDA's list has them in float32."
+    )
+    if emulate is not None:
         text += " Type precision.emulate=true for CUDA's casts."
     return text

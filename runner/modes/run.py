@@ -29,7 +29,7 @@ from runner.modes import notes, resume, run_metadata
 from runner.modes.context import RunContext, process_folder
 from runner.modes.result import RunResult, print_result
 from runner.modes.resume import PlannedRun
-from runner.precision.build import build_precision
+from runner.precision.registry import build_precision
 from runner.precision.sessions import one_run
 from runner.tracking import journal
 from runner.tracking.tracker import ProcessJournal, RunInfo, Status, Tracker

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from runner.precision import options
+from runner.precision.contract import ConvertingPrecision
 from runner.precision.conversion import change_class
-from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
@@ -97,14 +97,14 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:
-            library = import_module("runner.precision.layers.bnb_library")
+            library = import_module("runner.precision.layers.bnb_linear").bnb.cextension.lib
         except ImportError as error:
             raise Unavailable(
                 f"precision={self.name} needs bitsandbytes, which does not import: {error}.",
                 'Type pip install "bitsandbytes>=0.50".',
             ) from error
         # Without its compiled part, every call of the library raises.
-        if "Mock" in type(library.lib).__name__:
+        if "Mock" in type(library).__name__:
             raise Unavailable(
                 f"precision={self.name} needs bitsandbytes' own kernels, and its library for "
                 f"{device.type} (CUDA {torch.version.cuda}) does not load.",
@@ -115,11 +115,9 @@ class BitsandbytesPrecision(ConvertingPrecision):
             remedy = f"Nearest that runs here: precision={nearest}."
             options.require_capability(self.name, device, min_capability, remedy)
         if self.compute is torch.bfloat16:
-            options.require_bfloat16(
-                f"{self.name} precision.compute_dtype=bfloat16",
-                device,
-                "Type precision.compute_dtype=float16, or precision.compute_dtype=float32.",
-            )
+            setting = f"{self.name} precision.compute_dtype=bfloat16"
+            remedy = "Type precision.compute_dtype=float16, or precision.compute_dtype=float32."
+            options.require_bfloat16(setting, device, remedy)
 
     def find_obstacle(self, module: nn.Module) -> str:
         # torch 2.11's int8 product is wrong for one input.
@@ -136,18 +134,15 @@ class BitsandbytesPrecision(ConvertingPrecision):
         return ""
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
-        # Imported here, because both modules import bitsandbytes, which may not be installed.
+        # Imported here, because it imports bitsandbytes, which may not be installed.
         from runner.precision.layers.bnb_linear import Linear4bit, Linear8bit, Linear8bitTrained
 
         module.to(device)
+        attributes = {"compute_dtype": self.compute, "threshold": self.threshold}
         if self.mode == "int8-training":
-            change_class(
-                module, Linear8bitTrained, compute_dtype=self.compute, threshold=self.threshold
-            )
+            change_class(module, Linear8bitTrained, **attributes)
         elif self.mode == "int8":
-            Linear8bit.convert_in_place(
-                module, compute_dtype=self.compute, threshold=self.threshold
-            )
+            Linear8bit.convert_in_place(module, **attributes)
         else:
             quant_type, _, nested = self.mode.partition("-")
             Linear4bit.convert_in_place(module, quant_type, bool(nested), self.compute)

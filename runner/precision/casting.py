@@ -19,9 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from runner.utils.modules import tensors_named
 from runner.utils.tensors import memory_of
 
-# complex32 (ComplexHalf) lacks most kernels, so half precisions keep complex64.
-_COMPLEX = {torch.float64: torch.complex128}
-
 
 class WideFields(dict[str, Any]):
     """Fields whose floats no half precision casts, such as boxes, whose coordinates it would
@@ -63,8 +60,9 @@ class CastCacheWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        leaves = [leaf for leaf in tensors if not leaf.is_meta]  # no autocast to ask for there
+        values = tree_leaves((args, kwargs))
+        # On the meta device there is no autocast to ask for.
+        leaves = [leaf for leaf in values if isinstance(leaf, Tensor) and not leaf.is_meta]
         if not leaves or not torch.is_autocast_enabled(leaves[0].device.type):
             return func(*args, **kwargs)
         weights = {id(leaf) for leaf in leaves if id(leaf) in self._names}
@@ -93,7 +91,8 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor as a precision of this floating dtype holds it; the same object where nothing
     changes."""
     if tensor.is_complex():
-        dtype = _COMPLEX.get(dtype, torch.complex64)
+        # complex32 (ComplexHalf) lacks most kernels, so half precisions keep complex64.
+        dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
     elif not tensor.is_floating_point():
         return tensor
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
@@ -180,12 +179,9 @@ def float64_to_float32(nest: Any) -> Any:
 
 
 def cast_floats(
-    model: nn.Module,
-    dtype: torch.dtype,
-    keep_fp32: Collection[str] = (),
-    unchanged: Collection[str] = (),
+    model: nn.Module, dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Cast a model's parameters and buffers in place, except what is kept in float32.
+    """Cast a model's parameters and buffers in place, except what keeps a dtype of its own.
 
     A parameter object stays the same, so ties, hooks and frozen flags survive; a buffer that
     modules share is cast once, so that they still share it.
@@ -193,16 +189,15 @@ def cast_floats(
     Args:
         model: changed in place.
         dtype: of floating tensors after.
-        keep_fp32: dotted names of modules, parameters and buffers that are float32 after.
-        unchanged: those of modules, parameters and buffers that keep their dtypes.
+        kept: dtypes after, by the dotted names of modules, parameters and buffers; a later name
+            counts more.
     """
     # Each tensor's replacement, by identity. The tensor itself is stored too: it must live, or
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
-    for name in (*keep_fp32, *unchanged):
+    for name, own_dtype in (kept or {}).items():
         for tensor in tensors_named(model, name):
-            after = tensor if name in unchanged else cast_tensor(tensor, torch.float32)
-            replacements[id(tensor)] = (tensor, after)
+            replacements[id(tensor)] = (tensor, cast_tensor(tensor, own_dtype))
 
     def cast_once(tensor: Tensor) -> Tensor:
         if id(tensor) not in replacements:
@@ -211,12 +206,6 @@ def cast_floats(
 
     with torch.no_grad():
         model._apply(cast_once)
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and buffers by dotted name; a shared one by each of its names."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def autocast_input(input: Tensor) -> Tensor:

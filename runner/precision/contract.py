@@ -8,13 +8,15 @@ is a member here, with a default that follows from the dtypes.
 How to add one: make a dataclass whose fields are the keys of its yaml, and whose __post_init__
 refuses values that are not allowed (`options.refuse`) and sets storage, compute and what else
 differs from the defaults here. A precision that computes by autocast is like MixedPrecision; one
-that replaces linear layers is a ConvertingPrecision (converting.py), like Float8Precision: it says
-which layers it cannot hold (find_obstacle) and replaces one (convert_layer).
+that replaces linear layers is a ConvertingPrecision, like Float8Precision: it says which layers it
+cannot hold (find_obstacle) and replaces one (convert_layer).
 """
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,17 +24,22 @@ import torch
 from torch import Tensor, nn
 
 from runner.distributed.strategy import Strategy
-from runner.precision.casting import cast_floats, cast_nest
-from runner.precision.conversion import ConversionReport
-from runner.precision.declared import find_kept_tensors
+from runner.precision.casting import (
+    autocast,
+    cast_floats,
+    cast_inputs,
+    cast_nest,
+    float64_to_float32,
+)
+from runner.precision.conversion import ConversionReport, ConversionRules, convert_modules
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
-from runner.precision.keep_fp32 import find_kept_modules, keep_in_float32
+from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
+from runner.precision.layers.conv1d import linear_classes
 from runner.precision.loss_scale import LossScale, NoLossScale
-from runner.precision.options import Switches, switched, wanted_switches
+from runner.precision.options import switched, wanted_switches
 from runner.precision.sessions import Session, open_session
 from runner.precision.weight_updates import UpdateRule
-from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
 
 CPU_DEVICE = torch.device("cpu")
@@ -71,8 +78,6 @@ class Precision(ABC):
         trains_for: name of the precision that its weights are trained for, or empty.
         trained_in: where this precision trains adapters only, the one that trains its weights.
         update: how a step is added to weights of 16 bits, see runner.precision.weight_updates.
-        unshardable_reason: reason why its weights cannot be sharded among processes; empty where
-            they can.
         emulated: its arithmetic is emulated, so that speed and memory mean nothing.
         no_recompute_reason: reason why a forward can neither be compiled nor recomputed in the
             backward, with what to type; empty where it can.
@@ -103,7 +108,6 @@ class Precision(ABC):
     trained_in: str = ""
     update: UpdateRule = "nearest"
     emulated: bool = False
-    unshardable_reason: str = ""
     no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
     wide_inputs: frozenset[str | int] = frozenset()
@@ -123,11 +127,6 @@ class Precision(ABC):
 
     def require_strategy(self, strategy: Strategy) -> None:
         """Raise Unavailable where the strategy cannot train the precision's layers."""
-        if strategy.shards and self.unshardable_reason:
-            raise Unavailable(
-                f"precision={self.name} with strategy={strategy.name}: {self.unshardable_reason}.",
-                "Type strategy=ddp, where every process has the whole model.",
-            )
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -138,18 +137,13 @@ class Precision(ABC):
             PolicyError: another session or run is open, in this thread or another, that needs
                 other switches.
         """
-        wanted = self.wanted_switches(model, device)
-        if wanted is None:
+        if not self.float32_matmul:
             yield
             return
+        wanted = wanted_switches(self, model, device)
         self._kernels = wanted.kernels
-        dtypes = frozenset((self.storage, self.compute))
-        with open_session(Session(self.name, dtypes, wanted, switched(wanted, model))):
+        with open_session(Session(self.name, wanted, switched(wanted, model))):
             yield
-
-    def wanted_switches(self, model: nn.Module, device: torch.device) -> Switches | None:
-        """Return what a session switches; None leaves torch's settings."""
-        return wanted_switches(self, model, device) if self.float32_matmul else None
 
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE
@@ -165,9 +159,9 @@ class Precision(ABC):
         """
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
         keep_in_float32(model, kept, self.storage)
-        tensors = find_kept_tensors(model, self.storage)
-        cast_floats(model, self.storage, {*kept, *tensors.float32}, tensors.unchanged)
-        return model, ConversionReport(kept=tensors.lines)
+        own_dtypes, lines = find_kept_tensors(model, self.storage)
+        cast_floats(model, self.storage, {**own_dtypes, **dict.fromkeys(kept, torch.float32)})
+        return model, ConversionReport(kept=lines)
 
     def leave_unconverted(self, reasons: Mapping[str, str]) -> None:
         """Skip further modules, by dotted name and with the reason, in later conversions."""
@@ -299,3 +293,96 @@ class Precision(ABC):
     def loss_dtype(self) -> torch.dtype:
         """Return the dtype of floating outputs and targets in the loss if autocast_loss is off."""
         return torch.float64 if self.storage is torch.float64 else torch.float32
+
+
+class ConvertingPrecision(Precision):
+    """Low-precision linear layers; the rest of the model computes by autocast, or as it is stored.
+
+    A subclass says which layers it cannot hold, and replaces the others. It has autocast where it
+    computes in another dtype than it stores.
+
+    Attributes:
+        ignore_modules: patterns of modules that are not converted.
+        keeps_dtypes: what is not converted keeps the dtype that it was built in; else it is cast
+            to the storage dtype.
+        skips_shared: layers that share a parameter are not converted.
+        layers_compute_in: the format of the products of converted layers, as a phrase; empty where
+            they are in the dtype of the others.
+        layer_formats: the number formats of converted layers, the narrowest first.
+    """
+
+    ignore_modules: Sequence[str] = ()
+    keeps_dtypes: bool = False
+    skips_shared: bool = False
+    layers_compute_in: str = ""
+    layer_formats: tuple[ComputeFormat, ...] = ()
+
+    @abstractmethod
+    def find_obstacle(self, module: nn.Module) -> str:
+        """Return why a linear layer that is not converted cannot be; empty where it can."""
+
+    def convert_layer(self, module: nn.Module, device: torch.device) -> None:
+        """Replace a linear layer, in place; the device is the one where it will run.
+
+        A subclass has this method, or a convert_layers of its own.
+        """
+        raise NotImplementedError
+
+    def convert_layers(
+        self, model: nn.Module, rules: ConversionRules, device: torch.device
+    ) -> ConversionReport:
+        """Replace the layers that the rules allow, in place, on the device where they will run."""
+        convert_layer = partial(self.convert_layer, device=device)
+        return convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
+
+    def convert(
+        self, model: nn.Module, device: torch.device = CPU_DEVICE
+    ) -> tuple[nn.Module, ConversionReport]:
+        # Before the conversion: what either refuses leaves the model unchanged.
+        kept = find_kept_modules(model, self.keep_fp32, self.storage)
+        own_dtypes, lines = find_kept_tensors(model, self.storage)
+        rules = ConversionRules(
+            self.name,
+            self.ignore_modules,
+            kept,
+            self.find_obstacle,
+            # A packed weight is a new object.
+            new_weights=self.freezes,
+            bypassed=self.bypassed,
+            skips_shared=self.skips_shared,
+            kept=own_dtypes,
+        )
+        report = self.convert_layers(model, rules, device)
+        keep_in_float32(model, kept, self.storage)
+        if not self.keeps_dtypes:
+            in_float32 = dict.fromkeys(kept, torch.float32)
+            cast_floats(model, self.storage, {**own_dtypes, **in_float32})
+        return model, replace(report, kept=lines)
+
+    @property
+    def has_autocast(self) -> bool:
+        """Return whether the model's forward runs under autocast."""
+        return self.compute is not self.storage
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        if not self.has_autocast:
+            return self._plain_context
+        return autocast(device.type, self.compute, self.caches_casts)
+
+    def cast(self, inputs: Any) -> Any:
+        """Return the inputs in the storage dtype. Under autocast they are not cast, so that
+        modules kept in float32 and unconverted layers get the original values; only float64, which
+        autocast does not cast, becomes float32."""
+        if self.has_autocast:
+            return float64_to_float32(inputs)
+        return cast_inputs(inputs, self.storage, self.wide_inputs)
+
+    @property
+    def compute_format(self) -> str:
+        if not self.layers_compute_in:
+            return super().compute_format
+        return f"{self.layers_compute_in} in linear layers, {super().compute_format} elsewhere"
+
+    @property
+    def formats(self) -> tuple[ComputeFormat, ...]:
+        return (*self.layer_formats, *super().formats)

@@ -122,11 +122,9 @@ class ConversionReport:
         )
         # A converted module without matrix weights of its own or shared ones is a norm.
         norms = sum(row.done and not row.elements and not row.counted_with for row in self.modules)
-        if norms == 1:
-            text += " and 1 norm"
-        elif norms:
-            text += f" and {norms} norms"
-        return text
+        if not norms:
+            return text
+        return f"{text} and {norms} norm" + "s" * (norms > 1)
 
     def tags(self) -> dict[str, str]:
         """Return the counts as tags of a run; empty where a precision converts no modules."""
@@ -196,7 +194,7 @@ class ConversionRules:
     new_weights: bool = False
     bypassed: Mapping[str, str] = field(default_factory=dict)
     skips_shared: bool = False
-    kept: tuple[str, ...] = ()
+    kept: Collection[str] = ()
 
 
 def convert_modules(
@@ -217,20 +215,19 @@ def convert_modules(
     chosen = [(row.module, module) for row, module in pairs if row.done]
     report = ConversionReport(tuple(row for row, _ in pairs))
     _check_conversion(rules, report, chosen)
-    for _, module in chosen:
+    for path, module in chosen:
         # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call their
         # forward, unless a part has a hook.
         module.register_forward_pre_hook(no_op_hook)
-    for path, module in chosen:
         convert = next(make for kind, make in converters.items() if isinstance(module, kind))
+        pattern = "*" if path == ROOT_NAME else path
         try:
             convert(module)
-            vars(module)["converted_name"] = "*" if path == ROOT_NAME else path
+            vars(module)["converted_name"] = pattern
         except (AssertionError, TypeError, ValueError) as error:
-            where = "*" if path == ROOT_NAME else path
             raise ConfigError(
                 f"precision={rules.name} cannot convert {path} ({type(module).__name__}): "
-                f"{type(error).__name__}: {error} Type precision.ignore_modules=[{where}]."
+                f"{type(error).__name__}: {error} Type precision.ignore_modules=[{pattern}]."
             ) from error
     return report
 
@@ -349,20 +346,16 @@ def _with_counts(
             owners.setdefault(id(parameter), row.module)
     counted_pairs = []
     for row, module in pairs:
-        elements: dict[str, int] = {}
-        other_owners: set[str] = set()
-        for name, parameter in weight_matrices(module).items():
-            owner = owners[id(parameter)]
-            if owner == row.module:
-                elements[name] = parameter.numel()
-            else:
-                other_owners.add(owner)
-        counted = replace(row, elements=sum(elements.values()))
-        # A converted layer's other matrices keep their format.
-        if row.done:
-            counted = replace(counted, converted=elements.get("weight", 0))
-        if not elements:
-            counted = replace(counted, counted_with=", ".join(sorted(other_owners)))
+        matrices = weight_matrices(module)
+        elements = {n: p.numel() for n, p in matrices.items() if owners[id(p)] == row.module}
+        others = {owners[id(p)] for p in matrices.values()} - {row.module}
+        counted = replace(
+            row,
+            elements=sum(elements.values()),
+            # A converted layer's other matrices keep their format.
+            converted=elements.get("weight", 0) if row.done else 0,
+            counted_with="" if elements else ", ".join(sorted(others)),
+        )
         counted_pairs.append((counted, module))
     return counted_pairs
 
@@ -387,11 +380,10 @@ def _check_conversion(
     """Raise ConfigError where no module is chosen, or a chosen one's weight has a hook that the new
     weight would not have."""
     if not chosen:
-        reasons = summarize_modules(report.modules)
+        no_layer = "it has no layer of a kind that it converts"
+        reasons = summarize_modules(report.modules) or [no_layer]
         if len(reasons) > 4:
             reasons = [*reasons[:4], f"and {len(reasons) - 4} more"]
-        if not reasons:
-            reasons = ["it has no layer of a kind that it converts"]
         _, weights = report.weight_counts
         total = f"the model's {weights:,} matrix weights" if weights else "the model"
         raise ConfigError(
@@ -485,9 +477,7 @@ def _holders_by_parameter(model: nn.Module, twice: bool = False) -> dict[int, li
 
 def _sharing_modules(path: str, module: nn.Module, holders: Mapping[int, list[str]]) -> list[str]:
     """Return the names of the other modules that hold a parameter of this one."""
-    names: set[str] = set()
-    for parameter in module.parameters(recurse=False):
-        names.update(holders[id(parameter)])
+    names = set[str]().union(*(holders[id(p)] for p in module.parameters(recurse=False)))
     return sorted(names - {path})
 
 

@@ -93,9 +93,8 @@ class ForwardWatch(TorchFunctionMode):
     def bypassed(self) -> set[str]:
         """Return the names of the layers that must not be converted: a plain weight may be read by
         other code as long as the layer runs too, a packed one may not."""
-        return {
-            n for n in self.read_elsewhere if n not in self.executed or is_packed(self.layers[n])
-        }
+        packed = {name for name in self.read_elsewhere if is_packed(self.layers[name])}
+        return (self.read_elsewhere - self.executed) | packed
 
     def __enter__(self) -> "ForwardWatch":
         names = {id(layer): name for name, layer in self.layers.items()}
@@ -134,11 +133,7 @@ class ForwardWatch(TorchFunctionMode):
         self._tape.replace_forward(module, run)
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         is_in_layer = any(forward.layer for forward in self._running)
         is_in_model = any(forward.is_model for forward in self._running)
@@ -157,7 +152,7 @@ class ForwardWatch(TorchFunctionMode):
         given, named = tree_map(lambda leaf: numbers.get(id(leaf), leaf), arguments)
         result = func(*given, **named)
         # Without a tensor in the result it was a question, such as the weight's device.
-        if names and _has_tensor(result):
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             self.read_elsewhere |= names
         return result
 
@@ -178,7 +173,3 @@ class ForwardWatch(TorchFunctionMode):
 
 def _shown_codes(leaf: Any) -> Any:
     return leaf.layer.codes if isinstance(leaf, PackedWeight) else leaf
-
-
-def _has_tensor(result: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from runner.precision import options
 from runner.precision.casting import DefaultDtype, autocast_input
-from runner.precision.contract import FP8_LAYERS
+from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
 from runner.precision.conversion import layer_class, replace_in_place
-from runner.precision.converting import ConvertingPrecision
-from runner.precision.layers.backward_checks import forbid_second_derivative
+from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths
-from runner.precision.layers.padding import pad_rows
 from runner.utils.errors import Unavailable
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tpu import is_tpu
@@ -108,8 +106,7 @@ class Float8Precision(ConvertingPrecision):
         # nobody would want unasked. Ada has both of torch's kernels: per tensor in cuBLASLt, per
         # row in CUTLASS (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
         if not self.emulated:
-            nearest = f"{options.native_half_prefix(device)}-mixed"
-            remedy = options.emulation_remedy(nearest)
+            remedy = options.emulation_remedy(f"{options.native_half_prefix(device)}-mixed")
             options.require_capability(self.name, device, (8, 9), remedy)
         options.require_torchao(self.name)
 
@@ -118,7 +115,7 @@ class Float8Precision(ConvertingPrecision):
         shape = f"its shape {into} -> {out}"
         # torch._scaled_mm multiplies [m, k] by [k, n] with k and n in multiples of 16. Of a layer's
         # three products the forward contracts over `in` and yields `out`, the input's gradient the
-        # reverse, and the weight's contracts over the rows (runner.precision.layers.padding) and
+        # reverse, and the weight's contracts over the rows (pad_rows) and
         # yields `in`. Emulation follows the same rule, to convert the layers that hardware would.
         if out % SCALED_MM_MULTIPLE or into % SCALED_MM_MULTIPLE:
             return f"{shape} is not in multiples of {SCALED_MM_MULTIPLE}"
@@ -159,8 +156,7 @@ class Float8Layer:
         rows = autocast_input(input)
         with torch.autocast(input.device.type, enabled=False):
             # The library cannot clone a transposed tensor that it has scaled by rows.
-            contiguous = rows.contiguous()
-            output = pad_rows(self._product, contiguous, SCALED_MM_MULTIPLE)
+            output = pad_rows(self._product, rows.contiguous(), SCALED_MM_MULTIPLE)
             return forbid_second_derivative(output)
 
     def _product(self, input: Tensor) -> Tensor:

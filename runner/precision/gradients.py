@@ -9,8 +9,6 @@ from torch.optim import Optimizer
 
 from runner.utils.tensors import cast_gradients
 
-_NEEDS_NO_WIDENING = ({torch.float32}, {torch.float64})
-
 
 def parameters_of(*optimizers: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups of optimizers."""
@@ -62,7 +60,7 @@ def grad_norms(grads: list[Tensor]) -> Tensor:
     if not grads:
         raise RuntimeError("no parameter received a gradient: the loss does not depend on any")
     dtypes = {grad.dtype for grad in grads}
-    if dtypes in _NEEDS_NO_WIDENING:
+    if dtypes in ({torch.float32}, {torch.float64}):
         return torch.stack(torch._foreach_norm(grads))
     # Without dtype= the norm would be rounded to the gradients' dtype: above 65504 it is infinite
     # in float16, and bfloat16 keeps 8 bits.

@@ -1,12 +1,22 @@
-"""Keep what `precision.keep_fp32` names in float32 inside a model of another precision.
+"""Keep what `precision.keep_fp32` names in float32 inside a model of another precision, and what
+the model itself declares or froze in its dtype.
 
 A parameter or buffer is stored in float32, and the model's code computes with it as torch promotes
 dtypes. A module stores and computes in float32. Its class is swapped for a subclass whose forward
 casts inputs and outputs (the way torch.nn.utils.parametrize does it): names, state dict, hooks,
 isinstance and deepcopy survive, and torch.compile sees an ordinary forward.
+
+Models of transformers declare float32: a list names parameters and persistent buffers, and a
+constructor may give a tensor float32 explicitly, as the frequencies of rotary embeddings. Loading
+one in 16 bits keeps both, and the model's own forward casts at their borders.
+
+Source: transformers, modeling_utils.py (_keep_in_fp32_modules for float16, its strict form for
+bfloat16, too) and core_model_loading.py.
 """
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -16,8 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import first_names
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.module_tape import is_in_backward
-from runner.utils.modules import outermost_names, select_modules, tensors_named
+from runner.utils.modules import frozen_parts, outermost_names, select_modules, tensors_named
+from runner.utils.tensors import dtype_name
 
 KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"
 
@@ -61,10 +74,8 @@ def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.
     """
     # A module that is registered twice can be meant by either name.
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
     nothing = "no module of the model, and no parameter or buffer"
-    chosen = select_modules("precision.keep_fp32", patterns, names, nothing, tensors)
+    chosen = select_modules("precision.keep_fp32", patterns, names, nothing, _named_tensors(model))
     outermost = outermost_names(chosen)
     # In a mixed precision every parameter is in float32 anyway.
     if storage is not torch.float32:
@@ -142,9 +153,71 @@ def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:
         if module not in parts and parameters & kept_parameters:
             outside.append(name)
     if outside:
-        others = ", ".join(name or "the model itself" for name in outside)
-        patterns = ", ".join(name or "*" for name in outside)
+        others = ", ".join(name or "*" for name in outside)
         raise ConfigError(
             f"precision.keep_fp32: {', '.join(sorted(kept))} shares a parameter with {others}, "
-            f"which is not in it. Add {patterns}."
+            f"which is not in it. Add {others}."
         )
+
+
+def find_kept_tensors(
+    model: nn.Module, storage: torch.dtype
+) -> tuple[dict[str, torch.dtype], tuple[str, ...]]:
+    """Return what keeps its dtype where the other floating tensors get the storage dtype.
+
+    Returns:
+        By name float32 for the parameters and buffers that the model declares so, and the dtypes of
+        those that it froze in one of their own; lines for the console.
+    """
+    kept: dict[str, torch.dtype] = {}
+    lines: list[str] = []
+    for path, part in frozen_parts(model).items():
+        # float32 is what torch makes unless it is asked for another dtype.
+        dtypes = {n: t.dtype for n, t in _named_tensors(part).items() if t.is_floating_point()}
+        own = {n: d for n, d in dtypes.items() if d not in (torch.float32, storage)}
+        kept |= {f"{path}.{name}": dtype for name, dtype in own.items()}
+        for dtype in {*own.values()}:
+            lines.append(f"stays in {dtype_name(dtype)}, frozen by the model: {path}")
+    declared: list[str] = []
+    if storage.itemsize == 2:
+        models = [n for n, m in model.named_modules() if hasattr(m, "_keep_in_fp32_modules")]
+        # The lists of a model hold those of the models in it, whose names begin with its own.
+        for path in sorted(outermost_names(models)):
+            names = _declared_of(model.get_submodule(path), storage)
+            declared += [f"{path}.{name}".lstrip(".") for name in names]
+    if declared:
+        lines.append(f"stays in float32, as the model declares: {first_names(declared, 8)}")
+    return {**dict.fromkeys(declared, torch.float32), **kept}, tuple(lines)
+
+
+def _declared_of(model: Any, storage: torch.dtype) -> Iterator[str]:
+    """Yield the names of the float32 tensors of a model of transformers."""
+    patterns = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if storage is torch.float16:
+        patterns |= {*(model._keep_in_fp32_modules or ())}
+    listed = re.compile("|".join(p.replace("*", ".*") for p in patterns) or "$^")
+    persistent = model.state_dict(keep_vars=True)
+    explicit = _explicit_float32(model, storage)
+    for name, tensor in _named_tensors(model).items():
+        is_listed = name in persistent and listed.search(name)
+        if tensor.is_floating_point() and (is_listed or name in explicit):
+            yield name
+
+
+def _explicit_float32(model: Any, storage: torch.dtype) -> set[str]:
+    """Return the names of the tensors that a model's constructor makes in float32 where torch's
+    default dtype is the storage dtype."""
+    try:
+        # Without memory, as transformers' own loading builds it first.
+        with torch.device("meta"), torch.random.fork_rng(devices=[]), suppress_import_warnings():
+            built = type(model)._from_config(deepcopy(model.config), dtype=storage)
+    except Exception:
+        # A class of one's own may take more than a config. Every architecture has these in float32.
+        return {name for name, _ in model.named_buffers() if name.endswith("inv_freq")}
+    return {name for name, tensor in _named_tensors(built).items() if tensor.dtype is torch.float32}
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by dotted name; a shared one by each of its names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}

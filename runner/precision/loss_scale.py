@@ -116,9 +116,8 @@ class DynamicLossScale(LossScale):
             }
         )
         self.device = device
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = int(growth_interval)
+        # As torch's operator takes them.
+        self.growth = (growth_factor, backoff_factor, int(growth_interval))
         self.is_fixed = fixed is not None
         self._scale = torch.tensor(fixed or init_scale, dtype=torch.float32, device=device)
         self._applied_in_a_row = torch.zeros((), dtype=torch.int32, device=device)
@@ -169,14 +168,7 @@ class DynamicLossScale(LossScale):
         # An overflow in any optimizer's gradients backs the one scale off.
         found_inf = any_found_inf(found_infs)
         assert found_inf is not None
-        torch._amp_update_scale_(
-            self._scale,
-            self._applied_in_a_row,
-            found_inf,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-        )
+        torch._amp_update_scale_(self._scale, self._applied_in_a_row, found_inf, *self.growth)
 
     def state_dict(self) -> dict[str, float]:
         """Return the scale and its growth counter. Reading them waits for the device, so this is
@@ -206,9 +198,8 @@ def check_loss_scale(values: dict[str, Any]) -> None:
     problems = []
     for key, value in values.items():
         if key not in rules:
-            problems.append(
-                f"precision.loss_scale.{key} is not known. Allowed: {', '.join(rules)}."
-            )
+            text = f"precision.loss_scale.{key} is not known. Allowed: {', '.join(rules)}."
+            problems.append(text)
             continue
         is_in_range, allowed = rules[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -16,11 +16,12 @@ from runner.precision import options
 from runner.precision.casting import autocast, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.conversion import ConversionReport
-from runner.precision.declared import find_kept_tensors
 from runner.precision.emulation.cpu_kernels import KernelChoice
+from runner.precision.keep_fp32 import find_kept_tensors
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
 from runner.utils.errors import ConfigError, Unavailable
 from runner.utils.formatting import first_names
+from runner.utils.tensors import is_narrow
 from runner.utils.tpu import is_tpu
 
 
@@ -97,9 +98,8 @@ class MixedPrecision(Precision):
     ) -> tuple[nn.Module, ConversionReport]:
         # Mixed precision means float32 weights. Half-precision gradients could not be unscaled,
         # either. What the model froze has none, and keeps its dtype.
-        halves = (torch.float16, torch.bfloat16)
-        frozen = find_kept_tensors(model, self.storage).unchanged
-        half = [n for n, p in model.named_parameters() if p.dtype in halves and n not in frozen]
+        frozen, _ = find_kept_tensors(model, self.storage)
+        half = [n for n, p in model.named_parameters() if is_narrow(p) and n not in frozen]
         if half:
             true_precision = "16-true" if self.compute is torch.float16 else "bf16-true"
             raise ConfigError(

@@ -56,13 +56,15 @@ class Switches(NamedTuple):
         float32_matmul: one of MATMUL_PRECISIONS.
         reduced_sums: see Precision.reduced_precision_reduction.
         replacements: keys of emulation.cpu_kernels.replace_kernels.
+        concerning: keys of all replacements that would compute for the precision.
         kernels: name of the kernels that half precision takes on a CPU; empty without a choice.
     """
 
     float32_matmul: str
     reduced_sums: bool
-    replacements: frozenset[Hashable]
-    kernels: str = ""
+    replacements: set[Hashable]
+    concerning: set[Hashable]
+    kernels: str
 
 
 def wanted_switches(precision: "Precision", model: nn.Module, device: torch.device) -> Switches:
@@ -70,25 +72,23 @@ def wanted_switches(precision: "Precision", model: nn.Module, device: torch.devi
     kernels = ""
     matmul = precision.float32_matmul
     emulates = precision.emulates_products
-    replacements = emulated_casts(precision, device)
+    replaced = set[Hashable]()
+    if device.type == "cpu" and getattr(precision, "emulate", False):
+        replaced.add("cuda_casts")
     if emulates and precision.compute is torch.float32:
         # torch's own switch is off: the emulation rounds the operands, and sums are float32.
         matmul = "highest"
-        replacements |= {"tf32"}
+        replaced.add("tf32")
     elif device.type == "cpu" and (precision.compute is torch.float16 or emulates):
         # Tensor cores sum in float32, which native kernels of a CPU need not do.
         choice = "float32_accumulate" if emulates else precision.cpu_float16
         kernels = choose_kernels(choice, model)
         if kernels == "float32_accumulate":
-            replacements |= {precision.compute}
-    return Switches(matmul, precision.reduced_precision_reduction, replacements, kernels)
-
-
-def emulated_casts(precision: "Precision", device: torch.device) -> frozenset[Hashable]:
-    """Return the replacement with which autocast casts as on CUDA, where precision.emulate=true
-    asks for that on a CPU."""
-    is_asked = device.type == "cpu" and getattr(precision, "emulate", False)
-    return frozenset({"cuda_casts"} if is_asked else ())
+            replaced.add(precision.compute)
+    concerning: set[Hashable] = {"tf32", precision.storage, precision.compute}
+    if precision.compute is not precision.storage:
+        concerning.add("cuda_casts")  # without autocast they change nothing
+    return Switches(matmul, precision.reduced_precision_reduction, replaced, concerning, kernels)
 
 
 @contextmanager
@@ -345,25 +345,16 @@ def reduced_precision_sums(allowed: bool) -> Iterator[None]:
     Source: pytorch.org/docs/stable/notes/numerical_accuracy.html, reduced precision reduction.
     """
     matmul = torch.backends.cuda.matmul
-    # With each switch whether sums may be split at all: None where torch lacks that switch.
-    previous = {
-        switch: (getattr(matmul, switch), getattr(matmul, f"{switch}_split_k", None))
-        for switch in _SWITCHES
-    }
+    # With each switch whether sums may be split at all.
+    previous = {s: (getattr(matmul, s), getattr(matmul, f"{s}_split_k")) for s in _SWITCHES}
     for switch, (_, split_k) in previous.items():
-        # torch refuses reduced sums where sums may not be split at all; a bool alone allows both.
-        _write_switch(switch, allowed, None if allowed else split_k)
+        # torch refuses reduced sums where sums may not be split at all.
+        setattr(matmul, switch, (allowed, allowed or split_k))
     try:
         yield
     finally:
-        for switch, (was_allowed, split_k) in previous.items():
-            _write_switch(switch, was_allowed, split_k)
-
-
-def _write_switch(switch: str, allowed: bool, split_k: bool | None) -> None:
-    # A bool alone turns the second switch on, and an older torch takes nothing else.
-    value = allowed if split_k is None else (allowed, split_k)
-    setattr(torch.backends.cuda.matmul, switch, value)
+        for switch, before in previous.items():
+            setattr(matmul, switch, before)
 
 
 @contextmanager

@@ -22,22 +22,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from runner.config.instantiation import Arguments, keywords, locate
 from runner.config.overrides import PRECISION_ALIASES
 from runner.config.targets import build_group
+from runner.precision import options
 from runner.precision.casting import cast_nest
 from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport, is_converted
-from runner.precision.conversion_proof import converted_layers
+from runner.precision.conversion_proof import ForwardWatch, converted_layers
 from runner.precision.loss_scale import describe_hooks, gradient_hooks
-from runner.precision.policy_checks import (
-    check_optimizer,
-    kind_of,
-    prove_layers_called,
-    resolve_device,
-)
 from runner.precision.registry import precision_config
 from runner.precision.scaled_gradients import ScaledGradients
 from runner.precision.wide_step import attach_update, check_state_dtype
-from runner.utils.errors import ConfigError, PolicyError
+from runner.utils.accelerator import KINDS, choose_accelerator
+from runner.utils.errors import ConfigError, PolicyError, Unavailable
+from runner.utils.formatting import first_names
 from runner.utils.tensors import dtype_name
+from runner.utils.tpu import is_tpu
 
 _STATE_KEYS = {"precision", "loss_scale", "precision_state", "steps", "skipped_steps"}
 
@@ -68,27 +66,13 @@ def precision(
     folder = None if config_dir is None else Path(config_dir)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"config_dir={config_dir} is no folder in {Path.cwd()}.")
-    node = _merge(precision_config(text, folder), keys)
+    node = precision_config(text, folder, keys)
     path = node.get("_target_")
     if not isinstance(path, str):
         raise ConfigError(f"precision={text} has no _target_. Name a class in its yaml.")
     passed = Arguments("precision", path, [], keywords(node), 0, False)
-    problems = [*passed.problems(locate(path))]
-    if problems:
-        raise ConfigError(*problems)
+    options.refuse([*passed.problems(locate(path))])
     return Policy(build_group("precision", node), device)
-
-
-def _merge(node: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a node with some keys changed; of a mapping, such as loss_scale, the given keys."""
-    merged = dict(node)
-    for key, value in keys.items():
-        current = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(current, Mapping):
-            value = _merge(current, value)
-        # As a yaml has it, which the checks of values expect.
-        merged[key] = list(value) if isinstance(value, tuple) else value
-    return merged
 
 
 class Policy:
@@ -109,7 +93,7 @@ class Policy:
 
     def __init__(self, precision: Precision, device: str | torch.device = "cpu") -> None:
         self.precision = precision
-        self.device = resolve_device(device)
+        self.device = _resolve_device(device)
         precision.require(self.device)
         self.report = ConversionReport()
         self._model: nn.Module | None = None
@@ -148,7 +132,7 @@ class Policy:
             PolicyError: a model was converted already.
         """
         if not isinstance(model, nn.Module):
-            raise PolicyError(f"policy.convert takes a torch.nn.Module, not {kind_of(model)}.")
+            raise PolicyError(f"policy.convert takes a torch.nn.Module, not {_kind_of(model)}.")
         if self._model is not None:
             raise PolicyError(
                 "policy.convert was called already. Convert several models together: "
@@ -183,7 +167,7 @@ class Policy:
         """
         model = self._converted_model("check")
         for optimizer in optimizers:
-            check_optimizer(optimizer, model, self.device)
+            _check_optimizer(optimizer, model, self.device)
             if optimizer not in self._checked:
                 if state_dtype is not None:
                     check_state_dtype("state_dtype", optimizer, state_dtype)
@@ -224,7 +208,7 @@ class Policy:
             model = self._converted_model("forward")
             layers = converted_layers(model, self.report)
             if layers:
-                proof = prove_layers_called(self.precision.name, model, layers)
+                proof = _prove_layers_called(self.precision.name, model, layers)
         self._place = "forward"
         self._has_forward = True
         try:
@@ -385,7 +369,7 @@ class Policy:
         self._check_no_gradients("load_state_dict")
         if not isinstance(state, Mapping) or not state.keys() >= _STATE_KEYS:
             raise ConfigError(
-                f"This is no state of a policy: {kind_of(state)}. Pass policy.state_dict()'s."
+                f"This is no state of a policy: {_kind_of(state)}. Pass policy.state_dict()'s."
             )
         if state["precision"] != self.precision.name:
             raise ConfigError(
@@ -428,7 +412,7 @@ class Policy:
     def _check_loss(self, loss: Any) -> None:
         """Refuse a loss that was computed elsewhere, or in another way, than the policy's."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise PolicyError(f"policy.backward takes a loss of one number, not {kind_of(loss)}.")
+            raise PolicyError(f"policy.backward takes a loss of one number, not {_kind_of(loss)}.")
         if loss.device != self.device:
             raise PolicyError(
                 f"The loss is on {loss.device}, and this policy computes on {self.device}. Leave "
@@ -460,3 +444,93 @@ class Policy:
             raise PolicyError(
                 "No gradients: policy.backward(loss) was not called since the last policy.step."
             )
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    """Return a device of this machine, with its index where its kind has one.
+
+    Raises:
+        ConfigError: the device is not known.
+        Unavailable: this machine has no such device.
+    """
+    if device in ("auto", "tpu"):
+        return choose_accelerator(str(device)).device
+    unknown = ConfigError(
+        f"device={str(device)!r} is not known. Allowed: auto, cpu, cuda, cuda:<index>, mps, tpu."
+    )
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise unknown from None
+    if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
+        # The one that torch.cuda.set_device chose for this process.
+        return torch.device("cuda", torch.cuda.current_device())
+    if is_tpu(wanted):
+        return wanted
+    if wanted.type not in KINDS:
+        raise unknown
+    try:
+        return choose_accelerator(wanted.type, wanted.index or 0).device
+    except Unavailable as error:
+        what, remedy = (t.replace("accelerator", "device") for t in (error.what, error.remedy))
+        raise Unavailable(what, remedy) from error
+
+
+def _check_optimizer(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
+    """Raise PolicyError unless an optimizer holds whole parameters of a model, on its device."""
+    if not isinstance(optimizer, Optimizer):
+        raise PolicyError(f"A torch.optim.Optimizer is needed, not {_kind_of(optimizer)}.")
+    kind = type(optimizer).__name__
+    own = {*model.parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p not in own:
+                raise PolicyError(
+                    f"{kind} holds a parameter {list(p.shape)} that the converted model does not "
+                    "have. Make the optimizer after model = policy.convert(model), from "
+                    "model.parameters(), and convert all models that it trains."
+                )
+            if p.device != device:
+                raise PolicyError(
+                    f"{kind} holds a parameter on {p.device}, and this policy computes on "
+                    f"{device}. Leave the model where policy.convert put it, or make the policy "
+                    f'with device="{p.device}".'
+                )
+            if type(p).__name__ == "DTensor":
+                raise PolicyError(
+                    f"{kind} holds sharded parameters, over which a policy cannot agree on "
+                    "overflows and norms. Train with python -m runner strategy=fsdp."
+                )
+
+
+@contextmanager
+def _prove_layers_called(
+    name: str, model: nn.Module, layers: Mapping[str, nn.Module]
+) -> Iterator[None]:
+    """Return the context around a model's first forward, which must call its converted layers.
+
+    Args:
+        name: of the precision.
+        model: converted.
+        layers: converted modules by their names.
+
+    Raises:
+        PolicyError: the model reads the weight of a layer and does not call the layer, so that
+            nothing would be computed in the precision.
+    """
+    # Compiled code runs past the watch; it is compiled in the second forward.
+    with torch.compiler.set_stance("force_eager"), ForwardWatch(model, layers) as watch:
+        yield
+    if watch.bypassed:
+        names = sorted(watch.bypassed)
+        raise PolicyError(
+            f"The model reads the weight of {first_names(names)} and does not call the layer, "
+            f"which computes in precision={name}. Leave such layers as they are: make the policy "
+            f"with ignore_modules={names}."
+        )
+
+
+def _kind_of(value: object) -> str:
+    """Return an object's class, and a tensor's shape, as a phrase."""
+    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"a {type(value).__name__}{shape}"

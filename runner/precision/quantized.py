@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from runner.precision import options
-from runner.precision.converting import ConvertingPrecision
+from runner.precision.contract import ConvertingPrecision
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.quantized_linear import QuantizedLinear
@@ -83,11 +83,8 @@ class WeightFormatPrecision(ConvertingPrecision):
         if self.format != "nvfp4":
             options.require_torchao(self.name)
         if self.compute is torch.bfloat16:
-            options.require_bfloat16(
-                f"{self.name} precision.compute_dtype=bfloat16",
-                device,
-                "Type precision.compute_dtype=float32.",
-            )
+            setting = f"{self.name} precision.compute_dtype=bfloat16"
+            options.require_bfloat16(setting, device, "Type precision.compute_dtype=float32.")
 
     def find_obstacle(self, module: nn.Module) -> str:
         into, _ = layer_widths(module)

@@ -1,10 +1,11 @@
-"""Find the precisions by their yamls, load them, and ask each whether it runs on a device.
+"""Find the precisions by their yamls, load them, and ask each whether it runs on a device, or with
+what else a run sets.
 
 There is no table to keep: a yaml in conf/precision/, or in the folder `precision` of a
 `--config-dir`, is a precision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from runner.config.targets import instantiate
+from runner.config.schema import RunSpec
+from runner.config.targets import build_group, instantiate
+from runner.distributed.strategy import Strategy
 from runner.precision.contract import Precision
 from runner.utils.errors import ConfigError, Unavailable
 
@@ -27,13 +30,11 @@ class PrecisionSupport:
 
     Attributes:
         name: of its yaml.
-        device: as torch writes it, for example "cuda:0".
         why: what is missing; empty where it runs.
         remedy: what to type; empty where it runs.
     """
 
     name: str
-    device: str
     why: str
     remedy: str
 
@@ -51,9 +52,8 @@ def precision_names(config_dir: Path | None = None) -> list[str]:
 
 def _folders(config_dir: Path | None) -> list[Path]:
     """Return the folders that hold yamls. Hydra takes a built-in one of the same name first."""
-    return (
-        [PRECISION_CONFIGS] if config_dir is None else [PRECISION_CONFIGS, config_dir / "precision"]
-    )
+    own = [] if config_dir is None else [config_dir / "precision"]
+    return [PRECISION_CONFIGS, *own]
 
 
 def _sort_key(name: str, config_dir: Path | None) -> tuple[bool, tuple[float, ...], str]:
@@ -65,9 +65,16 @@ def _sort_key(name: str, config_dir: Path | None) -> tuple[bool, tuple[float, ..
         return True, (), name
 
 
-def precision_config(name: str, config_dir: Path | None = None) -> dict[str, Any]:
+def precision_config(
+    name: str, config_dir: Path | None = None, keys: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return a precision's yaml as keywords and `_target_`, with the yamls of the same folder that
     its `defaults` name below it.
+
+    Args:
+        name: of the yaml.
+        config_dir: the user's configs.
+        keys: merged over the yaml: of a mapping, such as loss_scale, the given keys alone.
 
     Raises:
         ConfigError: no folder has it.
@@ -76,7 +83,9 @@ def precision_config(name: str, config_dir: Path | None = None) -> dict[str, Any
     node = _load_yaml(path, path.stat().st_mtime_ns)
     names = [base for base in node.get("defaults", ()) if isinstance(base, str)]
     bases = [precision_config(base, config_dir) for base in names if base != "_self_"]
-    merged = OmegaConf.to_container(OmegaConf.merge(*bases, node))
+    # A wrong value may be of any class: the precision's checks name it.
+    given = OmegaConf.create(dict(keys or {}), flags={"allow_objects": True})
+    merged = OmegaConf.to_container(OmegaConf.merge(*bases, node, given))
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items() if key != "defaults"}
 
@@ -131,14 +140,51 @@ def supported_precisions(
     """
     rows = []
     for name in precision_names(config_dir) if names is None else names:
+        why = remedy = ""
         try:
             load_precision(name, config_dir).require(device)
         except Unavailable as error:
-            rows.append(PrecisionSupport(name, str(device), error.what, error.remedy))
+            why, remedy = error.what, error.remedy
         # A user's yaml or class that does not load.
         except (ConfigError, TypeError) as error:
-            remedy = f"Correct {_yaml_path(name, config_dir)}."
-            rows.append(PrecisionSupport(name, str(device), str(error), remedy))
-        else:
-            rows.append(PrecisionSupport(name, str(device), "", ""))
+            why, remedy = str(error), f"Correct {_yaml_path(name, config_dir)}."
+        rows.append(PrecisionSupport(name, why, remedy))
     return rows
+
+
+def build_precision(spec: RunSpec, device: torch.device, strategy: Strategy) -> Precision:
+    """Build the precision of a run that can do in it what its settings ask for.
+
+    Args:
+        spec: its precision node is called; its mode and its adapter must suit the precision.
+        device: that the run computes on.
+        strategy: how the processes of the run share the model.
+
+    Raises:
+        ConfigError: a value is not allowed, packed weights would train, gradients would be rounded,
+            or the adapter cannot be added in the precision.
+        Unavailable: this machine or the strategy lacks what the precision needs.
+    """
+    precision: Precision = build_group("precision", spec.precision)
+    precision.require(device)
+    precision.require_strategy(strategy)
+    adapter_node = spec.adapter if spec.adapter.get("_target_") else None
+    if spec.mode == "train" and precision.trained_in and adapter_node is None:
+        raise ConfigError(
+            f"mode=train with precision={precision.name}: its weights are packed and do not train. "
+            f"Type precision={precision.trained_in} to train weights for it, mode=evaluate "
+            "checkpoint=<run> to evaluate trained ones, or adapter=lora init.weights=<run> to tune "
+            "an adapter."
+        )
+    if strategy.reduce_dtype is not None and precision.storage is torch.float64:
+        raise ConfigError(
+            f"strategy.reduce_dtype={strategy.reduce_dtype} would round the float64 gradients of "
+            f"precision={precision.name}. Allowed here: null. Type strategy.reduce_dtype=null."
+        )
+    # Other modes add nothing: they load a run's adapter, or merge it where it does not fit.
+    if adapter_node is not None and spec.mode in ("train", "plan", "explain"):
+        adapter = build_group("adapter", adapter_node)
+        # An adapter of the user's own may lack it.
+        if hasattr(adapter, "check_precision"):
+            adapter.check_precision(precision)
+    return precision

@@ -6,7 +6,7 @@ up over a change of the scale.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,13 @@ from runner.precision.loss_scale import LossScale
 from runner.utils.errors import PolicyError
 from runner.utils.tensors import cast_gradients, narrow_parameters
 
+_GradientVersion = tuple[Tensor, int]
+"""A gradient as a backward left it, and its version, in which torch counts a tensor's changes."""
 
-class _GradientVersion(NamedTuple):
-    """A gradient as a backward left it; torch counts the changes of a tensor in its version."""
 
-    grad: Tensor
-    version: int
-
-    def is_unchanged(self, parameter: Tensor) -> bool:
-        return parameter.grad is self.grad and self.grad._version == self.version
+def _is_as(seen: _GradientVersion | None, parameter: Tensor) -> bool:
+    """Return whether a parameter's gradient is still as it was seen."""
+    return seen is not None and parameter.grad is seen[0] and seen[0]._version == seen[1]
 
 
 class ScaledGradients:
@@ -90,7 +88,7 @@ class ScaledGradients:
                 "multiplied by the loss scale to others that are not. Call policy.step(...) in "
                 "between, or all backwards of a step before policy.unscale."
             )
-        unused = [p for p, seen in self._unused.items() if seen.is_unchanged(p)]
+        unused = [p for p, seen in self._unused.items() if _is_as(seen, p)]
         self._unused = {}
         if unused:
             raise PolicyError(
@@ -121,11 +119,10 @@ class ScaledGradients:
     def check_own_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise PolicyError for an optimizer that steps by itself on scaled gradients, and round
         the others' gradients to its parameters' dtypes; a hook of all optimizers' steps."""
-        if not self._is_stepping:
-            round_gradients([optimizer], self._widened)
-        if not self._is_scaled or self._is_stepping:
+        if self._is_stepping:
             return
-        if any(p in self._computed for p in parameters_of(optimizer)):
+        round_gradients([optimizer], self._widened)
+        if self._is_scaled and any(p in self._computed for p in parameters_of(optimizer)):
             raise PolicyError(
                 f"optimizer.step() of {type(optimizer).__name__} does not know the loss scale that "
                 "its gradients are multiplied by. Write policy.step(optimizer) in its place."
@@ -138,27 +135,22 @@ class ScaledGradients:
         parameters = parameters_of(optimizer)
         if self._is_scaled:
             self._check_unchanged(optimizer, parameters)
-        others = [p for p in self._computed.keys() - {*parameters} if self._is_unchanged(p)]
+        others = [p for p in self._computed.keys() - {*parameters} if _is_as(self._computed[p], p)]
         finish_gradients(parameters)
         self._found_infs[optimizer] = self.scale.unscale(gradients_of(parameters))
         # Gradients that are views of one buffer, as DistributedDataParallel's may be, share their
         # version: unscaling some counts as a change of the others.
         self._record(others)
 
-    def _is_unchanged(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's gradient is as the last backward left it."""
-        seen = self._computed.get(parameter)
-        return seen is not None and seen.is_unchanged(parameter)
-
     def _record(self, parameters: Iterable[Tensor]) -> None:
         for p in parameters:
             if p.grad is not None:
-                self._computed[p] = _GradientVersion(p.grad, p.grad._version)
+                self._computed[p] = p.grad, p.grad._version
 
     def _check_unchanged(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """Raise PolicyError for gradients that are not those of policy.backward."""
         trained = [p for p in parameters if p.grad is not None]
-        changed = sum(not self._is_unchanged(p) for p in trained)
+        changed = sum(not _is_as(self._computed.get(p), p) for p in trained)
         if changed:
             raise PolicyError(
                 f"{changed} gradients of {type(optimizer).__name__} are not as policy.backward "

@@ -5,12 +5,10 @@ thread, so that a session that is open elsewhere would change the numbers of ano
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from runner.precision.options import Switches
 from runner.utils.errors import PolicyError
@@ -28,7 +26,6 @@ class Session:
 
     Attributes:
         name: of the precision.
-        dtypes: that it stores and computes in.
         switches: what it switches.
         context: sets the switches.
         thread: that opens it.
@@ -36,7 +33,6 @@ class Session:
     """
 
     name: str
-    dtypes: frozenset[torch.dtype]
     switches: Switches
     context: AbstractContextManager[Any]
     thread: int = field(default_factory=threading.get_ident)
@@ -45,17 +41,9 @@ class Session:
     def suits(self, other: "Session") -> bool:
         """Return whether neither changes what the other computes."""
         own, others = self.switches, other.switches
-        foreign = own.replacements - others.replacements
-        lacking = others.replacements - own.replacements
-        concerned = [*map(other.is_concerned, foreign), *map(self.is_concerned, lacking)]
-        return own[:2] == others[:2] and not any(concerned)
-
-    def is_concerned(self, replacement: Hashable) -> bool:
-        """Return whether kernels of another session would compute for this one."""
-        if isinstance(replacement, torch.dtype):
-            return replacement in self.dtypes
-        # Without autocast a precision stores and computes in one dtype.
-        return len(self.dtypes) > 1 or replacement != "cuda_casts"
+        changed = (others.replacements - own.replacements) & own.concerning
+        changed |= (own.replacements - others.replacements) & others.concerning
+        return own[:2] == others[:2] and not changed
 
 
 _sessions: list[Session] = []

@@ -175,20 +175,15 @@ def recipe_problems(name: str, recipe: object, weights: str) -> list[str]:
         return problems
     kind = KINDS[kind_name]
     given = {key: value for key, value in recipe.items() if key != "kind"}
-    unknown_keys = []
-    unknown_values = []
     for key, value in given.items():
+        setting = f"precision.recipe.{key}={value}"
         if key not in kind.keys:
-            unknown_keys.append(
-                f"precision.recipe.{key}={value}: the recipe {kind_name} has no such key. "
-                f"Allowed: {', '.join(kind.keys)}."
+            allowed = ", ".join(kind.keys)
+            problems.append(
+                f"{setting}: the recipe {kind_name} has no such key. Allowed: {allowed}."
             )
         elif not kind.keys[key].is_allowed(value):
-            allowed = kind.keys[key].allowed
-            unknown_values.append(
-                f"precision.recipe.{key}={value} is not known. Allowed: {allowed}."
-            )
-    problems = [*unknown_keys, *unknown_values]
+            problems.append(f"{setting} is not known. Allowed: {kind.keys[key].allowed}.")
     dimension_keys = [key for key in kind.keys if key.endswith("block_scaling_dim")]
     square = [key for key in dimension_keys if given.get(key, kind.keys[key].default) == 2]
     if len(square) > 1:

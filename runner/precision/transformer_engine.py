@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
-from runner.precision.contract import FP8_LAYERS
+from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
 from runner.precision.conversion import ROOT_NAME, ConversionReport, ConversionRules
-from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.backward_checks import refuse_recompute
@@ -67,6 +66,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
 
     layers_compute_in = "FP8"
     layer_formats = (FP8_LAYERS,)
+    float32_matmul = "highest"
+    cpu_float16 = "native"
     name: str
     weights: str
     recipe: Mapping[str, Any]
@@ -116,11 +117,6 @@ class TransformerEnginePrecision(ConvertingPrecision):
                 "Type precision=transformer-engine-current, which scales by its own process's "
                 "numbers.",
             )
-        super().require_strategy(strategy)
-
-    def wanted_switches(self, model: nn.Module, device: torch.device) -> options.Switches:
-        casts = options.emulated_casts(self, device)
-        return options.Switches("highest", self.reduced_precision_reduction, casts)
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -135,9 +131,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
         self, model: nn.Module, rules: ConversionRules, device: torch.device
     ) -> ConversionReport:
         report = convert_layers(model, self._library, self.kind.multiple, rules, self.fuse)
-        if self._is_delayed:
-            for layer in _fp8_layers(model).values():
-                layer.register_forward_pre_hook(refuse_recompute)
+        for layer in self._scaled_layers(model).values():
+            layer.register_forward_pre_hook(refuse_recompute)
         return report
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -155,7 +150,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             context = self._plain_context
             # Elsewhere the library's products cannot run.
             if self.emulated or self._on_hardware(device):
-                context = _ScaledForward(self._autocast(), self._plain_context)
+                context = _ScaledForward(self._autocast(), self.storage)
             self._forward[device.type] = context
         return self._forward[device.type]
 
@@ -166,12 +161,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
 
     @contextmanager
     def eval_context(self, model: nn.Module) -> Iterator[None]:
-        # Other recipes have no state that a forward changes.
-        if self.update_in_eval or not self._is_delayed:
-            yield
-            return
         # A forward writes amaxes even without gradients, and the next training step would use them.
-        layers = list(_fp8_layers(model).values())
+        layers = [] if self.update_in_eval else list(self._scaled_layers(model).values())
         previous = [layer.get_fp8_meta_tensors() for layer in layers]
         try:
             yield
@@ -183,9 +174,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         """Return scales and amax histories of delayed scaling, by module; empty for other recipes.
         A layer that never ran has none."""
         state: dict[str, dict[str, Tensor]] = {}
-        if not self._is_delayed:
-            return state
-        for name, layer in _fp8_layers(model).items():
+        for name, layer in self._scaled_layers(model).items():
             tensors = layer.get_fp8_meta_tensors()
             if tensors is None:
                 continue
@@ -202,9 +191,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         A layer that the state does not have starts with new scales; of a history of another length
         the latest amaxes are restored.
         """
-        if not self._is_delayed:
-            return
-        for name, layer in _fp8_layers(model).items():
+        for name, layer in self._scaled_layers(model).items():
             if name in state:
                 self._restore(layer, state[name])
             else:
@@ -234,10 +221,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         factor by which the input is multiplied before it is rounded to FP8.
         """
         gauges: dict[str, Tensor] = {}
-        if not self._is_delayed:
-            return gauges
-        margin = self.recipe["margin"]
-        for name, layer in _fp8_layers(model).items():
+        for name, layer in self._scaled_layers(model).items():
             scaling = layer.fp8_meta.get(SCALING_KEYS["forward"])
             if scaling is None:
                 continue
@@ -249,7 +233,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             else:
                 # The library clears the first row at the end of a step. A history of one row is
                 # then empty, and the amax follows from the scale that was made of it.
-                amax = E4M3.largest / 2**margin / scale
+                amax = E4M3.largest / 2 ** self.recipe["margin"] / scale
             gauges[f"fp8/amax/{name}"] = amax
             gauges[f"fp8/scale/{name}"] = scale.clone()
         return gauges
@@ -257,6 +241,11 @@ class TransformerEnginePrecision(ConvertingPrecision):
     @property
     def _is_delayed(self) -> bool:
         return self.recipe["kind"] == "delayed"
+
+    def _scaled_layers(self, model: nn.Module) -> dict[str, Any]:
+        """Return the layers with scales of past steps, by dotted name; under delayed scaling alone
+        a forward changes state."""
+        return _fp8_layers(model) if self._is_delayed else {}
 
     def _on_hardware(self, device: torch.device) -> bool:
         return device.type == "cuda" and not self.emulated
@@ -274,27 +263,25 @@ class TransformerEnginePrecision(ConvertingPrecision):
     def _autocast(self) -> AbstractContextManager[Any]:
         # The library has no such parameter.
         options = {"accumulate": self.accumulate} if self.emulated else {}
-        return self._library.autocast(enabled=True, recipe=self._recipe, **options)
+        return self._library.autocast(recipe=self._recipe, **options)
 
 
-class _ScaledForward:
-    """A reusable context that enters the library's autocast and the default dtype."""
+class _ScaledForward(DefaultDtype):
+    """A reusable context that enters the library's autocast and sets the default dtype."""
 
-    __slots__ = ("autocast", "default_dtype")
+    __slots__ = ("autocast",)
 
-    def __init__(
-        self, autocast: AbstractContextManager[Any], default_dtype: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, autocast: AbstractContextManager[Any], dtype: torch.dtype) -> None:
+        super().__init__(dtype)
         self.autocast = autocast
-        self.default_dtype = default_dtype
 
     def __enter__(self) -> None:
         self.autocast.__enter__()
-        self.default_dtype.__enter__()
+        super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         # In the reverse order of entering.
-        self.default_dtype.__exit__(*error)
+        super().__exit__(*error)
         self.autocast.__exit__(*error)
 
 

@@ -17,13 +17,17 @@ remainders are those of NVIDIA's fused Adam in TransformerEngine.
 """
 
 from abc import ABC
-from typing import ClassVar, Literal, NamedTuple, final, get_args
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, NamedTuple, final, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from runner.utils.errors import ConfigError
-from runner.utils.tensors import dtype_name
+from runner.utils.tensors import dtype_name, is_narrow, memory_of
 
 UpdateRule = Literal["nearest", "master_weights", "remainders", "kahan", "stochastic_rounding"]
 UPDATE_RULES: tuple[str, ...] = get_args(UpdateRule)
@@ -201,6 +205,93 @@ def round_stochastically(
     drawn = torch.rand(values.shape, generator=generator, device=values.device)
     is_other = (drawn < share) & values.isfinite() & other.isfinite()
     return torch.where(is_other, other, nearest)
+
+
+class WideForward(TorchDispatchMode):
+    """A context around forwards, not compiled, whose writes to some tensors follow a rule.
+
+    A teacher that follows by a moving average, or a counter, loses what is below half a unit in the
+    last place, as an optimizer's weights do. Each operation that writes such a tensor in place runs
+    on its float32 numbers here, which are stored by the rule; operations that only read it are
+    unchanged.
+
+    Args:
+        model: its 16-bit buffers and frozen weights are those tensors.
+        rule: one of UPDATE_RULES but nearest.
+
+    Attributes:
+        kept: what the rule keeps beside each tensor that was written, by name; empty tensors for
+            stochastic rounding.
+    """
+
+    def __init__(self, model: nn.Module, rule: str) -> None:
+        super().__init__()
+        self._tensors: dict[int, tuple[str, Tensor, WeightStore]] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
+        named = [*model.named_buffers(), *model.named_parameters()]
+        counts = Counter(memory_of(tensor) for _, tensor in named)
+        for name, tensor in named:
+            memory = memory_of(tensor)  # 0 of one without elements
+            # Tensors that share a storage would each need what is kept beside the other.
+            if memory and counts[memory] == 1 and is_narrow(tensor) and not tensor.requires_grad:
+                store = STORES[rule]
+                if store is MasterWeights:
+                    # A copy would not follow what is written elsewhere; these are beside the value.
+                    store = Remainders if tensor.dtype is torch.bfloat16 else Kahan
+                self._tensors[memory] = (name, tensor.detach(), store())
+        self.kept: dict[str, Tensor] = {}
+
+    def seed(self, seed: int, step: int) -> None:
+        """Seed the draws of a step: processes that hold the same tensors round them alike.
+
+        Args:
+            seed: of the run, the same in all processes.
+            step: number of the step.
+        """
+        tensors = [tensor for _, tensor, _ in self._tensors.values()]
+        # Not that of the optimizer's step.
+        self._generators = seeded_generators(tensors, ~(seed * 1_000_003 + step))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        targets = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        # What is copied was computed in 16 bits before.
+        is_update = func._schema.is_mutable and "copy_" not in func.__name__
+        written = {memory_of(target) for target in targets} if is_update else set()
+        stepped = {key: self._widened(*self._tensors[key]) for key in written & {*self._tensors}}
+        if not stepped:
+            return func(*args, **kwargs)
+
+        def widen(value: Any) -> Any:
+            if memory_of(value) in stepped:
+                (wide,), (base,) = stepped[memory_of(value)].wide, stepped[memory_of(value)].weights
+                offset = value.storage_offset() - base.storage_offset()
+                return wide.as_strided(value.size(), value.stride(), offset)
+            is_plain = type(value) in (Tensor, nn.Parameter)  # no shard
+            return value.float() if is_plain and is_narrow(value) else value
+
+        result = func(*tree_map(widen, args), **tree_map(widen, kwargs))
+        for key, one in stepped.items():
+            self._tensors[key][2].store(one)
+        # An operation on lists returns nothing.
+        return None if result is None else args[0]
+
+    def _widened(self, name: str, tensor: Tensor, store: WeightStore) -> SteppedWeights:
+        if name not in self.kept:
+            state = store.new_state(tensor)
+            self.kept[name] = tensor.new_empty(0) if state is None else state
+        kept = [self.kept[name]]
+        generator = self._generators.get(tensor.device)
+        return SteppedWeights([tensor], kept, store.widen([tensor], kept), generator)
+
+
+def seeded_generators(tensors: Iterable[Tensor], seed: int) -> dict[torch.device, torch.Generator]:
+    """Return a generator with this seed for each device that tensors are on."""
+    # Tensors without values, as in a plan of memory, draw nothing.
+    devices = {tensor.device for tensor in tensors if not tensor.is_meta}
+    return {device: torch.Generator(device).manual_seed(seed % 2**63) for device in devices}
 
 
 def check_update(name: str, rule: str, storage: torch.dtype) -> None:

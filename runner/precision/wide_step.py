@@ -26,9 +26,10 @@ from runner.precision.weight_updates import (
     SteppedWeights,
     StochasticRounding,
     WeightStore,
+    seeded_generators,
 )
 from runner.utils.errors import ConfigError
-from runner.utils.tensors import dtype_name
+from runner.utils.tensors import dtype_name, is_narrow
 
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Values of optimizer.state_dtype."""
@@ -70,7 +71,7 @@ def attach_update(
         return
     name = type(optimizer).__name__
     held = _attribute_with_parameters(optimizer)
-    if held and any(map(_is_narrow, parameters_of(optimizer))):
+    if held and any(map(is_narrow, parameters_of(optimizer))):
         setting, without = f"precision.update={rule}", "precision.update=nearest"
         if rule == Nearest.name:
             setting, without = "optimizer.state_dtype", "optimizer.state_dtype=null"
@@ -89,8 +90,6 @@ def drop_foreign_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[
     """
     foreign = KEPT_KEYS - {getattr(optimizer, "kept_key", "")}
     dropped = {key for values in saved["state"].values() for key in values if key in foreign}
-    if not dropped:
-        return saved, dropped
     state = {}
     for index, values in saved["state"].items():
         own = {key: value for key, value in values.items() if key not in dropped}
@@ -130,10 +129,6 @@ def _attribute_with_parameters(optimizer: Optimizer) -> str:
         if isinstance(parts, list | tuple) and any(id(part) in ids for part in parts):
             return name
     return ""
-
-
-_StateTensors = dict[tuple[int, str], Tensor]
-"""Tensors of an optimizer's state by the id of their parameter and their key."""
 
 
 class _WideStep:
@@ -191,12 +186,8 @@ class _WideStep:
             return
         group = self.optimizer.param_groups[0]
         group[ROUNDED_STEPS] = count = group.get(ROUNDED_STEPS, 0) + 1
-        for device in {p.device for p in parameters_of(self.optimizer)}:
-            # Tensors without values, as in a plan of memory, draw nothing.
-            if device.type != "meta" and device not in self._generators:
-                self._generators[device] = torch.Generator(device)
-        for generator in self._generators.values():
-            generator.manual_seed((self.seed * 1_000_003 + count) % 2**63)
+        step_seed = self.seed * 1_000_003 + count
+        self._generators = seeded_generators(parameters_of(self.optimizer), step_seed)
 
     def _chunks(self, every: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
         """Yield the parameters of each group that are stepped together."""
@@ -206,15 +197,13 @@ class _WideStep:
             return
         chunk: list[list[Tensor]] = [[] for _ in every]
         elements = 0
-        for part, params in zip(chunk, every, strict=True):
-            for p in params:
-                if elements and elements + p.numel() > CHUNK_ELEMENTS:
-                    yield [[*members] for members in chunk]
-                    for members in chunk:
-                        members.clear()
-                    elements = 0
-                part.append(p)
-                elements += p.numel()
+        for i, p in ((i, p) for i, params in enumerate(every) for p in params):
+            if elements and elements + p.numel() > CHUNK_ELEMENTS:
+                yield chunk
+                chunk = [[] for _ in every]
+                elements = 0
+            chunk[i].append(p)
+            elements += p.numel()
         yield chunk
 
     @contextmanager
@@ -222,7 +211,7 @@ class _WideStep:
         """Return the context around the step of some parameters; yield what stands for each."""
         state = self.optimizer.state
         trained = [p for p in params if p.grad is not None]
-        narrow = [p for p in trained if _is_narrow(p)]
+        narrow = [p for p in trained if is_narrow(p)]
         stand_ins: dict[Tensor, Tensor] = {}
         with torch.no_grad():
             kept = self._take_kept(narrow)
@@ -230,7 +219,8 @@ class _WideStep:
             for p, value in zip(narrow, stepped.wide, strict=True):
                 stand_ins[p] = _shard_like(value, p)
                 stand_ins[p].grad = p.grad.float()  # type: ignore[union-attr]
-            narrow_state = self._widen_state(trained)
+            for _, values, key, value in self._elementwise_state(trained):
+                values[key] = value.float()
         for p, stand_in in stand_ins.items():
             if p in state:
                 state[stand_in] = state.pop(p)
@@ -246,16 +236,15 @@ class _WideStep:
             for p, value in kept.items():
                 state[p][self.store.state_key] = value
             with torch.no_grad():
-                self._narrow_state(params, narrow_state)
+                for p, values, key, value in self._elementwise_state(params):
+                    values[key] = value.to(self._dtype_of_state(p))
 
     def _take_kept(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """Return what the rule keeps beside each parameter, taken out of the optimizer's state: an
         optimizer takes a state that is not empty for one that it has made."""
         kept: dict[Tensor, Tensor] = {}
         key = self.store.state_key
-        if not key:
-            return kept
-        for p in params:
+        for p in params if key else ():
             value = self.optimizer.state[p].pop(key, None)
             if value is None:
                 value = self.store.new_state(p.detach())
@@ -271,35 +260,20 @@ class _WideStep:
         generator = self._generators.get(weights[0].device) if weights else None
         return SteppedWeights(weights, shards, wide, generator)
 
-    def _widen_state(self, params: Sequence[Tensor]) -> _StateTensors:
-        """Replace narrow state by float32; return the narrow tensors, to be written again."""
-        narrow: _StateTensors = {}
+    def _elementwise_state(
+        self, params: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, dict[str, Any], str, Tensor]]:
+        """Yield each elementwise tensor of the state with its parameter, what holds it, its key."""
         for p in params:
             values = self.optimizer.state.get(p, {})
-            for key, value in values.items():
-                if _is_elementwise(key, value, p) and _is_narrow(value):
-                    narrow[id(p), key] = value
-                    values[key] = value.float()
-        return narrow
-
-    def _narrow_state(self, params: Sequence[Tensor], narrow: _StateTensors) -> None:
-        """Round state to the dtype that it has between steps, in the memory that it had before."""
-        for p in params:
-            values = self.optimizer.state.get(p, {})
-            dtype = self._dtype_of_state(p)
-            for key, value in values.items():
-                if not _is_elementwise(key, value, p) or value.dtype is dtype:
-                    continue
-                before = narrow.get((id(p), key))
-                if before is not None and before.dtype is dtype:
-                    values[key] = before.copy_(value)
-                else:
-                    values[key] = value.to(dtype)
+            for key, value in [*values.items()]:
+                if _is_elementwise(key, value, p):
+                    yield p, values, key, value
 
     def _dtype_of_state(self, p: Tensor) -> torch.dtype:
         if self.state_dtype is not None:
             return self.state_dtype
-        return p.dtype if _is_narrow(p) and not self.store.keeps_wide_state else torch.float32
+        return p.dtype if is_narrow(p) and not self.store.keeps_wide_state else torch.float32
 
     def _note_loaded(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
@@ -318,10 +292,6 @@ class _WideStep:
                     optimizer.state[p][key] = value.detach().clone().to(device)
 
 
-def _is_narrow(value: Tensor) -> bool:
-    return value.dtype in (torch.bfloat16, torch.float16)
-
-
 def _is_elementwise(key: str, value: Any, p: Tensor) -> bool:
     """Return whether a value of the state is an optimizer's own number for each weight."""
     if key in KEPT_KEYS or key == "step" or not isinstance(value, Tensor):
@@ -330,8 +300,7 @@ def _is_elementwise(key: str, value: Any, p: Tensor) -> bool:
     # has the shape, too. Rounded in every step, it would stop.
     if value.ndim == 0 and value.dtype is torch.float32:
         return False
-    has_dtype = value.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return has_dtype and value.shape == p.shape
+    return value.dtype in _WEIGHT_DTYPES and value.shape == p.shape
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from runner.distributed.strategy import Strategy
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.contract import Precision
 from runner.precision.conversion import ConversionReport, is_converted
-from runner.precision.declared import find_kept_tensors
+from runner.precision.keep_fp32 import find_kept_tensors
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.initial_weights import InitialWeights, load_selected, unpack_weights
@@ -225,7 +225,7 @@ def _load_plain_weights(
     adapter = adapters.build_adapter(config.values.get("adapter") or {})
     # A checkpoint's float64 would be rounded on its way through a float32 model.
     if precision.storage is torch.float64:
-        cast_floats(model, torch.float64, (), find_kept_tensors(model, torch.float64).unchanged)
+        cast_floats(model, torch.float64, find_kept_tensors(model, torch.float64)[0])
     if adapter is None:
         return _load(spec, model, saved)
     # The adapter freezes what it is added to, and this run trains the merged weights.

@@ -15,8 +15,7 @@ from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import Precision
 from runner.precision.gradients import parameters_of
 from runner.precision.loss_scale import HostFlag, LossScale
-from runner.precision.weight_updates import Nearest
-from runner.precision.wide_forward import WideForward
+from runner.precision.weight_updates import Nearest, WideForward
 from runner.training.model_call import plain_module
 from runner.training.own_state import OwnState, SkippedSteps
 from runner.training.tasks.task import Task

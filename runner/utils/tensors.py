@@ -133,5 +133,9 @@ def cast_gradients(params: Iterable[Tensor], dtype: torch.dtype | None = None) -
 
 def narrow_parameters(params: Iterable[Tensor]) -> set[Tensor]:
     """Return the trainable parameters that are floats of 16 bits."""
-    halves = (torch.bfloat16, torch.float16)
-    return {p for p in params if p.requires_grad and p.dtype in halves}
+    return {p for p in params if p.requires_grad and is_narrow(p)}
+
+
+def is_narrow(tensor: Tensor) -> bool:
+    """Return whether a tensor is of floats of 16 bits."""
+    return tensor.dtype in (torch.bfloat16, torch.float16)

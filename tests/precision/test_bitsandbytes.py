@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from runner.models.gpt import GPT
 
-pytest.importorskip("runner.precision.layers.bnb_library")
+pytest.importorskip("runner.precision.layers.bnb_linear")
 
 FOUR_BITS = ("nf4", "nf4-dq", "fp4", "fp4-dq")
 FROZEN = (*FOUR_BITS, "int8")

@@ -143,7 +143,7 @@ def test_a_module_is_cast_in_place(dtype):
 
 def test_modules_kept_in_float32_are_not_cast():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
-    cast_floats(model, torch.bfloat16, ["1"])
+    cast_floats(model, torch.bfloat16, {"1": torch.float32})
     still_float32 = {k for k, t in model.state_dict().items() if t.dtype is torch.float32}
     assert still_float32 == {"1.0.weight", "1.0.bias", "1.0.running_mean", "1.0.running_var"}
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.models.mlp import MLP
 from runner.precision import float8
-from runner.precision.layers.padding import pad_rows
+from runner.precision.layers.backward_checks import pad_rows
 from runner.precision.loss_scale import NoLossScale
 from runner.training.step import train_step
 

@@ -13,7 +13,7 @@ def test_float16_has_a_live_scale_and_bfloat16_has_none():
     scale = load_precision("16-mixed").scale(CPU)
     assert isinstance(scale, DynamicLossScale)
     assert scale.value.item() == 65536.0
-    assert (scale.growth_factor, scale.backoff_factor, scale.growth_interval) == (2.0, 0.5, 2000)
+    assert scale.growth == (2.0, 0.5, 2000)
     assert isinstance(load_precision("bf16-mixed").scale(CPU), NoLossScale)
     assert isinstance(load_precision("16-mixed", loss_scale=None).scale(CPU), NoLossScale)
     fixed = load_precision("16-mixed", loss_scale={"fixed": 128.0}).scale(CPU)

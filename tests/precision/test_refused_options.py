@@ -83,10 +83,10 @@ OWN = {
     ),
     "transformer-engine recipe.kind=delayed recipe.margin=-1 recipe.format=E5M2 recipe.history=16 "
     "recipe.reduce_amax=1 weights=float32 fuse=maybe": (
-        "precision.recipe.history=16: the recipe delayed has no such key. Allowed: format, margin, "
-        "amax_history_len, amax_compute_algo, reduce_amax.\n"
         "precision.recipe.margin=-1 is not known. Allowed: a whole number from 0.\n"
         "precision.recipe.format=E5M2 is not known. Allowed: HYBRID, E4M3.\n"
+        "precision.recipe.history=16: the recipe delayed has no such key. Allowed: format, margin, "
+        "amax_history_len, amax_compute_algo, reduce_amax.\n"
         f"precision.recipe.reduce_amax=1 {SWITCH}\n"
         "precision.weights=float32 is not known. Allowed: bfloat16, float16.\n"
         f"precision.fuse=maybe {SWITCH}"

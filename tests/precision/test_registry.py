@@ -51,7 +51,6 @@ def test_unknown_keywords_and_targets_fail():
 def test_a_row_for_every_precision():
     rows = registry.supported_precisions(CPU)
     assert [row.name for row in rows] == registry.precision_names()
-    assert {row.device for row in rows} == {"cpu"}
     by_name = {row.name: row for row in rows}
     assert by_name["32-true"].runs
     assert (by_name["32-true"].why, by_name["32-true"].remedy) == ("", "")
@@ -70,7 +69,7 @@ def test_a_precision_that_require_refuses_is_listed_with_the_reason(monkeypatch)
     refused = [
         row for row in registry.supported_precisions(CPU) if not row.runs and row.name in plain
     ]
-    assert refused == [registry.PrecisionSupport("bf16-true", "cpu", "not on cpu", "type another")]
+    assert refused == [registry.PrecisionSupport("bf16-true", "not on cpu", "type another")]
 
 
 def test_a_preset_sweeps_over_all_that_train():

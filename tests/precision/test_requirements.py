@@ -10,7 +10,7 @@ from precision_models import CPU, CUDA, MPS, pretend_gpu
 from runner.precision import options, registry, te_recipes
 from runner.utils.errors import Unavailable
 
-pytest.importorskip("runner.precision.layers.bnb_library")
+pytest.importorskip("runner.precision.layers.bnb_linear")
 
 TRANSFORMER_ENGINE = [n for n in registry.precision_names() if n.startswith("transformer-engine")]
 WEIGHT_FORMATS = ("int4", "int8", "nvfp4", "qat-int4", "qat-int8", "qat-nvfp4")
@@ -227,7 +227,7 @@ def test_a_missing_torchao_is_named_after_the_device(monkeypatch):
 
 
 def test_a_missing_bitsandbytes_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.delitem(sys.modules, "runner.precision.layers.bnb_library")
+    monkeypatch.delitem(sys.modules, "runner.precision.layers.bnb_linear")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(Unavailable) as error:
         registry.load_precision("bnb-nf4").require(CPU)
@@ -236,7 +236,7 @@ def test_a_missing_bitsandbytes_is_named_with_the_command_that_installs_it(monke
 
 
 def test_a_bitsandbytes_without_its_kernels_is_refused(monkeypatch):
-    monkeypatch.setattr("runner.precision.layers.bnb_library.lib", type("LibraryMock", (), {})())
+    monkeypatch.setattr("bitsandbytes.cextension.lib", type("LibraryMock", (), {})())
     with pytest.raises(Unavailable, match="does not load") as error:
         registry.load_precision("bnb-nf4").require(CPU)
     assert error.value.remedy.startswith("Type python -m bitsandbytes")

@@ -10,8 +10,7 @@ from states import make_state, regression_batch
 from torch import nn
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.precision.weight_updates import UPDATE_RULES
-from runner.precision.wide_forward import WideForward
+from runner.precision.weight_updates import UPDATE_RULES, WideForward
 from runner.training.model import load_weights
 from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.step import train_step

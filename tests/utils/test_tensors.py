@@ -83,7 +83,7 @@ def test_a_wrapper_counts_what_is_inside():
 
 
 def converted(name, width=512):
-    pytest.importorskip("runner.precision.layers.bnb_library")
+    pytest.importorskip("runner.precision.layers.bnb_linear")
     model = nn.Linear(width, width, bias=False)
     before = stored_bytes(model)
     registry.load_precision(name).convert(model)

@@ -41,16 +41,9 @@ BoxedKernel = Callable[..., Any]
 Kernels = Mapping[tuple[str, str], BoxedKernel]
 """Kernels by (operator, dispatch key)."""
 
-WRITING_VARIANTS = {
-    "mm.out": "mm",
-    "bmm.out": "bmm",
-    "addmm.out": "addmm",
-    "baddbmm.out": "baddbmm",
-    "addbmm.out": "addbmm",
-    "addmm_": "addmm",
-    "baddbmm_": "baddbmm",
-    "addbmm_": "addbmm",
-}
+_ADDED = ("addmm", "baddbmm", "addbmm")
+WRITING_VARIANTS = {f"{name}.out": name for name in ("mm", "bmm", *_ADDED)}
+WRITING_VARIANTS |= {f"{name}_": name for name in _ADDED}
 """Operators that write into a given tensor, and the operator whose result they write. Compiled
 graphs call them."""
 
@@ -89,11 +82,6 @@ def replace_kernels(key: Hashable, make_kernels: Callable[[], Kernels]) -> Itera
             else:
                 # Deleting the last reference would do too, but a stored traceback may hold one.
                 library._destroy()
-
-
-def is_replaced(key: Hashable) -> bool:
-    """Return whether the kernels of a key are in place."""
-    return key in _active
 
 
 def original_kernel(name: str, key: str = "CPU") -> BoxedKernel:
@@ -223,14 +211,11 @@ def _has_large_weight(module: nn.Module) -> bool:
         return True
     is_convolution = isinstance(module, nn.modules.conv._ConvNd)
     limit = LARGE_CONVOLUTION if is_convolution else LARGE_MATRIX
-    for parameter in module.parameters(recurse=False):
-        # A lazy layer has no shape yet, and is assumed to be large.
-        if nn.parameter.is_lazy(parameter):
-            return True
-        # A bias is added, not multiplied.
-        if parameter.ndim > 1 and parameter.numel() >= limit:
-            return True
-    return False
+    # A lazy layer has no shape yet, and is assumed to be large. A bias is added, not multiplied.
+    return any(
+        nn.parameter.is_lazy(parameter) or (parameter.ndim > 1 and parameter.numel() >= limit)
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 def choose_kernels(choice: KernelChoice, model: nn.Module) -> ResolvedKernels:
@@ -240,17 +225,9 @@ def choose_kernels(choice: KernelChoice, model: nn.Module) -> ResolvedKernels:
         choice: precision.cpu_float16; "auto" is float32 accumulation where the native kernels are
             slow here and `is_float32_accumulation_faster(model)`.
         model: the model before or after conversion; only its layers and shapes are read.
-
-    Raises:
-        ConfigError: an unknown choice.
     """
-    if choice == "native" or choice == "float32_accumulate":
-        return choice
     if choice != "auto":
-        raise ConfigError(
-            f"precision.cpu_float16={choice} is not known. "
-            "Allowed: auto, native, float32_accumulate."
-        )
+        return choice
     if native_is_fast() or not is_float32_accumulation_faster(model):
         return "native"
     return "float32_accumulate"
@@ -399,12 +376,11 @@ def tf32_products(model: nn.Module) -> Iterator[None]:
 
 
 def _tf32_kernels() -> Kernels:
-    operands = dict(PRODUCT_OPERANDS)
-    for variant, name in WRITING_VARIANTS.items():
-        operands[variant] = PRODUCT_OPERANDS[name]
     return {
-        (name, "CPU"): _with_rounded_operands(original_kernel(name), positions)
-        for name, positions in operands.items()
+        (name, "CPU"): _with_rounded_operands(
+            original_kernel(name), PRODUCT_OPERANDS[WRITING_VARIANTS.get(name, name)]
+        )
+        for name in (*PRODUCT_OPERANDS, *WRITING_VARIANTS)
     }
 
 
@@ -425,7 +401,6 @@ def _round_operand(x: Tensor) -> Tensor:
     if x.dtype is torch.float32:
         return round_to_tf32(x)
     if x.dtype is torch.complex64:
-        return torch.view_as_complex(
-            round_to_tf32(torch.view_as_real(x.resolve_conj().resolve_neg()))
-        )
+        parts = torch.view_as_real(x.resolve_conj().resolve_neg())
+        return torch.view_as_complex(round_to_tf32(parts))
     return x

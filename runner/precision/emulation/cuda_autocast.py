@@ -10,7 +10,7 @@ Source of the kinds of cast: ATen/autocast_mode.h and autocast_mode.cpp of PyTor
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +18,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.precision.emulation import cpu_kernels
 from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
-from runner.utils.tensors import dtype_name
 
 _LOWER_PRECISION = """
 _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d convolution
@@ -38,10 +36,6 @@ WIDEST = frozenset(_WIDEST.split())
 """Operators whose arguments it casts to the widest dtype among them."""
 # The others of the list are in float32: their arguments, or, where they have an argument dtype, the
 # result, which the kernel then sums up in.
-_WITH_DTYPE = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-}
 _REFUSED = "binary_cross_entropy"
 # What cuDNN's recurrent layers, which CUDA's list casts, are on a CPU.
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -87,46 +81,6 @@ def cuda_casts() -> Iterator[None]:
         torch.clear_autocast_cache = clear
         torch.backends.mha.set_fastpath_enabled(fuses)
         _forget_compiled()
-
-
-def noted_casts(noted: dict[str, str]) -> AbstractContextManager[None]:
-    """Return the context that notes the operators which autocast on the CPU casts otherwise than
-    CUDA's would, with the dtype that the CPU's computes in; nothing within cuda_casts.
-
-    Args:
-        noted: given names of operators and of dtypes.
-    """
-    if cpu_kernels.is_replaced("cuda_casts"):
-        return nullcontext()
-    return replace_kernels("noted_casts", lambda: _noting_kernels(noted))
-
-
-def _noting_kernels(noted: dict[str, str]) -> Kernels:
-    on_cpu = listed_operators("CPU")
-    on_cuda = listed_operators("CUDA")
-    # Both lists join tensors in their widest dtype.
-    names = (on_cuda ^ on_cpu) - WIDEST - {"cat", "stack"}
-    return {(name, "AutocastCPU"): _noting_kernel(name, name in on_cpu, noted) for name in names}
-
-
-def _noting_kernel(name: str, is_on_cpu: bool, noted: dict[str, str]) -> BoxedKernel:
-    """Return an operator's kernel that notes a call whose casts differ, and computes as before."""
-    operator = _operator(name)
-    own = cpu_kernels.original_kernel(name, "AutocastCPU") if is_on_cpu else None
-    is_half_on_cuda = name in LOWER_PRECISION
-
-    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        half = torch.get_autocast_dtype("cpu")
-        given = torch.float32 if is_half_on_cuda else half
-        if given in _dtypes([args, kwargs]):
-            computed = torch.float32 if is_half_on_cuda or is_on_cpu else half
-            # A norm calls the operator of its own name with native_ before it.
-            noted[name.partition(".")[0].removeprefix("native_")] = dtype_name(computed)
-        if own is not None:
-            return own(keys, *args, **kwargs)
-        return operator.redispatch(keys.remove(torch._C.DispatchKey.AutocastCPU), *args, **kwargs)
-
-    return run
 
 
 def _forget_compiled() -> None:
@@ -177,19 +131,10 @@ def _is_cast(value: Any) -> bool:
     return value.is_floating_point() and value.dtype is not torch.float64
 
 
-def _dtypes(values: Any) -> set[torch.dtype]:
-    """Return the dtypes of the tensors that autocast looks at."""
-    return {value.dtype for value in tree_leaves(values) if _is_cast(value)}
-
-
-def _call_cast(cast: Callable[[Tensor], Tensor], operator: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operator with its tensors cast, those in lists too."""
-    args, kwargs = tree_map(lambda value: cast(value) if _is_cast(value) else value, (args, kwargs))
-    return operator(*args, **kwargs)
-
-
 def _call_in(dtype: torch.dtype, operator: Any, args: Any, kwargs: Any) -> Any:
-    return _call_cast(lambda tensor: tensor.to(dtype), operator, args, kwargs)
+    """Call an operator with its tensors cast, those in lists too."""
+    args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+    return operator(*args, **kwargs)
 
 
 def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -201,23 +146,19 @@ def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
             "in half precision. Use binary_cross_entropy_with_logits, or compute it in float32 "
             "within torch.autocast(enabled=False)."
         )
-    target = _operator(_WITH_DTYPE[name]) if name in _WITH_DTYPE else operator
-    names = [argument.name for argument in target._schema.arguments]
-    if "dtype" not in names:
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if "dtype" not in names or not _is_cast(args[0]):
         return _call_in(torch.float32, operator, args, kwargs)
-    given = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
-    given |= dict(zip(names, args, strict=False)) | kwargs
-    first = given.pop(names[0])
-    if not _is_cast(first):
-        return operator(*args, **kwargs)
     if given.get("dtype") is None:
         given["dtype"] = torch.float32
-    return target(first, **given)
+    return operator(given.pop(names[0]), **given)
 
 
 def _in_widest_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
     half = torch.get_autocast_dtype("cpu")
-    widest = torch.float32 if _dtypes([args, kwargs]) - {half} else half
+    dtypes = {value.dtype for value in tree_leaves((args, kwargs)) if _is_cast(value)}
+    widest = torch.float32 if dtypes - {half} else half
     return _call_in(widest, operator, args, kwargs)
 
 
@@ -227,17 +168,18 @@ def _rounded_to_input(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_half(operator: Any, args: Any, kwargs: Any) -> Any:
-    return _call_cast(_to_half, operator, args, kwargs)
+    return _call_in(torch.get_autocast_dtype("cpu"), operator, args, kwargs)
 
 
-def _to_half(tensor: Tensor) -> Tensor:
-    """Return a tensor in autocast's dtype. As in torch, a weight is cast once for all its uses in a
-    forward, so that their gradients add up in half precision."""
-    half = torch.get_autocast_dtype("cpu")
-    is_weight = tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return a value in a dtype where autocast casts it. As in torch, a weight is cast to half
+    precision once for all its uses in a forward, so that their gradients add up in it."""
+    if not _is_cast(value) or value.dtype is dtype:
+        return value
+    is_weight = value.is_leaf and value.requires_grad and value.dtype is torch.float32
     caches = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
-    if not (is_weight and caches) or tensor._is_view():
-        return tensor.to(half)
-    if id(tensor) not in _half_weights:
-        _half_weights[id(tensor)] = tensor, tensor.to(half)
-    return _half_weights[id(tensor)][1]
+    if not (is_weight and caches) or value._is_view():
+        return value.to(dtype)
+    if id(value) not in _half_weights:
+        _half_weights[id(value)] = value, value.to(dtype)
+    return _half_weights[id(value)][1]

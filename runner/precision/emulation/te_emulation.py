@@ -120,13 +120,14 @@ def quantizers_of_recipe(
     elif kind == "mxfp8":
         # Blocks of 32 values, or weights in blocks of 32 x 32.
         line = BlockQuantizer(E4M3, exponent_scale, (1, 32))
-        quantizers = Operands(
-            _block_operand(line, 1),
-            _block_operand(line, 2 if keys["enable_2d_quantization"] else 1),
-            _block_operand(replace(line, fmt=grad_format(keys)), 1),
-        )
+        quantizers = _block_operands(line, keys, (1, 2 if keys["enable_2d_quantization"] else 1, 1))
     else:
-        quantizers = _block_operands(keys, narrow)
+        # Blocks of 128 values or of 128 x 128. Each has its own scale, so that narrow sums are
+        # promoted after every block.
+        rule = amax_scale if keys["use_f32_scales"] else power_of_two_scale
+        line = BlockQuantizer(E4M3, rule, (1, 128), narrow)
+        dimensions = [keys[f"{operand}_block_scaling_dim"] for operand in ("x", "w", "grad")]
+        quantizers = replace(_block_operands(line, keys, dimensions), promotes_forward=True)
     return replace(quantizers, backward=keys["backward_override"], narrow=narrow)
 
 
@@ -136,20 +137,13 @@ def grad_format(keys: Mapping[str, Any]) -> Format:
     return E5M2 if keys.get("format") == "HYBRID" else E4M3
 
 
-def _block_operands(keys: Mapping[str, Any], narrow: bool) -> Operands:
-    """Return block scaling: blocks of 128 values or of 128 x 128.
-
-    Each block has its own scale, so that narrow sums are promoted after every block.
-    """
-    rule = amax_scale if keys["use_f32_scales"] else power_of_two_scale
-    line = BlockQuantizer(E4M3, rule, (1, 128), narrow)
-    grad = replace(line, fmt=grad_format(keys))
-    return Operands(
-        _block_operand(line, keys["x_block_scaling_dim"]),
-        _block_operand(line, keys["w_block_scaling_dim"]),
-        _block_operand(grad, keys["grad_block_scaling_dim"]),
-        promotes_forward=True,
-    )
+def _block_operands(
+    line: BlockQuantizer, keys: Mapping[str, Any], dimensions: Sequence[int]
+) -> Operands:
+    """Return quantizers of input, weight and gradient in blocks of one dimension or of two."""
+    lines = (line, line, replace(line, fmt=grad_format(keys)))
+    of_input, of_weight, of_grad = map(_block_operand, lines, dimensions)
+    return Operands(of_input, of_weight, of_grad)
 
 
 def _block_operand(line: BlockQuantizer, dimensions: int) -> Operand:
@@ -169,10 +163,8 @@ def _nvfp4_operands(keys: Mapping[str, Any]) -> Operands:
     """
     rotates = not keys["disable_rht"]
     line = Nvfp4Quantizer()
-    if keys["disable_2d_quantization"]:
-        weight = Operand(line, line)
-    else:
-        weight = Operand(Nvfp4Quantizer((16, 16)))
+    square = Operand(Nvfp4Quantizer((16, 16)))
+    weight = Operand(line, line) if keys["disable_2d_quantization"] else square
     grad = Nvfp4Quantizer(stochastic=not keys["disable_stochastic_rounding"])
     return Operands(
         Operand(line, replace(line, rotates=rotates)),
@@ -245,7 +237,6 @@ class Autocast:
     """Context in which the layers quantize, as te.autocast. It can be entered again, and nested.
 
     Args:
-        enabled: must be true; the parameter is the library's.
         recipe: as the config gives it: its kind and all of its keys.
         accumulate: how products are summed; the library has no such parameter.
     """
@@ -253,15 +244,11 @@ class Autocast:
     # The open contexts, the innermost last.
     active: ClassVar[list["Autocast"]] = []
 
-    def __init__(
-        self, enabled: bool, recipe: Mapping[str, Any], accumulate: Accumulation = "float32"
-    ) -> None:
-        assert enabled
+    def __init__(self, recipe: Mapping[str, Any], accumulate: Accumulation = "float32") -> None:
         self.recipe = recipe
         self.narrow = accumulate == "hopper"
-        self.operands: Operands | None = None
-        if recipe["kind"] != "delayed":
-            self.operands = quantizers_of_recipe(recipe, accumulate)
+        is_delayed = recipe["kind"] == "delayed"
+        self.operands = None if is_delayed else quantizers_of_recipe(recipe, accumulate)
 
     def __enter__(self) -> None:
         self.active.append(self)
@@ -456,10 +443,8 @@ class _LinearProducts(torch.autograd.Function):
         if quantizers.backward == "high_precision":
             saved = rows, weight
         elif quantizers.backward == "dequantized":
-            saved = (
-                quantizers.values(inputs).to(rows.dtype),
-                quantizers.values(weights).to(weight.dtype),
-            )
+            values = quantizers.values
+            saved = values(inputs).to(rows.dtype), values(weights).to(weight.dtype)
         else:
             saved = inputs_for_grad, weights_for_grad
         ctx.save_for_backward(*saved)
@@ -474,8 +459,7 @@ class _LinearProducts(torch.autograd.Function):
         inputs, weights = (saved.float() for saved in ctx.saved_tensors)
         wide = grad.float()
         if ctx.quantizers.backward:
-            grad_for_input = wide
-            grad_for_weight = wide
+            grad_for_input = grad_for_weight = wide
         else:
             grad_for_input, grad_for_weight = ctx.quantizers.grad.quantize(wide)
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad

@@ -16,6 +16,7 @@ Source: Dettmers et al., QLoRA, arXiv:2305.14314 (nf4, double quantisation); LLM
 arXiv:2208.07339 (row-wise int8, outlier columns).
 """
 
+import logging
 import math
 from copy import copy
 from typing import Any
@@ -26,15 +27,18 @@ from torch.nn import functional as F
 
 from runner.precision.conversion import change_class
 from runner.precision.layers.backward_checks import forbid_second_derivative
-from runner.precision.layers.bnb_library import (
-    QuantState,
-    bnb,
-    dequantize_4bit,
-    unpack_tensor_to_dict,
-)
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.quantized_linear import PackedLinear, PackedWeightOwner
 from runner.precision.layers.weight_formats import PackedTensors
+from runner.utils.import_warnings import suppress_import_warnings
+
+with suppress_import_warnings():
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+    from bitsandbytes.utils import unpack_tensor_to_dict
+
+# It warns of the cast to float16 before int8 in every forward.
+logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,24 +140,16 @@ def _product_int8(
             # There the library multiplies unpacked weights and quantises nothing.
             output = bnb.matmul(rows, state.CB, state=state)  # type: ignore[arg-type]
         else:
-            output = _product_of_scaled_rows(rows, state)
+            # The library quantises by way of float16, whose range is narrow. So rows are multiplied
+            # by a power of two before and the product is divided by it, which changes nothing else,
+            # because each row has a scale of its own. A threshold is in the units of the rows.
+            factor = _normalizing_factor(rows) if state.threshold == 0 else 1.0
+            output = bnb.matmul(rows * factor, state.CB, state=state) / factor  # type: ignore[arg-type, operator]
         if trained is not None:
             output = _TrainWeight.apply(output, rows.detach(), trained)
         if module.bias is not None:
             output = output + module.bias.to(module.compute_dtype)
         return output.view(*x.shape[:-1], module.out_features).to(x.dtype)
-
-
-def _product_of_scaled_rows(rows: Tensor, state: bnb.MatmulLtState) -> Tensor:
-    """Return the library's product without bias: rows [rows, in] to [rows, out].
-
-    The library quantises by way of float16, whose range is narrow. So rows are multiplied by a
-    power of two before and the product is divided by it, which changes nothing else, because each
-    row has a scale of its own. With a threshold the rows stay as they are, since it is in their
-    units.
-    """
-    factor = _normalizing_factor(rows) if state.threshold == 0 else 1.0
-    return bnb.matmul(rows * factor, state.CB, state=state) / factor  # type: ignore[arg-type, operator]
 
 
 class _TrainWeight(torch.autograd.Function):
@@ -257,8 +253,7 @@ class _Product4bit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         wants_x, _, _, wants_bias = ctx.needs_input_grad
-        x_grad = None
-        bias_grad = None
+        x_grad = bias_grad = None
         if wants_x:
             x_grad = grad @ unpack_4bit(ctx.packed, ctx.state, grad.dtype)
         if wants_bias:

@@ -28,9 +28,8 @@ from runner.precision.conversion import (
     replace_in_place,
 )
 from runner.precision.keep_fp32 import no_op_hook
-from runner.precision.layers.backward_checks import forbid_second_derivative
+from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
-from runner.precision.layers.padding import pad_rows
 
 
 class NoExtraState:
@@ -175,10 +174,8 @@ def te_obstacle(module: nn.Module, multiple: int) -> str:
     assert isinstance(module, nn.LayerNorm)
     if len(module.normalized_shape) > 1:
         return f"normalises over {len(module.normalized_shape)} dimensions"
-    if module.weight is None:
-        return "has no weight"
-    if module.bias is None:
-        return "has no bias"
+    if module.weight is None or module.bias is None:
+        return "has no weight" if module.weight is None else "has no bias"
     return ""
 
 

@@ -119,8 +119,7 @@ class Int4Format(WeightFormat):
     def load_library(self) -> None:
         if self._weight_rounding is None:
             torchao = _import_torchao()
-            config = torchao.qat.IntxFakeQuantizeConfig(_INT4, torchao.PerGroup(self.multiple))
-            self._weight_rounding = torchao.qat.IntxFakeQuantizer(config)
+            self._weight_rounding = _fake_quantizer(_INT4, torchao.PerGroup(self.multiple))
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         torchao = _import_torchao()
@@ -151,14 +150,11 @@ class Int8Format(WeightFormat):
         if self._weight_rounding is None:
             torchao = _import_torchao()
             # Weights with a scale per output, inputs with one per row, asymmetric.
-            weights = torchao.qat.IntxFakeQuantizeConfig(
-                torch.int8, torchao.PerAxis(0), eps=_LEAST_SCALE
+            least = {"eps": _LEAST_SCALE}
+            self._weight_rounding = _fake_quantizer(torch.int8, torchao.PerAxis(0), **least)
+            self._input_rounding = _fake_quantizer(
+                torch.int8, "per_token", is_symmetric=False, **least
             )
-            inputs = torchao.qat.IntxFakeQuantizeConfig(
-                torch.int8, "per_token", is_symmetric=False, eps=_LEAST_SCALE
-            )
-            self._weight_rounding = torchao.qat.IntxFakeQuantizer(weights)
-            self._input_rounding = torchao.qat.IntxFakeQuantizer(inputs)
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         torchao = _import_torchao()
@@ -250,6 +246,12 @@ def _import_torchao() -> Any:
         import torchao.quantization.qat
 
     return torchao.quantization
+
+
+def _fake_quantizer(*settings: Any, **more: Any) -> Rounding:
+    """Return torchao's fake quantiser of these settings."""
+    qat = _import_torchao().qat
+    return qat.IntxFakeQuantizer(qat.IntxFakeQuantizeConfig(*settings, **more))
 
 
 def _quantize(weight: Tensor, config: Any) -> Any:

@@ -244,7 +244,7 @@ def layer_results(recipe, accumulate="hopper"):
     layer = te_emulation.Linear(384, 48, bias=False, params_dtype=torch.float32, device="cpu")
     nn.init.uniform_(layer.weight)
     x = torch.rand(256, 384, requires_grad=True)
-    with te_emulation.autocast(True, complete_recipe(recipe), accumulate):
+    with te_emulation.autocast(complete_recipe(recipe), accumulate):
         y = layer(x)
     y.backward(torch.rand_like(y))
     return x, layer.weight, y, x.grad, layer.weight.grad

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from runner.precision.conversion import is_converted
 from runner.utils.errors import ConfigError
 
-pytest.importorskip("runner.precision.layers.bnb_library")
+pytest.importorskip("runner.precision.layers.bnb_linear")
 pytestmark = pytest.mark.usefixtures("imitated_library")
 
 # The backend that shows whether the kind compiles: FP8's backward is traced, too.

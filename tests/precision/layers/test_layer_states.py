@@ -16,7 +16,7 @@ from layer_kinds import (
 )
 from precision_models import CPU, assert_same_tensors, reloaded
 
-pytest.importorskip("runner.precision.layers.bnb_library")
+pytest.importorskip("runner.precision.layers.bnb_linear")
 pytestmark = pytest.mark.usefixtures("imitated_library")
 
 

@@ -19,7 +19,7 @@ from precision_models import (
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-pytest.importorskip("runner.precision.layers.bnb_library")
+pytest.importorskip("runner.precision.layers.bnb_linear")
 
 from runner.precision.layers.bnb_linear import (
     pack_4bit,
