@@ -60,6 +60,7 @@ class Sweep:
         tracking: the config group.
         resume: resume the sweep that the folder holds.
         left_out: keys that some of its precisions do not take, see Manifest.
+        skip_refused: jobs that were not tried are no failure as long as another one finishes.
 
     Attributes:
         current: the sweep of this process, if it runs one.
@@ -74,8 +75,10 @@ class Sweep:
         tracking: Mapping[str, Any],
         resume: bool = False,
         left_out: Sequence[str] = (),
+        skip_refused: bool = False,
     ) -> None:
         self.folder = folder
+        self._skip_refused = skip_refused
         self._early_end = ""
         folder.mkdir(parents=True, exist_ok=True)
         # Released at once where the sweep is refused: a notebook keeps the error, and with it this
@@ -142,8 +145,9 @@ class Sweep:
             status: exit status of the jobs so far, as Hydra returned it.
 
         Returns:
-            0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
-            what some need; the exit status of a gate; `status` itself after a stop.
+            0 when every job finished, or in a preset's sweep was not tried; 1 when any failed; 2
+            when none failed and this machine lacks what some need, or none was tried; the exit
+            status of a gate; `status` itself after a stop.
         """
         is_stopped = status > 128 or bool(self._early_end)
         data = load_from_folder(self.folder, is_stopped)
@@ -151,12 +155,14 @@ class Sweep:
         results = data.results
         statuses = [result.status for result in results]
         failed = statuses.count("failed") + statuses.count("stopped")
-        is_unavailable = "unavailable" in statuses
+        is_untried = not {"unavailable", "refused"}.isdisjoint(statuses)
+        if self._skip_refused and "finished" in statuses:
+            is_untried = False
         if data.advice and not data.is_stopped:
             # A precision that fails or is not available is an answer: nothing failed once one is
             # recommended.
             failed = 0 if data.advice.recommendation is not None else failed
-            is_unavailable = False
+            is_untried = False
         gate = gate_verdict(data.advice) if data.advice else None
         # Of a gate 1 means rejected, and nothing else.
         failure_status = 1 if gate is None else 2
@@ -186,7 +192,7 @@ class Sweep:
             return failure_status
         if gate is not None:
             return gate.exit_status
-        return 2 if is_unavailable else 0
+        return 2 if is_untried else 0
 
     def _is_rejected(self) -> bool:
         """Return whether the store rejected the sweep, after printing why."""
@@ -268,7 +274,9 @@ def _print_results(console: Console, results: Sequence[RunResult]) -> None:
     labels_by_error: dict[str, list[str]] = {}
     for result in results:
         if result.error:
-            labels_by_error.setdefault(result.error, []).append(result.label)
+            # One text for all precisions that lack the same.
+            error = result.error.replace(f"precision={result.precision} ", "it ")
+            labels_by_error.setdefault(error, []).append(result.label)
     for error, labels in labels_by_error.items():
         console.print(f"{join_names(labels)}: {error}", markup=False)
 
