@@ -104,7 +104,7 @@ class SweepCallback(Callback):
             if config.hydra.sweeper.get("_target_") != ADVISE:
                 left_out = omitted_key_pairs(config, _needs_no_emulation)
             # Now, so that the store exists before any job needs it.
-            sweep = Sweep(folder, overrides, tracking, self._resume, left_out, self._skip_refused)
+            sweep = Sweep(folder, overrides, tracking, self._resume, left_out, self._skip_refused)  # type: ignore[arg-type]
             Sweep.current = sweep
             for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)

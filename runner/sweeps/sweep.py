@@ -155,9 +155,8 @@ class Sweep:
         results = data.results
         statuses = [result.status for result in results]
         failed = statuses.count("failed") + statuses.count("stopped")
-        is_untried = not {"unavailable", "refused"}.isdisjoint(statuses)
-        if self._skip_refused and "finished" in statuses:
-            is_untried = False
+        skips = self._skip_refused and "finished" in statuses
+        is_untried = not skips and not {"unavailable", "refused"}.isdisjoint(statuses)
         if data.advice and not data.is_stopped:
             # A precision that fails or is not available is an answer: nothing failed once one is
             # recommended.
