@@ -47,7 +47,7 @@ bench: .venv/dev
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "Installing PyTorch and what runs need into .venv: about 5 GB, 3 to 6 minutes."
+	@echo "Installing PyTorch and what runs need into .venv: about 6.5 GB, 3 to 6 minutes (docs/install.md: less without CUDA)."
 	$(PIP) --progress-bar on -e .
 	touch $@
 
