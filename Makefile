@@ -1,4 +1,4 @@
-# make run    create .venv, install, run the main job   (make run ARGS="model=vit precision=bf16-mixed")
+# make run    create .venv, install what runs need, run the main job   (make run ARGS="model=vit precision=bf16-mixed")
 # make test   every promise once, about 12 minutes on two idle cores       make check   lint and types
 # make test-all   further examples, too: products, second platforms, generated cases; 45 minutes
 # make test-budget   whether a file took more than its share of the last `make test`
@@ -7,6 +7,7 @@
 PYTHON ?= python3
 ARGS ?= precision=16-mixed model=resnet
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 # Without compiled files each command and test process compiles the runner's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,36 +21,41 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 run: .venv/installed
 	$(BIN)/python -m runner $(ARGS)
 
-test: .venv/installed
+test: .venv/dev
 	$(PYTEST)
 
-test-all: .venv/installed
+test-all: .venv/dev
 	$(PYTEST) -m "not soak" --hypothesis-seed=$(SEED)
 
 # What test-all adds to test; TEST_ARGS="--stop-after 600" skips what has not begun after 600 s.
-test-extended: .venv/installed
+test-extended: .venv/dev
 	$(PYTEST) -m "extended and not soak" --hypothesis-seed=$(SEED) $(TEST_ARGS)
 
 test-budget:
 	$(BIN)/python tests/helpers/times_record.py .pytest_cache/v/runner/times
 
-check: .venv/installed
+check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-docs: .venv/installed
+docs: .venv/dev
 	$(BIN)/python docs/generate.py
 
-bench: .venv/installed
+bench: .venv/dev
 	$(BIN)/python -m bench.peers
 
-# rxnmapper is 3 MB with a pretrained ALBERT for the tests; its own requirements pin an old
-# transformers, hence --no-deps.
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "rxnmapper>=0.4.3,<0.5"
+	@echo "Installing PyTorch and what runs need into .venv: about 6.5 GB, 3 to 6 minutes (docs/install.md: less without CUDA)."
+	$(PIP) --progress-bar on -e .
+	touch $@
+
+# What tests, checks and benchmarks need, too. rxnmapper is 3 MB with a pretrained ALBERT for the
+# tests; its own requirements pin an old transformers, hence --no-deps.
+.venv/dev: .venv/installed
+	$(PIP) --quiet -e ".[dev]"
+	$(PIP) --quiet --no-deps "rxnmapper>=0.4.3,<0.5"
 	touch $@
 
 clean:

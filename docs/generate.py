@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from omegaconf import OmegaConf
 
+from runner.cli.main import option_note
 from runner.config.commands import COMMANDS
 from runner.config.schema import RunSpec
 from runner.modes.result import FIXED_COLUMNS, METRIC_PREFIX, SETTING_PREFIX
@@ -192,9 +193,7 @@ def groups() -> str:
     rows = []
     for folder in sorted(p for p in CONF.iterdir() if p.is_dir() and list(p.glob("*.yaml"))):
         for path in sorted(folder.glob("*.yaml")):
-            lines = [line for line in path.read_text().splitlines() if line.startswith("#")]
-            note = next(line.lstrip("# ") for line in lines if "@package" not in line)
-            rows.append([f"`{folder.name}={path.stem}`", note])
+            rows.append([f"`{folder.name}={path.stem}`", option_note(path)])
     return table(["option", "what it is"], rows)
 
 

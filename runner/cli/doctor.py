@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from runner import __version__
 from runner.config.commands import DOCTOR
 from runner.config.overrides import existing_config_dir
 from runner.modes.run_metadata import installed_version
@@ -28,19 +29,22 @@ def doctor(argv: Sequence[str]) -> int:
     typed_folder = DOCTOR.parse(argv).values.get("--config-dir")
     folder = None if typed_folder is None else existing_config_dir(typed_folder)
     console = Console(highlight=False, markup=False)
-    installed = [f"torch {torch.__version__}"]
-    for library in LIBRARIES:
-        installed.append(f"{library} {installed_version(library) or 'not installed'}")
+    installed = [f"runner {__version__}", f"torch {torch.__version__}"]
+    installed += [f"{name} {installed_version(name) or 'not installed'}" for name in LIBRARIES]
     console.print(", ".join(installed))
     for kind in available_kinds():
         accelerator = choose_accelerator(name=kind)
         table = Table(title=f"accelerator={kind}: {accelerator.name}", title_justify="left")
         for column in ("precision", "runs", "description, or reason and what to type"):
             table.add_column(column, overflow="fold")
+        names_by_need: dict[str, list[str]] = {}
         for row in supported_precisions(accelerator.device, folder):
             if row.runs:
                 table.add_row(row.name, "yes", yaml_header(row.name, folder)[0])
             else:
-                table.add_row(row.name, "no", f"{row.why} {row.remedy}")
+                need = f"{row.why} {row.remedy}".removeprefix(f"precision={row.name} ")
+                names_by_need.setdefault(need, []).append(row.name)
+        for need, names in names_by_need.items():
+            table.add_row("\n".join(names), "no", need)
         console.print(table)
     return 0

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from textwrap import shorten
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +26,20 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from runner import __version__
 from runner.config import commands
 from runner.config.hydra_plugins import ADVISE
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import (
     config_dir,
     existing_config_dir,
+    override_key,
     rewrite_arguments,
     shadowed_configs,
 )
 from runner.config.precision_keys import remove_keys
 from runner.config.resolve import register_schema, resolve_spec
-from runner.config.schema import AUTO
+from runner.config.schema import AUTO, RUN_MODES
 from runner.distributed import torchrun
 from runner.sweeps.job_result import (
     is_sweep_job,
@@ -56,27 +60,6 @@ if TYPE_CHECKING:
     from runner.modes.result import RunResult, Status
 
 
-# Hydra's own help is not used: listing its groups takes six times as long as composing a config.
-HELP = """Train a model under a numerical precision, or compare precisions in a sweep.
-
-  python -m runner precision=16-mixed model=resnet
-  python -m runner -m precision=32-true,bf16-mixed,16-mixed
-  python -m runner checkpoint.resume=last    resumes an interrupted run
-  python -m runner sweep.resume=last         resumes a sweep
-  python -m runner mode=advise model=resnet data=digits   which precision, on this machine?
-  python -m runner mode=gate precision=bf16-true model=gpt data=text   exit status 0: accepted
-  python -m runner mode=diff precision=bf16-mixed against=32-true    where do the two part?
-  python -m runner mode=plan precision=bf16-true model=gpt data=text
-  python -m runner mode=evaluate checkpoint=<file, run folder or MLflow run id>
-{commands}
-
-Options (group=option):
-{groups}
-
-Keys (key=value) and their values, as `--cfg job` prints them; `--hydra-help` lists more flags:
-"""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. See docs/commands.md."""
     try:
@@ -91,10 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(argv: Sequence[str]) -> int:
     """Run a command of COMMANDS, or train through Hydra; return the exit status."""
-    invalid = next((text for text in argv if not is_text(text)), None)
-    if invalid is not None:
-        print_error(f"{invalid} is not valid UTF-8.")
-        return 2
     # logging.lastResort writes the warnings of libraries to stderr.
     if logging.lastResort:
         logging.lastResort.setFormatter(PlainFormatter())
@@ -102,52 +81,78 @@ def _run_command(argv: Sequence[str]) -> int:
     # `python -m runner` has.
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))
-    command = commands.COMMANDS.get(argv[0]) if argv else None
-    if command and _asks_for_help(argv):
-        print(command.help())
+    if argv == ["--version"]:
+        print(f"runner {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
         return 0
-    if command and command.function:
-        try:
+    try:
+        invalid = next((text for text in argv if not is_text(text)), None)
+        if invalid is not None:
+            raise ConfigError(f"{invalid} is not valid UTF-8.")
+        command = commands.COMMANDS.get(argv[0]) if argv else None
+        asks_for_help = not {"--help", "-h"}.isdisjoint(argv)
+        if command and command.function and not asks_for_help:
             module, _, name = command.function.rpartition(".")
             return getattr(import_module(module), name)(argv[1:])
-        except RunnerError as error:
-            print_error(str(error))
-            return error.exit_status
-    try:
         argv = torchrun.command_of_rank(rewrite_arguments(expand_resumed_sweep(argv)))
-        if _asks_for_help(argv):
-            # Hydra prints the keys, as `--cfg job` does, after the help text.
-            print(_help_text(config_dir(argv)), flush=True)
-            argv = [*(text for text in argv if text not in HELP_FLAGS), "--cfg", "job"]
+        if asks_for_help:
+            # Words without a value come before the flags.
+            topic = command.name if command else next(text for text in argv if "=" not in text)
+            print(_help_text(config_dir(argv), topic))
+            return 0
         check_config_dir(config_dir(argv))
     except RunnerError as error:
         _print_error_once(str(error))
         return error.exit_status
     except torchrun.MainRankFailed:
         return 2
+    if "-sc" in argv:
+        _print_completions(os.environ.get("COMP_LINE", ""))
     return _run_hydra(argv)
 
 
-HELP_FLAGS = ("--help", "-h")
+def _help_text(own_folder: Path | None, topic: str) -> str:
+    """Return the help: one screen, or that of a command or of a group of options.
 
+    Args:
+        own_folder: of --config-dir, whose options are listed, too.
+        topic: word typed with --help; a flag if there is none.
 
-def _asks_for_help(argv: Sequence[str]) -> bool:
-    return not set(HELP_FLAGS).isdisjoint(argv)
-
-
-def _help_text(own_folder: Path | None) -> str:
-    """Return the help before the config; it lists the options of --config-dir, too."""
-    folders = [Path(str(files("runner.conf")))]
-    if own_folder is not None:
-        folders.append(own_folder)
-    options: dict[str, set[str]] = {}
-    for folder in folders:
+    Raises:
+        ConfigError: there is no help on the topic.
+    """
+    if topic in commands.COMMANDS:
+        return commands.COMMANDS[topic].help()
+    options: dict[str, dict[str, Path]] = {}
+    for folder in filter(None, (Path(str(files("runner.conf"))), own_folder)):
         for path in folder.glob("*/*.yaml"):
-            options.setdefault(path.parent.name, set()).add(path.stem)
-    groups = [f"  {group}: {', '.join(sorted(names))}" for group, names in sorted(options.items())]
-    summaries = [(each.name, each.summary) for each in commands.COMMANDS.values()]
-    lines = [f"  python -m runner {name:13} {summary}" for name, summary in summaries]
-    return HELP.format(commands="\n".join(lines), groups="\n".join(groups))
+            options.setdefault(path.parent.name, {})[path.stem] = path
+    if topic in options:
+        rows = sorted(options[topic].items())
+        return "\n".join(f"{topic}={name:27} {option_note(path)}" for name, path in rows)
+    if not topic.startswith("-"):
+        topics = ", ".join([*commands.COMMANDS, *sorted(options)])
+        raise ConfigError(f"--help {topic} is not known. Allowed: {topics}.")
+    rows = [f"{name:13} {command.summary}" for name, command in commands.COMMANDS.items()]
+    groups = [f"{group}: {', '.join(sorted(options[group]))}" for group in sorted(options)]
+    shown = [shorten(text, 98, placeholder=" ...") for text in groups]
+    # Hydra's own help takes six times as long: it lists the groups.
+    text = files("runner.cli").joinpath("help.txt").read_text()
+    return text.format(commands="\n  python -m runner ".join(rows), groups="\n  ".join(shown))
+
+
+def option_note(path: Path) -> str:
+    """Return the first comment of an option's yaml: what it is. Empty without one."""
+    comments = (line.lstrip("# ") for line in path.read_text().splitlines() if line[:1] == "#")
+    return next((text for text in comments if not text.startswith("@package")), "")
+
+
+def _print_completions(line: str) -> None:
+    """Print the commands and modes that complete a typed line; Hydra knows options and keys."""
+    *typed, word = line.split(" ")
+    offered = [f"mode={mode}" for mode in RUN_MODES]
+    if len(typed) == 1:
+        offered += commands.COMMANDS
+    print("\n".join(text for text in offered if text.startswith(word)), flush=True)
 
 
 def check_config_dir(folder: str | Path | None) -> Path | None:
@@ -286,10 +291,18 @@ def run_job(config: DictConfig) -> float | None:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        _print_job_error(error, folder, sweeping)
-        status: Status = "unavailable" if isinstance(error, Unavailable) else "failed"
+        status: Status = "failed"
+        skips = sweeping and HydraConfig.get().callbacks["sweep"].skip_refused
         if error.exit_status > 128:
             status = "stopped"
+        elif isinstance(error, Unavailable):
+            status = "unavailable"
+        elif skips and isinstance(error, ConfigError):
+            status = "refused"
+        if skips and status in ("unavailable", "refused"):
+            print(sanitize(f"not tried, because {error}"), flush=True)
+        else:
+            _print_job_error(error, folder, sweeping)
         failure = _Failure(status, str(error), error.exit_status, error.finished)
     except KeyboardInterrupt as error:
         failure = _Failure("stopped", str(error) or "Interrupted.", _interrupt_status(error))
@@ -333,6 +346,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         print(f"\njob {HydraConfig.get().job.num}: {overrides}", flush=True)
         use_sweep_time()
         remove_keys(config, keys_left_out_of_job())
+        _raise_eps(config)
     finished = _finished_before(config, folder, sweeping)
     if finished is not None:
         # The other processes find the result, too, and leave.
@@ -360,6 +374,17 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
 
         return print_one_line_result(lambda console: run(spec, folder, invocation, console))
     return run(spec, folder, invocation)
+
+
+def _raise_eps(config: DictConfig) -> None:
+    """Raise an optimizer's eps, unless it was typed, to what a preset asks for the precision."""
+    settings = HydraConfig.get()
+    least = settings.callbacks["sweep"].least_eps.get(settings.runtime.choices["precision"], 0.0)
+    eps = config.optimizer.get("eps")
+    is_typed = "optimizer.eps" in map(override_key, job_overrides())
+    if isinstance(eps, float) and eps < least and not is_typed:
+        config.optimizer.eps = least
+        print(f"optimizer.eps={least:g} in place of {eps:g}, too small for this precision")
 
 
 def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult | None":

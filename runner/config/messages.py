@@ -175,7 +175,8 @@ def _missing_option(error: MissingConfigException) -> str:
             " A callback of your own is callbacks.<name>._target_=package.module.Name, or a yaml "
             "callbacks/<name>.yaml in the folder of --config-dir."
         )
-    return f"{group}={option} is not known. Allowed: {', '.join(options)}.{hint}"
+    # Before the list, which is long for a precision.
+    return f"{group}={option} is not known.{hint} Allowed: {', '.join(options)}."
 
 
 def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ FIXED_COLUMNS = {
     "group": "the label without the seed",
     "precision": "name of the precision",
     "seed": "seed; null if unknown",
-    "status": "finished, failed, unavailable or stopped",
+    "status": "finished, failed, unavailable, refused or stopped",
     "outcome": "the status, or diverged",
     "error": "why the job did not finish",
     "model": "name of the model",
@@ -83,7 +83,7 @@ _OWN_COLUMNS = ("precision", "seed")
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `runner ui` serves the pages of a store without a server."""
 
-Status = Literal["finished", "failed", "unavailable", "stopped"]
+Status = Literal["finished", "failed", "unavailable", "refused", "stopped"]
 """How a run ended."""
 
 
@@ -93,7 +93,8 @@ class RunResult:
 
     Attributes:
         status: finished, failed (`diverged` where a guard stopped it), unavailable (this machine
-            lacks what it needs) or stopped (by a signal).
+            lacks what it needs), refused (its config does not fit the precision, in a preset's
+            sweep) or stopped (by a signal).
         group: the label without the seed; jobs of one group differ in the seed alone.
         quality: name of the metric that runs are compared by; its last value is
             metrics[quality].

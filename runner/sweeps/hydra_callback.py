@@ -4,6 +4,7 @@ Hydra calls it in the command's process before the first job, and in every job's
 """
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -38,11 +39,22 @@ class SweepCallback(Callback):
     Args:
         resume: resume the sweep that the folder holds.
         fail_fast: end the sweep at its first failed job; read by the launcher.
+        skip_refused: a job whose config is refused, or that this machine lacks what it needs for,
+            is no failure as long as another one finishes; of presets.
+        least_eps: what an optimizer's eps is raised to in each precision; of presets, read by the
+            job.
     """
 
-    def __init__(self, resume: bool = False, fail_fast: bool = False) -> None:
+    def __init__(
+        self,
+        resume: bool = False,
+        fail_fast: bool = False,
+        skip_refused: bool = False,
+        least_eps: Mapping[str, float] | None = None,
+    ) -> None:
         self._resume = resume
         self._fail_fast = fail_fast
+        self._skip_refused = skip_refused
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a sweep's keys and a precision's unknown keys in a single run.
@@ -94,6 +106,8 @@ class SweepCallback(Callback):
             # Now, so that the store exists before any job needs it.
             name = sweep_name(config)
             sweep = Sweep(folder, overrides, tracking, self._resume, left_out, name)  # type: ignore[arg-type]
+            if self._skip_refused:
+                sweep.accept_untried_jobs()
             Sweep.current = sweep
             for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)

@@ -118,6 +118,7 @@ class Sweep:
         name: str = "sweep",
     ) -> None:
         self.folder = folder
+        self._accepts_untried = False
         self._early_end = ""
         folder.mkdir(parents=True, exist_ok=True)
         # Released at once where the sweep is refused: a notebook keeps the error, and with it this
@@ -165,6 +166,10 @@ class Sweep:
         self.tracker.open(info)
         self.tracker.note(notes.running_note(quote_command(command)))
 
+    def accept_untried_jobs(self) -> None:
+        """Let jobs that were not tried be no failure as long as another one finishes."""
+        self._accepts_untried = True
+
     def end_early(self, reason: str) -> None:
         """Let the sweep end before its last job, for a reason that its end prints."""
         self._early_end = reason
@@ -183,8 +188,9 @@ class Sweep:
             status: exit status of the jobs so far, as Hydra returned it.
 
         Returns:
-            0 when every job finished; 1 when any failed; 2 when none failed and this machine lacks
-            what some need; the exit status of a gate; `status` itself after a stop.
+            0 when every job finished, or in a preset's sweep was not tried; 1 when any failed; 2
+            when none failed and this machine lacks what some need, or none was tried; the exit
+            status of a gate; `status` itself after a stop.
         """
         is_stopped = status > 128 or bool(self._early_end)
         data = load_from_folder(self.folder, is_stopped)
@@ -192,12 +198,13 @@ class Sweep:
         results = data.results
         statuses = [result.status for result in results]
         failed = statuses.count("failed") + statuses.count("stopped")
-        is_unavailable = "unavailable" in statuses
+        skips = self._accepts_untried and "finished" in statuses
+        is_untried = not skips and not {"unavailable", "refused"}.isdisjoint(statuses)
         if data.advice and not data.is_stopped:
             # A precision that fails or is not available is an answer: nothing failed once one is
             # recommended.
             failed = 0 if data.advice.recommendation is not None else failed
-            is_unavailable = False
+            is_untried = False
         gate = gate_verdict(data.advice) if data.advice else None
         # Of a gate 1 means rejected, and nothing else.
         failure_status = 1 if gate is None else 2
@@ -227,7 +234,7 @@ class Sweep:
             return failure_status
         if gate is not None:
             return gate.exit_status
-        return 2 if is_unavailable else 0
+        return 2 if is_untried else 0
 
     def _is_rejected(self) -> bool:
         """Return whether the store rejected the sweep, after printing why."""
@@ -313,7 +320,9 @@ def _print_results(console: Console, results: Sequence[RunResult]) -> None:
     labels_by_error: dict[str, list[str]] = {}
     for result in results:
         if result.error:
-            labels_by_error.setdefault(result.error, []).append(result.label)
+            # One text for all precisions that lack the same.
+            error = result.error.replace(f"precision={result.precision} ", "it ")
+            labels_by_error.setdefault(error, []).append(result.label)
     for error, labels in labels_by_error.items():
         console.print(f"{join_names(labels)}: {error}", markup=False)
 

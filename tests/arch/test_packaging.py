@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-SUFFIXES = (".json", ".py", ".typed", ".yaml", ".css", ".j2")
+SUFFIXES = (".json", ".py", ".typed", ".yaml", ".css", ".j2", ".txt")
 
 NET = """
 from torch import nn
@@ -53,8 +53,9 @@ def installed(tmp_path_factory, root):
         shutil.copytree(root / name, source / name, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, source / name)
-    pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
-    python(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
+    pip = ("-m", "pip", "--disable-pip-version-check")
+    words = ("wheel", "--verbose", "--no-deps", "--no-build-isolation", "-w", folder, source)
+    assert "would be ignored" not in python(*pip, *words, cwd=folder)  # setuptools of data folders
     (wheel,) = folder.glob("*.whl")
     python(*pip, "install", "--no-deps", "--target", folder / "site", wheel, cwd=folder)
     return folder / "site"
@@ -107,6 +108,20 @@ def test_it_runs_beside_a_users_own_packages(installed, lab):
     typed = ("model=net", "data=mine", "tracking=none", "precision=bf16-mixed", "train.max_steps=2")
     text = python("-m", "runner", "--config-dir", "lab/conf", *typed, cwd=lab, **env)
     assert "bf16-mixed net mine" in text
+
+
+def test_make_run_installs_what_runs_need_alone(root, tmp_path):
+    def commands(target):
+        words = ["make", "--dry-run", "-C", root, target, f"BIN={tmp_path}/.venv/bin"]
+        words += ["--what-if=pyproject.toml"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert "[dev]" not in commands("run")
+    large, small = (commands("test").partition(" -e .")[part] for part in (0, 2))
+    assert "about " in large
+    assert "--quiet" not in large
+    assert "[dev]" in small
 
 
 def test_make_run_runs_what_is_typed(tmp_path, root, clean):

@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import runner
 from runner.cli import main as command_line
 from runner.modes.result import RunResult
 from runner.utils.errors import ConfigError, TrackingError, Unavailable
@@ -53,6 +55,42 @@ def test_a_finished_run_has_exit_status_0(running):
 
 
 @pytest.mark.parametrize(
+    ("error", "status", "shown"),
+    [
+        (ConfigError("no layer"), "refused", "not tried, because no layer\n"),
+        (Unavailable("no GPU.", "Type x."), "unavailable", "not tried, because no GPU. Type x.\n"),
+        (TrackingError("store away"), "failed", ""),
+        (ValueError("bug"), "failed", ""),
+    ],
+)
+def test_what_a_preset_does_not_try_is_no_failure(running, error, status, shown):
+    """Beside a job that finishes: alone, nothing has been tried."""
+    seen = []
+
+    def body(spec, folder, invocation):
+        seen.append(spec.optimizer.get("eps"))
+        if spec.precision["name"] == "16-true":
+            raise error
+        result = RunResult("32-true", "x", str(folder), metrics={"a": 0.5}, quality="a")
+        result.write(folder)
+        return result
+
+    words = ("sweep=every_precision", "tracking=none", "hydra/launcher=basic")
+    done = running(body)(*words, "precision=16-true,32-true")
+    assert done.rc == (1 if status == "failed" else 0)
+    assert seen == [1e-4, 1e-8]
+    assert shown in done.stdout
+    (path,) = Path("outputs/sweeps").glob("*/0/result.json")
+    assert RunResult.read(path.parent).status == status
+    assert running(body)(*words, "precision=16-true", "optimizer.eps=1e-6").rc == (
+        1 if status == "failed" else 2
+    )
+    assert seen[-1] == 1e-6
+    typed = running(body)("-m", *words[1:], "precision=16-true,32-true")
+    assert typed.rc == (2 if status == "unavailable" else 1)
+
+
+@pytest.mark.parametrize(
     ("error", "rc", "text"),
     [
         (ConfigError("one", "two"), 2, "error: one\nerror: two\n"),
@@ -76,12 +114,31 @@ def test_a_bug_has_its_traceback_here_and_in_the_runs_folder(running, error):
     assert "Traceback" in kept.read_text()
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--cfg", "job"], ["--version"]])
-def test_questions_to_hydra_are_answered(main, argv):
-    done = main(*argv)
-    assert done.rc == 0
-    assert done.stdout
+@pytest.mark.parametrize(
+    ("typed", "status", "text"),
+    [
+        ("--help", 0, "`--help model` lists all of a group"),
+        ("--help precision", 0, "\nprecision=16-mixed                    float32 weights, float16"),
+        ("sweep -h", 0, "sweep=every_precision             Every precision that trains;"),
+        ("--help ui", 0, "python -m runner ui [tracking.uri=<store>]"),
+        ("explain x --help", 0, "python -m runner explain [<module>"),
+        ("--help precison", 2, "--help precison is not known. Allowed: doctor, explain,"),
+        ("--cfg job", 0, "\nseed: 0\n"),
+        ("--version", 0, f"runner {runner.__version__}, torch {torch.__version__.split('+')[0]}"),
+        ("doctr", 2, "doctr is not an override. Type doctor or key=value"),
+    ],
+)
+def test_questions_are_answered(main, typed, status, text):
+    done = main(*typed.split())
+    assert done.rc == status
+    assert text in f"\n{done.stdout}{done.stderr}"
     assert not Path("outputs").exists()
+
+
+def test_the_help_is_one_screen(main):
+    lines = main("--help").stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
 
 
 @pytest.mark.parametrize("command", ["doctor", "report", "ui"])

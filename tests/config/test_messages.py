@@ -27,18 +27,25 @@ def test_an_unknown_option_with_nothing_like_it_has_no_hint(explained):
 
 
 UNKNOWN = "{} is not known. Allowed: "
+MEANT = "{{}} is not known. Type {}. Allowed: "
 
 
 @pytest.mark.parametrize(
     ("typed", "start", "end"),
     [
-        ("precision=bf17-mixed", f"{UNKNOWN}16-mixed, 16-true,", "Type precision=bf16-mixed."),
-        ("precision=nf4", UNKNOWN, "Type precision=bnb-nf4 or precision=bnb-nf4-dq."),
-        ("precision=fp16x", UNKNOWN, "Type precision=16-mixed or precision=16-true."),
-        ("precision=fp16-mixed", UNKNOWN, "Type precision=16-mixed or precision=16-true."),
-        ("precision=BF16", UNKNOWN, "Type precision=bf16-mixed or precision=bf16-true."),
-        ("precision=amp", UNKNOWN, "Type precision=16-mixed or precision=bf16-mixed."),
-        ("precision=16_mixed", UNKNOWN, "Type precision=16-mixed."),
+        (
+            "precision=bf17-mixed",
+            MEANT.format("precision=bf16-mixed"),
+            ", transformer-engine-nvfp4.",
+        ),
+        ("precision=bf16-mixd", MEANT.format("precision=bf16-mixed"), ""),
+        ("precision=nf4", MEANT.format("precision=bnb-nf4 or precision=bnb-nf4-dq"), ""),
+        ("precision=fp16x", MEANT.format("precision=16-mixed or precision=16-true"), ""),
+        ("precision=fp16-mixed", MEANT.format("precision=16-mixed or precision=16-true"), ""),
+        ("precision=BF16", MEANT.format("precision=bf16-mixed or precision=bf16-true"), ""),
+        ("precision=amp", MEANT.format("precision=16-mixed or precision=bf16-mixed"), ""),
+        ("precision=16_mixed", MEANT.format("precision=16-mixed"), ""),
+        ("model=resnt", MEANT.format("model=resnet"), ", vit."),
         ("train.max_step=3", f"{UNKNOWN}train.epochs,", "Type train.max_steps=<value>."),
         ("sed=3", UNKNOWN, "Type seed=<value>."),
         ("+train.warmup=3", "train.warmup is not known. Allowed: train.epochs,", ""),

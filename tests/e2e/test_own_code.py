@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from runner.config.schema import RUN_MODES
+
 RUNNER = Path(sys.executable).with_name("runner")
 OWN = "--config-dir lab/conf model=net data=mine train.max_steps=3 tracking=none"
 EVALUATE = ("mode=evaluate", "tracking=none")
@@ -107,3 +109,7 @@ def test_tab_completion(main, root, monkeypatch):
     models = sorted((root / "conf" / "model").glob("*.yaml"))
     assert offered("model=") == [f"model={path.stem}" for path in models]
     assert offered("train.max_st") == ["train.max_steps="]
+    assert offered("doc") == ["doctor"]
+    assert offered("seed=1 doc") == []
+    assert set(offered("mode=")) == {f"mode={mode}" for mode in RUN_MODES}
+    assert offered("mode=e") == ["mode=evaluate", "mode=explain"]

@@ -120,6 +120,20 @@ def test_unavailable_precisions_are_reported_apart_from_failures(sweep, tmp_path
     assert sweep("accelerator=cpu", "precision=tf32,16-true").rc == 1  # its eps is refused
 
 
+@pytest.mark.parametrize(("names", "status"), [("32-true,", 0), ("", 2)])
+def test_what_refuses_the_model_is_not_tried_by_a_preset(quick, tmp_path, names, status):
+    words = ("accelerator=cpu", "model.hidden=[10]", "precision.emulate=true")
+    preset = ("sweep=every_precision", "hydra/launcher=basic")
+    done = quick(*preset, *words, f"precision={names}float8-rowwise,transformer-engine")
+    assert done.rc == status, done.stderr
+    assert "error:" not in done.stderr
+    assert done.stdout.count("not tried, because precision=") == 2
+    assert "would convert nothing of the model" in done.stdout
+    assert [job["status"] for job in job_results(tmp_path)][-2:] == ["refused", "refused"]
+    (manifest,) = tmp_path.glob("outputs/sweeps/*/sweep.json")
+    assert json.loads(manifest.read_text())["finished"]
+
+
 def test_a_wrong_value_in_one_job_fails_that_job_only(sweep):
     done = sweep("precision.keep_fp32=[nothing],[head]")
     assert done.rc == 1
