@@ -39,8 +39,7 @@ _OTHER_FORMATS: Mapping[bytes, str] = {
 }
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _ALLOWED = (
-    "Give a .safetensors file, a state dict of torch.save (.pt, .pth, .bin), or a folder of "
-    "save_pretrained."
+    "Give a .safetensors file, a state dict (.pt, .pth, .bin), or a folder of save_pretrained."
 )
 
 

@@ -136,10 +136,8 @@ class Arguments:
         filled = dict(zip((p.name for p in by_position), self.items, strict=False))
         if len(self.items) > len(by_position) and not _takes_any(parameters, "*"):
             names = ", ".join(parameter.name for parameter in by_position)
-            yield (
-                f"{self.key}._args_={list(self.items)}: {self.path} takes no more than "
-                f"{len(by_position)} by position: {names or 'none'}."
-            )
+            limit = f"no more than {len(by_position)} by position: {names or 'none'}"
+            yield f"{self.key}._args_={list(self.items)}: {self.path} takes {limit}."
         yield from self._keyword_problems(target, rest, filled)
         yield from self._type_problems(target, rest, filled)
 
@@ -179,18 +177,15 @@ class Arguments:
             return f"{text}. Leave it out."
         if name in leading:
             return (
-                f"{text}, the training set. Name a function of your own that takes the training "
-                "set and returns the sampler (docs/own-code.md)."
+                f"{text}, the training set. Name a function of your own of it (docs/own-code.md)."
             )
         # r of rank, lora_alpha of alpha; in a short list a misspelt name is seen without help.
         similar = [each for each in known if each.startswith(name) or name.endswith(f"_{each}")]
         if len(known) > 10:
             similar += get_close_matches(name, known, n=1, cutoff=0.8)
         hint = f" Write {similar[0]} in place of {name}." if similar else ""
-        return (
-            f"{self.key}.{name}={value}: {self.path} takes no {name}. It takes: "
-            f"{', '.join(known)}.{hint}"
-        )
+        takes = ", ".join(known)
+        return f"{self.key}.{name}={value}: {self.path} takes no {name}. It takes: {takes}.{hint}"
 
     def _type_problems(
         self, target: Any, parameters: Sequence[Parameter], filled: Mapping[str, Any]

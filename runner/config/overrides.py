@@ -253,8 +253,7 @@ def existing_config_dir(folder: str | Path) -> Path:
     path = Path(folder)
     if not path.is_dir():
         raise ConfigError(
-            f"--config-dir={path} is no folder in {Path.cwd()}. "
-            "Type --config-dir <folder of your configs>."
+            f"--config-dir={path} is no folder in {Path.cwd()}. Type the folder of your configs."
         )
     return path
 

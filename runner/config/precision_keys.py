@@ -174,8 +174,7 @@ def _unknown_key(override: Override, jobs: Mapping[str, DictConfig]) -> str:
     others = precisions_with_key(key.removeprefix(KEY_PREFIX))
     hint = f" Of the built-in ones, {', '.join(others)} have it." if others else ""
     return (
-        f"{typed}: no precision of this sweep ({', '.join(jobs)}) takes {key}.{hint} Leave it out, "
-        "or add a precision that it is for."
+        f"{typed}: no precision of this sweep ({', '.join(jobs)}) takes {key}.{hint} Leave it out."
     )
 
 

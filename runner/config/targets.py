@@ -124,8 +124,7 @@ def check_targets(spec: RunSpec) -> list[str]:
             continue
         if node.get("_partial_") is True and not leading:
             problems.append(
-                f"{key}._partial_=true would give the runner a function, and it needs what "
-                f"{node['_target_']} returns. Leave _partial_ out."
+                f"{key}._partial_=true would give a function of {node['_target_']}. Leave it out."
             )
         passed = node
         if not key.startswith("task."):
@@ -216,27 +215,17 @@ def loading_problems(data: Mapping[str, Any]) -> Iterator[str]:
     """
     for key in LEADING_COUNTS:
         value = data.get(key)
-        if isinstance(value, str):
-            yield from path_problems(f"data.{key}", value)
-        elif value is not None and not is_target_node(value):
-            yield (
-                f"data.{key}={value} does not fit. Allowed: a dotted path, package.module.name, or "
-                "a node with _target_ and keywords."
-            )
+        if value is not None:
+            yield from value_problems(f"data.{key}", value)
         parameters: Iterable[str] = ()
         # check_targets reports a path that does not import.
         with suppress(ConfigError, TypeError, ValueError, AttributeError):
             parameters = signature(locate(data.get("_target_", ""))).parameters
         if value is not None and key in parameters:
-            yield (
-                f"data.{key} is read by the runner, and {data['_target_']} takes a keyword {key} "
-                "of its own. Give that another name."
-            )
+            target = data["_target_"]
+            yield f"data.{key} is the runner's, and a keyword of {target}. Give that another name."
     if data.get("sampler") is not None and data.get("shuffle", True) is False:
-        yield (
-            "data.shuffle=false contradicts data.sampler, which decides the order of the training "
-            "data. Leave one of them out."
-        )
+        yield "data.shuffle=false contradicts data.sampler, which decides the order. Leave one out."
 
 
 def build_loading_target(key: str, value: str | Mapping[str, Any], *leading: object) -> Any:
@@ -256,12 +245,19 @@ def build_loading_target(key: str, value: str | Mapping[str, Any], *leading: obj
     return build_group(f"data.{key}", value, *leading)
 
 
-def path_problems(key: str, path: str) -> Iterator[str]:
-    """Yield why a dotted path names nothing that can be called."""
+def value_problems(key: str, value: Any) -> Iterator[str]:
+    """Yield why a key's value names nothing that can be called; a node's arguments are left out."""
+    if not isinstance(value, str):
+        if not is_target_node(value):
+            yield (
+                f"{key}={value} does not fit. Allowed: a dotted path, package.module.name, or a "
+                "node with _target_ and keywords, as in {_target_: torch.nn.CrossEntropyLoss}."
+            )
+        return
     try:
-        target = locate(path)
+        target = locate(value)
     except ConfigError as error:
         yield from (f"{key}={problem}" for problem in error.problems)
         return
     if not callable(target):
-        yield f"{key}={path} is a {type(target).__name__}, not a class or function."
+        yield f"{key}={value} is a {type(target).__name__}, not a class or function."

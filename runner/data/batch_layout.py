@@ -107,8 +107,7 @@ class BatchLayout:
             looked_for = f"task.target={self.target}" if self.target else "a field of labels"
             raise ConfigError(
                 f"data: a batch has the fields {_listed(batch)}; {looked_for} is not among them. "
-                "Type task.target=<the field that holds the labels>; for a model that computes its "
-                "loss without labels any of its inputs."
+                "Type task.target=<the field of labels, or without labels any input>."
             )
         others = [name for name in batch if name != target_field]
         missing = [name for name in self.inputs or () if name not in batch]

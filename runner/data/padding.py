@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.data.batch_layout import TARGET_FIELDS
 from runner.utils.errors import ConfigError
 
-_LABEL_FIELDS = ("label", "labels", "target", "targets")
-"""Fields of a dict that are padded as targets."""
 _MASK_FIELDS = ("attention_mask", "token_type_ids")
 """Fields of a dict that are padded with 0, whatever input_value is."""
 
@@ -53,7 +52,7 @@ def pad(
 
     first = examples[0]
     if isinstance(first, Mapping):
-        fills = dict.fromkeys(_LABEL_FIELDS, target_value) | dict.fromkeys(_MASK_FIELDS, 0)
+        fills = dict.fromkeys(TARGET_FIELDS, target_value) | dict.fromkeys(_MASK_FIELDS, 0)
         batch = {}
         for name in first:
             missing = [i for i, example in enumerate(examples) if name not in example]

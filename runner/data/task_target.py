@@ -14,8 +14,8 @@ from runner.config.loading_keys import MetricItem, metric_items, target_name
 from runner.config.targets import (
     build_group,
     locate,
-    path_problems,
     runner_values,
+    value_problems,
     without_runner_keys,
 )
 from runner.utils.errors import ConfigError
@@ -52,15 +52,13 @@ class TaskAdditions:
 def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with these keys, their nodes' arguments left out."""
     added = runner_values("task", task)
-    node_words = "a dotted path, package.module.Name, or a node with _target_ and keywords"
     items = metric_items(added.get("metrics"))
     for item in items:
-        yield from _target_problems(item.key, item.value, node_words)
+        yield from value_problems(item.key, item.value)
     for item in items:
         if not _NAME.fullmatch(item.name):
             yield (
-                f"{item.key}: {item.name} is no name of a metric. Allowed: letters, digits, "
-                "underscores, dots and dashes."
+                f"{item.key}: {item.name} is no metric's name. Allowed: letters, digits, _ . and -."
             )
     for name, count in Counter(item.name for item in items).items():
         if count > 1:
@@ -84,22 +82,10 @@ def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
             "that the model returns, as in {aux_loss: 0.01}."
         )
     if "after_evaluation" in added:
-        yield from _target_problems("task.after_evaluation", added["after_evaluation"], node_words)
+        yield from value_problems("task.after_evaluation", added["after_evaluation"])
     # A task of the user's own may have a key of this name for something else.
     if task.get("loss") is not None and _is_builtin(task):
-        allowed = (
-            "a dotted path, package.module.name, or a node with _target_ and keywords, as in "
-            "{_target_: torch.nn.CrossEntropyLoss}"
-        )
-        yield from _target_problems("task.loss", task["loss"], allowed)
-
-
-def _target_problems(key: str, value: Any, allowed: str) -> Iterator[str]:
-    """Yield why a value names no target."""
-    if isinstance(value, str):
-        yield from path_problems(key, value)
-    elif not (isinstance(value, Mapping) and "_target_" in value):
-        yield f"{key}={value} does not fit. Allowed: {allowed}."
+        yield from value_problems("task.loss", task["loss"])
 
 
 def build_task(task: Mapping[str, Any]) -> Any:

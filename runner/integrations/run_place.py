@@ -13,7 +13,6 @@ from pathlib import Path
 from uuid import uuid4
 
 from runner.integrations.options import RecordSettings
-from runner.modes import notes
 from runner.sweeps.manifest import Manifest
 from runner.tracking.journal import has_live_owner, latest_journal
 from runner.tracking.mlflow import MlflowTracker
@@ -23,6 +22,7 @@ from runner.utils.files import os_error_reason
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import now_ms, relative_path
 from runner.utils.layout import MANIFEST
+from runner.utils.markup import markdown_code
 from runner.utils.terminal import quote_command
 
 
@@ -141,6 +141,6 @@ def _open_group(parent: Path, settings: RecordSettings) -> Tracker:
     tags = {"sweep_id": manifest.id, "output_dir": str(parent.absolute())}
     tracker.open(RunInfo(parent, {}, tags, settings.group, sweep=manifest.id, role="sweep"))
     words = ["python", "-m", "runner", "report", relative_path(parent)]
-    report = notes.command_note(quote_command(words))
+    report = markdown_code(quote_command(words))
     tracker.note(f"Runs of other trainers, recorded as one group. Their report:\n\n{report}")
     return tracker

@@ -355,9 +355,8 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
         if max(spec.diff.steps) > 1:
             steps = str(spec.diff.steps).replace(" ", "")
             raise ConfigError(
-                f"against={text} compares other weights, and in the later steps of diff.steps="
-                f"{steps} both executions have the reference's. Type diff.steps=[1], or "
-                f"init.weights={text} against=<a precision>."
+                f"against={text} compares other weights, and in later steps of diff.steps={steps} "
+                f"both have the same. Type diff.steps=[1], or init.weights= against=<precision>."
             )
         return DiffReference(text, replace(spec, init=replace(spec.init, weights=text)))
     if "=" in text:
@@ -371,13 +370,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
                 reference = _with_value(reference, word, key)
         return DiffReference(text, reference, own=_own_values(spec, words))
     if "/" in text:
-        parent = Path(text).parent
-        hint = ""
-        if parent.is_dir():
-            newest = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-            names = ", ".join(str(path) for path in newest[:3])
-            hint = f" Newest in {parent}: {names}." if names else f" {parent} is empty."
-        raise ConfigError(f"against={text}: there is no such file or folder.{hint}")
+        raise ConfigError(f"against={text}: there is no such file or folder. Type one of a run.")
     names = [*registry.precision_names(), *ACCELERATORS]
     near = DTYPE_PRECISIONS.get(text) or get_close_matches(text, names, n=3, cutoff=0.4)
     hint = f" Nearest: {', '.join(near)}." if near else ""

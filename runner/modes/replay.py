@@ -461,8 +461,7 @@ def states_before(
     last = steps[-1]
     if last > planned:
         raise ConfigError(
-            f"There is no step {last}: this training has {planned} steps. Type diff.steps= up to "
-            f"{planned}."
+            f"There is no step {last}: the training has {planned}. Type diff.steps= up to that."
         )
     seed_all(spec.seed)
     # A precision that cannot train has no optimizers, and its first step can be looked at.

@@ -176,8 +176,7 @@ class TrainingErrors:
             return f"{start} The last module whose output has one is {last}. {_GRADIENT_BREAKERS}"
         return (
             f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
-            f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
-            "set requires_grad of those that it uses."
+            f"({', '.join(names[:4])}), or under torch.no_grad(). Use them, or set requires_grad."
         )
 
     def _explain_data_error(self, error: Exception) -> str | None:

@@ -72,7 +72,7 @@ def test_a_message_says_what_was_typed_and_what_to_type(explained, typed, start,
 
 def test_a_key_of_a_checkpoints_model_wants_the_model_beside_it(explained):
     text = explained("mode=evaluate", "checkpoint.path=outputs/runs/it", "model.drop_rate=0.1")
-    assert "These are the keys of the default model. Type model=<the option that" in text
+    assert "These are the keys of the default model. Type model=<the checkpoint's>" in text
 
 
 def test_a_key_that_not_every_swept_option_has_wants_a_sweep_of_its_own():

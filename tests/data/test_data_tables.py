@@ -225,7 +225,7 @@ def test_tables_that_cannot_be_used_are_refused(rows, tokenizer, tmp_path):
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"no table")
     table = [
-        ({"path": rows}, "neither data.text nor data.columns names an input"),
+        ({"path": rows}, "no input is named"),
         ({"path": "absent", "columns": ["size"]}, "no parquet file is at absent"),
         ({"path": str(broken), "columns": ["size"]}, "broken.parquet cannot be read"),
         ({"path": rows, "columns": ["sizes"], "target": "kind"}, "has no column sizes; it has"),
@@ -241,7 +241,7 @@ def test_tables_that_cannot_be_used_are_refused(rows, tokenizer, tmp_path):
         ({**text, "length": 1}, "length=1 is below 2"),
         ({**text, "end_token": True}, "names no end token. Type data.end_token="),
         ({**text, "end_token": "four"}, "has no such token"),
-        ({**text, "packing": True, "columns": ["size"]}, r"columns=\[size\] have no rows of"),
+        ({**text, "packing": True, "columns": ["size"]}, "and data.columns names a column"),
         ({**text, "columns": ["labels"]}, r"labels, and data\.text=text makes .* data\.target="),
         ({**text, "columns": ["input_ids"]}, "Type others in data.columns"),
         ({"path": rows, "columns": ["labels"], "target": "kind"}, "and data.target=kind makes"),
@@ -378,11 +378,11 @@ def test_data_of_hugging_face_that_cannot_be_used_are_refused(tmp_path, cache, p
         ({"path": str(tmp_path / "rows.parquet"), **numbers}, "rows.parquet cannot be read"),
         ({"path": str(tmp_path / "parts"), **numbers}, "has the splits a, and not train"),
         ({"path": photos, **numbers}, "has no column size; it has photo, struct, kind, name"),
-        ({"path": photos}, "neither data.text nor data.columns names an input"),
+        ({"path": photos}, "no input is named"),
         ({**image, "val": 1.5}, "leaves an empty split"),
         ({**image, "label": None}, "needs the column with the classes. Type data.label="),
         ({**image, "text": "name"}, "leave out data.text"),
-        ({**image, "image": None, **numbers}, "data.image names no column"),
+        ({**image, "image": None, **numbers}, "needs data.image=<name>"),
         ({**image, "image": "name"}, "holds .*string, no encoded images"),
         ({**image, "label": "name"}, "Number the classes from 0"),
         ({**image, "size": 0}, "size=0 is below 1"),

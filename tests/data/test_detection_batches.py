@@ -41,8 +41,8 @@ EMPTY = {"boxes": [], "labels": []}
         ((IMAGE[0], TARGET), "float32 [8, 6]"),
         ((IMAGE, 3), "the target of example 0 is a int. Yield a dict"),
         ((IMAGE, {"boxes": []}), "has the fields boxes, and not labels"),
-        ((IMAGE, {"boxes": [[0, 1, 4]], "labels": [1]}), "boxes [1, 3] and labels [1]"),
-        ((IMAGE, {**TARGET, "labels": [1, 2]}), "boxes [1, 4] and labels [2]"),
+        ((IMAGE, {"boxes": [[0, 1, 4]], "labels": [1]}), "boxes [1, 3], labels [1]"),
+        ((IMAGE, {**TARGET, "labels": [1, 2]}), "boxes [1, 4], labels [2]"),
         ((IMAGE, {**TARGET, "boxes": [[4, 1, 4, 5]]}), "has a box without an area"),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_sampler_is_told_the_epoch():
         (Yields(1, "a"), "it yields a str. Yield indices, whole numbers"),
         (Yields(1.5), "it yields a float"),
         (Yields([1, 2]), "it yields a list. Yield one index at a time, not batches"),
-        (Yields(3, 10), "it yields 10, and the training set has the indices 0 to 9"),
+        (Yields(3, 10), "it yields 10. Yield indices from 0 to 9"),
         (Yields(-1), "it yields -1"),
         (Yields(1, 2, length=3), "its length is 3, and it yields 2"),
         (Yields(1, 2, length=1), "its length is 1, and it yields more"),

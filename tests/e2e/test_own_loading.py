@@ -196,4 +196,3 @@ def test_data_in_memory_take_a_sampler_of_torch_and_a_collator_without_code(quic
     done = quick(PAD, f"data.sampler={sampler}", "train.max_steps=2")
     assert done.rc == 0, done.stderr
     assert "an epoch has 64 examples" in done.stdout
-    assert "those of data=digits are loaded one by one" in done.stdout

@@ -260,10 +260,7 @@ def _extrapolated(real: Callable[[], Rehearsal]) -> Callable[[int], MemoryBreakd
         raise ForecastUnavailable(f"its step does not run on random inputs: {reason}") from error
     # Moments are paired by their operators; with others, none of one step belongs to the other's.
     if len(less) != len(more):
-        raise ForecastUnavailable(
-            f"steps of {REAL_STEP_EXAMPLES} and of {2 * REAL_STEP_EXAMPLES} examples differ in "
-            "their operators."
-        )
+        raise ForecastUnavailable("steps of batches of two sizes differ in their operators.")
 
     def peak(size: int) -> MemoryBreakdown:
         share = (size - REAL_STEP_EXAMPLES) / REAL_STEP_EXAMPLES
