@@ -127,7 +127,8 @@ class Command:
         if self.positional:
             allowed.insert(0, self.positional.allowed)
         return ConfigError(
-            f"{self.name} does not take {word}{reason}. Allowed: {', '.join(allowed)}; see --help."
+            f"{self.name} does not take {word}{reason}. Allowed: {', '.join(allowed)}; "
+            f"type {self.name} --help."
         )
 
     def rows(self) -> list[tuple[str, str]]:
@@ -190,7 +191,8 @@ REPORT = Command(
         Option(
             "--out",
             "<folder>",
-            "where the files are written; by default the sweep's, or outputs/reports/<sweep>",
+            "where the files are written; by default the sweep's folder, "
+            "or outputs/reports/<sweep>",
         ),
     ),
     Positional(

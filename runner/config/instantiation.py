@@ -85,15 +85,10 @@ def locate(path: str) -> Callable[..., Any]:
                 raise ConfigError(f"{path} does not import: {module_name} has no {name}.")
             found = getattr(found, name)
         return found
-    extra = _EXTRAS.get(parts[0])
-    raise ConfigError(
-        f"{path} does not import: no module named {parts[0]} on the path. "
-        + (
-            f"Type pip install 'precision-runner[{extra}]'."
-            if extra
-            else "Write package.module.Name, importable from the folder you run in."
-        )
-    )
+    remedy = "Write package.module.Name, importable from the folder you run in."
+    if parts[0] in _EXTRAS:
+        remedy = f"Type pip install 'precision-runner[{_EXTRAS[parts[0]]}]'."
+    raise ConfigError(f"{path} does not import: no module named {parts[0]} on the path. {remedy}")
 
 
 @dataclass(frozen=True)
@@ -176,9 +171,7 @@ class Arguments:
         if name in leading and self.key != "data.sampler":
             return f"{text}. Leave it out."
         if name in leading:
-            return (
-                f"{text}, the training set. Name a function of your own of it (docs/own-code.md)."
-            )
+            return f"{text}, the training set. Name a function that takes it (docs/own-code.md)."
         # r of rank, lora_alpha of alpha; in a short list a misspelt name is seen without help.
         similar = [each for each in known if each.startswith(name) or name.endswith(f"_{each}")]
         if len(known) > 10:

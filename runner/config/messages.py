@@ -46,13 +46,7 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
-        override = str(error.override)
-        key, _, value = override.partition("=")
-        if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
-            return f"{override} holds characters that Hydra wants quoted. Type \"{key}='{value}'\"."
-        commands = get_close_matches(override, COMMANDS, n=1)
-        typed = f"{commands[0]} or key=value" if commands else "key=value"
-        return f"{override} is not an override. Type {typed}; {_first_line(error)}"
+        return _wrong_override(as_typed(str(error.override)), _first_line(error))
     if isinstance(error, YAMLError):
         return _invalid_yaml(error)
     if isinstance(error, UnicodeDecodeError):
@@ -77,6 +71,18 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(error, TypeError):
         return f"The overrides do not compose ({error}). A group takes a name, as in model=mlp."
     return str(error).strip()
+
+
+def _wrong_override(override: str, reason: str) -> str:
+    """Return a message for a word that Hydra's grammar does not take as an override."""
+    key, _, value = override.partition("=")
+    if value.startswith("{") and re.search(r"[\"'@]\S*:", value):
+        return f"{override} does not parse. Allowed as names in {{}}: letters, digits, _ . -"
+    if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
+        return f"{override} holds characters that Hydra wants quoted. Type \"{key}='{value}'\"."
+    commands = get_close_matches(override, COMMANDS, n=1)
+    typed = f"{commands[0]} or key=value" if commands else "key=value"
+    return f"{override} is not an override. Type {typed}; {reason}"
 
 
 def _unresolved(error: InterpolationResolutionError) -> str:
@@ -190,7 +196,9 @@ def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
         our_name = _SYNONYMS.get(name, name)
         every = dotted_keys("", _root(node))
         elsewhere = [key for key in every if key.rpartition(".")[2] == our_name][:3]
-    hint = _hint(elsewhere or near) + _target_hint(full, argv)
+    # But checkpoint.every means checkpoint.every_steps.
+    begun = [key for key in near if parent and key.startswith(full)]
+    hint = _hint(begun or elsewhere or near) + _target_hint(full, argv)
     known = ", ".join(f"{prefix}{key}" for key in keys) or "none"
     given = _typed(full, argv) or full
     if given.startswith("sweep."):
@@ -215,6 +223,7 @@ _SYNONYMS = {
     "steps": "max_steps",
     "workers": "num_workers",
     "wd": "weight_decay",
+    "path": "root",
 }
 """Names that other programs use for some of our keys."""
 

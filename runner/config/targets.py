@@ -206,6 +206,11 @@ def build_group(key: str, node: Mapping[str, Any], *leading: object) -> Any:
         return instantiate(node, *leading, key=key)
     except refusals() as error:
         raise refusal(key, node, error) from error
+    except AttributeError as error:
+        if "Module.__init__() call" not in str(error):
+            raise
+        text = f"{key}: begin __init__ of {node['_target_']} with super().__init__()."
+        raise ConfigError(text) from error
 
 
 def loading_problems(data: Mapping[str, Any]) -> Iterator[str]:

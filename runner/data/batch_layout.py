@@ -83,17 +83,14 @@ class BatchLayout:
         if is_pair and self.inputs is None and not self.passes_target:
             return batch[0], batch[1]
         if isinstance(batch, Mapping):
-            return self._split_fields(batch)
+            target_field, names = self.field_names(tuple(batch))
+            return KeywordInputs({name: batch[name] for name in names}), batch[target_field]
         if isinstance(batch, tuple | list) and len(batch) > 1:
             return self._split_sequence(batch)
         raise ConfigError(
             f"data: a batch is a {type(batch).__name__}. Yield (input, target), several inputs "
             "with the target last, or a dict of fields (docs/own-code.md)."
         )
-
-    def _split_fields(self, batch: Mapping[str, Any]) -> Batch:
-        target_field, names = self.field_names(tuple(batch))
-        return KeywordInputs({name: batch[name] for name in names}), batch[target_field]
 
     def field_names(self, batch: Sequence[str]) -> tuple[str, Sequence[str]]:
         """Return the name of the target and the names of the inputs, of a batch with these fields.

@@ -42,9 +42,7 @@ def pad(
         ConfigError: an option does not fit, or the examples differ in more than their length.
     """
     if not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ConfigError(
-            f"multiple_of={multiple_of} does not fit. Allowed: a whole number, 1 or more."
-        )
+        raise ConfigError(f"multiple_of={multiple_of} does not fit. Allowed: numbers from 1.")
     if examples is None:
         return partial(
             pad, input_value=input_value, target_value=target_value, multiple_of=multiple_of
@@ -63,9 +61,7 @@ def pad(
         return batch
     if not isinstance(first, tuple | list) or len(first) < 2:
         kind = type(first).__name__
-        raise ConfigError(
-            f"an example is a {kind}. Yield (input, target), or a dict of fields with labels"
-        )
+        raise ConfigError(f"an example is a {kind}. Yield (input, target), or a dict with labels")
     *inputs, targets = zip(*examples, strict=True)
     columns = [
         _stacked(f"input {i}", values, input_value, multiple_of) for i, values in enumerate(inputs)

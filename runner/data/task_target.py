@@ -57,9 +57,7 @@ def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
         yield from value_problems(item.key, item.value)
     for item in items:
         if not _NAME.fullmatch(item.name):
-            yield (
-                f"{item.key}: {item.name} is no metric's name. Allowed: letters, digits, _ . and -."
-            )
+            yield f"{item.key}: {item.name} is no metric's name. Allowed: letters, digits, _ . -"
     for name, count in Counter(item.name for item in items).items():
         if count > 1:
             yield (
@@ -77,10 +75,7 @@ def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
     weights = added.get("loss_weights", {})
     values = weights.values() if isinstance(weights, Mapping) else [None]
     if not all(isinstance(value, int | float) for value in values):
-        yield (
-            f"task.loss_weights={weights} does not fit. Allowed: numbers by the names of losses "
-            "that the model returns, as in {aux_loss: 0.01}."
-        )
+        yield f"task.loss_weights={weights} does not fit. Allowed: numbers, as in {{aux: 0.01}}."
     if "after_evaluation" in added:
         yield from value_problems("task.after_evaluation", added["after_evaluation"])
     # A task of the user's own may have a key of this name for something else.

@@ -169,8 +169,8 @@ def _warn_of_other_loss(
     if len(recorded) and float(recorded[-1]) != loss:
         run.say(
             f"warning: at step {compared.step} the run recorded a loss of {float(recorded[-1])!r}, "
-            f"and its training has {loss!r} here: the comparison is not at the weights that the "
-            "run had. It was resumed with other settings, or trained on another machine or version."
+            f"and its training has {loss!r} here: it had other weights, as after a resume with "
+            "other settings, or on another machine or version."
         )
 
 

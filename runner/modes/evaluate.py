@@ -65,9 +65,7 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
     path = locate.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = LoadedCheckpoint(path, checkpoint_file.load(path))
     if invocation.overrides_key("adapter"):
-        raise ConfigError(
-            "mode=evaluate takes the adapter from the checkpoint. Leave adapter= out."
-        )
+        raise ConfigError("mode=evaluate takes the checkpoint's adapter. Leave adapter= out.")
     groups = ("model", "adapter", "data", "task", "precision")
     # A key within a group that was typed changes the checkpoint's group.
     typed = typed_overrides(invocation)

@@ -78,9 +78,7 @@ def explain(run: RunContext) -> RunResult:
             f"{precision.storage_format} and computes products in {precision.compute_format}"
         )
     if precision.emulated:
-        run.console.print(
-            f"emulated ({precision.compute_format}): kernels compute on rounded numbers"
-        )
+        run.say(f"emulated ({precision.compute_format}): kernels compute on rounded numbers")
     chosen = {name: module for name, module in modules.items() if name in names}
     run.console.print(_module_table(chosen, probe, built))
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)

@@ -141,9 +141,7 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
         rng = rng_state(run.device)
         for name, parameter in state.plain_model.named_parameters():
             if parameter.is_floating_point() and not parameter.isfinite().all():
-                run.console.print(
-                    f"warning: {name} is not finite before the step: an earlier update broke it."
-                )
+                run.say(f"warning: {name} is not finite before the step, by an earlier update.")
         result = None
         if run_spec.model == spec.model and run_spec.precision == spec.precision:
             # The trained model is the one to replay; another one is built from its weights.

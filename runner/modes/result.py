@@ -223,9 +223,7 @@ class RunResult:
         if Path(self.folder).is_dir():
             return history.to_frame(history.from_folder(Path(self.folder)))
         if self.run_id is None or self.tracking_uri is None:
-            raise ConfigError(
-                f"{self.folder} is no folder here, and the run is in no MLflow store."
-            )
+            raise ConfigError(f"{self.folder} is no folder here, and the run in no MLflow store.")
         from runner.tracking.reader import Reader  # imports mlflow
 
         return history.to_frame(Reader(self.tracking_uri).history(self.run_id))

@@ -163,9 +163,7 @@ class TrainingErrors:
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         start = "The loss has no gradient, so nothing can train."
         if _requires_grad(output):
-            return (
-                f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
-            )
+            return f"{start} The output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
         if without_grad:
             return (
                 f"{start} {type(model).__name__}.forward runs {without_grad[0]} with gradients "

@@ -47,6 +47,8 @@ UNKNOWN = "{} is not known. Allowed: "
         ("lr=1e-3", UNKNOWN, "Type optimizer.lr=<value>."),
         ("train.lr=1e-3", UNKNOWN, "Type optimizer.lr=<value>."),
         ("batch_size=8", UNKNOWN, "Type train.batch_size=<value>."),
+        ("checkpoint.every=8", UNKNOWN, "Type checkpoint.every_steps=<value>."),
+        ("task.metrics={'acc@2': {a: 1}}", "{} does not parse. Allowed as names", "digits, _ . -"),
         ("model.sub=1,2", "Ambiguous value for argument '{}'", ""),
         ("train.max_steps", "{} is not an override. Type key=value", ""),
         ("model", "{} is not an override. Type key=value", ""),

@@ -125,7 +125,7 @@ def test_a_sampler_is_told_the_epoch():
         (Yields(1, 2, length=1), "its length is 1, and it yields more"),
         (Yields(), "it is empty"),
         (Yields(1, length="a"), "len() of it raises TypeError: 'str' object cannot be"),
-        (Distributed(DATA, 2, 0), "it is a DistributedSampler, and the runner itself divides"),
+        (Distributed(DATA, 2, 0), "it is a DistributedSampler. Name a sampler of all"),
         (iter([1]), "it is a list_iterator. Return a torch.utils.data.Sampler"),
         (Counting(1, 2), "it yields other indices when it is iterated a second time"),
     ],

@@ -119,4 +119,4 @@ def test_without_a_key_the_rules_for_strangers_hold(main, tmp_path, folder, monk
     newest = max(tmp_path.glob("outputs/runs/*"))
     done = main("mode=evaluate", f"checkpoint={newest}", "tracking=none")
     assert done.rc == 2
-    assert "/dev/null/nowhere/precision-runner/key, which cannot be read" in done.stderr
+    assert "/dev/null/nowhere/precision-runner/key, which is not used" in done.stderr

@@ -133,7 +133,7 @@ def test_a_few_examples_of_a_stream_are_overfitted(runs):
 @pytest.mark.parametrize(
     ("typed", "part"),
     [
-        ("", "train.epochs=10: the train set is a stream, whose length is not known"),
+        ("", "train.epochs=10: the train set is a stream without length"),
         ("data.shuffle=true", "data.shuffle=true: the train set is a stream, which is read in"),
         ("train.num_workers=3", "Type train.num_workers=1, which reads ahead in one process"),
         ("+data.sampler=torch.utils.data.RandomSampler", "Leave data.sampler out."),

@@ -63,9 +63,7 @@ def _grey_levels(image: Image.Image) -> Image.Image:
         ValueError: the format does not say which number is white.
     """
     if image.format not in _GREY_16_BITS.get(image.mode, ()):
-        raise ValueError(
-            f"a {image.format} in mode {image.mode} does not say which number is white"
-        )
+        raise ValueError(f"{image.format} in mode {image.mode} does not say which number is white")
     tags = getattr(image, "tag_v2", {})  # a TIFF's, which may hold 12 bits
     levels = np.asarray(image, np.float32) / (2 ** tags.get(_BITS_PER_SAMPLE, (16,))[0] - 1)
     return Image.fromarray(1 - levels if tags.get(_PHOTOMETRIC) == 0 else levels)

@@ -203,9 +203,7 @@ class TableColumns:
             if name in made and name != self.target:
                 labels = "data.target=labels, or leave it out of"
                 advice = labels if name == "labels" else "others in"
-                raise self._error(
-                    f"{made[name]} makes the field {name}, too. Type {advice} data.columns"
-                )
+                raise self._error(f"{made[name]} makes {name}, too. Type {advice} data.columns")
 
     @property
     def names(self) -> list[str]:
@@ -361,9 +359,7 @@ class TableColumns:
         stream = torch.tensor([token for row in rows for token in row])
         count = len(stream) // length
         if not count:
-            raise self._error(
-                f"all texts have {len(stream)} tokens, fewer than data.length={length}"
-            )
+            raise self._error(f"all texts have {len(stream)} tokens, below data.length={length}")
         ids = stream[: count * length].reshape(count, length)
         if not self.separate:
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}

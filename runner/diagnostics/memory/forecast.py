@@ -230,9 +230,7 @@ def _forecast(
     if is_tpu(device):
         raise ForecastUnavailable("a TPU's compiler decides what a step holds.")
     if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
-        raise ForecastUnavailable(
-            "optimizer=lbfgs keeps more with every step, up to its history_size."
-        )
+        raise ForecastUnavailable("optimizer=lbfgs keeps more each step, up to its history_size.")
     try:
         rehearsal = build_rehearsal(spec, precision, device, micro_batches, fake=True)
         # This size at least must run.
