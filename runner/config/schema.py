@@ -131,7 +131,7 @@ class TrainSpec:
         is_pattern_list = is_list and all(isinstance(item, str | int) for item in modules)
         if not (isinstance(modules, bool) or is_pattern_list):
             key = "train.activation_checkpointing"
-            yield f"{key}={modules} does not fit. Allowed: true, false, or names, as in [head]."
+            yield f"{key}={modules} does not fit. Allowed: true, false, names as in [blocks,head]."
 
 
 @dataclass(frozen=True)

@@ -233,8 +233,8 @@ def loading_problems(data: Mapping[str, Any]) -> Iterator[str]:
         yield "data.shuffle=false contradicts data.sampler, which decides the order. Leave one out."
 
 
-def build_loading_target(key: str, value: str | Mapping[str, Any], *leading: object) -> Any:
-    """Return the object that a key names.
+def build_value(key: str, value: str | Mapping[str, Any], *leading: object) -> Any:
+    """Return the object that a key below a group names.
 
     A class, and a node's target, are called; a path to a function names the function itself where
     the runner passes no arguments.
@@ -247,7 +247,7 @@ def build_loading_target(key: str, value: str | Mapping[str, Any], *leading: obj
         if not leading and not isinstance(target, type):
             return target
         value = {"_target_": value}
-    return build_group(f"data.{key}", value, *leading)
+    return build_group(key, value, *leading)
 
 
 def value_problems(key: str, value: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.config.loading_keys import data_target_node, target_name
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group, build_loading_target
+from runner.config.targets import build_group, build_value
 from runner.data.batch_layout import PAIRS
 from runner.data.collate import Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
@@ -318,7 +318,7 @@ def _collator(spec: RunSpec) -> Collator | None:
     value = spec.data.get("collate")
     if value is None:
         return None
-    collator = build_loading_target("collate", value)
+    collator = build_value("data.collate", value)
     name = target_name(value)
     if not callable(collator):
         raise ConfigError(
@@ -336,7 +336,7 @@ def _sampler(spec: RunSpec, dataset: Any) -> SamplerOrder | None:
         return None
     name = target_name(value)
     try:
-        sampler = build_loading_target("sampler", value, dataset)
+        sampler = build_value("data.sampler", value, dataset)
     except RunnerError:
         raise
     except Exception as error:

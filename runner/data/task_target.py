@@ -13,6 +13,7 @@ from torch import Tensor
 from runner.config.loading_keys import MetricItem, metric_items, target_name
 from runner.config.targets import (
     build_group,
+    build_value,
     locate,
     runner_values,
     value_problems,
@@ -95,9 +96,7 @@ def build_task(task: Mapping[str, Any]) -> Any:
     node = without_runner_keys("task", task)
     loss = node.get("loss")
     if isinstance(loss, str) and _is_builtin(task):
-        target = locate(loss)
-        is_class = isinstance(target, type)
-        node["loss"] = build_group("task.loss", {"_target_": loss}) if is_class else target
+        node["loss"] = build_value("task.loss", loss)
     elif isinstance(loss, Mapping) and "_target_" in loss:
         node["loss"] = build_group("task.loss", with_tensors("task.loss", loss))
     built = build_group("task", node)
@@ -194,24 +193,19 @@ def _build_additions(values: Mapping[str, Any]) -> TaskAdditions:
 def _metric(item: MetricItem) -> Any:
     """Return the metric that an item names."""
     path = target_name(item.value)
-    metric: Any = None
-    kind = "a function"
-    # Without a call for a function, which may do anything.
-    if isinstance(item.value, Mapping) or isinstance(locate(path), type):
-        node = item.value if isinstance(item.value, Mapping) else {"_target_": path}
-        try:
-            metric = build_group(item.key, node)
-        except ConfigError:
-            raise
-        except Exception as error:  # of whatever type: torchmetrics raises ImportErrors, too
-            text = " ".join(str(error).split()).rstrip(".")
-            raise ConfigError(f"{item.key}: {path} cannot be made: {text}.") from error
-        kind = f"a {type(metric).__name__}"
-    metric_class: Any = None if metric is None else locate("torchmetrics.Metric")
-    if metric_class is None or not isinstance(metric, metric_class):
+    try:
+        metric = build_value(item.key, item.value)
+    except ConfigError:
+        raise
+    except Exception as error:  # of whatever type: torchmetrics raises ImportErrors, too
+        text = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{item.key}: {path} cannot be made: {text}.") from error
+    kind = type(metric).__name__
+    metric_class: Any = locate("torchmetrics.Metric")
+    if not isinstance(metric, metric_class):
         more = " List its metrics one by one." if "Collection" in kind else ""
         raise ConfigError(
-            f"{item.key}={path} is {kind}, no torchmetrics.Metric.{more} Allowed: classes that "
+            f"{item.key}={path} is a {kind}, no torchmetrics.Metric.{more} Allowed: classes that "
             "derive from it, as in torchmetrics.classification.MulticlassF1Score."
         )
     return metric
@@ -220,10 +214,7 @@ def _metric(item: MetricItem) -> Any:
 def _hook(value: str | Mapping[str, Any]) -> Callable[..., Any]:
     """Return the function or the object that task.after_evaluation names."""
     key = "task.after_evaluation"
-    node = value if isinstance(value, Mapping) else {"_target_": value}
-    hook: Any = locate(value) if isinstance(value, str) else None
-    if hook is None or isinstance(hook, type):
-        hook = build_group(key, node)
+    hook = build_value(key, value)
     if not callable(hook):
         raise ConfigError(
             f"{key}={target_name(value)} gives a {type(hook).__name__}, which cannot be called. "

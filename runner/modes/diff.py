@@ -324,14 +324,13 @@ def run_reference(spec: RunSpec, invocation: Invocation) -> DiffReference | None
     run_spec = diffed_run_spec(spec, invocation, folder)
     label = f"{run_spec.precision['name']} of {relative_path(folder)}"
     # Without the values of the precision and the accelerator, which the executions' names say.
-    own = [
-        f"{key}={typed_value(value)}"
-        for key, (_, value) in changes(run_spec, spec).items()
-        if value is not None and key.startswith(COMPARED_KEYS)
-    ]
     hidden = ("precision.", "accelerator.")
-    words = " ".join(word for word in own if not word.startswith(hidden))
-    return DiffReference(label, run_spec, run=folder, own=words)
+    keys = [
+        key
+        for key, (_, value) in changes(run_spec, spec).items()
+        if value is not None and key.startswith(COMPARED_KEYS) and not key.startswith(hidden)
+    ]
+    return DiffReference(label, run_spec, run=folder, own=_own_values(spec, keys))
 
 
 def resolve_reference(spec: RunSpec) -> DiffReference:

@@ -134,7 +134,6 @@ class Failure:
 
     def location(self) -> str:
         """Return a sentence with the module and the line that failed; empty for neither."""
-        name, module = self.name_and_module
         # The innermost line outside PyTorch and the runner is the user's own code.
         line = ""
         for frame, number in walk_tb(self.error.__traceback__):
@@ -142,11 +141,9 @@ class Failure:
             # "<" begins the name of code without a file, such as <string>.
             if not path.startswith((*LIBRARIES, "<")):
                 line = f", {Path(path).name}, line {number}"
-        if module is None:
+        if not self.module_in_words:
             return f"It fails outside the model's forward{line}." if line else ""
-        kind = type(module).__name__
-        where = f"{name} ({kind})" if name else kind
-        return f"It fails in {where}{line}."
+        return f"It fails in {self.module_in_words}{line}."
 
     @property
     def forward(self) -> str:

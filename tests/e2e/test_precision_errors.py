@@ -233,7 +233,7 @@ FAILING = [
     (
         "Inline precision=bf16-true",
         [
-            "It fails in Inline, nets.py",
+            "It fails in the model itself (Inline), nets.py",
             "Type precision=bf16-mixed",
             "in Inline.forward, give the operation x.float()",
         ],

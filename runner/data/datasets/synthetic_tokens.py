@@ -37,7 +37,8 @@ def synthetic_tokens(
     require_at_least("synthetic_tokens", vocab=(vocab, 2), context=(context, 1), count=(count, 2))
     if not 1 <= branches <= vocab:
         raise ConfigError(
-            f"data=synthetic_tokens: branches={branches} is not between 1 and vocab={vocab}."
+            f"data=synthetic_tokens: branches={branches} is not between 1 and vocab={vocab}. "
+            f"Type data.branches={min(4, vocab)}."
         )
     val = held_out(count, val_fraction, "synthetic_tokens")
     generator = torch.Generator().manual_seed(seed)
