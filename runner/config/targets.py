@@ -255,8 +255,8 @@ def value_problems(key: str, value: Any) -> Iterator[str]:
     if not isinstance(value, str):
         if not is_target_node(value):
             yield (
-                f"{key}={value} does not fit. Allowed: a dotted path, package.module.name, or a "
-                "node with _target_ and keywords, as in {_target_: torch.nn.CrossEntropyLoss}."
+                f"{key}={value} does not fit. Allowed: a dotted path, package.module.Name, or a "
+                "node with _target_ and keywords."
             )
         return
     try:

@@ -103,8 +103,8 @@ class Collator:
         return CollateFailure(
             f"data.collate={self.name} makes another batch when it is called a second time with "
             "the same examples and the same seed, so that no run could be resumed. Draw random "
-            "numbers from torch's, numpy's or Python's global generators, or from an attribute "
-            "`generator`, which are seeded."
+            "numbers from torch's, numpy's or Python's global generators, which are seeded for "
+            "each batch, or from an attribute `generator`."
         )
 
 
@@ -164,7 +164,7 @@ def collate_problem(examples: Sequence[Any], error: Exception) -> str:
                 kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
                 return (
                     f"data: the examples of a batch are not tensors: {name}{keystr(path)} is a "
-                    f"{kind}. Return tensors (torch.as_tensor(...)), or: {_OWN_COLLATOR}"
+                    f"{kind}. Return tensors (torch.as_tensor(...)), or {_OWN_COLLATOR}"
                 )
     text = str(error).strip()
     reason = text.splitlines()[0].rstrip(".") if text else ""

@@ -369,7 +369,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
                 reference = _with_value(reference, word, key)
         return DiffReference(text, reference, own=_own_values(spec, words))
     if "/" in text:
-        raise ConfigError(f"against={text}: there is no such file or folder. Type one of a run.")
+        raise ConfigError(f"against={text}: there is no such file or folder. Type another.")
     names = [*registry.precision_names(), *ACCELERATORS]
     near = DTYPE_PRECISIONS.get(text) or get_close_matches(text, names, n=3, cutoff=0.4)
     hint = f" Nearest: {', '.join(near)}." if near else ""

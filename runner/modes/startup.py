@@ -37,7 +37,7 @@ from runner.training.model_call import describe_call
 from runner.training.optimizers import describe_state_dtypes
 from runner.training.parameter_groups import describe_frozen, describe_groups
 from runner.training.schedules import describe_schedule
-from runner.training.state import TrainState
+from runner.training.state import TrainState, saved_state
 from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError
 from runner.utils.formatting import first_names, format_percent, now_ms
@@ -284,23 +284,12 @@ def try_batch(
         run.say(layout)
     model = state.plain_model
     outputs: list[Any] = []
-    restore = saved_forward_state(model, state.device)
     handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
-        with (
-            torch.no_grad(),
-            evaluation_mode(state.model, state.task, state.device),
-            run.precision.eval_context(model),
-        ):
-            with watched_casts(run, model):
-                loss = loss_of(state, inputs, target)
-            made = outputs[-1:]  # what follows may call the model again
-            if made and isinstance(loss, Tensor):
-                check_totals(state, made[0], target)
-            batch_rules.check_loss(loss, names["task"])
-            if made and says_layout:
-                for line in output_lines(run, state, (inputs, target), made[0]):
-                    run.say(line)
+        with _trial(run, state), watched_casts(run, model):
+            loss = loss_of(state, inputs, target)
+            if outputs and isinstance(loss, Tensor):
+                check_totals(state, outputs[-1], target)
     except RunnerError:
         raise  # its message says already what to change
     except Exception as error:
@@ -312,6 +301,25 @@ def try_batch(
         ) from error
     finally:
         handle.remove()
+    batch_rules.check_loss(loss, names["task"])
+    if outputs and says_layout:
+        with _trial(run, state):
+            for line in output_lines(run, state, (inputs, target), outputs[-1]):
+                run.say(line)
+
+
+@contextmanager
+def _trial(run: RunContext, state: TrainState) -> Iterator[None]:
+    """Return a context in which the model is evaluated, and which leaves it as it was."""
+    restore = saved_state(state)
+    try:
+        with (
+            torch.no_grad(),
+            evaluation_mode(state.model, state.task, state.device),
+            run.precision.eval_context(state.plain_model),
+        ):
+            yield
+    finally:
         restore()
 
 

@@ -241,7 +241,7 @@ def test_tables_that_cannot_be_used_are_refused(rows, tokenizer, tmp_path):
         ({**text, "length": 1}, "length=1 is below 2"),
         ({**text, "end_token": True}, "names no end token. Type auto or false"),
         ({**text, "end_token": "four"}, "has no such token"),
-        ({**text, "packing": True, "columns": ["size"]}, "data.columns is of one"),
+        ({**text, "packing": True, "columns": ["size"]}, "data.columns fits none"),
         ({**text, "columns": ["labels"]}, r"data\.text=text makes .* data\.target="),
         ({**text, "columns": ["input_ids"]}, "Type others in data.columns"),
         ({"path": rows, "columns": ["labels"], "target": "kind"}, "data.target=kind makes"),

@@ -188,7 +188,7 @@ class TableColumns:
         if self.packing and (self.target is not None or self.columns):
             key = "target" if self.columns is None else "columns"
             raise self._error(
-                f"data.packing=true mixes rows, and data.{key} is of one. Type data.packing=false"
+                f"data.packing=true mixes rows: data.{key} fits none. Type data.packing=false"
             )
         self._tokenizer = _load_tokenizer(Path(self.tokenizer), self.end_token)
 
