@@ -76,7 +76,7 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
 def _wrong_override(override: str, reason: str) -> str:
     """Return a message for a word that Hydra's grammar does not take as an override."""
     key, _, value = override.partition("=")
-    if value.startswith("{") and re.search(r"[\"'@]\S*:", value):
+    if re.match(r"{(.*[{,])? *[^ :,{}]*[\"'@][^ ,{}]*:", value):
         return f"{override} does not parse. Allowed as names in {{}}: letters, digits, _ . -"
     if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
         return f"{override} holds characters that Hydra wants quoted. Type \"{key}='{value}'\"."
