@@ -146,10 +146,7 @@ REFUSED = [
         ["data.collate=own_loading.Sentences returns a Sentences, which takes no examples"],
     ),
     (f"{PAD} data.kind=Whole", [f"{PAD}: the data set, a Whole, makes its own batches"]),
-    (
-        f"{PAD} ~data.kind data._target_=own_loading.taken",
-        ["own_loading.taken takes a keyword collate of its own"],
-    ),
+    (f"{PAD} ~data.kind data._target_=own_loading.taken", ["a keyword of own_loading.taken"]),
     (
         f"{PAD} data.sampler=own_loading.batched",
         ["data.sampler=own_loading.batched cannot be used: it yields a list. Yield one index"],
@@ -169,7 +166,7 @@ REFUSED = [
         "num_samples:3}",
         [
             "data.sampler.weights=[1.0]: the runner passes weights of torch.utils.data",
-            "itself, the training set. Name a function of your own",
+            "itself, the training set. Name a function that takes it",
         ],
     ),
 ]
