@@ -43,7 +43,7 @@ def hash_value(content: Any, value: Any) -> None:
             hash_value(content, part)
     elif isinstance(value, str | bytes | int | float | complex | None):
         content.update(f"{value!r} ".encode())
-    elif hasattr(value, "tobytes"):  # arrays of numpy, images of Pillow
+    elif not isinstance(value, Tensor) and hasattr(value, "tobytes"):  # of numpy, of Pillow
         facts = [str(getattr(value, key, "")) for key in ("dtype", "shape", "mode", "size")]
         content.update(" ".join([type(value).__name__, *facts]).encode())
         content.update(value.tobytes())
