@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from runner.checkpoint import sharded_tensors
 from runner.checkpoint.locate import checkpoints_in
+from runner.config.schema import RunSpec
 from runner.config.signature import is_signed
 from runner.config.trusted_targets import SavedConfig, interpolation_problem
 from runner.utils.errors import ConfigError
@@ -30,18 +32,7 @@ _KEYS: Mapping[type, Sequence[str]] = {
 """Keys of a checkpoint by the type of their values."""
 SPEC_SIGNATURE_PURPOSE = "spec"
 """What a checkpoint's signature is of; see runner.config.signature.sign."""
-_SPEC_MAPPINGS = (
-    "model",
-    "data",
-    "task",
-    "train",
-    "precision",
-    "optimizer",
-    "scheduler",
-    "adapter",
-    "debug",
-    "callbacks",
-)
+_SPEC_MAPPINGS = [part.name for part in fields(RunSpec) if part.default is MISSING]
 """Keys of a spec whose values are mappings."""
 
 
@@ -151,8 +142,7 @@ def load(path: Path) -> dict[str, Any]:
         "checkpoint",
         content.get("format"),
         FORMAT,
-        "Give a checkpoint that this version of precision-runner wrote, or use the version that "
-        "wrote this one.",
+        "Give a checkpoint of this version of precision-runner, or use the version that wrote it.",
     )
     problem = next(_format_problems(content), None)
     if problem:
@@ -189,8 +179,7 @@ def _unpickle(path: Path) -> Any:
                 raise ConfigError(f"checkpoint={path} is damaged: {damaged} has changed on disk.")
     except (BadZipFile, OSError, EOFError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"checkpoint={path} is no checkpoint of this runner, or it is cut short. "
-            "Give a step-*.pt file of a run."
+            f"checkpoint={path} is no checkpoint or is cut short. Give a step-*.pt file of a run."
         ) from error
     # weights_only: nothing in the file is executed. mmap: memory is used for what is read only, not
     # for the optimizer state of a checkpoint whose weights alone are wanted.
@@ -207,9 +196,8 @@ def _unpickle(path: Path) -> Any:
 def _lone_weights(path: Path, verb: str) -> ConfigError:
     """Return the error for weights that name no model and no data to evaluate."""
     return ConfigError(
-        f"checkpoint={path} {verb} weights alone, without the model and the data that a checkpoint "
-        "names. Give a step-*.pt file of a run, or start a run from these weights: "
-        f"init.weights={path} with model= and data=."
+        f"checkpoint={path} {verb} weights alone, without model and data. Give a step-*.pt file, "
+        f"or start a run from these weights: init.weights={path} with model= and data=."
     )
 
 

@@ -303,10 +303,7 @@ def _traced_shapes(
     fixed = [name for name, sizes in zip(names, inputs, strict=True) if sizes[0] != -1]
     if fixed:
         several = f" of {', '.join(fixed)}" if len(names) > 1 else ""
-        raise ValueError(
-            f"its forward takes {_TRACED_ROWS} rows{several} for a constant, so it fits no other "
-            "batch"
-        )
+        raise ValueError(f"its forward takes {_TRACED_ROWS} rows{several} for a constant")
     return inputs, [_sizes(value) for value in outputs if isinstance(value, Tensor)]
 
 
@@ -406,8 +403,7 @@ def _compare(loaded: Any, example: Any, expected: Any, tolerance: float) -> None
     # `not <=` refuses NaN, too.
     if not error <= tolerance:
         raise ExportError(
-            f"the program's outputs differ from the model's by {error:.2g} of their size, more "
-            f"than rounding explains ({tolerance:.2g})"
+            f"the program's outputs differ from the model's by {error:.2g}, above {tolerance:.2g}"
         )
     if [t.dtype for t in _output_tensors(outputs_of_one)] != [t.dtype for t in model_tensors]:
         raise ExportError("the program's outputs have other dtypes than the model's")

@@ -89,16 +89,12 @@ def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Pa
     if not checkpoints:
         other = ""
         if key == "init.weights":
-            other = (
-                " Other weights: a .safetensors file, a state dict of torch.save (.pt, .pth, .bin) "
-                "or a folder of save_pretrained."
-            )
+            other = " Other weights: .safetensors, .pt, .pth, .bin or a folder of save_pretrained."
         elif any(path.glob("*.safetensors")):
             other = f" It holds weights alone: init.weights={where} starts a run from them."
         raise ConfigError(
             f"{key}={where}: no checkpoint is there. Give a .pt file, the folder of a run "
-            "(outputs/runs/<time>), or the id of an MLflow run that was trained on this machine."
-            f"{other}"
+            f"(outputs/runs/<time>), or the id of an MLflow run of this machine.{other}"
         )
     return checkpoints[::-1]
 

@@ -38,10 +38,7 @@ _OTHER_FORMATS: Mapping[bytes, str] = {
     b"\x89HDF": "an HDF5 file, as Keras writes it",
 }
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
-_ALLOWED = (
-    "Give a .safetensors file, a state dict of torch.save (.pt, .pth, .bin), or a folder of "
-    "save_pretrained."
-)
+_ALLOWED = "Give a .safetensors file, a state dict (.pt, .pth, .bin), or save_pretrained's folder."
 
 
 class WeightFile(NamedTuple):

@@ -85,15 +85,10 @@ def locate(path: str) -> Callable[..., Any]:
                 raise ConfigError(f"{path} does not import: {module_name} has no {name}.")
             found = getattr(found, name)
         return found
-    extra = _EXTRAS.get(parts[0])
-    raise ConfigError(
-        f"{path} does not import: no module named {parts[0]} on the path. "
-        + (
-            f"Type pip install 'precision-runner[{extra}]'."
-            if extra
-            else "Write package.module.Name, importable from the folder you run in."
-        )
-    )
+    remedy = "Write package.module.Name, importable from the folder you run in."
+    if parts[0] in _EXTRAS:
+        remedy = f"Type pip install 'precision-runner[{_EXTRAS[parts[0]]}]'."
+    raise ConfigError(f"{path} does not import: no module named {parts[0]} on the path. {remedy}")
 
 
 @dataclass(frozen=True)
@@ -136,10 +131,8 @@ class Arguments:
         filled = dict(zip((p.name for p in by_position), self.items, strict=False))
         if len(self.items) > len(by_position) and not _takes_any(parameters, "*"):
             names = ", ".join(parameter.name for parameter in by_position)
-            yield (
-                f"{self.key}._args_={list(self.items)}: {self.path} takes no more than "
-                f"{len(by_position)} by position: {names or 'none'}."
-            )
+            limit = f"no more than {len(by_position)} by position: {names or 'none'}"
+            yield f"{self.key}._args_={list(self.items)}: {self.path} takes {limit}."
         yield from self._keyword_problems(target, rest, filled)
         yield from self._type_problems(target, rest, filled)
 
@@ -178,19 +171,14 @@ class Arguments:
         if name in leading and self.key != "data.sampler":
             return f"{text}. Leave it out."
         if name in leading:
-            return (
-                f"{text}, the training set. Name a function of your own that takes the training "
-                "set and returns the sampler (docs/own-code.md)."
-            )
+            return f"{text}, the training set. Name a function that takes it (docs/own-code.md)."
         # r of rank, lora_alpha of alpha; in a short list a misspelt name is seen without help.
         similar = [each for each in known if each.startswith(name) or name.endswith(f"_{each}")]
         if len(known) > 10:
             similar += get_close_matches(name, known, n=1, cutoff=0.8)
         hint = f" Write {similar[0]} in place of {name}." if similar else ""
-        return (
-            f"{self.key}.{name}={value}: {self.path} takes no {name}. It takes: "
-            f"{', '.join(known)}.{hint}"
-        )
+        takes = ", ".join(known)
+        return f"{self.key}.{name}={value}: {self.path} takes no {name}. It takes: {takes}.{hint}"
 
     def _type_problems(
         self, target: Any, parameters: Sequence[Parameter], filled: Mapping[str, Any]

@@ -46,16 +46,7 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
-        override = str(error.override)
-        key, _, value = override.partition("=")
-        if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
-            return (
-                f"{override} holds characters that Hydra's grammar wants quoted. Type "
-                f"\"{key}='{value}'\"."
-            )
-        commands = get_close_matches(override, COMMANDS, n=1)
-        typed = f"{commands[0]} or key=value" if commands else "key=value"
-        return f"{override} is not an override. Type {typed}; {_first_line(error)}"
+        return _wrong_override(as_typed(str(error.override)), _first_line(error))
     if isinstance(error, YAMLError):
         return _invalid_yaml(error)
     if isinstance(error, UnicodeDecodeError):
@@ -82,14 +73,25 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     return str(error).strip()
 
 
+def _wrong_override(override: str, reason: str) -> str:
+    """Return a message for a word that Hydra's grammar does not take as an override."""
+    key, _, value = override.partition("=")
+    if re.match(r"{(.*[{,])? *[^ :,{}]*[\"'@][^ ,{}]*:", value):
+        return f"{override} does not parse. Allowed as names in {{}}: letters, digits, _ . -"
+    if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
+        return f"{override} holds characters that Hydra wants quoted. Type \"{key}='{value}'\"."
+    commands = get_close_matches(override, COMMANDS, n=1)
+    typed = f"{commands[0]} or key=value" if commands else "key=value"
+    return f"{override} is not an override. Type {typed}; {reason}"
+
+
 def _unresolved(error: InterpolationResolutionError) -> str:
     """Return a message for an interpolation without a value."""
     # Only a scheduler's keys refer to optimizer.lr, which several optimizers do not have.
     if "optimizer.lr" in str(error):
         return (
-            f"{error.full_key}: this optimizer is several, each with a rate of its own, and "
-            f"has no optimizer.lr. Type {error.full_key}=<a rate for all of them>, or "
-            "scheduler=cosine, which scales each rate."
+            f"{error.full_key}: this optimizer is several, without one optimizer.lr. Type "
+            f"{error.full_key}=<a rate for all>, or scheduler=cosine, which scales each rate."
         )
     reason = _first_line(error)
     own_value = re.search(r"key '(vars\.[^']+)' not found", reason)
@@ -98,9 +100,8 @@ def _unresolved(error: InterpolationResolutionError) -> str:
     resolver = re.search(r"Unsupported interpolation type (\S+)", reason)
     if resolver:
         return (
-            f"{error.full_key}: no resolver is called {resolver[1]}. Register it in a module of a "
-            "folder hydra_plugins/ on the path (OmegaConf.register_new_resolver, see "
-            f"docs/own-code.md), or type {error.full_key}=<value>."
+            f"{error.full_key}: no resolver is called {resolver[1]}. Register it in a module of "
+            f"hydra_plugins/ on the path (docs/own-code.md), or type {error.full_key}=<value>."
         )
     return f"{error.full_key}: {reason}. Give it a value: {error.full_key}=<value>."
 
@@ -156,10 +157,8 @@ def _missing_option(error: MissingConfigException) -> str:
         return str(error).strip().replace("\n", " ")
     extra = _EXTRAS.get(f"{group}={option}")
     if extra:
-        return (
-            f"{group}={option} needs a package that is not installed here. Type "
-            f"pip install 'precision-runner[{extra}]'."
-        )
+        package = f"precision-runner[{extra}]"
+        return f"{group}={option} needs a package that is missing. Type pip install '{package}'."
     if not options:
         return f"{group}={option} is not known: there is no option in {group}/."
     name = option.lower().replace("_", "-")
@@ -198,7 +197,9 @@ def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
         our_name = _SYNONYMS.get(name, name)
         every = dotted_keys("", _root(node))
         elsewhere = [key for key in every if key.rpartition(".")[2] == our_name][:3]
-    hint = _hint(elsewhere or near) + _target_hint(full, argv)
+    # But checkpoint.every means checkpoint.every_steps.
+    begun = [key for key in near if parent and key.startswith(full)]
+    hint = _hint(begun or elsewhere or near) + _target_hint(full, argv)
     known = ", ".join(f"{prefix}{key}" for key in keys) or "none"
     given = _typed(full, argv) or full
     if given.startswith("sweep."):
@@ -223,6 +224,7 @@ _SYNONYMS = {
     "steps": "max_steps",
     "workers": "num_workers",
     "wd": "weight_decay",
+    "path": "root",
 }
 """Names that other programs use for some of our keys."""
 
@@ -258,10 +260,7 @@ def _target_hint(full: str, argv: Sequence[str]) -> str:
     is_chosen = any(text.startswith(f"{group}=") for text in argv)
     has_checkpoint = any(text.lstrip("+").startswith(_CHECKPOINT_OVERRIDES) for text in argv)
     if has_checkpoint and not is_chosen:
-        return (
-            f" These are the keys of the default {group}. Type {group}=<the option that the "
-            "checkpoint was trained with>, too."
-        )
+        return f" These are the keys of the default {group}. Type {group}=<the checkpoint's>, too."
     given = _typed(full, argv) or f"{full}=<value>"
     swept = [text for text in argv if text.startswith(f"{group}=") and "," in text]
     if swept:

@@ -253,8 +253,7 @@ def existing_config_dir(folder: str | Path) -> Path:
     path = Path(folder)
     if not path.is_dir():
         raise ConfigError(
-            f"--config-dir={path} is no folder in {Path.cwd()}. "
-            "Type --config-dir <folder of your configs>."
+            f"--config-dir={path} is no folder in {Path.cwd()}. Type the folder of your configs."
         )
     return path
 
@@ -268,7 +267,4 @@ def shadowed_configs(folder: Path) -> Iterator[str]:
     for mine in sorted(folder.rglob("*.yaml")):
         theirs = built_in / mine.relative_to(folder)
         if theirs.exists():
-            yield (
-                f"warning: {mine} is not used: the built-in {theirs} has the same group and name. "
-                f"Give your file another name, for example my_{mine.name}."
-            )
+            yield f"warning: {mine} is not used: {theirs} has its group and name. Rename yours."

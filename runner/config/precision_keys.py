@@ -173,10 +173,7 @@ def _unknown_key(override: Override, jobs: Mapping[str, DictConfig]) -> str:
         return unknown_key(key, OmegaConf.select(job, parent), [typed])
     others = precisions_with_key(key.removeprefix(KEY_PREFIX))
     hint = f" Of the built-in ones, {', '.join(others)} have it." if others else ""
-    return (
-        f"{typed}: no precision of this sweep ({', '.join(jobs)}) takes {key}.{hint} Leave it out, "
-        "or add a precision that it is for."
-    )
+    return f"{typed}: no precision of this sweep ({', '.join(jobs)}) takes {key}.{hint} Omit it."
 
 
 def _is_true(override: Override) -> bool:

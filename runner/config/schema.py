@@ -103,10 +103,8 @@ class TrainSpec:
             if limit is not None and not limit > 0:
                 yield f"train.{key}={limit} does not clip. Allowed: above 0, or null for none."
         if self.clip_norm is not None and self.clip_value is not None:
-            yield (
-                f"train.clip_norm={self.clip_norm} and train.clip_value={self.clip_value} exclude "
-                "each other. Type one of them as null."
-            )
+            both = f"train.clip_norm={self.clip_norm} and train.clip_value={self.clip_value}"
+            yield f"{both} exclude each other. Type one of them as null."
         if self.ema is not None and not 0 < self.ema < 1:
             yield f"train.ema={self.ema} is no decay. Allowed: above 0 and below 1, or null."
         if not all(isinstance(pattern, str) and pattern for pattern in self.freeze):
@@ -132,10 +130,8 @@ class TrainSpec:
         is_list = isinstance(modules, list) and len(modules) > 0
         is_pattern_list = is_list and all(isinstance(item, str | int) for item in modules)
         if not (isinstance(modules, bool) or is_pattern_list):
-            yield (
-                f"train.activation_checkpointing={modules} does not fit. Allowed: true, false, or "
-                "modules' names as in [blocks,head]."
-            )
+            key = "train.activation_checkpointing"
+            yield f"{key}={modules} does not fit. Allowed: true, false, names as in [blocks,head]."
 
 
 @dataclass(frozen=True)
@@ -169,10 +165,8 @@ class InitSpec:
             yield f"init.skip={self.skip} does not fit. Allowed: names, as in [head,*.norm]."
         for old, new in self.rename.items():
             if not isinstance(old, str | int) or not isinstance(new, str | int | None):
-                yield (
-                    f"init.rename={self.rename} does not fit. Allowed: prefixes of names, as in "
-                    "{backbone:encoder} or {module:null}."
-                )
+                allowed = "prefixes of names, as in {backbone:encoder} or {module:null}"
+                yield f"init.rename={self.rename} does not fit. Allowed: {allowed}."
 
 
 @dataclass(frozen=True)
@@ -465,9 +459,8 @@ class RunSpec:
             yield "mode=evaluate loads checkpoint=, not init.weights=. Leave init.weights= out."
         if self.mode != "evaluate" and self.checkpoint.path is not None:
             yield (
-                f"mode={self.mode} does not load checkpoint={self.checkpoint.path}. Type "
-                "init.weights=<it> to start from its weights, checkpoint.resume=<it> to resume "
-                "its run, or mode=evaluate."
+                f"mode={self.mode} does not load checkpoint={self.checkpoint.path}. Type mode="
+                "evaluate, init.weights=<it> for its weights, or checkpoint.resume=<it>."
             )
         if self.mode != "train" and self.checkpoint.resume is not None:
             yield f"mode={self.mode} resumes nothing. Leave checkpoint.resume= out."
@@ -486,16 +479,12 @@ class RunSpec:
         """Yield a message for each key that contradicts mode=diff."""
         if self.mode != "diff":
             if self.against is not None:
-                yield (
-                    f"against={self.against} needs mode=diff. Type mode=diff, or leave against= "
-                    "out."
-                )
+                yield f"against={self.against} needs mode=diff. Type it, or leave against= out."
             return
         if self.against is None and not self.diff.dump:
             yield (
-                "mode=diff needs what to compare with: against=32-true, against=train.compile="
-                "false, against=<run, checkpoint or dump>. Type one, or diff.dump=true to write "
-                "a dump."
+                "mode=diff needs what to compare with. Type against=32-true, against=train.compile="
+                "false, against=<run, checkpoint or dump>, or diff.dump=true to write a dump."
             )
         if self.train.compile and self.train.compile != "regional":
             yield (

@@ -66,12 +66,8 @@ def describe_key_location() -> str:
         return "none: this user has no home folder"
     try:
         _read(path)
-    except FileNotFoundError:
-        return f"{path}, which is not there"
-    except ValueError as error:
-        return f"{path}, which is not used: {error}"
-    except OSError as error:
-        return f"{path}, which cannot be read: {error.strerror}"
+    except (OSError, ValueError) as error:
+        return f"{path}, which is not used: {getattr(error, 'strerror', '') or error}"
     return str(path)
 
 

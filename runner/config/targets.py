@@ -124,8 +124,7 @@ def check_targets(spec: RunSpec) -> list[str]:
             continue
         if node.get("_partial_") is True and not leading:
             problems.append(
-                f"{key}._partial_=true would give the runner a function, and it needs what "
-                f"{node['_target_']} returns. Leave _partial_ out."
+                f"{key}._partial_=true would give a function of {node['_target_']}. Leave it out."
             )
         passed = node
         if not key.startswith("task."):
@@ -207,6 +206,11 @@ def build_group(key: str, node: Mapping[str, Any], *leading: object) -> Any:
         return instantiate(node, *leading, key=key)
     except refusals() as error:
         raise refusal(key, node, error) from error
+    except AttributeError as error:
+        if "Module.__init__() call" not in str(error):
+            raise
+        text = f"{key}: begin __init__ of {node['_target_']} with super().__init__()."
+        raise ConfigError(text) from error
 
 
 def loading_problems(data: Mapping[str, Any]) -> Iterator[str]:
@@ -216,31 +220,21 @@ def loading_problems(data: Mapping[str, Any]) -> Iterator[str]:
     """
     for key in LEADING_COUNTS:
         value = data.get(key)
-        if isinstance(value, str):
-            yield from path_problems(f"data.{key}", value)
-        elif value is not None and not is_target_node(value):
-            yield (
-                f"data.{key}={value} does not fit. Allowed: a dotted path, package.module.name, or "
-                "a node with _target_ and keywords."
-            )
+        if value is not None:
+            yield from value_problems(f"data.{key}", value)
         parameters: Iterable[str] = ()
         # check_targets reports a path that does not import.
         with suppress(ConfigError, TypeError, ValueError, AttributeError):
             parameters = signature(locate(data.get("_target_", ""))).parameters
         if value is not None and key in parameters:
-            yield (
-                f"data.{key} is read by the runner, and {data['_target_']} takes a keyword {key} "
-                "of its own. Give that another name."
-            )
+            target = data["_target_"]
+            yield f"data.{key} is the runner's, and a keyword of {target}. Give that another name."
     if data.get("sampler") is not None and data.get("shuffle", True) is False:
-        yield (
-            "data.shuffle=false contradicts data.sampler, which decides the order of the training "
-            "data. Leave one of them out."
-        )
+        yield "data.shuffle=false contradicts data.sampler, which decides the order. Leave one out."
 
 
-def build_loading_target(key: str, value: str | Mapping[str, Any], *leading: object) -> Any:
-    """Return the object that a key names.
+def build_value(key: str, value: str | Mapping[str, Any], *leading: object) -> Any:
+    """Return the object that a key below a group names.
 
     A class, and a node's target, are called; a path to a function names the function itself where
     the runner passes no arguments.
@@ -253,15 +247,22 @@ def build_loading_target(key: str, value: str | Mapping[str, Any], *leading: obj
         if not leading and not isinstance(target, type):
             return target
         value = {"_target_": value}
-    return build_group(f"data.{key}", value, *leading)
+    return build_group(key, value, *leading)
 
 
-def path_problems(key: str, path: str) -> Iterator[str]:
-    """Yield why a dotted path names nothing that can be called."""
+def value_problems(key: str, value: Any) -> Iterator[str]:
+    """Yield why a key's value names nothing that can be called; a node's arguments are left out."""
+    if not isinstance(value, str):
+        if not is_target_node(value):
+            yield (
+                f"{key}={value} does not fit. Allowed: a dotted path, package.module.Name, or a "
+                "node with _target_ and keywords."
+            )
+        return
     try:
-        target = locate(path)
+        target = locate(value)
     except ConfigError as error:
         yield from (f"{key}={problem}" for problem in error.problems)
         return
     if not callable(target):
-        yield f"{key}={path} is a {type(target).__name__}, not a class or function."
+        yield f"{key}={value} is a {type(target).__name__}, not a class or function."

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from runner.config.loading_keys import text_targets
+from runner.config.resolve import leaves
 from runner.config.signature import describe_key_location
 from runner.config.targets import locate
 from runner.utils.errors import ConfigError
@@ -80,8 +81,7 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
                 problems.append(
                     f"{source} names {name}={target}, which is neither the runner's own nor "
                     "torch's: it is not called. Its config is not signed with your key "
-                    f"({describe_key_location()}). If you trust it, type {group}=... yourself, as "
-                    "for the training."
+                    f"({describe_key_location()}). If you trust it, type {group}=... yourself."
                 )
         problems += [
             f"{source} does not hold the secret {name}. Type {name}=<value>, and in mode=evaluate "
@@ -112,14 +112,9 @@ def interpolation_problem(content: Mapping[str, Any]) -> str:
 
 def masked_keys(name: str, value: Any) -> Iterator[str]:
     """Yield the dotted keys of values that were masked in a checkpoint (see utils/secrets.py)."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from masked_keys(f"{name}.{key}", item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from masked_keys(name, item)
-    elif isinstance(value, str) and "***" in value:
-        yield name
+    for key, leaf in leaves(value, name):
+        if "***" in str(leaf):  # a list is one leaf
+            yield key
 
 
 def _group_targets(group: str, node: Any) -> list[tuple[str, Any]]:

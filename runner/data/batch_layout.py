@@ -83,17 +83,14 @@ class BatchLayout:
         if is_pair and self.inputs is None and not self.passes_target:
             return batch[0], batch[1]
         if isinstance(batch, Mapping):
-            return self._split_fields(batch)
+            target_field, names = self.field_names(tuple(batch))
+            return KeywordInputs({name: batch[name] for name in names}), batch[target_field]
         if isinstance(batch, tuple | list) and len(batch) > 1:
             return self._split_sequence(batch)
         raise ConfigError(
             f"data: a batch is a {type(batch).__name__}. Yield (input, target), several inputs "
             "with the target last, or a dict of fields (docs/own-code.md)."
         )
-
-    def _split_fields(self, batch: Mapping[str, Any]) -> Batch:
-        target_field, names = self.field_names(tuple(batch))
-        return KeywordInputs({name: batch[name] for name in names}), batch[target_field]
 
     def field_names(self, batch: Sequence[str]) -> tuple[str, Sequence[str]]:
         """Return the name of the target and the names of the inputs, of a batch with these fields.
@@ -107,8 +104,7 @@ class BatchLayout:
             looked_for = f"task.target={self.target}" if self.target else "a field of labels"
             raise ConfigError(
                 f"data: a batch has the fields {_listed(batch)}; {looked_for} is not among them. "
-                "Type task.target=<the field that holds the labels>; for a model that computes its "
-                "loss without labels any of its inputs."
+                "Type task.target=<the field of labels, or without labels any input>."
             )
         others = [name for name in batch if name != target_field]
         missing = [name for name in self.inputs or () if name not in batch]

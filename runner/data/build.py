@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.config.loading_keys import data_target_node, target_name
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group, build_loading_target
+from runner.config.targets import build_group, build_value
 from runner.data.batch_layout import PAIRS
 from runner.data.collate import Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
@@ -131,9 +131,8 @@ def _dataset_problems(name: str, dataset: Any) -> Iterator[str]:
         missing.append("__getitem__")
     if missing:
         yield (
-            f"data: the {name} set is a {kind.__name__}; it needs __len__ and __getitem__ that "
-            f"yields (input, target), and lacks {' and '.join(missing)}. A stream is a "
-            "torch.utils.data.IterableDataset."
+            f"data: the {name} set is a {kind.__name__}; it needs __len__ and __getitem__, and "
+            f"lacks {' and '.join(missing)}. A stream is a torch.utils.data.IterableDataset."
         )
 
 
@@ -169,10 +168,7 @@ def _meta_problems(spec: RunSpec, dataset: Any) -> Iterator[str]:
         return  # build_run_loaders refuses it
     meta = spec.data.get("meta") or {}
     if not isinstance(meta, Mapping):
-        yield (
-            f"data.meta={meta}: it is a mapping that the model's config reads. Type for example "
-            "data.meta.classes=10."
-        )
+        yield f"data.meta={meta} is no mapping. Type for example data.meta.classes=10."
         return
     # A collator takes examples of any kind, and may give its batches another shape.
     if not spec.data.get("collate"):
@@ -183,9 +179,8 @@ def _meta_problems(spec: RunSpec, dataset: Any) -> Iterator[str]:
             if lists:
                 yield (
                     "data: the train set is a stream whose examples hold lists, not tensors, in "
-                    f"{', '.join(lists)}; stacked, these would be lists of columns. Return "
-                    'stream.with_format("torch") of a stream of Hugging Face\'s datasets, or type '
-                    "data.collate=runner.data.padding.pad."
+                    f'{", ".join(lists)}. Return stream.with_format("torch") of Hugging Face\'s '
+                    "datasets, or type data.collate=runner.data.padding.pad."
                 )
                 return
         yield from _shape_problems(meta, example)
@@ -215,15 +210,12 @@ def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
     is_batch = isinstance(stated, Sequence) and shape[1:] == list(stated) and shape[0] > 1
     if is_batch and getattr(example[1], "shape", ())[:1] == example_input.shape[:1]:
         yield (
-            f"data: the train set yields batches of {shape[0]}, and the runner makes batches of "
-            "examples. Leave out what makes them (.batched(), a DataLoader), and type "
-            f"train.batch_size={shape[0]}."
+            f"data: the train set yields batches of {shape[0]}, not examples. Leave out what makes "
+            f"them (.batched(), a DataLoader), and type train.batch_size={shape[0]}."
         )
     elif not isinstance(stated, Sequence) or shape != list(stated):
-        yield (
-            f"data.meta.input={stated}, but an example has the shape {shape}. "
-            f"Type data.meta.input={str(shape).replace(' ', '')}."
-        )
+        typed = f"data.meta.input={str(shape).replace(' ', '')}"
+        yield f"data.meta.input={stated}, but an example has the shape {shape}. Type {typed}."
 
 
 def _classes_problems(meta: Mapping[str, Any], dataset: Any) -> Iterator[str]:
@@ -299,9 +291,8 @@ def build_run_loaders(
         layout = task.layout(task.input_fields, task.target_field, task.passes_target)
         if isinstance(data.train, TextPairs) and not task.passes_target:
             raise ConfigError(
-                f"data.target={spec.data.get('target')} holds texts, which an encoder-decoder is "
-                "given and this task keeps from the model. Type model.kind=seq2seq_lm or "
-                "task=seq2seq, or data.target=<a column of numbers>."
+                f"data.target={spec.data.get('target')} holds texts, for an encoder-decoder. Type "
+                "model.kind=seq2seq_lm or task=seq2seq, or data.target=<a column of numbers>."
             )
     options = LoaderOptions(
         spec.train.num_workers, rank, spec.train.data_on_device, layout, _collator(spec)
@@ -327,7 +318,7 @@ def _collator(spec: RunSpec) -> Collator | None:
     value = spec.data.get("collate")
     if value is None:
         return None
-    collator = build_loading_target("collate", value)
+    collator = build_value("data.collate", value)
     name = target_name(value)
     if not callable(collator):
         raise ConfigError(
@@ -345,7 +336,7 @@ def _sampler(spec: RunSpec, dataset: Any) -> SamplerOrder | None:
         return None
     name = target_name(value)
     try:
-        sampler = build_loading_target("sampler", value, dataset)
+        sampler = build_value("data.sampler", value, dataset)
     except RunnerError:
         raise
     except Exception as error:

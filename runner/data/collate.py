@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import default_collate
 
+from runner.data.value_hash import value_digest
 from runner.utils.errors import RunnerError
 from runner.utils.reproducibility import host_rng_state, seed_generator, set_host_rng_state
 from runner.utils.stop_signals import Stopped
@@ -96,7 +97,8 @@ class Collator:
                 return None
             set_host_rng_state(random_state)
             batches.append(self._made(copy))
-        if _is_same(batches[1], batches[2]):
+        first, second = map(value_digest, batches[1:])
+        if first == second:
             return batches[2]
         return CollateFailure(
             f"data.collate={self.name} makes another batch when it is called a second time with "
@@ -104,24 +106,6 @@ class Collator:
             "numbers from torch's, numpy's or Python's global generators, which are seeded for "
             "each batch, or from an attribute `generator`."
         )
-
-
-def _is_same(first: Any, second: Any) -> bool:
-    """Return whether the tensors and arrays of two batches are equal; NaN equals NaN."""
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        is_same_layout = [*first] == [*second]
-        return is_same_layout and all(_is_same(first[name], second[name]) for name in first)
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        is_same_layout = len(first) == len(second)
-        return is_same_layout and all(map(_is_same, first, second))
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        if first.is_nested or first.layout is not torch.strided:
-            return True  # not compared: few operations take such tensors
-        is_same_layout = (first.shape, first.dtype) == (second.shape, second.dtype)
-        return is_same_layout and torch.equal(first.nan_to_num(), second.nan_to_num())
-    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        return np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
-    return True
 
 
 def error_with_line(error: Exception) -> str:
@@ -180,15 +164,13 @@ def collate_problem(examples: Sequence[Any], error: Exception) -> str:
                 kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
                 return (
                     f"data: the examples of a batch are not tensors: {name}{keystr(path)} is a "
-                    f"{kind}. Return tensors from __getitem__ (torch.as_tensor(...)), or make them "
-                    f"in each batch: {_OWN_COLLATOR}"
+                    f"{kind}. Return tensors (torch.as_tensor(...)), or {_OWN_COLLATOR}"
                 )
     text = str(error).strip()
     reason = text.splitlines()[0].rstrip(".") if text else ""
     return (
         f"data: the examples of a batch cannot be stacked: {type(error).__name__}: {reason}. "
-        "Return (input, target) with the same structure for every index, or make the batch "
-        f"yourself: {_OWN_COLLATOR}"
+        f"Return (input, target) of one structure, or make the batch yourself: {_OWN_COLLATOR}"
     )
 
 

@@ -34,9 +34,8 @@ def collate_detection(examples: Sequence[Any]) -> tuple[list[Tensor], list[dict[
         image, target = example
         if not (isinstance(image, Tensor) and image.ndim == 3 and image.is_floating_point()):
             raise ConfigError(
-                f"the image of example {i} is a {_kind(image)}. Yield float [channels, height, "
-                "width] in [0, 1], for example by torchvision.transforms.v2.functional.to_dtype("
-                "image, torch.float32, scale=True)"
+                f"the image of example {i} is a {_kind(image)}. Yield float [C, H, W], 0 to 1, as "
+                "torchvision.transforms.v2.functional.to_dtype(image, torch.float32, scale=True)"
             )
         images.append(image.as_subclass(Tensor))  # of a torchvision.tv_tensors.Image, too
         targets.append(_target(i, target))
@@ -51,8 +50,7 @@ def _target(i: int, target: Any) -> dict[str, Any]:
     missing = [name for name in ("boxes", "labels") if name not in target]
     if missing:
         raise ConfigError(
-            f"the target of example {i} has the fields {', '.join(map(str, target))}, and not "
-            f"{', '.join(missing)}"
+            f"the target of example {i} has {', '.join(map(str, target))}, not {', '.join(missing)}"
         )
     boxes = torch.as_tensor(target["boxes"]).as_subclass(Tensor).to(torch.float32)
     labels = torch.as_tensor(target["labels"]).as_subclass(Tensor)
@@ -60,13 +58,11 @@ def _target(i: int, target: Any) -> dict[str, Any]:
     boxes = boxes.reshape(0, 4) if not boxes.numel() else boxes
     if boxes.ndim != 2 or boxes.shape[1] != 4 or labels.shape != boxes.shape[:1]:
         raise ConfigError(
-            f"example {i} has boxes {list(boxes.shape)} and labels {list(labels.shape)}. Yield "
-            "boxes [N, 4] and labels [N]"
+            f"example {i}: boxes {[*boxes.shape]}, labels {[*labels.shape]}. Yield [N, 4] and [N]"
         )
     if bool((boxes[:, 2:] <= boxes[:, :2]).any()):
         raise ConfigError(
-            f"example {i} has a box without an area. Yield boxes in pixels as (x1, y1, x2, y2) "
-            "with x1 < x2 and y1 < y2"
+            f"example {i} has a box without an area. Yield (x1, y1, x2, y2), x1 < x2 and y1 < y2"
         )
     return {**target, "boxes": boxes, "labels": labels.to(torch.int64)}
 
@@ -89,8 +85,7 @@ class DetectionLayout(BatchLayout):
             raise ConfigError(
                 f"task=detection takes a list of images and a list of as many dicts, and a batch "
                 f"has a {_kind(images)} and a {_kind(targets)}. Type data.collate="
-                "runner.data.detection.collate_detection, or name a function of your own that "
-                "returns such lists."
+                "runner.data.detection.collate_detection, or a function that returns such lists."
             )
         wide = [WideFields(target) for target in targets]
         if isinstance(inputs, KeywordInputs):

@@ -89,7 +89,7 @@ class Loader:
         start: where the run begins to train on these data.
 
     Raises:
-        ConfigError: the data set is empty, cannot be held, or makes batches beside a collator.
+        ConfigError: the data set cannot be held, or makes batches beside a collator.
     """
 
     dataset: Dataset[Any]
@@ -106,10 +106,6 @@ class Loader:
     def __post_init__(self) -> None:
         self.examples = len(self.dataset)  # type: ignore[arg-type]
         collator = self.options.collator
-        if not self.examples:
-            raise ConfigError(
-                "The data set is empty: it yields no example to train or evaluate on."
-            )
         self.device_dataset = None
         if collator is None:
             on_device = self.options.on_device

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.data.batch_layout import TARGET_FIELDS
 from runner.utils.errors import ConfigError
 
-_LABEL_FIELDS = ("label", "labels", "target", "targets")
-"""Fields of a dict that are padded as targets."""
 _MASK_FIELDS = ("attention_mask", "token_type_ids")
 """Fields of a dict that are padded with 0, whatever input_value is."""
 
@@ -43,9 +42,7 @@ def pad(
         ConfigError: an option does not fit, or the examples differ in more than their length.
     """
     if not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ConfigError(
-            f"multiple_of={multiple_of} does not fit. Allowed: a whole number, 1 or more."
-        )
+        raise ConfigError(f"multiple_of={multiple_of} does not fit. Allowed: numbers from 1.")
     if examples is None:
         return partial(
             pad, input_value=input_value, target_value=target_value, multiple_of=multiple_of
@@ -53,7 +50,7 @@ def pad(
 
     first = examples[0]
     if isinstance(first, Mapping):
-        fills = dict.fromkeys(_LABEL_FIELDS, target_value) | dict.fromkeys(_MASK_FIELDS, 0)
+        fills = dict.fromkeys(TARGET_FIELDS, target_value) | dict.fromkeys(_MASK_FIELDS, 0)
         batch = {}
         for name in first:
             missing = [i for i, example in enumerate(examples) if name not in example]
@@ -64,9 +61,7 @@ def pad(
         return batch
     if not isinstance(first, tuple | list) or len(first) < 2:
         kind = type(first).__name__
-        raise ConfigError(
-            f"an example is a {kind}. Yield (input, target), or a dict of fields with labels"
-        )
+        raise ConfigError(f"an example is a {kind}. Yield (input, target), or a dict with labels")
     *inputs, targets = zip(*examples, strict=True)
     columns = [
         _stacked(f"input {i}", values, input_value, multiple_of) for i, values in enumerate(inputs)

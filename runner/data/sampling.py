@@ -95,15 +95,10 @@ class SamplerOrder:
         self.sampler = sampler
         self.examples = examples
         if isinstance(sampler, DistributedSampler):
-            raise self._error(
-                "it is a DistributedSampler, and the runner itself divides each batch among the "
-                "processes. Name a sampler of all examples"
-            )
+            raise self._error("it is a DistributedSampler. Name a sampler of all examples")
         if not (isinstance(sampler, Iterable) and hasattr(sampler, "__len__")):
-            raise self._error(
-                f"it is a {type(sampler).__name__}. Return a torch.utils.data.Sampler with "
-                "__iter__ and __len__"
-            )
+            kind = type(sampler).__name__
+            raise self._error(f"it is a {kind}. Return a torch.utils.data.Sampler with __len__")
         try:
             self.length = len(sampler)  # type: ignore[arg-type]
         except Exception as error:  # of whatever type its __len__ raises
@@ -143,28 +138,22 @@ class SamplerOrder:
         if len(drawn) != self.length:
             count = "more" if len(drawn) > self.length else str(len(drawn))
             raise self._error(
-                f"its length is {self.length}, and it yields {count}. Have it yield as many "
-                "indices in each epoch as len() says"
+                f"its length is {self.length}, and it yields {count}. Yield as many as len() says"
             )
         return torch.tensor(numbers)
 
     def _index(self, value: Any) -> int:
         """Return a value as a number; raise ConfigError if it is no index of the training set."""
         if isinstance(value, list | tuple):
-            raise self._error(
-                f"it yields a {type(value).__name__}. Yield one index at a time, not batches: "
-                "train.batch_size of them make a batch"
-            )
+            kind = type(value).__name__
+            raise self._error(f"it yields a {kind}. Yield one index at a time, not batches")
         try:
             number = index(value)
         except TypeError as error:
             kind = type(value).__name__
             raise self._error(f"it yields a {kind}. Yield indices, whole numbers") from error
         if not 0 <= number < self.examples:
-            raise self._error(
-                f"it yields {number}, and the training set has the indices 0 to "
-                f"{self.examples - 1}. Yield those"
-            )
+            raise self._error(f"it yields {number}. Yield indices from 0 to {self.examples - 1}")
         return number
 
     def _error(self, reason: str) -> ConfigError:

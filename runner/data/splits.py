@@ -172,8 +172,8 @@ def split_by_class(
     val = held_out(len(labels), val_fraction, name)
     if min(val, len(labels) - val) < 10:
         raise ConfigError(
-            f"data={name}: val_fraction={val_fraction} leaves fewer than 10 images on one side, "
-            "too few for one of each class. Type data.val_fraction=0.2."
+            f"data={name}: val_fraction={val_fraction} leaves fewer than 10 images on one side. "
+            "Type data.val_fraction=0.2."
         )
     parts = train_test_split(pixels, labels, test_size=val, random_state=seed, stratify=labels)
     return [torch.from_numpy(part) for part in parts]

@@ -9,9 +9,8 @@ the batch that a resumed run begins with, and a validation pass is the same in e
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from runner.data.loader import (
     unchanged,
 )
 from runner.data.sampling import FIRST_STEP, StartingPoint, batch_seed, restored_random_state
-from runner.data.value_hash import hash_value
+from runner.data.value_hash import value_digest
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError, DataError, RunnerError
@@ -166,15 +165,11 @@ def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> 
         streams.insert(0, "train")
         sampler = spec.data.get("sampler")
         if spec.train.max_steps is None:
-            yield (
-                f"train.epochs={spec.train.epochs}: the train set is a stream, whose length is not "
-                "known. Type train.max_steps=<steps>."
-            )
+            key = f"train.epochs={spec.train.epochs}"
+            yield f"{key}: the train set is a stream without length. Type train.max_steps=<steps>."
         if sampler is not None:
-            yield (
-                f"data.sampler={target_name(sampler)}: the train set is a stream, which gives no "
-                "example by its index. Leave data.sampler out."
-            )
+            key = f"data.sampler={target_name(sampler)}"
+            yield f"{key}: the train set is a stream, without indices. Leave data.sampler out."
     if not streams:
         return
     name = f"the {streams[0]} set is a stream"
@@ -184,10 +179,7 @@ def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> 
             "of it. Type train.num_workers=1, which reads ahead in one process."
         )
     if spec.train.data_on_device is True:
-        yield (
-            f"train.data_on_device=true: {name}, which is not in memory. Type "
-            "train.data_on_device=auto."
-        )
+        yield f"train.data_on_device=true: {name}, not in memory. Type train.data_on_device=auto."
 
 
 @dataclass(eq=False, repr=False)
@@ -255,12 +247,7 @@ class StreamLoader:
     def first_digest(self) -> int:
         """Return a hash of the first whole batch, of 31 bits; 0 where it cannot be hashed."""
         with explain_stream_errors(self.dataset):
-            batch = next(iter(self._pass(1)), None)
-        content = blake2b(digest_size=4)
-        with suppress(Exception):  # of whatever type the examples' own class raises
-            hash_value(content, batch)
-            return int.from_bytes(content.digest()) >> 1
-        return 0
+            return int.from_bytes(value_digest(next(iter(self._pass(1)), None))[:4]) >> 1
 
     def close(self) -> None:
         """Do nothing: a loading process ends with its pass."""

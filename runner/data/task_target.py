@@ -13,9 +13,10 @@ from torch import Tensor
 from runner.config.loading_keys import MetricItem, metric_items, target_name
 from runner.config.targets import (
     build_group,
+    build_value,
     locate,
-    path_problems,
     runner_values,
+    value_problems,
     without_runner_keys,
 )
 from runner.utils.errors import ConfigError
@@ -50,16 +51,12 @@ class TaskAdditions:
 def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with these keys, their nodes' arguments left out."""
     added = runner_values("task", task)
-    node_words = "a dotted path, package.module.Name, or a node with _target_ and keywords"
     items = metric_items(added.get("metrics"))
     for item in items:
-        yield from _target_problems(item.key, item.value, node_words)
+        yield from value_problems(item.key, item.value)
     for item in items:
         if not _NAME.fullmatch(item.name):
-            yield (
-                f"{item.key}: {item.name} is no name of a metric. Allowed: letters, digits, "
-                "underscores, dots and dashes."
-            )
+            yield f"{item.key}: {item.name} is no metric's name. Allowed: letters, digits, _ . -"
     for name, count in Counter(item.name for item in items).items():
         if count > 1:
             yield (
@@ -75,22 +72,10 @@ def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(added.get("whole_batch", False), bool):
         yield f"task.whole_batch={added['whole_batch']} does not fit. Allowed: true, false."
     if "after_evaluation" in added:
-        yield from _target_problems("task.after_evaluation", added["after_evaluation"], node_words)
+        yield from value_problems("task.after_evaluation", added["after_evaluation"])
     # A task of the user's own may have a key of this name for something else.
     if task.get("loss") is not None and _is_builtin(task):
-        allowed = (
-            "a dotted path, package.module.name, or a node with _target_ and keywords, as in "
-            "{_target_: torch.nn.CrossEntropyLoss}"
-        )
-        yield from _target_problems("task.loss", task["loss"], allowed)
-
-
-def _target_problems(key: str, value: Any, allowed: str) -> Iterator[str]:
-    """Yield why a value names no target."""
-    if isinstance(value, str):
-        yield from path_problems(key, value)
-    elif not (isinstance(value, Mapping) and "_target_" in value):
-        yield f"{key}={value} does not fit. Allowed: {allowed}."
+        yield from value_problems("task.loss", task["loss"])
 
 
 def build_task(task: Mapping[str, Any]) -> Any:
@@ -105,9 +90,7 @@ def build_task(task: Mapping[str, Any]) -> Any:
     node = without_runner_keys("task", task)
     loss = node.get("loss")
     if isinstance(loss, str) and _is_builtin(task):
-        target = locate(loss)
-        is_class = isinstance(target, type)
-        node["loss"] = build_group("task.loss", {"_target_": loss}) if is_class else target
+        node["loss"] = build_value("task.loss", loss)
     elif isinstance(loss, Mapping) and "_target_" in loss:
         node["loss"] = build_group("task.loss", with_tensors("task.loss", loss))
     built = build_group("task", node)
@@ -203,24 +186,19 @@ def _build_additions(values: Mapping[str, Any]) -> TaskAdditions:
 def _metric(item: MetricItem) -> Any:
     """Return the metric that an item names."""
     path = target_name(item.value)
-    metric: Any = None
-    kind = "a function"
-    # Without a call for a function, which may do anything.
-    if isinstance(item.value, Mapping) or isinstance(locate(path), type):
-        node = item.value if isinstance(item.value, Mapping) else {"_target_": path}
-        try:
-            metric = build_group(item.key, node)
-        except ConfigError:
-            raise
-        except Exception as error:  # of whatever type: torchmetrics raises ImportErrors, too
-            text = " ".join(str(error).split()).rstrip(".")
-            raise ConfigError(f"{item.key}: {path} cannot be made: {text}.") from error
-        kind = f"a {type(metric).__name__}"
-    metric_class: Any = None if metric is None else locate("torchmetrics.Metric")
-    if metric_class is None or not isinstance(metric, metric_class):
+    try:
+        metric = build_value(item.key, item.value)
+    except ConfigError:
+        raise
+    except Exception as error:  # of whatever type: torchmetrics raises ImportErrors, too
+        text = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{item.key}: {path} cannot be made: {text}.") from error
+    kind = type(metric).__name__
+    metric_class: Any = locate("torchmetrics.Metric")
+    if not isinstance(metric, metric_class):
         more = " List its metrics one by one." if "Collection" in kind else ""
         raise ConfigError(
-            f"{item.key}={path} is {kind}, no torchmetrics.Metric.{more} Allowed: classes that "
+            f"{item.key}={path} is a {kind}, no torchmetrics.Metric.{more} Allowed: classes that "
             "derive from it, as in torchmetrics.classification.MulticlassF1Score."
         )
     return metric
@@ -229,10 +207,7 @@ def _metric(item: MetricItem) -> Any:
 def _hook(value: str | Mapping[str, Any]) -> Callable[..., Any]:
     """Return the function or the object that task.after_evaluation names."""
     key = "task.after_evaluation"
-    node = value if isinstance(value, Mapping) else {"_target_": value}
-    hook: Any = locate(value) if isinstance(value, str) else None
-    if hook is None or isinstance(hook, type):
-        hook = build_group(key, node)
+    hook = build_value(key, value)
     if not callable(hook):
         raise ConfigError(
             f"{key}={target_name(value)} gives a {type(hook).__name__}, which cannot be called. "

@@ -1,10 +1,21 @@
-"""Hash an example of a data set by its content."""
+"""Hash an example of a data set, or a batch, by its content."""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def value_digest(value: Any) -> bytes:
+    """Return the digest of a value; that of nothing where it cannot be hashed."""
+    content = blake2b()
+    with suppress(Exception):  # of whatever type the value's own class raises
+        hash_value(content, value)
+        return content.digest()
+    return bytes(content.digest_size)
 
 
 def hash_value(content: Any, value: Any) -> None:
@@ -16,7 +27,9 @@ def hash_value(content: Any, value: Any) -> None:
         content: a hash object of hashlib.
         value: the sample, or a part of it.
     """
-    if isinstance(value, Tensor):
+    if str(getattr(value, "dtype", "")) == "object":
+        value = value.tolist()  # numpy's bytes of objects are their addresses
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         value = value.detach().cpu().contiguous()
         content.update(f"{value.dtype} {list(value.shape)} ".encode())
         content.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -30,7 +43,7 @@ def hash_value(content: Any, value: Any) -> None:
             hash_value(content, part)
     elif isinstance(value, str | bytes | int | float | complex | None):
         content.update(f"{value!r} ".encode())
-    elif hasattr(value, "tobytes"):  # arrays of numpy, images of Pillow
+    elif not isinstance(value, Tensor) and hasattr(value, "tobytes"):  # of numpy, of Pillow
         facts = [str(getattr(value, key, "")) for key in ("dtype", "shape", "mode", "size")]
         content.update(" ".join([type(value).__name__, *facts]).encode())
         content.update(value.tobytes())

@@ -39,17 +39,18 @@ def data_problems(
         classes: number of classes; None where the data set does not say.
         notes: gets what is suspicious and not wrong: inputs that are all alike.
     """
-    likeness = _Likeness()
+    first_inputs: dict[str, Tensor | None] = {}
     not_finite: dict[str, list[int]] = {"inputs": [], "targets": []}
     mislabelled: list[int] = []
     first_mislabelled: Any = None
+    least = classes or 0  # of all labels
     checked = 0
     labelled = False
     deadline = perf_counter() + MAX_CHECK_SECONDS
     for indices, (inputs, target) in _portions(loader):
         checked += len(indices)
         labelled = labelled or _has_labels(task, target)
-        likeness.add(inputs, len(indices))
+        _note_same(first_inputs, inputs, len(indices))
         for name, nest in (("inputs", inputs), ("targets", target)):
             not_finite[name] += indices[_not_finite(nest, len(indices))].tolist()
         # Only tensors and boxes have labels, and a collator may have made another number of rows.
@@ -57,6 +58,8 @@ def data_problems(
         wrong = None
         if classes and has_classes and len(target) == len(indices):
             wrong = task.misplaced(target, classes)
+        if wrong is not None and isinstance(target, Tensor) and target.numel():
+            least = min(least, int(target.min()))
         if wrong is not None and wrong.any():
             if first_mislabelled is None:
                 first = target[int(wrong.nonzero()[0])]
@@ -66,16 +69,12 @@ def data_problems(
         # After a portion, not before it: one is checked however slow the data is.
         if perf_counter() > deadline:
             break
-    notes += likeness.findings(split, checked)
+    notes += _same_inputs(first_inputs, checked, split)
     for name, samples in not_finite.items():
         if samples:
             yield f"{_whose(samples, split, checked)}: its {name} are not finite."
     if mislabelled:
         assert classes is not None
-        targets = (target for _, (_, target) in _portions(loader))
-        least = min(
-            (int(t.min()) for t in targets if isinstance(t, Tensor) and t.numel()), default=0
-        )
         problem = label_problem(first_mislabelled, classes, least)
         yield f"{_whose(mislabelled, split, checked)}: {problem}"
     if not labelled:
@@ -83,47 +82,36 @@ def data_problems(
         yield f"data: no label of {which} counts ({_LEFT_OUT}): the loss would be NaN."
 
 
-class _Likeness:
-    """Which inputs are the same in every sample so far, and which images are of one colour."""
+def _note_same(first: dict[str, Tensor | None], inputs: Any, count: int) -> None:
+    """Keep the first sample of each input as long as all samples are the same, else None.
 
-    def __init__(self) -> None:
-        self._first: dict[str, Tensor] = {}
-        self._varied: set[str] = set()
-        self._is_plain_image: dict[str, bool] = {}
+    Args:
+        first: by the names of the inputs; is changed.
+        inputs: of a portion, a nest of tensors [count, ...].
+        count: samples of the portion.
+    """
+    for path, value in tree_flatten_with_path(inputs)[0]:
+        is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+        if not is_dense or value.shape[:1] != (count,):
+            continue
+        name = keystr(path).strip("[]'")
+        earlier = first.setdefault(name, value[:1])
+        if earlier is not None:
+            is_same = value.shape[1:] == earlier.shape[1:] and bool((value == earlier).all())
+            first[name] = earlier if is_same else None
 
-    def add(self, inputs: Any, count: int) -> None:
-        """Compare a portion's inputs, a nest of tensors [count, ...]."""
-        for path, value in tree_flatten_with_path(inputs)[0]:
-            is_dense = isinstance(value, Tensor) and value.layout is torch.strided
-            if not is_dense or value.shape[:1] != (count,):
-                continue
-            name = keystr(path).strip("[]'")
-            first = self._first.setdefault(name, value[:1])
-            if name not in self._varied:
-                is_same = value.shape[1:] == first.shape[1:] and bool((value == first).all())
-                self._varied |= set() if is_same else {name}
-            is_image = value.ndim > 3 and value.shape[-1] > 1
-            if is_image and self._is_plain_image.get(name, True):
-                pixels = value.flatten(2)
-                self._is_plain_image[name] = bool((pixels == pixels[..., :1]).all())
 
-    def findings(self, split: str, checked: int) -> Iterator[str]:
-        """Yield what all samples have in common; a mask of integers may be the same in all."""
-        same = [name for name in self._first if name not in self._varied]
-        # A grid of times or places may be the same in all; of one number, it was cut off.
-        first = {name: self._first[name] for name in same}
-        floating = [n for n, v in first.items() if v.is_floating_point() and v.unique().numel() < 2]
-        plain = [name for name in self._varied if self._is_plain_image.get(name)]
-        what = "the image is of one colour" if plain else ""
-        if floating:
-            what = f"the inputs {', '.join(floating)} are the same"
-        if same and not self._varied:
-            what = "the inputs are the same"
-        if what and checked > 1:
-            yield (
-                f"data: {what} in all {checked} samples of the {split} set that were looked at. "
-                "Were they cut off at a limit?"
-            )
+def _same_inputs(first: Mapping[str, Tensor | None], checked: int, split: str) -> Iterator[str]:
+    """Yield which inputs are the same in all samples; a mask of integers may be so."""
+    same = {name: value for name, value in first.items() if value is not None}
+    # A grid of times or places may be the same in all; of one number, it was cut off.
+    names = [n for n, v in same.items() if v.is_floating_point() and v.unique().numel() < 2]
+    if same and len(same) == len(first):
+        names = [""]
+    if names and checked > 1:
+        what = f"the inputs {', '.join(names)}".rstrip()
+        where = f"in all {checked} samples of the {split} set that were looked at"
+        yield f"data: {what} are the same {where}. Were they cut off at a limit?"
 
 
 def explain_uncounted_labels(loader: BatchLoader, samples: StepSamples, task: Task) -> str | None:

@@ -54,6 +54,7 @@ from runner.utils.files import os_error_reason, write_table, write_text
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import now_ms, relative_path
 from runner.utils.layout import CONFIG, ENVIRONMENT, MANIFEST, RESULT
+from runner.utils.markup import markdown_code
 from runner.utils.secrets import redact, redact_values
 from runner.utils.tensors import MIB, float32_bytes, stored_bytes
 from runner.utils.terminal import quote_command
@@ -511,6 +512,6 @@ def _open_group(parent: Path, settings: RecordSettings) -> Tracker:
     tags = {"sweep_id": manifest.id, "output_dir": str(parent.absolute())}
     tracker.open(RunInfo(parent, {}, tags, settings.group, sweep=manifest.id, role="sweep"))
     words = ["python", "-m", "runner", "report", relative_path(parent)]
-    report = notes.command_note(quote_command(words))
+    report = markdown_code(quote_command(words))
     tracker.note(f"Runs of other trainers, recorded as one group. Their report:\n\n{report}")
     return tracker

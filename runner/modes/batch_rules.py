@@ -21,6 +21,7 @@ from runner.modes.error_rules import (
 )
 from runner.training.model_call import takes_fields
 from runner.training.tasks.tensor_task import TensorTask
+from runner.utils.errors import ConfigError
 from runner.utils.tensors import dtype_name
 
 _LAYOUTS = "(docs/own-code.md)"
@@ -37,15 +38,11 @@ def explain_batch_error(failure: Failure) -> str:
     )
 
 
-def loss_problem(loss: Any, task: str) -> str | None:
-    """Return what is wrong with a task's loss that is no single number; None where it is one."""
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return None
-    what = f"of the shape {_shape(loss)}" if isinstance(loss, Tensor) else f"a {_kind(loss)}"
-    return (
-        f"task={task} returns as loss {what}, and training needs one number. Return the mean over "
-        "the batch, `loss.mean()`."
-    )
+def check_loss(loss: Any, task: str) -> None:
+    """Raise ConfigError where a task's loss is no single number."""
+    if not (isinstance(loss, Tensor) and loss.numel() == 1):
+        what = f"of the shape {_shape(loss)}" if isinstance(loss, Tensor) else f"a {_kind(loss)}"
+        raise ConfigError(f"task={task} returns as loss {what}, no number. Return `loss.mean()`.")
 
 
 _names_dtypes = matches(r"dtype|scalar type|[Ii]nput type|not implemented for|Boolean")
@@ -115,22 +112,19 @@ def _explain_arguments(failure: Failure) -> str:
             )
         name = names[0] if names else "as the argument"
         return (
-            f"{failure.takes}, and {fields}: as none of them is an argument's name, the forward "
-            f"was given all of them as one dict. Have the data set yield a field named {name}, or "
-            f"(input, target) {_LAYOUTS}."
+            f"{failure.takes}, and {fields}: as none is an argument's name, the forward was given "
+            f"one dict. Have the data set yield a field {name}, or (input, target) {_LAYOUTS}."
         )
     if type(inputs) is PositionalInputs:
         return (
             f"{failure.takes}, and a batch has {len(inputs)} inputs before its target, which are "
-            "passed by position. Yield one for each argument, or name the inputs: "
-            f"task.inputs=[<names>] {_LAYOUTS}."
+            f"passed by position. Yield one for each, or type task.inputs=[<names>] {_LAYOUTS}."
         )
     if isinstance(inputs, Tensor) and len(names) > 1:
         return (
             f"{failure.takes}, and of a batch (input, target) it is given the input alone, here "
-            f"{_kind(inputs)}. Yield ({', '.join(names)}, target) for several inputs, which are "
-            "passed by position; or type task=model_loss if the forward takes the target, too, and "
-            f"returns the loss {_LAYOUTS}."
+            f"{_kind(inputs)}. Yield ({', '.join(names)}, target) for several inputs, or type "
+            f"task=model_loss if the forward takes the target and returns the loss {_LAYOUTS}."
         )
     return (
         f"{failure.takes}, and the runner passes the inputs of a batch as one argument, here a "
@@ -146,10 +140,7 @@ def _own_forward(names: Sequence[str], inputs: Any) -> str:
         start = "; ".join(f'{name} = inputs["{name}"]' for name in names)
     written = f"rite `def forward(self, inputs): {start}`"
     if isinstance(inputs, tuple | list) and len(names) > 1:
-        return (
-            f"Yield ({flat}, target), whose inputs are passed by position, in place of "
-            f"(({flat}), target); or w{written}."
-        )
+        return f"Yield ({flat}, target), whose inputs are passed by position, or w{written}."
     return f"W{written}."
 
 
@@ -207,10 +198,8 @@ def _fitting_task(failure: Failure) -> str:
 
 
 def _output_and_target(failure: Failure) -> str:
-    return (
-        f"The model returns {_kind(failure.outputs[-1])}, and the targets are "
-        f"{_kind(failure.target)}."
-    )
+    output, target = _kind(failure.outputs[-1]), _kind(failure.target)
+    return f"The model returns {output}, and the targets are {target}."
 
 
 def _elsewhere(failure: Failure) -> str:
@@ -255,9 +244,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         lambda f: (
             f"The model returns a {_kind(f.outputs[-1])}; task={f.names['task']} takes a tensor, "
             f"{f.expected_output}. Type task.output=<its key or place> to take a part of it, or "
-            "end the model's forward with `return "
-            f"{'output[0]' if isinstance(f.outputs[-1], tuple | list) else 'one tensor'}` "
-            f"{_LAYOUTS}."
+            f"end the model's forward with `return <tensor>` {_LAYOUTS}."
         ),
     ),
     (
@@ -275,9 +262,8 @@ BATCH_RULES: tuple[Rule, ...] = (
             and isinstance(f.inputs, Mapping | tuple | list)
         ),
         lambda f: (
-            f"data={f.names['data']} yields as inputs a {_kind(f.inputs)}, and the runner passes "
-            "them to the model as one argument. In a module of your own around the model, write "
-            "`def forward(self, inputs): return self.net("
+            f"data={f.names['data']} yields as inputs a {_kind(f.inputs)}, one argument of the "
+            "model. In a module of your own, write `def forward(self, inputs): return self.net("
             f"{'**' if isinstance(f.inputs, Mapping) else '*'}inputs)` and take the tensor that "
             f"the task needs {_LAYOUTS}."
         ),
@@ -287,8 +273,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         matches("selected index k out of range"),
         lambda f: (
             f"{f.module_in_words} takes the k largest of fewer than k numbers: a mixture chooses "
-            "more experts than it has. Type a smaller number in the model's config "
-            "(model.config.num_experts_per_tok=)."
+            "more experts than it has. Type a smaller model.config.num_experts_per_tok=."
         ),
     ),
     (

@@ -169,8 +169,8 @@ def _warn_of_other_loss(
     if len(recorded) and float(recorded[-1]) != loss:
         run.say(
             f"warning: at step {compared.step} the run recorded a loss of {float(recorded[-1])!r}, "
-            f"and its training has {loss!r} here: the comparison is not at the weights that the "
-            "run had. It was resumed with other settings, or trained on another machine or version."
+            f"and its training has {loss!r} here: it had other weights, as after a resume with "
+            "other settings, or on another machine or version."
         )
 
 
@@ -324,14 +324,13 @@ def run_reference(spec: RunSpec, invocation: Invocation) -> DiffReference | None
     run_spec = diffed_run_spec(spec, invocation, folder)
     label = f"{run_spec.precision['name']} of {relative_path(folder)}"
     # Without the values of the precision and the accelerator, which the executions' names say.
-    own = [
-        f"{key}={typed_value(value)}"
-        for key, (_, value) in changes(run_spec, spec).items()
-        if value is not None and key.startswith(COMPARED_KEYS)
-    ]
     hidden = ("precision.", "accelerator.")
-    words = " ".join(word for word in own if not word.startswith(hidden))
-    return DiffReference(label, run_spec, run=folder, own=words)
+    keys = [
+        key
+        for key, (_, value) in changes(run_spec, spec).items()
+        if value is not None and key.startswith(COMPARED_KEYS) and not key.startswith(hidden)
+    ]
+    return DiffReference(label, run_spec, run=folder, own=_own_values(spec, keys))
 
 
 def resolve_reference(spec: RunSpec) -> DiffReference:
@@ -355,9 +354,8 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
         if max(spec.diff.steps) > 1:
             steps = str(spec.diff.steps).replace(" ", "")
             raise ConfigError(
-                f"against={text} compares other weights, and in the later steps of diff.steps="
-                f"{steps} both executions have the reference's. Type diff.steps=[1], or "
-                f"init.weights={text} against=<a precision>."
+                f"against={text} compares other weights, and in later steps of diff.steps={steps} "
+                f"both have the same. Type diff.steps=[1], or init.weights= against=<precision>."
             )
         return DiffReference(text, replace(spec, init=replace(spec.init, weights=text)))
     if "=" in text:
@@ -371,13 +369,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
                 reference = _with_value(reference, word, key)
         return DiffReference(text, reference, own=_own_values(spec, words))
     if "/" in text:
-        parent = Path(text).parent
-        hint = ""
-        if parent.is_dir():
-            newest = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-            names = ", ".join(str(path) for path in newest[:3])
-            hint = f" Newest in {parent}: {names}." if names else f" {parent} is empty."
-        raise ConfigError(f"against={text}: there is no such file or folder.{hint}")
+        raise ConfigError(f"against={text}: there is no such file or folder. Type another.")
     names = [*registry.precision_names(), *ACCELERATORS]
     near = DTYPE_PRECISIONS.get(text) or get_close_matches(text, names, n=3, cutoff=0.4)
     hint = f" Nearest: {', '.join(near)}." if near else ""

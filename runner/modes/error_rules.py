@@ -134,7 +134,6 @@ class Failure:
 
     def location(self) -> str:
         """Return a sentence with the module and the line that failed; empty for neither."""
-        name, module = self.name_and_module
         # The innermost line outside PyTorch and the runner is the user's own code.
         line = ""
         for frame, number in walk_tb(self.error.__traceback__):
@@ -142,11 +141,9 @@ class Failure:
             # "<" begins the name of code without a file, such as <string>.
             if not path.startswith((*LIBRARIES, "<")):
                 line = f", {Path(path).name}, line {number}"
-        if module is None:
+        if not self.module_in_words:
             return f"It fails outside the model's forward{line}." if line else ""
-        kind = type(module).__name__
-        where = f"{name} ({kind})" if name else kind
-        return f"It fails in {where}{line}."
+        return f"It fails in {self.module_in_words}{line}."
 
     @property
     def forward(self) -> str:
@@ -188,10 +185,7 @@ class Failure:
         half = _HALVES.get(self.precision.storage)
         if half is None or self.device.type != "cpu":
             return ""
-        return (
-            f"type precision={half}-mixed, whose autocast computes torch.linalg, torch.fft and "
-            "torch.cdist in float32"
-        )
+        return f"type precision={half}-mixed, whose autocast computes linalg and fft in float32"
 
     def edit(self, change: str) -> str:
         """Return the advice to change the failing forward; empty where a library has it."""
@@ -289,21 +283,17 @@ def _two_dtypes(failure: Failure) -> str:
     unconverted = _unconverted_parameters(failure)
     if unconverted or dtypes == {torch.float32}:
         return unconverted
-    change = (
-        f"leave out .float() and dtype= in {failure.forward}, or cast one to the other's "
-        "dtype: a.to(b.dtype)"
-    )
+    change = f"leave out .float() and dtype= in {failure.forward}, or cast: a.to(b.dtype)"
     if failure.own_function:
         change = (
             f"write @torch.amp.custom_fwd(device_type={failure.device.type!r}) and @torch.amp."
             f"custom_bwd(device_type={failure.device.type!r}) above the forward and the backward "
-            f"of {failure.own_function}, or cast one to the other's dtype: a.to(b.dtype)"
+            f"of {failure.own_function}, or cast: a.to(b.dtype)"
         )
     elif _passes_functorch(failure):
         change = (
             f"write `with torch.autocast({failure.device.type!r}, enabled=False):` around the call "
-            "of torch.func, whose backward autocast casts, too; or type precision=bf16-true or "
-            "precision=32-true"
+            "of torch.func; or type precision=bf16-true or precision=32-true"
         )
     return (
         f"Tensors of two dtypes meet there; precision={precision.name} stores "
@@ -345,8 +335,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
             f"A constant in the model is beyond the range of {dtype_name(f.precision.compute)}, "
             f"which ends at {torch.finfo(f.precision.compute).max:.5g}. "
             + _alternatives(
-                f"write torch.finfo(x.dtype).min in {f.forward} in place of a mask's -1e9, or "
-                'float("-inf")',
+                f"write torch.finfo(x.dtype).min in {f.forward} in place of a mask's -1e9",
                 f.keep_fp32(),
                 f.alternative_half(torch.float16, torch.bfloat16, ", with the range of float32"),
             )

@@ -65,10 +65,7 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
     path = locate.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = LoadedCheckpoint(path, checkpoint_file.load(path))
     if invocation.overrides_key("adapter"):
-        raise ConfigError(
-            "mode=evaluate takes the adapter from the checkpoint, and merges it where the "
-            "precision packs weights otherwise. Leave adapter= out."
-        )
+        raise ConfigError("mode=evaluate takes the checkpoint's adapter. Leave adapter= out.")
     groups = ("model", "adapter", "data", "task", "precision")
     # A key within a group that was typed changes the checkpoint's group.
     typed = typed_overrides(invocation)
@@ -197,13 +194,10 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
         metrics = {re.sub("/loss$", "/plain_loss", key): value for key, value in metrics.items()}
     # debug.overfit evaluates on a few training examples, so its metrics are of other data, too.
     reasons: list[str] = []
-    saved = content["spec"]
-    # Without other keys, which an earlier version may have had.
-    compared = {key: saved[key] for key in ("data", "task", "seed") if key in saved}
-    for key, part in (("debug", "overfit"), ("train", "batch_size")):
-        values = saved.get(key, {})
-        compared[key] = {part: values[part]} if part in values else {}
-    for key, (old, new) in changes(compared, run.spec).items():
+    sections = {key.partition(".")[0] for key in _COMPARED_KEYS}
+    # Without other sections, whose keys an earlier version may have had.
+    saved = {key: part for key, part in content["spec"].items() if key in sections}
+    for key, (old, new) in changes(saved, run.spec).items():
         is_added = key.startswith(tuple(f"task.{name}" for name in TASK_KEYS))
         if not is_added and any(f"{key}.".startswith(f"{each}.") for each in _COMPARED_KEYS):
             reasons.append(f"{key}={old} in its run, {new} here")

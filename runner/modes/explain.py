@@ -70,21 +70,15 @@ def explain(run: RunContext) -> RunResult:
                     backpropagate(state, state.scale.multiply(loss))
     weights = spec.init.weights or f"seed {spec.seed}"
     run.console.print(f"{spec.explain}: {run.label}, {run.accelerator.name}", markup=False)
-    run.console.print(
-        f"first batch of {examples_in(batch)}, weights of {weights}: "
-        f"loss {format_number(loss.item())}",
-        markup=False,
-    )
+    number = format_number(loss.item())
+    run.say(f"first batch of {examples_in(batch)}, weights of {weights}: loss {number}")
     if not built.report.modules:
         run.console.print(
             f"precision={precision.name} converts no modules: it stores "
             f"{precision.storage_format} and computes products in {precision.compute_format}"
         )
     if precision.emulated:
-        run.console.print(
-            f"emulated ({precision.compute_format}): the kernels compute on numbers that are "
-            "rounded to the format"
-        )
+        run.say(f"emulated ({precision.compute_format}): kernels compute on rounded numbers")
     chosen = {name: module for name, module in modules.items() if name in names}
     run.console.print(_module_table(chosen, probe, built))
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)

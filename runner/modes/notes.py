@@ -27,7 +27,7 @@ def running_note(command: str) -> str:
     Args:
         command: the command line or the call of the Python API that repeats the run.
     """
-    return f"Running (or interrupted).\n\n{command_note(command)}"
+    return f"Running (or interrupted).\n\n{markdown_code(command)}"
 
 
 def finished_note(command: str, result: RunResult, report: "ConversionReport") -> str:
@@ -39,7 +39,7 @@ def finished_note(command: str, result: RunResult, report: "ConversionReport") -
         "|---|---|",
         *(f"| {markdown_text(name)} | {markdown_text(text)} |" for name, text in lines),
     ]
-    parts = [f"**{markdown_text(metrics)}**", command_note(command), "\n".join(table)]
+    parts = [f"**{markdown_text(metrics)}**", markdown_code(command), "\n".join(table)]
     conversions = [f"- {markdown_text(line)}" for line in report.lines()]
     if conversions:
         parts.append("\n".join(conversions))
@@ -48,10 +48,4 @@ def finished_note(command: str, result: RunResult, report: "ConversionReport") -
 
 def failed_note(command: str, status: str, error: str) -> str:
     """Return the note of a run that failed or was stopped."""
-    return f"**{status}**: {markdown_text(error)}\n\n{command_note(command)}"
-
-
-def command_note(command: str) -> str:
-    """Return a command to copy, as inline code."""
-    # A code block does not wrap: a long command would push the rest of MLflow's page aside.
-    return markdown_code(command)
+    return f"**{status}**: {markdown_text(error)}\n\n{markdown_code(command)}"

@@ -64,9 +64,7 @@ def plan(run: RunContext) -> RunResult:
     for line in report.lines(limit=len(report.modules)):
         run.console.print(line)
     if report.modules:
-        run.console.print(
-            "not proven: no batch was run, so layers that the model never calls are counted, too"
-        )
+        run.say("not proven: no batch was run, so layers that the model never calls count, too")
     run.out.mkdir(parents=True, exist_ok=True)
     write_json(run.out / "conversion.json", report.to_list())
     kept = [n for n, m in model.named_modules() if isinstance(m, KeptInFloat32)]

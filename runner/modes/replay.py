@@ -141,9 +141,7 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
         rng = rng_state(run.device)
         for name, parameter in state.plain_model.named_parameters():
             if parameter.is_floating_point() and not parameter.isfinite().all():
-                run.console.print(
-                    f"warning: {name} is not finite before the step: an earlier update broke it."
-                )
+                run.say(f"warning: {name} is not finite before the step, by an earlier update.")
         result = None
         if run_spec.model == spec.model and run_spec.precision == spec.precision:
             # The trained model is the one to replay; another one is built from its weights.
@@ -461,8 +459,7 @@ def states_before(
     last = steps[-1]
     if last > planned:
         raise ConfigError(
-            f"There is no step {last}: this training has {planned} steps. Type diff.steps= up to "
-            f"{planned}."
+            f"There is no step {last}: the training has {planned}. Type diff.steps= up to that."
         )
     seed_all(spec.seed)
     # A precision that cannot train has no optimizers, and its first step can be looked at.

@@ -241,9 +241,7 @@ class RunResult:
         if Path(self.folder).is_dir():
             return history.to_frame(history.from_folder(Path(self.folder)))
         if self.run_id is None or self.tracking_uri is None:
-            raise ConfigError(
-                f"{self.folder} is no folder here, and the run is in no MLflow store."
-            )
+            raise ConfigError(f"{self.folder} is no folder here, and the run in no MLflow store.")
         from runner.tracking.reader import Reader  # imports mlflow
 
         return history.to_frame(Reader(self.tracking_uri).history(self.run_id))
@@ -271,8 +269,7 @@ class RunResult:
         if content.get("layout") or adapter.get("_target_"):
             kind = "those of an adapter" if adapter.get("_target_") else "packed"
             raise ConfigError(
-                f"The weights in {self.folder} are {kind}, which fit no plain model. Type mode="
-                "evaluate checkpoint=<the folder> to use them."
+                f"The weights in {self.folder} are {kind}, for no plain model. Type mode=evaluate."
             )
         # With train.ema the averaged weights are those that the metrics are of.
         average = content.get("average") or {}

@@ -231,8 +231,7 @@ def _newest_run(out: Path, notes: list[str]) -> Path:
     skipped = "".join(f" {text[0].upper()}{text[1:]}." for text in notes[:_MAX_SKIPPED_RUNS])
     raise ConfigError(
         f"checkpoint.resume=last: no run in {out.parent} was interrupted and left a checkpoint."
-        f"{skipped} Type checkpoint.resume=<run folder, .pt file or MLflow run id>, and save with "
-        "checkpoint.every_steps=<n>."
+        f"{skipped} Type checkpoint.resume=<run folder, .pt file or run id>."
     )
 
 
@@ -255,10 +254,7 @@ def _state_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
         return f"the run is at step {step} already. Type train.max_steps=<more than that>."
     if max_steps is None and spec.train.epochs < epoch:
         return f"the run is in epoch {epoch} already. Type train.epochs=<more than that>."
-    new_run = (
-        f"init.weights={saved.path} instead of checkpoint.resume to start a new run from its "
-        "weights."
-    )
+    new_run = f"init.weights={saved.path} in place of checkpoint.resume for a new run."
     old = _optimizers(saved.content["spec"].get("optimizer") or {})
     new = _optimizers(spec.optimizer)
     old_kinds = {name: (node.get("_target_"), node.get("match")) for name, node in old.items()}
@@ -266,10 +262,8 @@ def _state_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
     if old_kinds != new_kinds:
         old_targets = ", ".join(str(target) for target, _ in old_kinds.values())
         new_targets = ", ".join(str(target) for target, _ in new_kinds.values())
-        return (
-            f"its state is that of {old_targets}, which {new_targets} cannot continue. Leave "
-            f"optimizer= out, or type {new_run}"
-        )
+        which = f"its state is that of {old_targets}, which {new_targets} cannot continue"
+        return f"{which}. Leave optimizer= out, or type {new_run}"
     train = saved.content["spec"].get("train")
     frozen = train.get("freeze") if isinstance(train, Mapping) else None
     # Settings that would give the saved state to other parameters.
@@ -279,10 +273,7 @@ def _state_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
         keys = "train.freeze"
     else:
         return ""
-    return (
-        f"its state is that of groups of parameters with other settings. Leave {keys} out, or type "
-        f"{new_run}"
-    )
+    return f"its state is of groups with other settings. Leave {keys} out, or type {new_run}"
 
 
 def _optimizers(node: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

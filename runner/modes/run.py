@@ -94,8 +94,7 @@ def _run(
             mode = context.spec.mode
             if rank.world_size > 1 and mode not in ("train", "evaluate"):
                 raise ConfigError(
-                    f"mode={mode} works in one process, and torchrun started {rank.world_size}. "
-                    "Leave torchrun and strategy= out."
+                    f"mode={mode} works in one process, not {rank.world_size}: leave torchrun out."
                 )
             if mode in _UNTRACKED_MODES:
                 result: RunResult = getattr(import_module(f"runner.modes.{mode}"), mode)(context)

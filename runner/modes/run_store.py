@@ -257,10 +257,7 @@ def _check_store(
         other = f"Leave tracking.uri out to continue in {redact(last.uri)}"
     if what == "run":
         # Only a run can do without a record, or be begun anew from a checkpoint.
-        other += (
-            ", tracking=none to continue without a record, or init.weights=<its checkpoint> "
-            "for a new run"
-        )
+        other += ", tracking=none for no record, or init.weights=<its checkpoint> for a new run"
     raise ConfigError(f"{key}: {problem} {other}.")
 
 

@@ -91,8 +91,8 @@ def check_run(config: SavedConfig, spec: RunSpec, invocation: Invocation) -> Run
     typed = typed_overrides(invocation)
     # No file holds a secret, so that it is typed again.
     for key in masked_keys("", config.values):
-        if key.removeprefix(".") in typed:
-            copy_key(composed, values, key.removeprefix(".").split("."))
+        if key in typed:
+            copy_key(composed, values, key.split("."))
     check_trusted(config._replace(values=values), TARGET_GROUPS, _typed_nodes(spec, invocation))
     return resolve_spec(OmegaConf.create(values))
 

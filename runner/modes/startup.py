@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from runner.config.schema import TrainSpec
 from runner.data import fingerprint
-from runner.data.batch_layout import KeywordInputs
 from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.sampling import restored_random_state
 from runner.data.splits import RunData
@@ -39,7 +37,7 @@ from runner.training.model_call import describe_call
 from runner.training.optimizers import describe_state_dtypes
 from runner.training.parameter_groups import describe_frozen, describe_groups
 from runner.training.schedules import describe_schedule
-from runner.training.state import TrainState
+from runner.training.state import TrainState, saved_state
 from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError
 from runner.utils.formatting import first_names, format_percent, now_ms
@@ -152,9 +150,8 @@ def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
     if largest != smallest:
         raise ConfigError(
             f"data: the processes read different examples from the {split} set's stream. Each must "
-            "read the whole stream, and the runner divides each batch: leave "
-            "split_dataset_by_node and the like out, and let random numbers follow from the seed "
-            "(docs/own-code.md)."
+            "read the whole of it, and the runner divides each batch: leave split_dataset_by_node "
+            "and the like out, and let random numbers follow from the seed (docs/own-code.md)."
         )
 
 
@@ -174,8 +171,7 @@ def check_strategy(state: TrainState, train: TrainSpec) -> None:
     if has_processes and state.takes_closure:
         raise ConfigError(
             f"optimizer={type(state.optimizers[0].optimizer).__name__.lower()} evaluates the loss "
-            "by itself, in one process only. Type another optimizer, or leave torchrun and "
-            "strategy= out."
+            "by itself, in one process. Type another one, or leave torchrun and strategy= out."
         )
     task = type(state.task).__name__
     if state.task.whole_batch and train.accumulate > 1:
@@ -186,9 +182,8 @@ def check_strategy(state: TrainState, train: TrainSpec) -> None:
         )
     if state.task.whole_batch and has_processes and state.task.passes_target:
         raise ConfigError(
-            f"task={task}: the model computes the loss, of its process's share of the batch alone, "
-            "and it is of the batch as a whole (whole_batch). Compute it in a task of your own, "
-            "from the model's outputs, or leave torchrun and strategy= out."
+            f"task={task}: the model computes the loss, of a process's share, and it is of the "
+            "whole batch (whole_batch). Compute it in a task, or leave torchrun and strategy= out."
         )
     if not state.strategy.shards:
         return
@@ -245,8 +240,7 @@ def check_evaluation(
     recorded = _all_names(names, sets)
     if quality is not None and quality not in recorded:
         raise ConfigError(
-            f"task.quality={quality} is not recorded here. Type task.quality=<name>, one of: "
-            f"{', '.join(recorded)}."
+            f"task.quality={quality} is not recorded here. Type one of: {', '.join(recorded)}."
         )
     if quality is not None:
         better = "more" if task.direction == "max" else "less"
@@ -290,20 +284,12 @@ def try_batch(
         run.say(layout)
     model = state.plain_model
     outputs: list[Any] = []
-    restore = saved_forward_state(model, state.device)
     handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
-        with (
-            torch.no_grad(),
-            evaluation_mode(state.model, state.task, state.device),
-            run.precision.eval_context(model),
-            watched_casts(run, model),
-        ):
+        with _trial(run, state), watched_casts(run, model):
             loss = loss_of(state, inputs, target)
             if outputs and isinstance(loss, Tensor):
                 check_totals(state, outputs[-1], target)
-            if says_layout and isinstance(inputs, KeywordInputs) and "position_ids" in inputs:
-                _say_what_texts_see(run, state, inputs, target, outputs)
     except RunnerError:
         raise  # its message says already what to change
     except Exception as error:
@@ -315,51 +301,26 @@ def try_batch(
         ) from error
     finally:
         handle.remove()
-        restore()
-    problem = batch_rules.loss_problem(loss, names["task"])
-    if problem:
-        raise ConfigError(problem)
+    batch_rules.check_loss(loss, names["task"])
     if outputs and says_layout:
-        for line in output_lines(run, state, (inputs, target), outputs[-1]):
-            run.say(line)
+        with _trial(run, state):
+            for line in output_lines(run, state, (inputs, target), outputs[-1]):
+                run.say(line)
 
 
-def _say_what_texts_see(
-    run: RunContext, state: TrainState, inputs: Mapping[str, Any], target: Any, outputs: list[Any]
-) -> None:
-    """Say whether texts packed into one example see each other.
-
-    A forward with another first token shows it: what the later texts compute changes with it.
-
-    Args:
-        run: the run.
-        state: its model is called.
-        inputs: of a batch; position_ids, int64 [B, T], are 0 where a text begins.
-        target: of the batch.
-        outputs: of the model, the last one for these inputs; gets a further one.
-    """
-    positions = inputs["position_ids"]
-    tokens = inputs.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.shape != positions.shape:
-        return
-    changed = tokens.clone()
-    high = tokens.max()
-    changed[:, 0] = torch.where(tokens[:, 0] == high, tokens.min(), high)
-    loss_of(state, KeywordInputs({**inputs, "input_ids": changed}), target)
-    before, after = (getattr(output, "logits", output) for output in outputs[-2:])
-    is_later = (positions == 0).cumsum(1) > 1
-    if not (isinstance(before, Tensor) and before.shape[:2] == tokens.shape and is_later.any()):
-        return
-    change = (before - after).abs().amax(-1).float()
-    # Another order of additions may change a logit, too.
-    if change[is_later].max() <= 1e-3 * change[~is_later].max():
-        run.say("packed texts do not see each other")
-    elif not run.precision.converts_layers:  # whose scales depend on all tokens of a batch
-        run.say(
-            f"warning: packed texts see each other: {type(state.plain_model).__name__} does not "
-            "separate them by position_ids. Type data.packing=false, or data.separate=false to "
-            "count positions through."
-        )
+@contextmanager
+def _trial(run: RunContext, state: TrainState) -> Iterator[None]:
+    """Return a context in which the model is evaluated, and which leaves it as it was."""
+    restore = saved_state(state)
+    try:
+        with (
+            torch.no_grad(),
+            evaluation_mode(state.model, state.task, state.device),
+            run.precision.eval_context(state.plain_model),
+        ):
+            yield
+    finally:
+        restore()
 
 
 @contextmanager
@@ -393,12 +354,9 @@ def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:
         return
     sizes = ", ".join(f"{name or 'test'} ({_count(found)})" for name, found in data.test.items())
     if run.spec.mode == "evaluate":
-        yield f"test sets: {sizes}; their metrics are called test/..."
+        yield f"test sets: {sizes}; metrics test/..."
         return
-    yield (
-        f"test sets: {sizes}; evaluated once, at the end, with the last weights and not the best "
-        "ones; their metrics are called test/..."
-    )
+    yield f"test sets: {sizes}; evaluated once, at the end, with the last weights; metrics test/..."
 
 
 def _count(dataset: Any) -> str:
@@ -407,7 +365,7 @@ def _count(dataset: Any) -> str:
 
 
 def _log_loading(run: RunContext, loader: BatchLoader) -> None:
-    """Say what data.sampler changes, and data.collate and train.num_workers for data in memory.
+    """Say what data.sampler changes, and train.num_workers for data in memory.
 
     Of a stream, say how it is read.
     """
@@ -426,18 +384,8 @@ def _log_loading(run: RunContext, loader: BatchLoader) -> None:
             f"data.sampler={options.sampler.name}: an epoch has {loader.epoch_examples} examples, "
             f"drawn from {loader.examples}"
         )
-    if options.collator and type(loader.dataset) is TensorDataset:
-        name = run.invocation.option_name("data", run.spec.data)
-        run.say(
-            f"data.collate={options.collator.name} takes single examples: those of data={name} are "
-            "loaded one by one, in place of slices of its tensors."
-        )
     if options.workers and not loader.uses_workers:
-        name = run.invocation.option_name("data", run.spec.data)
-        run.say(
-            f"train.num_workers={options.workers} starts no process: data={name} is in memory, and "
-            "its batches are slices of it."
-        )
+        run.say(f"train.num_workers={options.workers} starts no process: the data are in memory")
 
 
 def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
@@ -553,8 +501,7 @@ def print_trainable(run: RunContext, trainable: int, every: int) -> None:
     if not has_adapter and run.precision.freezes:
         run.say(
             f"warning: precision={run.precision.name} freezes the weights that it quantises. "
-            f"Type adapter=lora{start} to tune a trained model, or "
-            "precision=bnb-int8-training to train them all."
+            f"Type adapter=lora{start}, or precision=bnb-int8-training to train them all."
         )
     elif has_adapter and random:
         run.say(

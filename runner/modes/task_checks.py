@@ -1,6 +1,6 @@
 """Check what a task makes of the model's output for the first batch, before anything trains."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from runner.data.batch_layout import KeywordInputs
 from runner.modes.context import RunContext
 from runner.precision.casting import cast_nest
-from runner.training.evaluation import evaluation_mode
 from runner.training.model_call import call_model
-from runner.training.state import TrainState, saved_state
+from runner.training.state import TrainState
 from runner.training.step import examples_in, loss_of, split_loss
 from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
@@ -48,11 +48,15 @@ def output_lines(
 ) -> Iterator[str]:
     """Yield what the task does with a model's output that a user may not expect of it.
 
+    The model, in evaluation mode and without gradients, may be called again.
+
     Raises:
         ConfigError: the target does not fit, or parts of a batch would train otherwise than the
             whole batch.
     """
     task = state.task
+    if isinstance(batch[0], KeywordInputs) and "position_ids" in batch[0]:
+        yield from _packing_lines(state, batch[0], output)
     task.check_target(batch[1])
     taken = task.describe_output(output)
     if taken:
@@ -86,24 +90,52 @@ def check_joinable(state: TrainState, batch: tuple[Any, Any], output: Any) -> No
     size = examples_in(batch)
     # All processes call the model, also one with an only example.
     half = tree_map(partial(_cut, size=size, part=slice(max(1, size // 2))), batch)
-    restore = saved_state(state)
-    try:
-        with (
-            torch.no_grad(),
-            evaluation_mode(state.model, state.task, state.device),
-            state.precision.forward(state.device),
-        ):
-            part = call_model(state.model, state.precision.cast(half[0]))
-    finally:
-        restore()
+    part = _forward(state, half[0])
     for whole, own in zip(tree_leaves(output), tree_leaves(part), strict=False):
         are_tensors = isinstance(whole, Tensor) and isinstance(own, Tensor)
         if are_tensors and whole.shape[1:] != own.shape[1:]:
             raise ConfigError(
                 f"task.whole_batch: the model returns {list(whole.shape)}, which compares the "
-                "examples of one process. Have it return what is compared (embeddings), and "
-                "compare them in the task's loss."
+                "examples of one process. Compare them in the task's loss, not in the model."
             )
+
+
+def _forward(state: TrainState, inputs: Any) -> Any:
+    with state.precision.forward(state.device):
+        return call_model(state.model, state.precision.cast(inputs))
+
+
+def _packing_lines(state: TrainState, inputs: Mapping[str, Any], output: Any) -> Iterator[str]:
+    """Yield whether texts packed into one example see each other.
+
+    A forward with another first token shows it: what the later texts compute changes with it.
+
+    Args:
+        state: its model is called.
+        inputs: of a batch; position_ids, int64 [B, T], are 0 where a text begins.
+        output: of the model for these inputs.
+    """
+    positions = inputs["position_ids"]
+    tokens = inputs.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.shape != positions.shape:
+        return
+    changed = tokens.clone()
+    high = tokens.max()
+    changed[:, 0] = torch.where(tokens[:, 0] == high, tokens.min(), high)
+    other = _forward(state, KeywordInputs({**inputs, "input_ids": changed}))
+    before, after = (getattr(each, "logits", each) for each in (output, other))
+    is_later = (positions == 0).cumsum(1) > 1
+    if not (isinstance(before, Tensor) and before.shape[:2] == tokens.shape and is_later.any()):
+        return
+    change = (before - after).abs().amax(-1).float()
+    # Another order of additions may change a logit, too.
+    if change[is_later].max() <= 1e-3 * change[~is_later].max():
+        yield "packed texts do not see each other"
+    elif not state.precision.converts_layers:  # whose scales depend on all tokens of a batch
+        yield (
+            f"warning: packed texts see each other: {type(state.plain_model).__name__} does not "
+            "separate them by position_ids. Type data.packing=false, or data.separate=false."
+        )
 
 
 def _cut(leaf: Any, size: int, part: slice | list[int]) -> Any:
@@ -119,8 +151,8 @@ def _whole_and_halves(
 
     Both are 0 where the loss draws random numbers, or takes no half. They are computed from one
     output, so that layers that mix the examples of a batch make no difference. A model that
-    computes its loss is called in evaluation mode, with the first half twice: it may average over
-    labels that it alone knows, of which the halves have other numbers.
+    computes its loss is called with the first half twice: it may average over labels that it alone
+    knows, of which the halves have other numbers.
     """
     task = state.task
     size = examples_in((inputs, target))
@@ -139,14 +171,10 @@ def _whole_and_halves(
 
     first, rest = [*range(size // 2)], [*range(size // 2, size)]
     batch = [first + first, first] if task.passes_target else [first + rest, first, rest]
-    restore = saved_state(state)
     try:
-        with torch.no_grad(), evaluation_mode(state.model, task, state.device):
-            (whole, _), (again, _), *halves = map(loss_and_weight, [batch[0], *batch])
+        (whole, _), (again, _), *halves = map(loss_and_weight, [batch[0], *batch])
     except Exception:  # of whatever type: it takes whole batches only
         return 0.0, 0.0
-    finally:
-        restore()
     weights = sum(weight for _, weight in halves)
     if whole != again or size < 2 or not weights:
         return 0.0, 0.0

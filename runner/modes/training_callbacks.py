@@ -211,9 +211,8 @@ class TrainingCallbacks:
             if names:
                 self._attribute_checks_left = 0
                 self.run.say(
-                    f"warning: {first_names(names, 6)}: no checkpoint holds what "
-                    "the model changes in attributes, and a resumed run starts it anew. Have the "
-                    "model register_buffer it, or return it in get_extra_state()."
+                    f"warning: {first_names(names, 6)}: no checkpoint holds what the model changes "
+                    "in attributes. Have it register_buffer them, or return get_extra_state()."
                 )
         # Metrics of an earlier step would be taken for those of the weights in the file.
         is_evaluated = self.summary.last_evaluation_step == self.state.step

@@ -163,9 +163,7 @@ class TrainingErrors:
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         start = "The loss has no gradient, so nothing can train."
         if _requires_grad(output):
-            return (
-                f"{start} The model's output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
-            )
+            return f"{start} The output has one: the task's loss cuts it. {_GRADIENT_BREAKERS}"
         if without_grad:
             return (
                 f"{start} {type(model).__name__}.forward runs {without_grad[0]} with gradients "
@@ -176,8 +174,7 @@ class TrainingErrors:
             return f"{start} The last module whose output has one is {last}. {_GRADIENT_BREAKERS}"
         return (
             f"{start} No parameter that trains takes part in {type(model).__name__}.forward "
-            f"({', '.join(names[:4])}), or it works under torch.no_grad(). Use them in forward, or "
-            "set requires_grad of those that it uses."
+            f"({', '.join(names[:4])}), or under torch.no_grad(). Use them, or set requires_grad."
         )
 
     def _explain_data_error(self, error: Exception) -> str | None:

@@ -243,10 +243,8 @@ def save_model(run: RunContext, state: TrainState, loader: BatchLoader) -> None:
     layers = sum(not module._modules for module in state.plain_model.modules())
     # Tracing, writing, reading and comparing take about a tenth of a second for each.
     if layers > 50 and not run.precision.converts_layers:
-        run.say(
-            f"exporting the model with its {layers} layers for MLflow, about {layers / 10:.0f} s; "
-            "tracking.log_model=false leaves it out"
-        )
+        seconds = f"{layers / 10:.0f} s"
+        run.say(f"exporting {layers} layers for MLflow, about {seconds} (tracking.log_model=true)")
     # An export may take minutes and has nothing to lose, so a signal ends it at once.
     with run.signals.interruptible():
         try:
@@ -288,24 +286,20 @@ def check_model_folders(run: RunContext, model: nn.Module) -> None:
     if run.spec.checkpoint.safetensors:
         from safetensors.torch import save
 
-        for name, tensor in model.state_dict().items():
-            if not isinstance(tensor, torch.Tensor):
-                raise ConfigError(
-                    "checkpoint.safetensors=true: safetensors holds tensors alone, and "
-                    f"{name} is a {type(tensor).__name__}. Leave it out (checkpoints hold it)."
-                )
+        for name, value in model.state_dict().items():
             try:
-                save({name: torch.empty(0, dtype=tensor.dtype)})
-            except KeyError as error:
+                save({name: torch.empty(0, dtype=value.dtype)})
+            except (KeyError, AttributeError) as error:
+                is_tensor = isinstance(value, torch.Tensor)
+                kind = dtype_name(value.dtype) if is_tensor else type(value).__name__
                 raise ConfigError(
-                    f"checkpoint.safetensors=true: safetensors holds no {dtype_name(tensor.dtype)},"
-                    f" and {name} is one. Leave it out (checkpoints hold every dtype)."
+                    f"checkpoint.safetensors=true: safetensors holds no {kind}, and {name} is one. "
+                    "Leave it out (checkpoints hold it)."
                 ) from error
     if run.spec.checkpoint.pretrained and not is_pretrained_model(model):
         raise ConfigError(
-            f"checkpoint.pretrained=true: {run.spec.model['_target_']} made a "
-            f"{type(model).__name__}, which is no model of transformers, so from_pretrained could "
-            "not load it. Type checkpoint.safetensors=true for its weights."
+            f"checkpoint.pretrained=true: {type(model).__name__} is no model of transformers. Type "
+            "checkpoint.safetensors=true for its weights."
         )
 
 

@@ -47,6 +47,7 @@ from runner.utils.errors import RunnerError
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import now_ms
 from runner.utils.layout import VERDICT
+from runner.utils.markup import markdown_code
 from runner.utils.secrets import redact, redact_override
 from runner.utils.terminal import print_error, quote_command, sanitize
 
@@ -267,7 +268,7 @@ class Sweep:
             note = summary_markdown(data, sweep_links(*ids, self.manifest.id))
             if data.is_unfinished:
                 command = resume_text(self.folder)
-                note = f"{note.rstrip()} · Resume with: {notes.command_note(command)}\n"
+                note = f"{note.rstrip()} · Resume with: {markdown_code(command)}\n"
             self.tracker.note(note)
         return jobs_file
 

@@ -175,8 +175,8 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_message(tmp_path, con
     message = str(caught.value)
     assert message.startswith(f"checkpoint={path} is a checkpoint {words}")
     assert message.endswith(
-        f"; this program reads version {checkpoint_file.FORMAT}. Give a checkpoint that this "
-        "version of precision-runner wrote, or use the version that wrote this one."
+        f"; this program reads version {checkpoint_file.FORMAT}. Give a checkpoint of "
+        "this version of precision-runner, or use the version that wrote it."
     )
 
 

@@ -54,6 +54,8 @@ MEANT = "{{}} is not known. Type {}. Allowed: "
         ("lr=1e-3", UNKNOWN, "Type optimizer.lr=<value>."),
         ("train.lr=1e-3", UNKNOWN, "Type optimizer.lr=<value>."),
         ("batch_size=8", UNKNOWN, "Type train.batch_size=<value>."),
+        ("checkpoint.every=8", UNKNOWN, "Type checkpoint.every_steps=<value>."),
+        ("task.metrics={'acc@2': {a: 1}}", "{} does not parse. Allowed as names", "digits, _ . -"),
         ("model.sub=1,2", "Ambiguous value for argument '{}'", ""),
         ("train.max_steps", "{} is not an override. Type key=value", ""),
         ("model", "{} is not an override. Type key=value", ""),
@@ -79,7 +81,7 @@ def test_a_message_says_what_was_typed_and_what_to_type(explained, typed, start,
 
 def test_a_key_of_a_checkpoints_model_wants_the_model_beside_it(explained):
     text = explained("mode=evaluate", "checkpoint.path=outputs/runs/it", "model.drop_rate=0.1")
-    assert "These are the keys of the default model. Type model=<the option that" in text
+    assert "These are the keys of the default model. Type model=<the checkpoint's>" in text
 
 
 def test_a_key_that_not_every_swept_option_has_wants_a_sweep_of_its_own():

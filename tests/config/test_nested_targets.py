@@ -118,8 +118,7 @@ def test_only_the_runner_can_complete_a_partial_call(spec):
     assert problem == "optimizer.rate=1: _args_ gives rate, too. Leave one of them out."
     (problem,) = check_targets(replace(spec, model={**node, "_args_": []}))
     assert problem == (
-        f"model._partial_=true would give the runner a function, and it needs what {__name__}.bound"
-        " returns. Leave _partial_ out."
+        f"model._partial_=true would give a function of {__name__}.bound. Leave it out."
     )
 
 

@@ -109,7 +109,7 @@ def test_a_shadowed_config_is_warned_of_by_both_names(tmp_path, root):
     (warning,) = shadowed_configs(tmp_path)
     assert str(tmp_path / "model" / "mlp.yaml") in warning
     assert str(root / "conf" / "model" / "mlp.yaml") in warning
-    assert "my_mlp.yaml" in warning
+    assert "Rename yours." in warning
 
 
 def test_python_is_the_one_of_the_checkout(root):

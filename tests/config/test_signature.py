@@ -110,7 +110,7 @@ def test_without_a_home_nothing_is_signed(monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", "/dev/null/nowhere")
     assert sign("spec", "x") == ""
     assert not is_signed("spec", "x", "")
-    assert "cannot be read" in signature.describe_key_location()
+    assert "is not used" in signature.describe_key_location()
 
 
 def test_checking_makes_no_key():

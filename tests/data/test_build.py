@@ -140,7 +140,7 @@ def test_real_targets_have_no_classes():
         ("images", {"kind": "Alone"}, "a tuple of 1"),
         ("images", {"kind": "Empty"}, "data: the train set is empty"),
         # As a damaged checkpoint may hold it.
-        ("tensors", {"meta": 5}, "data.meta=5: it is a mapping"),
+        ("tensors", {"meta": 5}, "data.meta=5 is no mapping"),
         ("tensors", {"meta": {"input": 5}}, "data.meta.input=5, but an example has the shape"),
         ("shifted", {"count": 6, "meta": {"classes": 3}}, "labels are 1 to 3, and no label is 0"),
         ("batches", {"count": 8, "meta": {"input": [2]}}, r"batches of 8, .*train.batch_size=8"),

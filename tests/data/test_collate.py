@@ -136,9 +136,14 @@ def popping(pairs):
     return torch.stack([pairs.pop()[0] for _ in range(4)]), torch.zeros(4)
 
 
-def test_a_collator_may_change_its_examples():
-    examples = Rows()
-    assert len(next(loader(examples, popping).epoch(1))[0]) == 4
+def with_objects(pairs):
+    """Returns an array of objects, whose bytes are addresses."""
+    return np.array([{"size": len(pairs)} for _ in pairs]), torch.eye(len(pairs)).to_sparse()
+
+
+@pytest.mark.parametrize("function", [popping, with_objects])
+def test_a_collator_may_change_its_examples_and_return_objects(function):
+    assert len(next(loader(Rows(), function).epoch(1))[0]) == 4
 
 
 @pytest.mark.parametrize("workers", [0, 1])

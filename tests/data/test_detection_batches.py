@@ -40,9 +40,9 @@ EMPTY = {"boxes": [], "labels": []}
         ((IMAGE.byte(), TARGET), "the image of example 0 is a tensor uint8 [3, 8, 6]. Yield float"),
         ((IMAGE[0], TARGET), "float32 [8, 6]"),
         ((IMAGE, 3), "the target of example 0 is a int. Yield a dict"),
-        ((IMAGE, {"boxes": []}), "has the fields boxes, and not labels"),
-        ((IMAGE, {"boxes": [[0, 1, 4]], "labels": [1]}), "boxes [1, 3] and labels [1]"),
-        ((IMAGE, {**TARGET, "labels": [1, 2]}), "boxes [1, 4] and labels [2]"),
+        ((IMAGE, {"boxes": []}), "has boxes, not labels"),
+        ((IMAGE, {"boxes": [[0, 1, 4]], "labels": [1]}), "boxes [1, 3], labels [1]"),
+        ((IMAGE, {**TARGET, "labels": [1, 2]}), "boxes [1, 4], labels [2]"),
         ((IMAGE, {**TARGET, "boxes": [[4, 1, 4, 5]]}), "has a box without an area"),
     ],
 )

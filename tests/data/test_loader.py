@@ -244,8 +244,3 @@ def test_data_that_are_not_in_memory_cannot_be_held():
 def test_a_batch_larger_than_the_set():
     assert targets(loader(TENSORS, size=64, shuffle=False), 1) == [list(range(10))]
     assert len(loader(TENSORS, size=64)) == 1
-
-
-def test_an_empty_set_is_refused():
-    with pytest.raises(ConfigError, match="The data set is empty"):
-        loader(TensorDataset(X[:0], Y[:0]))

@@ -58,6 +58,13 @@ class Half(Net):
     def __init__(self, **sizes) -> None:
         super().__init__(**sizes)
         self.head.half()
+
+
+class Uninitialised(nn.Module):
+    """A constructor without that of its base class."""
+
+    def __init__(self, **sizes) -> None:
+        self.head = nn.Linear(4, 4)
 '''
 DATA = '''
 import torch

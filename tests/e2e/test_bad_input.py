@@ -65,6 +65,7 @@ scheduler.warmup=-3 => scheduler.warmup=-3 is no length | as in scheduler.warmup
 optimizer=muon scheduler=onecycle => scheduler.max_lr: this optimizer is several
     Type scheduler.max_lr=
 learning_rate=0.1 => Type optimizer.lr=<value>.
+data=imagefolder data.path=x => Type data.root=<value>.
 epochs=3 => Type train.epochs=<value>.
 model.lr=3 => model.lr=3 is not known | Type optimizer.lr=<value>.
 optimizer=muon lr=3 => Type optimizer.matrices.lr=<value> or optimizer.rest.lr=<valu
@@ -188,8 +189,9 @@ model._target_=lab.nets.Half precision=16-mixed => head.weight, head.bias
     Build the model in float32 | precision=16-true
 data=mine data._target_=lab.data.one_set => must return (train, val), two map-style data sets
 data=mine data._target_=lab.nets.resident => lab.nets.resident takes no count
+model._target_=lab.nets.Uninitialised => begin __init__ of lab.nets.Uninitialised with super()
 model._target_=builtins.dict => made a dict, not a torch.nn.Module
-mode=evaluate checkpoint=lab/nets.py => checkpoint=lab/nets.py is no checkpoint of this runner
+mode=evaluate checkpoint=lab/nets.py => checkpoint=lab/nets.py is no checkpoint or is cut short
 """)
 
 
@@ -218,6 +220,6 @@ def test_a_config_of_ones_own_that_hydra_would_ignore(own, lab, root):
     done = own()
     assert done.rc == 0
     (line,) = done.stderr.splitlines()
-    assert line.startswith("warning: lab/conf/model/mlp.yaml is not used: the built-in ")
+    assert line.startswith("warning: lab/conf/model/mlp.yaml is not used: ")
     assert str(root / "conf" / "model" / "mlp.yaml") in line
-    assert line.endswith("my_mlp.yaml.")
+    assert line.endswith("Rename yours.")

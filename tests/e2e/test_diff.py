@@ -155,7 +155,7 @@ def test_a_training_that_is_not_the_runs_own_is_told(main, trained, tmp_path):
     [
         ("train.batch_size=8", "the run has train.batch_size=4"),
         ("experiment=text_gpt", "Leave experiment= out"),
-        ("diff.steps=[5]", "this training has 4 steps"),
+        ("diff.steps=[5]", "There is no step 5: the training has 4. "),
         ("data=digits", "Leave data= out"),
     ],
 )

@@ -205,7 +205,7 @@ def test_runs_are_compared_by_a_number_of_the_hook(hooked, main, lab):
             "lab.hooks.note",
             "task.quality=bleu task.direction=maximize",
             2,
-            "task.quality=val/bleu is not recorded here. Type task.quality=<name>, one of: "
+            "task.quality=val/bleu is not recorded here. Type one of: "
             "val/loss, val/accuracy, val/largest, val/steps",
         ),
     ],

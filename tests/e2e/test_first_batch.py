@@ -203,7 +203,7 @@ def odd(main, tmp_path):
 MESSAGES = message_table("""
 Nothing => The model returns None | end Nothing.forward with `return <output>`
 Pair => The model returns a tuple of 2 | task=classification takes a tensor, logits [B, C]
-    `return output[0]`
+    `return <tensor>`
 Two data=rows => Two.forward takes (a, b) | as one argument, here a list of 2
     Yield (a, b, target), whose inputs are passed by position
     `def forward(self, inputs): a, b = inputs`
@@ -212,11 +212,11 @@ Two data=tensors task=regression => Two.forward takes (a, b) | Yield (a, b, targ
 Two data=rows data.kind=fields => Two.forward takes (a, b) | has the fields a, c beside its target
     b is missing
 Pair data=rows data.kind=three => Pair.forward takes (x) | has 2 inputs before its target
-    Yield one for each argument
+    Yield one for each
 Rows data=rows data.kind=fields => cannot be multiplied | was made for inputs of another size
     a [8, 8], c [8, 8]
-Narrow data=rows data.kind=fields => forward takes (input) | as none of them is
-    yield a field named input
+Narrow data=rows data.kind=fields => forward takes (input) | as none is an argument's name
+    yield a field input
 Base data=rows => yields as inputs a list of 2 | self.net(*inputs)
 Same data=rows data.kind=target task=regression => yields as target a dict with the keys label
     task=regression takes a tensor
@@ -232,7 +232,7 @@ Positions => classification needs logits [B, C] | The loss fails, not the model
     returns float32 [64, 8, 10] | the targets are int64 [64]
 Base => NotImplementedError | It fails in
 Boom => RuntimeError: boom. nets.py, line 77, raises it in the model itself (Boom)
-Top => takes the k largest of fewer than k numbers | Type a smaller number
+Top => takes the k largest of fewer than k numbers | Type a smaller model.config
 Rows data=tensors data.kind=pixels => The inputs are integers, uint8 [8, 1, 8, 8], pixels
     x.float() / 255
 Detached => has no gradient, so nothing can train | The last module whose output has one is layer

@@ -333,7 +333,7 @@ def test_a_launcher_that_is_not_installed_says_what_to_type(
         done = quick("-m", typed, "seed=0,1")
         assert done.rc == 2
         assert done.stderr == (
-            f"error: hydra/launcher={option} needs a package that is not installed here. Type "
+            f"error: hydra/launcher={option} needs a package that is missing. Type "
             f"pip install 'precision-runner[{extra}]'.\n"
         )
     assert not (tmp_path / "outputs").exists()

@@ -109,7 +109,7 @@ def test_what_cannot_be_resumed(refused, folder, main, tmp_path):
     assert "init.weights=<it>" in refused(f"checkpoint.resume={inside.parent}")
     inside.with_name("step-00000099.pt").unlink()
     stray.write_bytes(b"nothing of ours")
-    assert "is no checkpoint of this runner" in refused(f"checkpoint.resume={stray}")
+    assert "is no checkpoint or is cut short" in refused(f"checkpoint.resume={stray}")
     done = main(f"checkpoint.resume={folder}", "train.max_steps=7", "tracking=none")
     assert (done.rc, "resumed at step 6 of 7" in done.stdout) == (0, True)
 

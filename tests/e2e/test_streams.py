@@ -133,13 +133,13 @@ def test_a_few_examples_of_a_stream_are_overfitted(runs):
 @pytest.mark.parametrize(
     ("typed", "part"),
     [
-        ("", "train.epochs=10: the train set is a stream, whose length is not known"),
+        ("", "train.epochs=10: the train set is a stream without length"),
         ("data.shuffle=true", "data.shuffle=true: the train set is a stream, which is read in"),
         ("train.num_workers=3", "Type train.num_workers=1, which reads ahead in one process"),
         ("+data.sampler=torch.utils.data.RandomSampler", "Leave data.sampler out."),
-        ("train.data_on_device=true", "which is not in memory. Type train.data_on_device=auto"),
+        ("train.data_on_device=true", "not in memory. Type train.data_on_device=auto"),
         ("+data.count=0", "data: the train set is empty"),
-        ("+data.kind=Lists", "hold lists, not tensors, in x; stacked, these would be lists of co"),
+        ("+data.kind=Lists", "hold lists, not tensors, in x. Return stream.with_format"),
         ("+data.kind=Once", "a Once, is the same iterator each time, and can be read once only"),
     ],
 )

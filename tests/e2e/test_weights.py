@@ -126,7 +126,7 @@ def test_the_jobs_of_a_sweep_start_from_one_file(runs, trained):
         ("mode=evaluate checkpoint=FILE", "holds weights alone"),
         ("mode=evaluate checkpoint=FILE init.weights=x", "Leave init.weights= out"),
         ("checkpoint.resume=FILE", "holds weights alone"),
-        ("checkpoint.pretrained=true", "made a MLP, which is no model of transformers"),
+        ("checkpoint.pretrained=true", "MLP is no model of transformers"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(runs, trained, typed, message):

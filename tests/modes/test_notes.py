@@ -7,6 +7,7 @@ import pytest
 from runner.modes import notes
 from runner.modes.result import RunResult
 from runner.precision.conversion import ConversionReport, ModuleConversion
+from runner.utils.markup import markdown_code
 from runner.utils.terminal import quote_command
 
 WORDS = ["python", "-m", "runner", "precision=16-mixed", "precision.keep_fp32=[a b]"]
@@ -37,7 +38,7 @@ def test_the_command_can_be_copied():
 
 @pytest.mark.parametrize("text", ["a`b", "a``b```c", "`", "x\n# heading", "<script>x</script>"])
 def test_no_text_ends_the_code(text):
-    code = notes.command_note(quote_command(["echo", text]))
+    code = markdown_code(quote_command(["echo", text]))
     assert "\n" not in code
     fence = code[: len(code) - len(code.lstrip("`"))]
     inside = code.removeprefix(fence).removesuffix(fence)

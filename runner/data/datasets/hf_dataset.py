@@ -71,9 +71,9 @@ def _part(parts: Mapping[str, Any], name: str, path: str, key: str) -> Any:
         return parts[""]
     if name in parts:
         return parts[name]
+    splits = ", ".join(parts)
     raise ConfigError(
-        f"data=hf: {path} has the splits {', '.join(parts)}, and not {name}. Type "
-        f"data.{key}=<one of them>."
+        f"data=hf: {path} has the splits {splits}, and not {name}. Type data.{key}=<one of them>."
     )
 
 
@@ -89,8 +89,7 @@ def _load(path: str, key: str = "path", splits: Sequence[str] = ()) -> Mapping[s
         import datasets
     except ImportError as error:
         raise ConfigError(
-            "data=hf: datasets is not installed here. Type pip install "
-            "'precision-runner[datasets]'."
+            "data=hf: datasets is not installed. Type pip install 'precision-runner[datasets]'."
         ) from error
     where = Path(path)
     # Not Path.glob, which takes no absolute pattern.

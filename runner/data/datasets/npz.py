@@ -81,16 +81,14 @@ def _arrays(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, n
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 raise ConfigError(
-                    f"data=npz: {path} holds one array without a name. Write it with "
-                    "numpy.savez(path, x=..., y=...)."
+                    f"data=npz: {path} holds one array without a name. Write savez(path, x=...)."
                 )
             names = dict.fromkeys((*(loaded.files if inputs is None else inputs), target))
             missing = [name for name in names if name not in loaded.files]
             if missing:
                 raise ConfigError(
                     f"data=npz: {path} has no array {', '.join(missing)}; it has "
-                    f"{', '.join(loaded.files)}. "
-                    "Type data.target=<name> and data.inputs=[<names>]."
+                    f"{', '.join(loaded.files)}. Type data.target=<name> and data.inputs=[<names>]."
                 )
             # A file of a few MB may unpack to all memory; numbers compress to a hundredth at most.
             size = sum(loaded.zip.getinfo(f"{name}.npy").file_size for name in names)

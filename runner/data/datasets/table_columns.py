@@ -158,16 +158,14 @@ class TableColumns:
             return
         if self.label is not None:
             raise self._error(
-                f"data.label={self.label} is the class of an image, and data.image names "
-                "no column. Type data.image=<name>, or data.target for other inputs"
+                f"data.label={self.label} needs data.image=<name>; other inputs have data.target"
             )
         if self.text is not None:
             self._check_text_keys()
         elif not self.columns:
             raise self._error(
-                "neither data.text nor data.columns names an input. Type "
-                "data.columns=[<names>] data.target=<name>, or data.text=<name> "
-                "data.tokenizer=<path>, or data.image=<name> data.label=<name>"
+                "no input is named. Type data.columns=[<names>] data.target=<name>, or data.text="
+                "<name> data.tokenizer=<path>, or data.image=<name> data.label=<name>"
             )
         self._check_field_names()
 
@@ -176,34 +174,23 @@ class TableColumns:
 
     def _check_image_keys(self) -> None:
         if self.label is None:
-            raise self._error(
-                f"data.image={self.image} needs the column with the classes. Type data.label=<name>"
-            )
+            raise self._error(f"data.image={self.image} needs data.label=<column of classes>")
         others = {"text": self.text, "columns": self.columns, "target": self.target}
         keys = ", ".join(f"data.{key}" for key, value in others.items() if value)
         if keys:
-            raise self._error(
-                f"data.image={self.image} is the one input, with data.label as its target; "
-                f"leave out {keys}"
-            )
+            raise self._error(f"data.image={self.image} is the one input; leave out {keys}")
 
     def _check_text_keys(self) -> None:
         if self.tokenizer is None:
             raise self._error(
-                f"data.text={self.text} needs a tokenizer. Type data.tokenizer=<a local "
-                "folder of a Hugging Face tokenizer, or a tokenizer.json>"
+                f"data.text={self.text} needs a tokenizer. Type data.tokenizer=<folder or json>"
             )
-        if self.packing and self.target is not None:
+        if self.packing and (self.target is not None or self.columns):
+            key = "target" if self.columns is None else "columns"
             raise self._error(
-                "data.packing=true mixes the texts of several rows, so data.target="
-                f"{self.target} has no row of its own. Type data.packing=false"
+                f"data.packing=true mixes rows: data.{key} fits none. Type data.packing=false"
             )
         self._tokenizer = _load_tokenizer(Path(self.tokenizer), self.end_token)
-        if self.packing and self.columns:
-            raise self._error(
-                "data.packing=true mixes the texts of several rows, so data.columns="
-                f"[{','.join(self.columns)}] have no rows of their own. Type data.packing=false"
-            )
 
     def _check_field_names(self) -> None:
         """Raise ConfigError where a column has the name of a field that other keys make."""
@@ -216,10 +203,7 @@ class TableColumns:
             if name in made and name != self.target:
                 labels = "data.target=labels, or leave it out of"
                 advice = labels if name == "labels" else "others in"
-                raise self._error(
-                    f"data.columns names {name}, and {made[name]} makes a field of that "
-                    f"name, too. Type {advice} data.columns"
-                )
+                raise self._error(f"{made[name]} makes {name}, too. Type {advice} data.columns")
 
     @property
     def names(self) -> list[str]:
@@ -304,17 +288,14 @@ class TableColumns:
         is_struct = pa.types.is_struct(kind) and {"bytes", "path"} <= {part.name for part in kind}
         if not (is_struct or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
             raise self._error(
-                f"column {self.image} holds {kind}, no encoded images "
-                "(bytes of PNG or JPEG files, or Hugging Face's {bytes, path}). Type "
-                "data.image=<another column>"
+                f"column {self.image} holds {kind}, no encoded images (bytes of PNG or JPEG files, "
+                "or Hugging Face's {bytes, path}). Type data.image=<another column>"
             )
         assert self.label is not None
         labels = as_target(self._array(table, self.label, "Number the classes from 0"))
         if labels.is_floating_point() or labels.ndim != 1:
-            raise self._error(
-                f"column {self.label} holds {table[self.label].type}, no "
-                "classes. Type data.label=<a column of integers from 0>"
-            )
+            kind = table[self.label].type
+            raise self._error(f"column {self.label} holds {kind}, not integers from 0")
         return table[self.image], labels
 
     def _fields(self, table: Any) -> dict[str, Tensor]:
@@ -355,8 +336,8 @@ class TableColumns:
             raise self._error(f"column {name} has empty values")
         if not all(isinstance(text, str) for text in texts):
             raise self._error(
-                f"column {name} holds values of type {type(texts[0]).__name__}, no "
-                "texts. Type data.text=<another column>, or data.columns=[<names>] for numbers"
+                f"column {name} holds values of type {type(texts[0]).__name__}, no texts. Type "
+                "data.text=<another column>, or data.columns=[<names>] for numbers"
             )
         assert self._tokenizer is not None
         return self._tokenizer.rows(texts, name == self.target, self._ends_texts(table))
@@ -378,10 +359,7 @@ class TableColumns:
         stream = torch.tensor([token for row in rows for token in row])
         count = len(stream) // length
         if not count:
-            raise self._error(
-                f"all texts together have {len(stream)} tokens, fewer "
-                f"than one example of data.length={length}"
-            )
+            raise self._error(f"all texts have {len(stream)} tokens, below data.length={length}")
         ids = stream[: count * length].reshape(count, length)
         if not self.separate:
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -434,8 +412,7 @@ def _load_tokenizer(path: Path, end_token: str | bool) -> _Tokenizer:
             loaded = AutoTokenizer.from_pretrained(path, **keys)
     except ImportError as error:
         raise ConfigError(
-            "data.tokenizer: transformers is not installed here. Type pip install "
-            "'precision-runner[hf]'."
+            "data.tokenizer: transformers is missing. Type pip install 'precision-runner[hf]'."
         ) from error
     except Exception as error:  # tokenizers raises a bare Exception
         raise ConfigError(f"data.tokenizer={path} cannot be loaded: {error}.") from error
@@ -445,8 +422,7 @@ def _load_tokenizer(path: Path, end_token: str | bool) -> _Tokenizer:
     number = loaded.get_vocab().get(token)
     if number is None:
         raise ConfigError(
-            f"data.end_token={str(end_token).lower()}: the tokenizer {path} "
-            f"{'names no end token' if token is None else 'has no such token'}. Type "
-            "data.end_token=<one of its tokens>, auto or false."
+            f"data.end_token={str(end_token).lower()}: {path} "
+            f"{'names no end token' if token is None else 'has no such token'}. Type auto or false."
         )
     return _Tokenizer(loaded, (str(token), number))

@@ -229,9 +229,7 @@ def _forecast(
     if is_tpu(device):
         raise ForecastUnavailable("a TPU's compiler decides what a step holds.")
     if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
-        raise ForecastUnavailable(
-            "optimizer=lbfgs keeps more with every step, up to its history_size."
-        )
+        raise ForecastUnavailable("optimizer=lbfgs keeps more each step, up to its history_size.")
     try:
         rehearsal = build_rehearsal(spec, precision, device, micro_batches, fake=True)
         # This size at least must run.
@@ -259,10 +257,7 @@ def _extrapolated(real: Callable[[], Rehearsal]) -> Callable[[int], MemoryBreakd
         raise ForecastUnavailable(f"its step does not run on random inputs: {reason}") from error
     # Moments are paired by their operators; with others, none of one step belongs to the other's.
     if len(less) != len(more):
-        raise ForecastUnavailable(
-            f"steps of {REAL_STEP_EXAMPLES} and of {2 * REAL_STEP_EXAMPLES} examples differ in "
-            "their operators."
-        )
+        raise ForecastUnavailable("steps of batches of two sizes differ in their operators.")
 
     def peak(size: int) -> MemoryBreakdown:
         share = (size - REAL_STEP_EXAMPLES) / REAL_STEP_EXAMPLES

@@ -27,9 +27,8 @@ def check_numerics(spec: RunSpec, strategy: Strategy) -> None:
     """
     if spec.numerics.every is not None and strategy.shards:
         raise ConfigError(
-            f"numerics.every={spec.numerics.every} measures whole tensors, and "
-            f"strategy={strategy.name} shards them over processes. Type strategy=ddp, or leave "
-            "numerics.every= out."
+            f"numerics.every={spec.numerics.every} measures whole tensors, and strategy="
+            f"{strategy.name} shards them. Type strategy=ddp, or leave numerics.every= out."
         )
 
 

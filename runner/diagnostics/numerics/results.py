@@ -271,8 +271,7 @@ def read(folder: Path) -> Numerics:
     # A file of another version has other fields: TypeError or KeyError, no traceback for the user.
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is damaged: {type(error).__name__}: {error}. Train with numerics.every=<steps>"
-            " to have it anew."
+            f"{path} is damaged: {type(error).__name__}: {error}. Train with numerics.every=."
         ) from error
 
 

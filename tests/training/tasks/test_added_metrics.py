@@ -200,7 +200,7 @@ def test_metrics_change_no_step(main, tmp_path):
         ("torchmetrics.functional.accuracy", "is a function, no torchmetrics.Metric"),
         ("{_target_: torchmetrics.MetricCollection, metrics: []}", "List its metrics one by one"),
         (f"[{F1},{F1}]", "task.metrics has 2 metrics of the name multiclass_f1_score"),
-        (f"{{a/b: {F1}}}", "a/b is no name of a metric"),
+        (f"{{a/b: {F1}}}", "a/b is no metric's name"),
     ],
 )
 def test_wrong_metrics_are_refused(refusal, metrics, message):

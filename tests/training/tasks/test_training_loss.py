@@ -149,7 +149,7 @@ PARTIAL = "{_target_: torch.nn.functional.cross_entropy, _partial_: true, reduct
     [
         ("torch.nn.CrossLoss", "task.loss=torch.nn.CrossLoss does not import"),
         ("torch.pi", "task.loss=torch.pi is a float, not a class or function"),
-        ("{weight: [1, 2]}", "Allowed: a dotted path, package.module.name, or a node"),
+        ("{weight: [1, 2]}", "Allowed: a dotted path, package.module.Name, or a node"),
         ("{_target_: torch.nn.CrossLoss}", "task.loss._target_=torch.nn.CrossLoss does not import"),
         (f"{{{CROSS}, wieght: [1]}}", "takes no wieght. It takes: weight"),
         (f"{{{CROSS}, weight: 3}}", "weight=3 does not fit. Allowed: a list of numbers, as in ["),
