@@ -37,6 +37,9 @@ MEAN_BUCKETS = 200
 JobCurves = Sequence[tuple[Job, Points]]
 Chart = tuple[float, Callable[["Axes"], None]]
 """Height in inches, and what draws the chart."""
+Interval = tuple[str, str, float, float]
+"""Name, colour, mean difference of the loss to the baseline's, and half-width of its interval,
+which is infinite with one seed."""
 Style = tuple[str, int]
 """Colour, and index of DASH_PATTERNS."""
 GROUP_COLOURS = (
@@ -137,6 +140,7 @@ def legend_entries(data: SweepData) -> list[LegendEntry]:
         if job.curves or is_timed:
             name = group_name(job.result)
             styles[name] = charts.style_of[name]
+        if job.curves:
             of_dash = seeds.setdefault(charts.dash(job), [])
             of_dash += {str(job.result.seed)} - {*of_dash}
     if len(seeds) > 1 and not charts.has_settings:
@@ -215,18 +219,18 @@ class _Charts:
     def __init__(self, data: SweepData) -> None:
         jobs = [job for job in data.jobs if not job.result.trained_in]
         self.advice = data.advice
-        self.compared = compare_with_baselines([job.result for job in jobs])
-        self.judged = self.compared
-        if self.advice:
+        if self.advice is not None:
             self.judged = [verdict.comparison for verdict in self.advice.verdicts]
-        groups = [c.group for c in self.judged]
-        self.style_of = group_styles([result for group in groups for result in group.jobs])
+        else:
+            self.judged = compare_with_baselines([job.result for job in jobs])
+        self.style_of = group_styles([result for c in self.judged for result in c.group.jobs])
         self.has_settings = any(dash for _, dash in self.style_of.values())
         order = [*self.style_of]
         # Without the search of mode=advise for remedies, and group by group: the narrow curves of
         # the last ones are above the wide ones.
         jobs = [job for job in jobs if group_name(job.result) in self.style_of]
         self.jobs = sorted(jobs, key=lambda job: order.index(group_name(job.result)))
+        self.compared = compare_with_baselines([job.result for job in self.jobs])
         self.line_widths = dict(zip(order, np.linspace(*LINE_WIDTHS, len(order)), strict=True))
         self.seeds = sorted({job.result.seed or 0 for job in jobs})
 
@@ -264,28 +268,30 @@ class _Charts:
         scales = _curves(self.jobs, "loss_scale/value", "loss_scale/changes")
         if scales:
             charts.append((CHART_HEIGHT_INCHES, partial(self.loss_scale, scales)))
-        timed = [c for c in self.compared if c.group.name in self.style_of]
-        timed = [c for c in timed if c.group.speed and c.group.quality]
+        timed = [c for c in self.compared if c.group.speed and c.group.quality]
         # One point alone shows nothing: a quality and a speed are compared with others'.
         if len(timed) > 1:
             charts.append((CHART_HEIGHT_INCHES, partial(self.speed_and_quality, timed)))
         return charts
 
-    def intervals(self) -> list[tuple[str, float, float]]:
-        """Return the differences to the baseline that the verdicts rest on: name, mean of the loss,
-        half-width of the interval (infinite with one seed)."""
+    def intervals(self) -> list[Interval]:
+        """Return the differences to the baseline that the verdicts rest on."""
         gate = gate_verdict(self.advice) if self.advice else None
         if gate is not None:
-            return [(f"{look.seeds} seeds", look.gap, look.half_width) for look in gate.looks]
+            colour = self.style_of[gate.precision.name][0]
+            return [(f"{o.seeds} seeds", colour, o.gap, o.half_width) for o in gate.looks]
         tested = [(c.group, c.difference) for c in self.judged if c.difference]
         # Differences of several metrics are in no common unit.
         if len({group.jobs[0].quality for group, _ in tested}) > 1:
             return []
-        return [(group.name, one.value, one.ci_half_width) for group, one in tested]
+        return [
+            (group.name, self.style_of[group.name][0], one.value, one.ci_half_width)
+            for group, one in tested
+        ]
 
-    def difference(self, intervals: Sequence[tuple[str, float, float]], axes: "Axes") -> None:
+    def difference(self, intervals: Sequence[Interval], axes: "Axes") -> None:
         """Draw each mean difference to the baseline with its interval, one below the other."""
-        job = self.judged[0].group.jobs[0]
+        job = next(c for c in self.judged if c.difference).group.jobs[0]
         baseline, metric, direction, sign = BASELINE, job.quality, job.direction, 1
         notes = "bars: 95 % interval"
         if self.advice is not None:
@@ -298,14 +304,13 @@ class _Charts:
                 axes.axvspan(-tolerated, tolerated, color=INK, alpha=0.12, lw=0)
                 notes += "; shaded: tolerated"
         axes.axvline(0, color=INK, lw=1)
-        for row, (name, value, half_width) in enumerate(intervals):
-            colour = self.style_of.get(name, (INK, 0))[0]
+        for row, (_, colour, value, half_width) in enumerate(intervals):
             error = half_width if math.isfinite(half_width) else None
             axes.errorbar(sign * value, row, xerr=error, color=colour, fmt="o", ms=5, capsize=3)
         known = [half_width for *_, half_width in intervals if math.isfinite(half_width)]
         if len(known) < len(intervals):
             notes = f"{notes}; one seed has none" if known else "one seed: no interval"
-        sizes = [abs(value) for _, value, _ in intervals]
+        sizes = [abs(value) for _, _, value, _ in intervals]
         typical = statistics.median(sizes)
         if max(sizes) > MAX_LINEAR_RATIO * typical > 0:
             # One bad precision would press all others together.
