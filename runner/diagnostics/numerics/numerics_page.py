@@ -95,7 +95,7 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
             [Cell(module), Cell(kind), Cell(what), Cell(format_share(value), bar=value)]
             for module, kind, what, value in numerics.worst(fmt, WORST_TABLE_ROWS)
         ]
-        worst = Table(["worst module", "kind", "what", "share"], rows, frozenset({0, 1, 2}))
+        worst = Table(["worst module", "kind", "what", "share"], rows, frozenset({0, 1, 2}), cards=True)
         blocks.append(worst if rows else Text("Nothing is lost.", "small"))
     blocks.append(Heading("How to read this"))
     blocks.append(Items(_explanations(numerics), small=True))
@@ -236,13 +236,9 @@ def heat_maps(numerics: Numerics, fmt: str, kinds: Sequence[str] = KINDS) -> "Fi
         figure.suptitle(f"{'share of values' if panels else 'nothing'} that {fmt} loses")
         if panels:
             scale = ScalarMappable(*_colour_scale())
-            look = {"location": "bottom", "aspect": 30, "format": _share_tick}
+            look = {"location": "bottom", "aspect": 30, "format": lambda x, _: format_share(x)}
             figure.colorbar(scale, ax=figure.axes, ticks=(1e-4, 1e-2, 1), **look)
     return figure
-
-
-def _share_tick(share: float, _: object) -> str:
-    return format_share(share)
 
 
 def _draw_panel(axes: "Axes", shares: NDArray[np.float64]) -> None:

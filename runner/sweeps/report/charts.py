@@ -423,7 +423,7 @@ class _Charts:
         label_points(axes, list(zip(labels, points, strict=True)))
         axes.set_xlabel(f"speed × {BASELINE}" if is_ratio else "examples/s")
         quality = plain_label(drawn[0].group.jobs[0].quality)
-        bars = f"bars: 95 % interval of the difference to {BASELINE}"
+        bars = "bars (several seeds): 95 % interval of the difference"
         _set_title(axes, f"{quality} against speed; area: memory\n{bars}")
 
 
