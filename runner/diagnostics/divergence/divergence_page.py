@@ -41,11 +41,10 @@ def write_page(report: DivergenceReport, path: Path) -> None:
     batch = report.chosen.batch
     blocks: list[Block] = [Text(report.sentence.replace("`", ""), "answer"), Items(_facts(report))]
     blocks.append(Heading("Error along the network"))
-    forward = draw_pass("forward", [(row.module, row.added, row.arrived) for row in batch.rows])
-    backward = draw_pass(
-        "backward", [(row.module, row.gradient_added, row.gradient_arrived) for row in batch.rows]
-    )
-    blocks.append(Charts([svg_element(forward), svg_element(backward)]))
+    forward = [(row.module, row.added, row.arrived) for row in batch.rows]
+    backward = [(row.module, row.gradient_added, row.gradient_arrived) for row in batch.rows]
+    figures = [draw_pass("forward", forward), draw_pass("backward", backward)]
+    blocks.append(Charts([svg_element(figure) for figure in figures]))
     if len(report.steps) > 1:
         blocks.append(Heading("Error over the steps"))
         blocks.append(Charts([svg_element(draw_steps(report.steps))]))

@@ -95,7 +95,8 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
             [Cell(module), Cell(kind), Cell(what), Cell(format_share(value), bar=value)]
             for module, kind, what, value in numerics.worst(fmt, WORST_TABLE_ROWS)
         ]
-        worst = Table(["worst module", "kind", "what", "share"], rows, frozenset({0, 1, 2}), cards=True)
+        head = ["worst module", "kind", "what", "share"]
+        worst = Table(head, rows, frozenset({0, 1, 2}), cards=True)
         blocks.append(worst if rows else Text("Nothing is lost.", "small"))
     blocks.append(Heading("How to read this"))
     blocks.append(Items(_explanations(numerics), small=True))
