@@ -3,7 +3,7 @@
 import hashlib
 import re
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,10 +43,11 @@ def chart_style() -> AbstractContextManager[None]:
     from matplotlib import rc_context
 
     # A user's matplotlibrc would change the fonts; LaTeX may be missing on this machine.
-    style = {"font.size": 10, "font.family": FONT, "text.usetex": False}
+    style: dict[Any, Any] = {"font.size": 10, "font.family": FONT, "text.usetex": False}
     style |= {"axes.titlesize": "medium", "figure.titlesize": "medium"}
     style |= {"axes.grid": True, "grid.color": INK, "grid.alpha": 0.15, "grid.linewidth": 0.6}
-    return rc_context(style | {"axes.spines.top": False, "axes.spines.right": False})
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    return rc_context(style)
 
 
 def svg_element(figure: "Figure") -> str:

@@ -362,7 +362,7 @@ class _Charts:
                 axes.set_yscale("log")
                 # Over many decades the numbers between the powers of ten would stand too close.
                 multiples = (1, 2, 5) if greatest < 1000 * least else (1,)
-                axes.yaxis.get_major_locator().set_params(subs=multiples)
+                axes.locator_params(axis="y", subs=multiples)
                 axes.yaxis.set_major_formatter("{x:g}")
                 axes.minorticks_off()
         # At the upper edge: a value that is not finite has no height of its own.
@@ -423,8 +423,8 @@ class _Charts:
         label_points(axes, list(zip(labels, points, strict=True)))
         axes.set_xlabel(f"speed × {BASELINE}" if is_ratio else "examples/s")
         quality = plain_label(drawn[0].group.jobs[0].quality)
-        bars = "bars (several seeds): 95 % interval of the difference"
-        _set_title(axes, f"{quality} against speed; area: memory\n{bars}")
+        title = f"{quality} against speed; area: memory\nbars (several seeds): 95 % interval"
+        _set_title(axes, title)
 
 
 def _has_line(curves: JobCurves) -> bool:
@@ -461,10 +461,10 @@ def label_points(axes: "Axes", named: Sequence[tuple[str, tuple[float, float]]])
     # The layout decides where the points are.
     figure.draw_without_rendering()
     # A long name at the left would cover the numbers of the axis.
-    taken = [axes.yaxis.get_tightbbox()]
+    taken: list[Any] = [axes.yaxis.get_tightbbox()]
     for name, point in named:
         for rise in LABEL_RISES:
-            look = {"textcoords": "offset points", "ha": "center", "va": "center"}
+            look: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
             text = axes.annotate(name, point, (0, rise), parse_math=False, **look)
             box = text.get_window_extent()
             if not any(box.overlaps(other) for other in taken):
