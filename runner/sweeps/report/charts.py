@@ -423,8 +423,7 @@ class _Charts:
         label_points(axes, list(zip(labels, points, strict=True)))
         axes.set_xlabel(f"speed × {BASELINE}" if is_ratio else "examples/s")
         quality = plain_label(drawn[0].group.jobs[0].quality)
-        title = f"{quality} against speed; area: memory\nbars (several seeds): 95 % interval"
-        _set_title(axes, title)
+        _set_title(axes, f"{quality} against speed; area: memory\nbars: 95 % interval over seeds")
 
 
 def _has_line(curves: JobCurves) -> bool:
