@@ -169,7 +169,7 @@ def draw_loss_scale(
     """
     from matplotlib.figure import Figure
 
-    with chart_style(font_size=10):
+    with chart_style():
         figure = Figure(figsize=(8, 3))
         # Fixed margins: to compute them would draw the picture twice.
         axes = figure.add_axes((0.08, 0.16, 0.914, 0.80))

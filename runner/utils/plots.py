@@ -3,12 +3,18 @@
 import hashlib
 import re
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FONT = "DejaVu Sans"
+INK = "black"
+"""Of text, axes and the baseline; on an HTML page it is the colour of the page's text."""
+CHART_WIDTH_INCHES = 4.4
+"""In a column of 360 pixels, the narrowest of page.css, its letters of 10 points have 11 pixels."""
+MAX_FLAT_RATIO = 1.1
+"""Height over width above which page.css gives a chart the height of two."""
 
 
 def plain_label(text: str, max_chars: int = 34) -> str:
@@ -27,18 +33,27 @@ def plain_label(text: str, max_chars: int = 34) -> str:
     return f" {drawn}" if drawn.startswith("_") else drawn
 
 
-def chart_style(font_size: float) -> AbstractContextManager[None]:
+def module_label(name: str, max_chars: int = 30) -> str:
+    """Return a module's name for an axis; of a long one the end, which tells modules apart."""
+    return plain_label(name if len(name) <= max_chars else f"…{name[1 - max_chars :]}")
+
+
+def chart_style() -> AbstractContextManager[None]:
     """Return the context in which figures are drawn alike on every machine."""
     from matplotlib import rc_context
 
     # A user's matplotlibrc would change the fonts; LaTeX may be missing on this machine.
-    return rc_context({"font.size": font_size, "font.family": FONT, "text.usetex": False})
+    style: dict[Any, Any] = {"font.size": 10, "font.family": FONT, "text.usetex": False}
+    style |= {"axes.titlesize": "medium", "figure.titlesize": "medium"}
+    style |= {"axes.grid": True, "grid.color": INK, "grid.alpha": 0.15, "grid.linewidth": 0.6}
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    return rc_context(style)
 
 
 def svg_element(figure: "Figure") -> str:
     """Return a figure as an <svg> element for an HTML page, without scripts or links.
 
-    Its ids differ from those of every other figure of the page.
+    Its ids differ from those of every other figure of the page. The page shows through it.
     """
     import io
 
@@ -48,7 +63,7 @@ def svg_element(figure: "Figure") -> str:
     # The same figure gives the same text: no date, and ids that are hashed with a fixed salt.
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context({"svg.hashsalt": "report", "svg.fonttype": "path"}):
-        figure.savefig(target, format="svg", metadata=no_metadata)
+        figure.savefig(target, format="svg", metadata=no_metadata, transparent=True)
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", target.getvalue(), flags=re.DOTALL)
     text = text[text.index("<svg") :]
     # matplotlib numbers the ids of each figure alike, and a page holds many figures.
@@ -58,4 +73,9 @@ def svg_element(figure: "Figure") -> str:
     style = re.compile(r'<style type="text/css">\*\{([^}]*)\}</style>')
     rule = style.search(text)
     assert rule is not None
-    return style.sub("", text).replace("<svg ", f'<svg style="{rule[1]}" role="img" ', 1)
+    # What is black has no fill: it inherits the element's.
+    look = f'fill="currentColor" style="{rule[1]}" role="img"'
+    if figure.get_figheight() > MAX_FLAT_RATIO * figure.get_figwidth():
+        look += ' class="tall"'
+    text = style.sub("", text).replace("#000000", "currentColor")
+    return text.replace("<svg ", f"<svg {look} ", 1)

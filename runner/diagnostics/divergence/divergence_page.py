@@ -3,24 +3,33 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
     StepComparison,
     format_relative,
 )
-from runner.diagnostics.divergence.findings import AddedError, ModuleErrors
+from runner.diagnostics.divergence.findings import (
+    KNOWN_SUM,
+    LARGEST_EXPLAINED,
+    LARGEST_EXPLAINED_OF_CODE,
+    LARGEST_EXPLAINED_OF_INTEGERS,
+    AddedError,
+    ModuleErrors,
+)
 from runner.utils.formatting import format_number, format_share
 from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
-from runner.utils.plots import chart_style, svg_element
+from runner.utils.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_ROWS = 40
 """Modules in the table: those that add the most."""
-MAX_TICKS = 30
+MAX_NAMES = 60
+"""Rows of a chart that are high enough for a name; of more modules every n-th has one."""
+ROW_HEIGHT_INCHES = 0.18
 
 
 def write_page(report: DivergenceReport, path: Path) -> None:
@@ -30,9 +39,12 @@ def write_page(report: DivergenceReport, path: Path) -> None:
         OSError: the file cannot be written.
     """
     batch = report.chosen.batch
-    blocks: list[Block] = [Text(report.sentence, "answer"), Items(_facts(report))]
+    blocks: list[Block] = [Text(report.sentence.replace("`", ""), "answer"), Items(_facts(report))]
     blocks.append(Heading("Error along the network"))
-    blocks.append(Charts([svg_element(draw_network(batch.rows))]))
+    forward = [(row.module, row.added, row.arrived) for row in batch.rows]
+    backward = [(row.module, row.gradient_added, row.gradient_arrived) for row in batch.rows]
+    figures = [draw_pass("forward", forward), draw_pass("backward", backward)]
+    blocks.append(Charts([svg_element(figure) for figure in figures]))
     if len(report.steps) > 1:
         blocks.append(Heading("Error over the steps"))
         blocks.append(Charts([svg_element(draw_steps(report.steps))]))
@@ -58,8 +70,10 @@ _EXPLANATIONS = (
     ),
     (
         "times",
-        "added divided by explained; a layer parts above 2, other code, which may round several "
-        "times, above 5",
+        f"added divided by explained; a layer parts above {LARGEST_EXPLAINED:g}, other code, which "
+        "may round several times, and gradients of parameters, which are sums over all rows, above "
+        f"{LARGEST_EXPLAINED_OF_CODE:g}, choices and integers above "
+        f"{LARGEST_EXPLAINED_OF_INTEGERS:g}; a tensor of few elements may be further off by chance",
     ),
 )
 
@@ -100,64 +114,66 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
     lines = []
     for row, added, arrived in errors[:MAX_ROWS]:
         error = added.found
-        tone: Tone = "bad" if added.is_unexplained else ""
+        is_known = added.is_unexplained and added.is_known_sum
+        tone: Tone = "bad" if added.is_unexplained and not is_known else ""
+        ulps = float(f"{added.ulps:.2g}")
         line = [
             Cell(row.module, tone),
             Cell(row.kind),
-            Cell(added.tensor),
+            Cell(added.tensor, note=KNOWN_SUM if is_known else ""),
             Cell(added.dtype),
             Cell(format_relative(arrived)),
             Cell(format_relative(error.relative)),
             Cell(format_relative(added.expected)),
             Cell(format_number(added.ratio), tone),
-            Cell(format_number(added.ulps)),
+            Cell(f"{ulps:,.10g}"),
             Cell(f"{error.sqnr_db:.0f}" if math.isfinite(error.sqnr_db) else "exact"),
             Cell(format_share(error.share(error.different))),
         ]
         lines.append(line)
-    return Table(head, lines, frozenset(range(4)))
+    return Table(head, lines, frozenset(range(4)), cards=True)
 
 
-def draw_network(rows: Sequence[ModuleErrors]) -> "Figure":
-    """Draw the errors of each module in the order of the forward: came in, added, explained."""
+def draw_pass(name: str, errors: Sequence[tuple[str, AddedError | None, float]]) -> "Figure":
+    """Draw a pass, one module below the other in the order of the forward.
+
+    Args:
+        name: of the pass, forward or backward.
+        errors: module, the error that it adds, and the relative error of what comes in.
+    """
     from matplotlib.figure import Figure
 
-    with chart_style(font_size=8):
-        figure = Figure(figsize=(9, 6), layout="constrained")
-        forward, backward = figure.subplots(2, 1, sharex=True)
-        _draw_pass(forward, [(row.added, row.arrived) for row in rows])
-        _draw_pass(backward, [(row.gradient_added, row.gradient_arrived) for row in rows])
-        forward.set_ylabel("forward: relative error")
-        backward.set_ylabel("backward: relative error")
-        places = range(0, len(rows), max(1, math.ceil(len(rows) / MAX_TICKS)))
-        names = [rows[place].module for place in places]
-        backward.set_xticks(places, names, rotation=60, ha="right")
-    return figure
-
-
-def _draw_pass(axes: Any, errors: Sequence[tuple[AddedError | None, float]]) -> None:
-    """Draw the error that each module adds in a pass, and the error of what comes in."""
-    places = range(len(errors))
     values, explained, colours = [], [], []
-    for added, _ in errors:
+    for _, added, _ in errors:
         values.append(added.found.relative if added else math.nan)
         explained.append(added.expected * added.largest_ratio if added else math.nan)
         colours.append("#D55E00" if added and added.is_unexplained else "#009E73")
-    axes.set_yscale("log")
-    arrived = _drawable([relative for _, relative in errors])
-    axes.plot(places, arrived, ".", ms=3, color="#999999")
-    axes.plot(places, _drawable(explained), "_", ms=7, color="#0072B2")
-    axes.scatter(places, _drawable(values), s=14, c=colours, zorder=3)
-    axes.grid(axis="y", color="#e4e4e4", lw=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    for label, mark, colour in (
-        ("came in", ".", "#999999"),
-        ("largest that rounding explains", "_", "#0072B2"),
-        ("added", "o", "#009E73"),
-        ("added, unexplained", "o", "#D55E00"),
-    ):
-        axes.plot([], [], mark, color=colour, label=label)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
+    rows = range(len(errors))
+    with chart_style():
+        height = 1.3 + ROW_HEIGHT_INCHES * min(len(errors), MAX_NAMES)
+        figure = Figure(figsize=(CHART_WIDTH_INCHES, height), layout="constrained")
+        axes = figure.subplots()
+        axes.set_xscale("log")
+        axes.locator_params(axis="x", numticks=4)
+        axes.xaxis.set_major_formatter("{x:g}")
+        arrived = _drawable([relative for *_, relative in errors])
+        axes.plot(arrived, rows, ".", ms=4, color="#999999")
+        axes.plot(_drawable(explained), rows, "|", ms=8, mew=1.5, color="#0072B2")
+        axes.scatter(_drawable(values), rows, s=16, c=colours, zorder=3)
+        for label, mark, colour in (
+            ("came in", ".", "#999999"),
+            ("added", "o", "#009E73"),
+            ("most that rounding explains", "|", "#0072B2"),
+            ("added, unexplained", "o", "#D55E00"),
+        ):
+            axes.plot([], [], mark, color=colour, label=label)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False, handlelength=1)
+        places = rows[:: math.ceil(len(errors) / MAX_NAMES) or 1]
+        names = [module_label(errors[place][0]) for place in places]
+        axes.set_yticks(places, names, parse_math=False)
+        axes.set_ylim(len(errors) - 0.5, -0.5)
+        axes.set_xlabel(f"relative error, {name}")
+    return figure
 
 
 def _drawable(values: Sequence[float]) -> list[float]:
@@ -179,19 +195,23 @@ def draw_steps(steps: Sequence[StepComparison]) -> "Figure":
     names = [name for name in by_step[0] if any(errors.get(name) for errors in by_step)]
     drawable = [_drawable([errors.get(name, 0.0) for errors in by_step]) for name in names]
     values = np.log10(np.array(drawable).reshape(len(names), len(steps)))
-    with chart_style(font_size=8):
-        figure = Figure(figsize=(9, 1.2 + 0.14 * len(names)), layout="constrained")
+    with chart_style():
+        height = 1.3 + ROW_HEIGHT_INCHES * len(names)
+        figure = Figure(figsize=(CHART_WIDTH_INCHES, height), layout="constrained")
         axes = figure.subplots()
+        axes.grid(visible=False)
         # Cells and not a picture, which a page without scripts and files does not show.
-        mesh = axes.pcolormesh(values, cmap="viridis", edgecolors="white", linewidth=0.3)
+        mesh = axes.pcolormesh(values, cmap="viridis", edgecolors="none")
         axes.set_xticks([i + 0.5 for i in range(len(steps))], [str(step.step) for step in steps])
-        axes.set_yticks([i + 0.5 for i in range(len(names))], names)
+        labels = [module_label(name) for name in names]
+        axes.set_yticks([i + 0.5 for i in range(len(names))], labels, parse_math=False)
         axes.invert_yaxis()
         axes.set_xlabel("step")
         title = "no error is added in the forward"
         if not np.isnan(values).all():
             low, high = np.nanmin(values), np.nanmax(values)
-            title = f"relative error added in the forward: dark 10^{low:.1f}, bright 10^{high:.1f}"
+            title = "relative error added in the forward:"
+            title += f"\ndark {10**low:.1g}, bright {10**high:.1g}"
             mesh.set_clim(low, high)
-        axes.set_title(title, loc="left")
+        axes.set_title(title, loc="right")
     return figure

@@ -9,6 +9,7 @@ from typing import Any
 from runner.diagnostics.divergence.boundaries import LOSS
 from runner.diagnostics.divergence.compare import BatchComparison
 from runner.diagnostics.divergence.findings import (
+    KNOWN_SUM,
     PASSED,
     WRITTEN_INPUT,
     AddedError,
@@ -222,7 +223,8 @@ def describe_divergence(batch: BatchComparison, name: str, against: str) -> str:
     for label, count in zip((name, against), calls, strict=True):
         if count == 0:
             context = f"{label} never calls the module"
-    return f"{name} parts from {against} in {where}: {describe_cause(first.added)}; {context}."
+    text = f"{name} parts from {against} in {where}: {describe_cause(first.added)}; {context}."
+    return f"{text} It is known: {KNOWN_SUM}." if first.added.is_known_sum else text
 
 
 def describe_cause(added: AddedError) -> str:

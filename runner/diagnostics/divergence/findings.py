@@ -24,6 +24,8 @@ LARGEST_EXPLAINED_OF_CODE = 5.0
 LARGEST_EXPLAINED_OF_INTEGERS = 4.0
 """The same of integers and truth values, for the number of elements that differ."""
 _FEW_ELEMENTS = 32
+KNOWN_SUM = "on CPUs torch sums this gradient in bfloat16"
+"""Of a parameter of an nn.LayerNorm that takes bfloat16, and of an nn.Embedding that stores it."""
 WRITTEN_INPUT = "input after the call"
 PASSED = "input of "
 """How the name of a tensor begins that a module passes to another one."""
@@ -42,6 +44,7 @@ class AddedError:
         limit: error of many elements that rounding explains, as a multiple of `expected`.
         operation: name of the function in which the module's code goes wrong first; empty where
             that was not looked for or found.
+        is_known_sum: whether KNOWN_SUM holds of it, so that its error is none of the model's code.
     """
 
     tensor: str
@@ -51,6 +54,7 @@ class AddedError:
     position: int
     limit: float = LARGEST_EXPLAINED
     operation: str = ""
+    is_known_sum: bool = False
 
     @property
     def ratio(self) -> float:
@@ -102,6 +106,7 @@ class Network:
             returns; 1 where it takes none.
         rows: by module, the largest number of rows of their last dimension.
         layers: names of the layers of torch.nn and of converted ones, which round once.
+        is_on_cpu: whether the other execution computes on a CPU.
     """
 
     kinds: Mapping[str, str]
@@ -113,6 +118,7 @@ class Network:
     widths: Mapping[str, int]
     rows: Mapping[str, int]
     layers: set[str]
+    is_on_cpu: bool
 
     @cached_property
     def positions(self) -> dict[Boundary, int]:
@@ -163,6 +169,7 @@ def build_network(
         widths=widths,
         rows=rows,
         layers=layers,
+        is_on_cpu=execution.device.type == "cpu",
     )
 
 
@@ -227,9 +234,10 @@ def _worse(one: AddedError | None, other: AddedError, direction: int) -> AddedEr
         direction: -1 where lower positions come first, 1 where higher ones do.
     """
 
-    def severity(added: AddedError) -> tuple[bool, int, float]:
+    def severity(added: AddedError) -> tuple[bool, bool, int, float]:
         position = direction * added.position if added.is_unexplained else 0
-        return added.is_unexplained, position, added.ratio / added.largest_ratio
+        is_news = added.is_unexplained and not added.is_known_sum
+        return is_news, added.is_unexplained, position, added.ratio / added.largest_ratio
 
     return other if one is None else max(one, other, key=severity)
 
@@ -305,7 +313,11 @@ def _backward_errors(
         dtype = network.state_dtypes.get(parameter, "")
         # A sum over all rows, which kernels add up in several ways.
         limit = LARGEST_EXPLAINED_OF_CODE
-        yield module, AddedError(name, error, expected, dtype, outputs.get(module, 0), limit)
+        taken = network.dtypes.get(Boundary(module, 0, "in", 0))
+        chosen_by = {"LayerNorm": taken, "Embedding": dtype}.get(network.kinds.get(module, ""))
+        is_known = network.is_on_cpu and module in network.layers and chosen_by == "bfloat16"
+        position = outputs.get(module, 0)
+        yield module, AddedError(name, error, expected, dtype, position, limit, "", is_known)
 
 
 def _relative(error: TensorError | None) -> float:
@@ -330,7 +342,8 @@ class Divergence:
 def first_divergence(rows: Sequence[ModuleErrors]) -> Divergence | None:
     """Return where the executions part first; None where rounding explains every error.
 
-    The forward comes first, in its order, then the backward in its order, from the loss on.
+    The forward comes first, in its order, then the backward in its order, from the loss on. What is
+    known of torch's kernels comes last.
     """
     forward, backward = [], []
     for row in rows:
@@ -340,4 +353,5 @@ def first_divergence(rows: Sequence[ModuleErrors]) -> Divergence | None:
             backward.append(Divergence(row, row.gradient_added, True))
     if forward:
         return min(forward, key=lambda divergence: divergence.added.position)
-    return max(backward, key=lambda divergence: divergence.added.position, default=None)
+    news = [divergence for divergence in backward if not divergence.added.is_known_sum]
+    return max(news or backward, key=lambda divergence: divergence.added.position, default=None)

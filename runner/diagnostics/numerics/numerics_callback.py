@@ -111,4 +111,4 @@ class NumericsCallback(RunCallback):
             output.folder / "numerics.png", lambda path: draw_heat_maps(numerics, path)
         )
         output.save_artifact(page, lambda path: write_page(numerics, output.label, path))
-        output.say(f"numerics: {numerics_summary(numerics)}. See {relative_path(page)}")
+        output.say(f"numerics: see {relative_path(page)}\n{numerics_summary(numerics)}")

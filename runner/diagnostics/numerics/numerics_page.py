@@ -1,6 +1,7 @@
 """Show what was measured of a run's numbers as a page and as heat maps of modules over steps."""
 
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,8 @@ from runner.diagnostics.numerics.results import (
 )
 from runner.precision.emulation.formats import FORMATS
 from runner.utils.formatting import format_share
-from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
-from runner.utils.plots import chart_style, plain_label, svg_element
+from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, to_html
+from runner.utils.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 MAX_MAP_ROWS = 40
 """Modules that a heat map shows; of more, those that lose most."""
+ROW_HEIGHT_INCHES = 0.18
 MAX_MAP_STEPS = 40
 """Columns of a heat map; where there are more steps, a column has the worst of several."""
 WORST_TABLE_ROWS = 12
@@ -39,8 +41,18 @@ MIN_COLOURED_SHARE = 1e-5
 
 
 def numerics_summary(numerics: Numerics) -> str:
-    """Return in one line what each format lacks."""
-    return ", ".join(f"{fmt} {format_verdict(numerics, fmt)}" for fmt in FORMATS)
+    """Return what each format lacks, a line for each."""
+    return "\n".join(f"  {fmt}: {verdict}" for fmt, verdict in _verdicts(numerics))
+
+
+def _verdicts(numerics: Numerics) -> Iterator[tuple[str, str]]:
+    """Yield each format and its verdict, with the module that is the worst reason for it."""
+    for fmt in FORMATS:
+        verdict = format_verdict(numerics, fmt)
+        # A format that would do has no reason, but may lose something all the same.
+        for module, kind, what, value in (numerics.reasons(fmt) or numerics.worst(fmt))[:1]:
+            verdict += f" (most: {module}, {kind}, {what} {format_share(value)})"
+        yield fmt, verdict
 
 
 def format_verdict(numerics: Numerics, fmt: str) -> str:
@@ -70,22 +82,21 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
     steps = [snapshot.step for snapshot in numerics.probes]
     formats = f"stores {numerics.storage}, computes {numerics.compute}"
     looks = f"{len(steps)} looks, steps {steps[0]} to {steps[-1]}"
-    head = ["format", "verdict", "worst module", "what", "share"]
-    verdicts = [_verdict_row(numerics, fmt) for fmt in order]
     blocks: list[Block] = [
         Text(f"precision={numerics.precision}, {formats} · {looks}", "small"),
-        Text(f"{numerics_summary(numerics)}.", "answer"),
+        Items(list(_verdicts(numerics))),
         Text(loss_scale_sentence(numerics), "small"),
-        Table(head, verdicts, frozenset({0, 1, 2, 3})),
     ]
     for fmt in order:
         blocks.append(Heading(fmt))
-        blocks.append(Charts([svg_element(heat_maps(numerics, fmt))]))
+        maps = [heat_maps(numerics, fmt, [kind]) for kind in KINDS]
+        blocks.append(Charts([svg_element(figure) for figure in maps if figure.axes]))
         rows = [
             [Cell(module), Cell(kind), Cell(what), Cell(format_share(value), bar=value)]
             for module, kind, what, value in numerics.worst(fmt, WORST_TABLE_ROWS)
         ]
-        worst = Table(["worst module", "kind", "what", "share"], rows, frozenset({0, 1, 2}))
+        head = ["worst module", "kind", "what", "share"]
+        worst = Table(head, rows, frozenset({0, 1, 2}), cards=True)
         blocks.append(worst if rows else Text("Nothing is lost.", "small"))
     blocks.append(Heading("How to read this"))
     blocks.append(Items(_explanations(numerics), small=True))
@@ -101,22 +112,6 @@ def draw_heat_maps(numerics: Numerics, path: Path) -> Path:
     """
     heat_maps(numerics, numerics.computed_in).savefig(path, dpi=110)
     return path
-
-
-def _verdict_row(numerics: Numerics, fmt: str) -> list[Cell]:
-    """Return a format, its verdict, and the module that is the worst reason for it."""
-    verdict = format_verdict(numerics, fmt)
-    # The sensitivity is that at the run's own loss scale: it knows nothing of a better one.
-    tone: Tone = "good" if numerics.sensitivity(fmt) == "none" else "bad"
-    if verdict == "would do with a loss scale":
-        tone = "good"
-    worst = [Cell("nothing is lost", "quiet"), Cell(""), Cell("")]
-    # A format that would do has no reason, but may lose something all the same.
-    complaints = numerics.reasons(fmt) or numerics.worst(fmt)
-    if complaints:
-        module, kind, what, value = complaints[0]
-        worst = [Cell(module, note=kind), Cell(what), Cell(format_share(value))]
-    return [Cell(fmt), Cell(verdict, tone), *worst]
 
 
 def loss_scale_sentence(numerics: Numerics) -> str:
@@ -172,8 +167,9 @@ def _explanations(numerics: Numerics) -> list[tuple[str, str]]:
         "make all of them fit",
         "gradients": f"before clipping, multiplied by the loss scale ({scaled})",
         "FP8": "after a scale per tensor to the largest value of the format",
-        "heat maps": "underflow and overflow together, for updates what is swallowed; white is "
-        f"less than {MIN_COLOURED_SHARE:g}. Tables hold means over the looks",
+        "heat maps": "underflow and overflow together, for updates what is swallowed; without "
+        f"colour is less than {MIN_COLOURED_SHARE:g}, and modules that never lose more are left "
+        "out. Tables hold means over the looks",
     }
     return list(terms.items())
 
@@ -202,43 +198,47 @@ def lost_shares(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDA
     return names, shares
 
 
-def heat_maps(numerics: Numerics, fmt: str) -> "Figure":
-    """Draw a panel per kind: modules down, steps across, the share lost as colour."""
+def heat_maps(numerics: Numerics, fmt: str, kinds: Sequence[str] = KINDS) -> "Figure":
+    """Draw a panel for each of the kinds that loses something: the modules that do down, steps
+    across, the share lost as colour."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
-    tables = {kind: lost_shares(numerics, fmt, kind) for kind in KINDS}
-    names, _ = tables[KINDS[0]]  # the modules are the same for every kind
-    shown = {kind: shares for kind, (_, shares) in tables.items() if not np.isnan(shares).all()}
-    # The modules that lose most, in the model's order.
-    most = np.sum([np.nan_to_num(shares).max(axis=1) for shares in shown.values()], axis=0)
-    rows = sorted(np.argsort(-most, kind="stable")[:MAX_MAP_ROWS].tolist())
     columns = min(MAX_MAP_STEPS, len(numerics.probes))
     groups = np.array_split(np.arange(len(numerics.probes)), columns)
     steps = [numerics.probes[group[-1]].step for group in groups]
-    with chart_style(font_size=8):
-        size = (2.6 + 2.4 * len(shown), 1.3 + 0.19 * len(rows))
-        figure = Figure(figsize=size, layout="constrained")
-        for i, (kind, shares) in enumerate(shown.items(), 1):
-            axes = figure.add_subplot(1, len(shown), i)
+    ticks = list(range(0, len(steps), -(-len(steps) // 5)))
+    panels = []
+    for kind in kinds:
+        names, shares = lost_shares(numerics, fmt, kind)
+        most = np.nan_to_num(shares).max(axis=1)
+        losing = np.flatnonzero(most >= MIN_COLOURED_SHARE)
+        # The modules that lose most, in the model's order.
+        rows = sorted(losing[np.argsort(-most[losing], kind="stable")][:MAX_MAP_ROWS])
+        if rows:
+            title = kind if len(rows) == len(losing) else f"{kind}, the worst {len(rows)} modules"
             # The worst of a group: one bad step among hundreds must stay visible.
             worst = [np.fmax.reduce(shares[rows][:, group], axis=1) for group in groups]
-            _draw_panel(axes, np.stack(worst, 1))
-            axes.set_title(kind, fontsize=9)
-            ticks = list(range(0, len(steps), -(-len(steps) // 5)))
+            panels.append((title, [names[row] for row in rows], np.stack(worst, 1)))
+    height = max((len(names) for _, names, _ in panels), default=0)
+    with chart_style():
+        size = (CHART_WIDTH_INCHES * max(1, len(panels)), 1.7 + ROW_HEIGHT_INCHES * height)
+        figure = Figure(figsize=size, layout="constrained")
+        for i, (title, names, shares) in enumerate(panels, 1):
+            axes = figure.add_subplot(1, len(panels), i)
+            _draw_panel(axes, shares)
+            axes.set_title(title)
             axes.set_xticks(ticks, [str(steps[t]) for t in ticks])
             axes.set_xlabel("optimizer step")
-            # The end of a long name is shown: it distinguishes modules of one kind.
-            shown_names = [n if len(n) <= 34 else f"…{n[-33:]}" for n in names]
-            labels = [plain_label(shown_names[r]) if i == 1 else "" for r in rows]
             # A module's name may hold a $, which is no mathematics.
-            axes.set_yticks(range(len(rows)), labels, parse_math=False)
-        some = f", the {len(rows)} of {len(names)} modules that lose most"
-        title = f"share of values that {fmt} loses{some if len(rows) < len(names) else ''}"
-        figure.suptitle(title, fontsize=9)
-        mappable = ScalarMappable(*_colour_scale())
-        aspect = max(5, len(rows))
-        figure.colorbar(mappable, ax=figure.axes, fraction=0.03, label="share", aspect=aspect)
+            labels = [module_label(name) for name in names]
+            axes.set_yticks(range(len(names)), labels, parse_math=False)
+            axes.set_ylim(height - 0.5, -0.5)
+        figure.suptitle(f"{'share of values' if panels else 'nothing'} that {fmt} loses")
+        if panels:
+            scale = ScalarMappable(*_colour_scale())
+            look = {"location": "bottom", "aspect": 30, "format": lambda x, _: format_share(x)}
+            figure.colorbar(scale, ax=figure.axes, ticks=(1e-4, 1e-2, 1), **look)
     return figure
 
 
@@ -253,14 +253,16 @@ def _draw_panel(axes: "Axes", shares: NDArray[np.float64]) -> None:
     norm, cmap = _colour_scale()
     axes.add_collection(PolyCollection(list(squares), array=values, cmap=cmap, norm=norm))
     axes.set_xlim(-0.5, shares.shape[1] - 0.5)
-    axes.set_ylim(shares.shape[0] - 0.5, -0.5)
+    axes.grid(visible=False)
     axes.tick_params(length=0)
 
 
 def _colour_scale() -> tuple["LogNorm", "Colormap"]:
     """Return the logarithmic scale of shares, and its colours."""
     from matplotlib import colormaps
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import ListedColormap, LogNorm
 
-    # With more colours matplotlib puts a bitmap into the SVG, which the page would refuse.
-    return LogNorm(MIN_COLOURED_SHARE, 1.0), colormaps["viridis_r"].resampled(20)
+    # Without the ends of the map, of which a white or a dark page hides one. With more colours
+    # matplotlib puts a bitmap into the SVG, which the page would refuse.
+    colours = colormaps["plasma_r"](np.linspace(0.08, 0.75, 20))
+    return LogNorm(MIN_COLOURED_SHARE, 1.0), ListedColormap(colours)

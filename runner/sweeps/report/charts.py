@@ -1,4 +1,5 @@
-"""Draw a sweep's charts: loss and quality over the steps, loss scales, speed against quality.
+"""Draw a sweep's charts: differences to the baseline, loss and quality over the steps, loss scales,
+speed against quality.
 
 Curves of many steps are drawn with few points, without losing dips and peaks of a single step.
 
@@ -6,27 +7,22 @@ matplotlib is imported inside the functions, so that a report without charts doe
 """
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.modes.result import RunResult
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.verdict.compare import (
-    BASELINE,
-    Comparison,
-    compare_with_baselines,
-    group_name,
-    pareto_front,
-    sweep_letter,
-    without_sweep,
-)
+from runner.sweeps.verdict.compare import BASELINE, Comparison, compare_with_baselines, group_name
+from runner.sweeps.verdict.gate import gate_verdict
 from runner.tracking.history import Curve
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.markup import LegendEntry
-from runner.utils.plots import chart_style, plain_label
+from runner.utils.plots import CHART_WIDTH_INCHES, INK, chart_style, plain_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,34 +34,37 @@ ENVELOPE_BUCKETS = 750
 """Each becomes two points, its least and its greatest value: a chart has fewer pixels."""
 MEAN_BUCKETS = 200
 """Buckets of a smoothed curve."""
-Style = tuple[str, Any]
-"""Colour, and dash pattern as matplotlib's linestyle."""
 JobCurves = Sequence[tuple[Job, Points]]
-DrawChart = Callable[["Axes"], None]
-GROUP_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's palette for every kind of colour vision, without its yellow, which is invisible
-on white; black is for 32-true."""
+Chart = tuple[float, Callable[["Axes"], None]]
+"""Height in inches, and what draws the chart."""
+Interval = tuple[str, str, float, float]
+"""Name, colour, mean difference of the loss to the baseline's, and half-width of its interval,
+which is infinite with one seed."""
+Style = tuple[str, int]
+"""Colour, and index of DASH_PATTERNS."""
+GROUP_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9467BD", "#8C564B"),
+    *("#D62728", "#BCBD22", "#17BECF", "#E377C2", "#6A5ACD", "#A0522D", "#6B8E23", "#C71585"),
+    *("#20B2AA", "#B8860B", "#CD5C5C", "#4682B4", "#DA70D6", "#708090", "#2E8B57", "#FF7F50"),
+    *("#7B68EE", "#9ACD32", "#BC8F8F", "#7F7F7F"),
+)
+"""First Okabe and Ito's palette for every kind of colour vision, without its yellow, which is
+invisible on white; 32-true has the colour of text."""
 DASH_PATTERNS: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
-CHART_WIDTH_INCHES = 5.4
-CHART_HEIGHT_INCHES = 3.3
+CHART_HEIGHT_INCHES = 3.1
+ROW_HEIGHT_INCHES = 0.22
 LEGEND_WIDTH_INCHES = 1.8
-MAX_WIDE_LINES = 8
-"""More curves are drawn with narrow lines, and without the unsmoothed curve behind the means."""
+LINE_WIDTHS = (2.8, 0.8)
+"""Of the first and the last group: where curves meet, the wider ones show at the sides."""
+MIN_LOG_RATIO = 3
+"""Greatest value over the least below which an axis is linear: a logarithmic one has a tick at 1, 2
+and 5 times each power of ten."""
+MAX_LINEAR_RATIO = 20
+"""Greatest difference to the baseline over the median one above which their axis is logarithmic."""
 MAX_MARKED_POINTS = 40
 """Curves of no more points, such as evaluations, get a dot at each point."""
-LABEL_FONT_SIZE = 7.5
-CHARACTER_WIDTH = 4.6
-LINE_HEIGHT = 9
-"""Points that a character and a line of LABEL_FONT_SIZE take, about."""
-POINT_RADIUS = 6
-LABEL_DISTANCE = 11
-"""Points from the middle of a point to the near end of a label at its side."""
-RIGHT_MARGIN = 6
-"""Points by which a label may cross the right edge of the axes."""
-LABEL_PLACES = ((1, 0), (-1, 0), (0, 13), (0, -13), (1, 12), (-1, 12), (1, -12), (-1, -12))
-"""(side, rise) of a label from its point, in order of preference: side is 1 for right, -1 for left
-and 0 for centred; rise is in points."""
-ALIGNMENTS = {1: "left", 0: "center", -1: "right"}
+LABEL_RISES = (14, -14)
+"""Points from the middle of a disc to that of its label, the preferred place first."""
 
 
 def curve_points(curve: Curve) -> Points:
@@ -115,43 +114,49 @@ def bucket_means(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Poi
     return mean_steps, mean_values
 
 
-def group_styles(names: Sequence[str]) -> dict[str, Style]:
-    """Return colour and dash of each group: 24 pairs before one repeats; 32-true solid black."""
-    if any(sweep_letter(name) for name in names):
-        plain = group_styles([without_sweep(name) for name in names])
-        dashes = dict(zip("AB", DASH_PATTERNS, strict=False))
-        # Of two sweeps a precision has one colour.
-        return {name: (plain[without_sweep(name)][0], dashes[sweep_letter(name)]) for name in names}
-    others = [name for name in dict.fromkeys(names) if name != BASELINE]
-    styles: dict[str, Style] = {BASELINE: ("black", "solid")}
-    for index, name in enumerate(others):
-        # All colours with one dash before the next dash: colours differ more.
-        round_of_colours = index // len(GROUP_COLOURS)
-        colour = GROUP_COLOURS[index % len(GROUP_COLOURS)]
-        styles[name] = (colour, DASH_PATTERNS[round_of_colours % len(DASH_PATTERNS)])
+def group_styles(results: Sequence[RunResult]) -> dict[str, Style]:
+    """Return the style of each group, by name: a colour for each precision, and a dash pattern for
+    each of the other settings. Groups of more settings than patterns differ in colour alone."""
+    settings = [*dict.fromkeys(result.settings for result in results)]
+    is_dashed = len(settings) <= len(DASH_PATTERNS)
+    colours = {BASELINE: INK}
+    styles = {}
+    for result in results:
+        name = group_name(result)
+        free = GROUP_COLOURS[(len(colours) - 1) % len(GROUP_COLOURS)]
+        colour = colours.setdefault(result.precision if is_dashed else name, free)
+        styles[name] = (colour, settings.index(result.settings) if is_dashed else 0)
     return styles
 
 
 def legend_entries(data: SweepData) -> list[LegendEntry]:
-    """Return the legend of every group that the charts show, in order."""
+    """Return the legend: every group that the charts show, in order, and the seeds' dashes."""
     charts = _Charts(data)
-    entries = {}
+    styles = {}
+    seeds: dict[int, list[str]] = {}
     for job in charts.jobs:
         is_timed = job.result.status == "finished" and job.result.examples_per_second
         # A job without curves is in the chart of speeds.
         if job.curves or is_timed:
             name = group_name(job.result)
-            colour, dash = charts.style_of[name]
-            # matplotlib's dash pattern is (offset, lengths).
-            entries[name] = LegendEntry(name, colour, () if dash == "solid" else dash[1])
-    return list(entries.values())
+            styles[name] = charts.style_of[name]
+        if job.curves:
+            of_dash = seeds.setdefault(charts.dash(job), [])
+            of_dash += {str(job.result.seed)} - {*of_dash}
+    if len(seeds) > 1 and not charts.has_settings:
+        styles |= {f"seed {', '.join(seeds[dash])}": (INK, dash) for dash in sorted(seeds)}
+    # matplotlib's dash pattern is (offset, lengths).
+    return [
+        LegendEntry(name, colour, DASH_PATTERNS[dash][1] if dash else ())
+        for name, (colour, dash) in styles.items()
+    ]
 
 
 def chart_figures(data: SweepData) -> "list[Figure]":
     """Return each chart as a figure without a legend.
 
-    Training loss, quality, loss scale, speed against quality: those with something to draw, none
-    if nothing was trained.
+    Difference to the baseline, training loss, quality, loss scale, speed against quality: those
+    with something to draw, none if nothing was trained.
     """
     return [_figure([chart]) for chart in _Charts(data).drawable()]
 
@@ -162,17 +167,19 @@ def overview_figure(data: SweepData) -> "Figure | None":
     return _figure(drawable, legend_entries(data)) if drawable else None
 
 
-def _figure(drawn: Sequence[DrawChart], legend: Sequence[LegendEntry] = ()) -> "Figure":
+def _figure(drawn: Sequence[Chart], legend: Sequence[LegendEntry] = ()) -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     across = min(2, len(drawn))
-    down = (len(drawn) + 1) // 2
+    # The height of a row is that of its highest chart.
+    heights = [max(inches for inches, _ in drawn[i : i + 2]) for i in range(0, len(drawn), 2)]
     width = CHART_WIDTH_INCHES * across
     if legend:
         width += LEGEND_WIDTH_INCHES
-    with chart_style(font_size=9):
-        figure = Figure(figsize=(width, CHART_HEIGHT_INCHES * down), layout="constrained")
+    with chart_style():
+        figure = Figure(figsize=(width, sum(heights)), layout="constrained")
+        grid = figure.add_gridspec(len(heights), across, height_ratios=heights)
         lines = []
         for entry in legend:
             dash = (0, entry.dashes) if entry.dashes else "solid"
@@ -183,16 +190,13 @@ def _figure(drawn: Sequence[DrawChart], legend: Sequence[LegendEntry] = ()) -> "
                 [plain_label(entry.name) for entry in legend],
                 loc="outside right upper",
                 frameon=False,
-                fontsize=8 if len(legend) <= 12 else 7,
                 handlelength=3,
             )
             # A dollar sign in a name would begin a formula.
             for text in box.get_texts():
                 text.set_parse_math(False)
-        for i, draw in enumerate(drawn):
-            axes = figure.add_subplot(down, across, i + 1)
-            axes.grid(color="#e4e4e4", lw=0.6)
-            axes.spines[["top", "right"]].set_visible(False)
+        for i, (_, draw) in enumerate(drawn):
+            axes = figure.add_subplot(grid[divmod(i, across)])
             draw(axes)
     return figure
 
@@ -213,47 +217,122 @@ class _Charts:
     """The charts of the jobs of a sweep that trained, instead of evaluating a checkpoint."""
 
     def __init__(self, data: SweepData) -> None:
-        self.jobs = [job for job in data.jobs if not job.result.trained_in]
-        self.style_of = group_styles([group_name(job.result) for job in self.jobs])
-        self.line_width = 1.3 if len(self.jobs) <= MAX_WIDE_LINES else 0.9
+        jobs = [job for job in data.jobs if not job.result.trained_in]
+        self.advice = data.advice
+        if self.advice is not None:
+            self.judged = [verdict.comparison for verdict in self.advice.verdicts]
+        else:
+            self.judged = compare_with_baselines([job.result for job in jobs])
+        self.style_of = group_styles([result for c in self.judged for result in c.group.jobs])
+        self.has_settings = any(dash for _, dash in self.style_of.values())
+        order = [*self.style_of]
+        # Without the search of mode=advise for remedies, and group by group: the narrow curves of
+        # the last ones are above the wide ones.
+        jobs = [job for job in jobs if group_name(job.result) in self.style_of]
+        self.jobs = sorted(jobs, key=lambda job: order.index(group_name(job.result)))
+        self.compared = compare_with_baselines([job.result for job in self.jobs])
+        self.line_widths = dict(zip(order, np.linspace(*LINE_WIDTHS, len(order)), strict=True))
+        self.seeds = sorted({job.result.seed or 0 for job in jobs})
 
-    def drawable(self) -> list[DrawChart]:
+    def dash(self, job: Job) -> int:
+        """Return the index of a job's dash pattern: of its settings, if they differ between the
+        jobs, else of its seed."""
+        if self.has_settings:
+            return self.style_of[group_name(job.result)][1]
+        return self.seeds.index(job.result.seed or 0) % len(DASH_PATTERNS)
+
+    def line(self, job: Job) -> dict[str, Any]:
+        """Return how matplotlib draws a job's curve."""
+        name = group_name(job.result)
+        dash = DASH_PATTERNS[self.dash(job)]
+        return {"color": self.style_of[name][0], "ls": dash, "lw": self.line_widths[name]}
+
+    def drawable(self) -> list[Chart]:
         """Return the charts with something to draw."""
-        charts: list[DrawChart] = []
+        charts: list[Chart] = []
+        intervals = self.intervals()
+        if intervals:
+            height = 1.2 + ROW_HEIGHT_INCHES * len(intervals)
+            charts.append((height, partial(self.difference, intervals)))
         losses = _curves(self.jobs, "train/loss")
-        if losses:
-            charts.append(partial(self.train_loss, losses))
+        if _has_line(losses):
+            charts.append((CHART_HEIGHT_INCHES, partial(self.train_loss, losses)))
         # The quality that all jobs share, else the validation loss.
         names = {job.result.quality for job in self.jobs} - {""}
         keys = [*names, VAL_LOSS] if len(names) == 1 else [VAL_LOSS]
         for key in keys:
             qualities = _curves(self.jobs, key)
-            if qualities:
-                charts.append(partial(self.quality, qualities, key))
+            if _has_line(qualities):
+                charts.append((CHART_HEIGHT_INCHES, partial(self.quality, qualities, key)))
                 break
         scales = _curves(self.jobs, "loss_scale/value", "loss_scale/changes")
         if scales:
-            charts.append(partial(self.loss_scale, scales))
-        compared = compare_with_baselines([job.result for job in self.jobs])
-        timed = [c for c in compared if c.group.speed and c.group.quality]
+            charts.append((CHART_HEIGHT_INCHES, partial(self.loss_scale, scales)))
+        timed = [c for c in self.compared if c.group.speed and c.group.quality]
         # One point alone shows nothing: a quality and a speed are compared with others'.
         if len(timed) > 1:
-            charts.append(partial(self.speed_and_quality, timed))
+            charts.append((CHART_HEIGHT_INCHES, partial(self.speed_and_quality, timed)))
         return charts
+
+    def intervals(self) -> list[Interval]:
+        """Return the differences to the baseline that the verdicts rest on."""
+        gate = gate_verdict(self.advice) if self.advice else None
+        if gate is not None:
+            colour = self.style_of[gate.precision.name][0]
+            return [(f"{o.seeds} seeds", colour, o.gap, o.half_width) for o in gate.looks]
+        tested = [(c.group, c.difference) for c in self.judged if c.difference]
+        # Differences of several metrics are in no common unit.
+        if len({group.jobs[0].quality for group, _ in tested}) > 1:
+            return []
+        return [
+            (group.name, self.style_of[group.name][0], one.value, one.ci_half_width)
+            for group, one in tested
+        ]
+
+    def difference(self, intervals: Sequence[Interval], axes: "Axes") -> None:
+        """Draw each mean difference to the baseline with its interval, one below the other."""
+        job = next(c for c in self.judged if c.difference).group.jobs[0]
+        baseline, metric, direction, sign = BASELINE, job.quality, job.direction, 1
+        notes = "bars: 95 % interval"
+        if self.advice is not None:
+            settings = self.advice.settings
+            baseline, metric, direction = settings.baseline, settings.metric, settings.direction
+            sign = settings.sign
+            notes = "bars: interval of the test"
+            tolerated = settings.margin(self.advice.baseline_spread)
+            if math.isfinite(tolerated):
+                axes.axvspan(-tolerated, tolerated, color=INK, alpha=0.12, lw=0)
+                notes += "; shaded: tolerated"
+        axes.axvline(0, color=INK, lw=1)
+        for row, (_, colour, value, half_width) in enumerate(intervals):
+            error = half_width if math.isfinite(half_width) else None
+            axes.errorbar(sign * value, row, xerr=error, color=colour, fmt="o", ms=5, capsize=3)
+        known = [half_width for *_, half_width in intervals if math.isfinite(half_width)]
+        if len(known) < len(intervals):
+            notes = f"{notes}; one seed has none" if known else "one seed: no interval"
+        sizes = [abs(value) for _, _, value, _ in intervals]
+        typical = statistics.median(sizes)
+        if max(sizes) > MAX_LINEAR_RATIO * typical > 0:
+            # One bad precision would press all others together.
+            threshold = 10.0 ** math.ceil(math.log10(typical))
+            axes.set_xscale("symlog", linthresh=threshold)
+            axes.xaxis.set_major_formatter("{x:g}")
+            notes += f"; logarithmic beyond ±{threshold:g}"
+        else:
+            axes.locator_params(axis="x", nbins=5)
+        names = [plain_label(name) for name, *_ in intervals]
+        axes.set_yticks(range(len(names)), names, parse_math=False)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlabel("lower is better" if direction == "min" else "higher is better")
+        _set_title(axes, f"{metric} minus that of {baseline}\n{notes}", "right")
 
     def train_loss(self, curves: JobCurves, axes: "Axes") -> None:
         """Draw the training loss, with means over buckets where there are many steps."""
-        is_any_smoothed = False
-        for job, (steps, values) in curves:
-            colour, dash = self.style_of[group_name(job.result)]
-            # bucket_means() returns shorter curves as they are.
-            is_smoothed = len(steps) > 2 * MEAN_BUCKETS
-            is_any_smoothed = is_any_smoothed or is_smoothed
-            if is_smoothed and len(curves) <= MAX_WIDE_LINES:
-                axes.plot(*envelope(steps, values), color=colour, lw=0.4, alpha=0.25)
-            axes.plot(*bucket_means(steps, values), color=colour, ls=dash, lw=self.line_width)
+        for job, points in curves:
+            # Curves of few steps are drawn as they are.
+            axes.plot(*bucket_means(*points), **self.line(job))
         title = "training loss"
-        if is_any_smoothed:
+        if any(len(steps) > 2 * MEAN_BUCKETS for _, (steps, _) in curves):
             title += f" (means over 1/{MEAN_BUCKETS} of the run)"
         self._finish(axes, title, curves, is_log=True)
 
@@ -262,9 +341,7 @@ class _Charts:
         is_marked = all(len(steps) <= MAX_MARKED_POINTS for _, (steps, _) in curves)
         marker = "." if is_marked else None
         for job, points in curves:
-            colour, dash = self.style_of[group_name(job.result)]
-            x, y = envelope(*points)
-            axes.plot(x, y, color=colour, ls=dash, lw=self.line_width, marker=marker, ms=4)
+            axes.plot(*envelope(*points), **self.line(job), marker=marker, ms=4)
         is_log = key.endswith(("loss", "perplexity"))
         self._finish(axes, plain_label(key), curves, is_log)
 
@@ -275,20 +352,28 @@ class _Charts:
             axes: with the curves.
             title: of the chart.
             curves: each job with its points.
-            is_log: whether to scale logarithmically, if all values are positive.
+            is_log: whether to scale logarithmically, if the values are positive and differ by
+                more than MIN_LOG_RATIO.
         """
         finite_values = np.concatenate([values[np.isfinite(values)] for _, (_, values) in curves])
-        if is_log and len(finite_values) and finite_values.min() > 0:
-            axes.set_yscale("log")
+        if is_log and len(finite_values):
+            least, greatest = finite_values.min(), finite_values.max()
+            if least > 0 and greatest >= MIN_LOG_RATIO * least:
+                axes.set_yscale("log")
+                # Over many decades the numbers between the powers of ten would stand too close.
+                multiples = (1, 2, 5) if greatest < 1000 * least else (1,)
+                axes.locator_params(axis="y", subs=multiples)
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.minorticks_off()
         # At the upper edge: a value that is not finite has no height of its own.
-        cross: dict[str, Any] = {"mec": "white", "mew": 0.5, "ms": 8, "clip_on": False, "zorder": 5}
+        cross: dict[str, Any] = {"ms": 8, "clip_on": False, "zorder": 5}
         has_gap = False
         for job, (steps, values) in curves:
             nonfinite = ~np.isfinite(values)
             if nonfinite.any():
                 has_gap = True
                 step = steps[nonfinite.argmax()]
-                colour = self.style_of[group_name(job.result)][0]
+                colour = self.line(job)["color"]
                 top = axes.get_xaxis_transform()
                 axes.plot(step, 0.97, "X", color=colour, transform=top, **cross)
         if has_gap:
@@ -300,11 +385,11 @@ class _Charts:
         """Draw the loss scale, with a cross at each skipped step."""
         has_positive = False
         for job, (steps, scales) in curves:
-            colour, dash = self.style_of[group_name(job.result)]
+            line = self.line(job)
             x, y = envelope(steps, scales)
             has_positive = has_positive or bool((y > 0).any())
             # A scale holds until the step that changes it.
-            axes.plot(x, y, color=colour, ls=dash, lw=1.1, drawstyle="steps-post")
+            axes.plot(x, y, **line, drawstyle="steps-post")
             for _, (flag_steps, flags) in _curves([job], "loss_scale/overflow"):
                 overflows = flag_steps[flags > 0]
                 # Every n-th: thousands of crosses would hide the curve and fill the page.
@@ -312,43 +397,45 @@ class _Charts:
                 overflows = overflows[::stride]
                 # The value of the curve at each overflow: the crosses are on the curve.
                 heights = scales[np.searchsorted(steps[1:], overflows, "right")]
-                axes.plot(overflows, heights, "x", color=colour, ms=4, mew=0.9)
+                axes.plot(overflows, heights, "x", color=line["color"], ms=4, mew=0.9)
         if has_positive:
             axes.set_yscale("log", base=2)
         _set_title(axes, "loss scale (×: overflow, step skipped)")
         axes.set_xlabel("optimizer step")
 
     def speed_and_quality(self, drawn: Sequence[Comparison], axes: "Axes") -> None:
-        """Draw a disc for each group, its area in proportion to memory, with the quality's
-        spread."""
+        """Draw a disc for each group, its area in proportion to memory, with the interval of
+        its difference to the baseline."""
         is_ratio = all(c.speed_ratio for c in drawn)
         points = [_speed_and_quality(c, is_ratio) for c in drawn]
         memories = [c.group.memory_mib or 0 for c in drawn]
         most = max(memories)
         for c, memory, (x, y) in zip(drawn, memories, points, strict=True):
-            assert c.group.quality is not None
             colour = self.style_of[c.group.name][0]
             # The least area still shows its colour; without any known memory all discs are equal.
             size = max(15, 260 * memory / most) if most else 60
-            axes.errorbar(x, y, yerr=c.group.quality.sd, color=colour, lw=1, capsize=3, fmt="none")
-            axes.scatter([x], [y], s=size, color=colour, alpha=0.55, ec="white", zorder=3)
-        front = sorted(_speed_and_quality(best, is_ratio) for best in pareto_front(drawn))
-        # No line between speeds of several devices.
-        if len(front) > 1 and len({c.group.device for c in drawn}) == 1:
-            axes.plot(*zip(*front, strict=True), color="#888888", lw=0.8, ls="--", zorder=1)
+            half_width = c.difference.ci_half_width if c.difference else math.inf
+            if math.isfinite(half_width):
+                axes.errorbar(x, y, yerr=half_width, color=colour, lw=1, capsize=3, fmt="none")
+            axes.scatter([x], [y], s=size, color=colour, alpha=0.55, lw=0, zorder=3)
         axes.margins(0.18)
         labels = [plain_label(c.group.name, 26) for c in drawn]
         label_points(axes, list(zip(labels, points, strict=True)))
         axes.set_xlabel(f"speed × {BASELINE}" if is_ratio else "examples/s")
         quality = plain_label(drawn[0].group.jobs[0].quality)
-        _set_title(axes, f"{quality} against speed (area: memory; dashed: Pareto front)")
+        _set_title(axes, f"{quality} against speed; area: memory\nbars: 95 % interval over seeds")
 
 
-def _set_title(axes: "Axes", text: str) -> None:
+def _has_line(curves: JobCurves) -> bool:
+    """Return whether any curve has more than one step: a lone dot shows no course."""
+    return any(len(steps) > 1 for _, (steps, _) in curves)
+
+
+def _set_title(axes: "Axes", text: str, side: Literal["left", "right"] = "left") -> None:
     # Without a height matplotlib measures every tick label once more, to make room for a factor
     # above a linear axis.
     height = None if axes.get_yscale() == "linear" else 1.0
-    axes.set_title(text, fontsize=9, loc="left", y=height, parse_math=False)
+    axes.set_title(text, loc=side, y=height, parse_math=False)
 
 
 def _speed_and_quality(c: Comparison, is_ratio: bool) -> tuple[float, float]:
@@ -360,7 +447,7 @@ def _speed_and_quality(c: Comparison, is_ratio: bool) -> tuple[float, float]:
 
 
 def label_points(axes: "Axes", named: Sequence[tuple[str, tuple[float, float]]]) -> None:
-    """Write each name next to its point, where it covers neither a point nor another name.
+    """Write each name above its point, or below, where it covers no other name.
 
     Without such a place a name is left out: the legend has the colours.
 
@@ -368,38 +455,18 @@ def label_points(axes: "Axes", named: Sequence[tuple[str, tuple[float, float]]])
         axes: with everything else already drawn.
         named: (name, (x, y)) of each point, in data coordinates.
     """
-    from matplotlib.transforms import Bbox
-
     figure = axes.get_figure(root=True)
     assert figure is not None
-    layout = figure.get_layout_engine()
-    assert layout is not None
     # The layout decides where the points are.
-    layout.execute(figure)
-    pixels = figure.dpi / 72
-    centres = [axes.transData.transform(point) for _, point in named]
-    radius = POINT_RADIUS * pixels
-    taken = [Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius) for x, y in centres]
-    for (name, point), (x, y) in zip(named, centres, strict=True):
-        width = CHARACTER_WIDTH * len(name) * pixels
-        height = LINE_HEIGHT * pixels
-        for side, rise in LABEL_PLACES:
-            left_edge = x + LABEL_DISTANCE * side * pixels - width * (1 - side) / 2
-            box = Bbox.from_bounds(left_edge, y + rise * pixels - height / 2, width, height)
-            if box.x0 < axes.bbox.x0 or box.x1 > axes.bbox.x1 + RIGHT_MARGIN * pixels:
-                continue
-            if any(box.overlaps(other) for other in taken):
-                continue
-            taken.append(box)
-            axes.annotate(
-                name,
-                point,
-                (LABEL_DISTANCE * side, rise),
-                textcoords="offset points",
-                fontsize=LABEL_FONT_SIZE,
-                ha=ALIGNMENTS[side],
-                va="center",
-                parse_math=False,
-                bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6},
-            )
-            break
+    figure.draw_without_rendering()
+    # A long name at the left would cover the numbers of the axis.
+    taken: list[Any] = [axes.yaxis.get_tightbbox()]
+    for name, point in named:
+        for rise in LABEL_RISES:
+            look: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
+            text = axes.annotate(name, point, (0, rise), parse_math=False, **look)
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()

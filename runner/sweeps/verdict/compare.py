@@ -337,34 +337,3 @@ def _speeds_by_seed(group: Group) -> SeedValues:
         (job.seed, (job.status == "finished" and job.examples_per_second) or None)
         for job in group.jobs
     ]
-
-
-def pareto_front(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Return the complete groups that no other one on the same device dominates.
-
-    A group dominates another if its means of speed, memory and quality are at least as good and
-    one is better.
-    """
-    timed = [comparison for comparison in comparisons if comparison.group.speed]
-    complete = [comparison for comparison in timed if comparison.group.is_complete]
-    return [
-        candidate
-        for candidate in complete
-        if not any(_dominates(other.group, candidate.group) for other in complete)
-    ]
-
-
-def _dominates(first: Group, second: Group) -> bool:
-    """Return whether the first group is nowhere worse than the second, and somewhere better."""
-    if first.device != second.device:
-        return False
-    gains = [merit - other for merit, other in zip(_merits(first), _merits(second), strict=True)]
-    return min(gains) >= 0 and max(gains) > 0
-
-
-def _merits(group: Group) -> tuple[float, float, float]:
-    """Return speed, memory and quality, each signed so that greater is better."""
-    assert group.speed is not None
-    assert group.quality is not None
-    quality_sign = 1 if group.jobs[0].direction == "max" else -1
-    return group.speed.mean, -(group.memory_mib or 0.0), quality_sign * group.quality.mean

@@ -16,11 +16,14 @@ from compared_models import (
     planted,
     replace_forward,
     sentence,
+    wrong_gradient,
 )
 from torch import nn
 
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
-from runner.diagnostics.divergence.findings import first_divergence
+from runner.diagnostics.divergence.divergence_page import write_page
+from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
+from runner.diagnostics.divergence.findings import KNOWN_SUM, first_divergence
 from runner.training.tasks.classification import Classification
 
 EVERY_BUG_ONCE = {
@@ -117,6 +120,28 @@ def test_gradients_below_float16s_normal_numbers_are_said_to_be():
     assert error.subnormal == error.elements > error.flushed > 0
     text = "(100 % of the elements are below the normal numbers of float16, 0.46 %"
     assert text in sentence(found)
+
+
+@pytest.mark.parametrize("plants_bug", [False, True])
+def test_what_torchs_kernel_is_known_to_sum_in_bfloat16_is_no_alarm(plants_bug, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 16))
+    batch = (torch.randn(16384, 8), torch.randint(16, (16384,)))
+    plant = (lambda model: wrong_gradient(model.get_submodule("0"))) if plants_bug else None
+    found = compare((model, batch, Classification()), "bf16-mixed", plant)
+    name, known = ("0", False) if plants_bug else ("2", True)
+    first = first_divergence(found.rows)
+    assert (first.row.module, first.added.is_known_sum) == (name, known)
+    assert sentence(found).endswith(f"It is known: {KNOWN_SUM}.") == known
+    report = DivergenceReport("bf16-mixed", "32-true", [StepComparison(1, found, None)])
+    write_page(report, tmp_path / "diff.html")
+    page = (tmp_path / "diff.html").read_text()
+    assert f"<small>{KNOWN_SUM}</small>" in page
+    assert ('class="bad"' in page) == plants_bug
+    assert page.count("<svg") >= 2
+    assert "`" not in page
+    assert "a layer parts above 2, other code" in page
+    assert "gradients of parameters, which are sums over all rows, above 5" in page
 
 
 class Kinked(nn.Module):

@@ -46,7 +46,7 @@ def test_a_run_writes_its_measurements(quick, folder):
     assert (found.every, found.precision, found.compute) == (2, "32-true", "float32")
     assert {m.module for m in found.probes[0].measured} == {"layers.0", "head", "(model)"}
     assert all((folder() / name).stat().st_size for name in FILES)
-    assert re.search(r"numerics: float16 .*, bfloat16 .*numerics\.html", done.stdout)
+    assert re.search(r"numerics: see .*numerics\.html\n  float16: .*\n  bfloat16: ", done.stdout)
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -13,6 +13,7 @@ from runner.sweeps.report.advice_page import (
     next_command,
     other_sentences,
 )
+from runner.sweeps.report.charts import chart_figures
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import answer_record, write_report
@@ -315,3 +316,20 @@ def test_a_loss_scale_that_begins_too_high_has_a_remedy() -> None:
     jobs = changed(trials("16-mixed", 0.5), skipped_steps=7, loss_scale=512.0)
     made = advice_table(asked(BASE, jobs))
     assert "try precision.loss_scale.init_scale=512" in str(made.rows)
+
+
+def test_advise_and_gate_draw_the_intervals_of_their_tests() -> None:
+    jobs = [*BASE, *trials("bf16-mixed", 0.001)]
+    advise = SweepData([Job(job) for job in jobs], advise_settings=ASKED)
+    (test,) = (verdict.test for verdict in advise.advice.verdicts if verdict.test)
+    gate = replace(advise, advise_settings=replace(ASKED, mode="gate", max_gap=0.0001))
+    looks = gate_verdict(gate.advice).looks
+    for data, rows in (
+        (advise, {"bf16-mixed": (test.value, test.ci_half_width)}),
+        (gate, {f"{look.seeds} seeds": (look.gap, look.half_width) for look in looks}),
+    ):
+        axes = chart_figures(data)[0].axes[0]
+        assert axes.get_title(loc="right").endswith("interval of the test; shaded: tolerated")
+        assert [tick.get_text() for tick in axes.get_yticklabels()] == [*rows]
+        ends = [bars.get_segments()[0][:, 0].tolist() for bars in axes.collections]
+        assert ends == [pytest.approx([gap - half, gap + half]) for gap, half in rows.values()]

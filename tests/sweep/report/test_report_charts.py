@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from job_results import finished
-from matplotlib.collections import PathCollection
+from matplotlib.collections import LineCollection, PathCollection
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.charts import (
@@ -21,6 +21,7 @@ from runner.sweeps.report.charts import (
     overview_figure,
 )
 from runner.sweeps.report.load import Job, SweepData
+from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.utils.plots import plain_label, svg_element
 
 
@@ -83,21 +84,75 @@ def test_a_repeated_step_has_its_last_value():
     assert (steps.tolist(), values.tolist()) == ([1, 2, 3], [1, 20, 30])
 
 
-def test_twenty_two_groups_look_different():
-    look = group_styles([f"p{i}" for i in range(21)] + ["32-true"])
-    assert look["32-true"] == ("black", "solid")
-    assert len({str(style) for style in look.values()}) == 22
+def test_every_precision_has_a_colour_of_its_own():
+    styles = group_styles([finished(f"p{i}") for i in range(28)] + [finished("32-true")])
+    assert styles["32-true"] == ("black", 0)
+    assert len({colour for colour, _ in styles.values()}) == 29
+    settings = [f"lr={i}" for i in range(5)]
+    few, many = (
+        group_styles([finished(p, settings=s) for p in ("32-true", "b") for s in settings[:count]])
+        for count in (2, 5)
+    )
+    assert [few["b lr=0"], few["b lr=1"], few["32-true lr=1"][1]] == [
+        (few["b lr=0"][0], 0),
+        (few["b lr=0"][0], 1),
+        1,
+    ]
+    assert len({colour for colour, _ in many.values()}) == 10
 
 
-def test_seeds_share_a_look_and_a_line_in_the_legend():
-    data = SweepData([job(), job("b"), job("b", 1)])
-    assert [entry.name for entry in legend_entries(data)] == ["32-true", "b"]
-    lines = axes_named(overview_figure(data), "training loss").lines
-    assert lines[1].get_color() == lines[2].get_color() != lines[0].get_color()
+def test_precisions_differ_in_colour_and_seeds_in_dashes():
+    data = SweepData([job(), job("b", 1), job("b")])
+    entries = {entry.name: entry for entry in legend_entries(data)}
+    assert [*entries] == ["32-true", "b", "seed 0", "seed 1"]
+    assert [bool(entry.dashes) for entry in entries.values()] == [False, False, False, True]
+    first, dashed, last = axes_named(overview_figure(data), "training loss").lines
+    assert last.get_color() == dashed.get_color() == entries["b"].colour != first.get_color()
+    assert [line.get_linestyle() for line in (first, dashed, last)] == ["-", "--", "-"]
+    # A narrow curve hides no wide one.
+    assert first.get_linewidth() > last.get_linewidth()
+
+
+def with_quality(precision, quality, seed=0):
+    return job(precision, seed, metrics={"val/accuracy": quality})
+
+
+def difference_axes(figure):
+    return next(a for a in figure.axes if "minus that of" in a.get_title(loc="right"))
+
+
+def test_the_first_chart_has_each_difference_with_its_interval():
+    qualities = [("32-true", 0.90), ("32-true", 0.91), ("b", 0.92), ("b", 0.91), ("c", 0.5)]
+    data = SweepData([with_quality(*one, seed=i % 2) for i, one in enumerate(qualities)])
+    b, _ = (c.difference for c in compare_with_baselines(data.results) if not c.is_baseline)
+    axes = chart_figures(data)[0].axes[0]
+    title = "val/accuracy minus that of 32-true\nbars: 95 % interval; one seed has none"
+    assert axes.get_title(loc="right") == title
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["b", "c"]
+    (bars,) = [c for c in axes.collections if len(c.get_segments()[0])]
+    assert bars.get_segments()[0][:, 0] == pytest.approx(
+        [b.value - b.ci_half_width, b.value + b.ci_half_width]
+    )
+    alone = difference_axes(overview(job(), job("b")))
+    assert alone.get_title(loc="right").endswith("one seed: no interval")
+    assert alone.get_xlabel() == "higher is better"
+
+
+def test_a_bad_precision_does_not_press_the_others_together():
+    named = [("32-true", 0.9), ("a", 0.901), ("b", 0.902), ("c", 0.903), ("bad", 0.1)]
+    jobs = [with_quality(*one) for one in named]
+    scales = [difference_axes(overview(*jobs[:count])).get_xscale() for count in (4, 5)]
+    assert scales == ["linear", "symlog"]
+
+
+def test_a_curve_of_one_step_is_not_drawn():
+    shown = job(curves={"val/accuracy": curve([0.9])})
+    titles = [axes.get_title(loc="left") for axes in overview(shown).axes]
+    assert titles == ["training loss"]
 
 
 def test_the_figure_has_a_chart_for_each_kind_of_curve():
-    for jobs, count in (([job()], 2), ([job(), job("b")], 3), ([job(), scaled([4], [0])], 4)):
+    for jobs, count in (([job()], 2), ([job(), job("b")], 4), ([job(), scaled([4], [0])], 5)):
         assert len(chart_figures(SweepData(jobs))) == count
         assert len(overview(*jobs).axes) == count
 
@@ -110,10 +165,12 @@ def test_nothing_trained_makes_no_figure():
         assert chart_figures(SweepData(jobs)) == []
 
 
-def test_the_axis_is_logarithmic_if_all_values_are_positive():
-    losses = ([3.0, math.nan, 1.0], [3.0, 0.0, 1.0], [3.0, -1.0])
+def test_the_axis_is_logarithmic_if_it_then_has_ticks():
+    losses = ([3.0, math.nan, 1.0], [0.59, 0.57], [3.0, 0.0, 1.0], [3.0, -1.0])
     axes = [axes_named(overview(job(values=values)), "training loss") for values in losses]
-    assert [each.get_yscale() for each in axes] == ["log", "linear", "linear"]
+    assert [each.get_yscale() for each in axes] == ["log", "linear", "linear", "linear"]
+    axes[0].figure.draw_without_rendering()
+    assert {"1", "2"} <= {tick.get_text() for tick in axes[0].get_yticklabels()}
 
 
 def test_the_first_loss_that_is_not_finite_is_marked():
@@ -149,7 +206,7 @@ def test_the_scale_is_drawn_from_its_changes_if_nothing_else_is_known():
 
 
 def test_validation_loss_is_drawn_if_the_quality_has_no_curve():
-    shown = job(curves={"val/accuracy": curve([]), "val/loss": curve([2.0, 1.0])})
+    shown = job(curves={"val/accuracy": curve([]), "val/loss": curve([4.0, 1.0])})
     assert axes_named(overview(shown), "val/loss").get_yscale() == "log"
 
 
@@ -162,6 +219,8 @@ def test_speed_is_drawn_against_quality():
     assert spots[1][1] == pytest.approx(0.9)
     assert axes.get_xlabel() == "speed × 32-true"
     assert {t.get_text() for t in axes.texts} == {"32-true", "b"}
+    # No bar is the spread over seeds: with one seed of b there is no paired interval.
+    assert not any(isinstance(c, LineCollection) for c in axes.collections)
 
 
 def test_speed_is_in_examples_per_second_without_a_baseline():
@@ -196,6 +255,8 @@ def test_an_svg_stands_alone():
         links = re.findall(r'href="([^"]+)"', text) + re.findall(r"url\(([^)]+)\)", text)
         assert links
         assert {link.lstrip("#") for link in links} <= set(ids)
+        assert "#000000" not in text
+        assert "#ffffff" not in text
         rest = re.sub(r'xmlns(:\w+)?="[^"]+"', "", text)
         assert "http" not in rest
     assert len(every) == len(set(every))

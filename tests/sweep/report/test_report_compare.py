@@ -7,7 +7,7 @@ from runner.modes.result import RunResult
 from runner.sweeps.report.columns import groups_table, sweep_table
 from runner.sweeps.report.conclusion import conclusion_text, recommended_precision
 from runner.sweeps.report.wording import difference_words, format_interval
-from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs, pareto_front
+from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs
 from runner.sweeps.verdict.statistics import Spread
 
 
@@ -137,25 +137,6 @@ def test_the_baseline_has_the_same_settings_and_device():
         assert of(sweep, f"b optimizer.lr=2 {key}").speed_ratio.value == pytest.approx(2.5)
     alone = of(sweep, "b optimizer.lr=3")
     assert (alone.baseline, alone.speed_ratio) == (None, None)
-
-
-def test_the_pareto_front_holds_the_groups_that_none_dominates():
-    def job(name, quality, speed, mib, **more):
-        cost = {"examples_per_second": speed, "peak_memory_mib": mib}
-        return finished(name, quality=quality, **cost, **more)
-
-    sweep = [
-        job("32-true", 0.90, 100.0, 10.0),
-        job("fast", 0.80, 200.0, 10.0),
-        job("small", 0.80, 100.0, 1.0),
-        job("beaten", 0.80, 150.0, 10.0),
-        job("elsewhere", 0.10, 1.0, 99.0, device=CPU),
-        job("gone", math.nan, 999.0, 10.0),
-    ]
-    front = [c.group.name for c in pareto_front(compare_with_baselines(sweep))]
-    assert front == ["32-true", "fast", "small", "elsewhere"]
-    falling = [finished(name, quality=q, direction="min") for name, q in (("a", 2.0), ("b", 1.0))]
-    assert [c.group.name for c in pareto_front(compare_with_baselines(falling))] == ["b"]
 
 
 NOISY, SAME, WORSE = (0.90, 0.91, 0.92), (0.905, 0.908, 0.921), (0.70, 0.711, 0.72)

@@ -115,8 +115,9 @@ def test_without_a_baseline_in_the_first_sweep_nothing_is_compared(tmp_path):
 
 
 def test_a_precision_has_one_colour_in_both_sweeps():
-    styles = group_styles(["32-true sweep=A", "16-mixed sweep=A", "16-mixed sweep=B"])
-    assert styles["32-true sweep=A"] == ("black", "solid")
+    named = [("32-true", "A"), ("16-mixed", "A"), ("16-mixed", "B")]
+    styles = group_styles([finished(name, settings=f"sweep={letter}") for name, letter in named])
+    assert styles["32-true sweep=A"] == ("black", 0)
     assert styles["16-mixed sweep=A"][0] == styles["16-mixed sweep=B"][0]
     assert styles["16-mixed sweep=A"] != styles["16-mixed sweep=B"]
 
