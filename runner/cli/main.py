@@ -47,7 +47,7 @@ from runner.sweeps.job_result import (
 )
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.lasting_output import lasting_output
-from runner.utils.layout import ADVICE
+from runner.utils.layout import LOG
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import CommandSignals, Interrupted
 from runner.utils.terminal import PlainFormatter, is_text, one_line, print_error, sanitize
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with CommandSignals(_has_open_sweep):
             status = _run_command(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt as error:
-        status = _interrupt_status(error)
+        status = interrupt_status(error)
     if status:
         torchrun.publish_failure()
     return status
@@ -229,7 +229,7 @@ def _run_hydra(argv: Sequence[str]) -> int:
         print_error(str(error))
         status = error.exit_status
     except KeyboardInterrupt as error:
-        status = _interrupt_status(error)
+        status = interrupt_status(error)
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
@@ -238,7 +238,7 @@ def _run_hydra(argv: Sequence[str]) -> int:
     return status
 
 
-def _interrupt_status(error: KeyboardInterrupt) -> int:
+def interrupt_status(error: KeyboardInterrupt) -> int:
     """Return the exit status of a command that Ctrl-C or another signal has ended."""
     return error.exit_status if isinstance(error, Interrupted) else 130
 
@@ -282,17 +282,20 @@ def run_job(config: DictConfig) -> float | None:
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
     sweeping = is_sweep_job()
+    leaves_line = sweeping and _leaves_line(config)
     try:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        _print_job_error(error, folder, sweeping)
+        # A trial's line says why it failed.
+        if not (leaves_line and _is_trial()):
+            _print_error_once(str(error))
         status: Status = "unavailable" if isinstance(error, Unavailable) else "failed"
         if error.exit_status > 128:
             status = "stopped"
         failure = _Failure(status, str(error), error.exit_status, error.finished)
     except KeyboardInterrupt as error:
-        failure = _Failure("stopped", str(error) or "Interrupted.", _interrupt_status(error))
+        failure = _Failure("stopped", str(error) or "Interrupted.", interrupt_status(error))
     except Exception as error:
         text = redact(traceback.format_exc())
         print(sanitize(text), file=sys.stderr)
@@ -301,6 +304,8 @@ def run_job(config: DictConfig) -> float | None:
         failure = _Failure("failed", redact(f"{type(error).__name__}: {error}"), 1)
     if sweeping and not failure.has_result:
         record_result(config, folder, failure.status, failure.message)
+    if leaves_line:
+        _print_job_line(folder)
     if failure.exit_status > 128 or HydraConfig.get().mode == RunMode.RUN:
         raise SystemExit(failure.exit_status)
     if sweeping and HydraConfig.get().callbacks["sweep"].fail_fast:
@@ -314,23 +319,29 @@ def run_job(config: DictConfig) -> float | None:
     return None
 
 
-def _print_job_error(error: RunnerError, folder: Path, sweeping: bool) -> None:
-    """Print a job's error; a trial of mode=advise gets one line."""
-    if not (sweeping and _is_trial()):
-        _print_error_once(str(error))
-        return
-    # Without advise.json the first trial failed: mode=advise ends, and prints this error itself.
-    if (folder.parent / ADVICE).is_file():
-        name = " ".join(job_invocation(True).swept_overrides).removeprefix("precision=")
-        print(sanitize(f"{name}: {str(error).splitlines()[0]}"), flush=True)
+def _leaves_line(config: DictConfig) -> bool:
+    """Return whether HydraConfig's job, one of a sweep, prints one line, and all else to a file."""
+    settings = HydraConfig.get()
+    # A job that a user types again has no id.
+    is_typed = OmegaConf.is_missing(settings.job, "id")
+    is_verbose = settings.callbacks["sweep"].verbose or is_typed
+    return not is_verbose and config.mode in ("train", "evaluate")
+
+
+def _print_job_line(folder: Path) -> None:
+    from runner.sweeps.progress import print_job_line
+
+    print_job_line(Path(HydraConfig.get().sweep.dir), folder)
 
 
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     """Resolve a job's config and run it; a job that is finished already returns its result."""
-    is_trial = sweeping and _is_trial()
-    if sweeping and not is_trial:
-        overrides = one_line(" ".join(job_overrides()))
-        print(f"\njob {HydraConfig.get().job.num}: {overrides}", flush=True)
+    settings = HydraConfig.get()
+    leaves_line = sweeping and _leaves_line(config)
+    heading = f"job {settings.job.num}: {one_line(' '.join(job_overrides()))}" if sweeping else ""
+    if sweeping and not leaves_line:
+        print(f"\n{heading}", flush=True)
+    if sweeping and not _is_trial():
         use_sweep_time()
         remove_keys(config, keys_left_out_of_job())
     finished = _finished_before(config, folder, sweeping)
@@ -338,7 +349,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         # The other processes find the result, too, and leave.
         torchrun.publish(torchrun.START_KEY, folder)
         if torchrun.process_rank().is_main:
-            print(f"{finished.outcome} before", flush=True)
+            name = f"{heading}  " if leaves_line else ""
+            print(f"{name}{finished.outcome} before", flush=True)
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
@@ -355,11 +367,15 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     if is_first:
         # What was imported stays: no later collection has to look through it.
         gc.freeze()
-    if is_trial:
-        from runner.sweeps.advisor.trials import print_one_line_result
+    if not leaves_line:
+        return run(spec, folder, invocation)
+    from runner.sweeps.progress import job_label
+    from runner.utils.console import JobConsole
 
-        return print_one_line_result(lambda console: run(spec, folder, invocation, console))
-    return run(spec, folder, invocation)
+    label = job_label(Path(settings.sweep.dir), invocation.label(spec))
+    result = run(spec, folder, invocation, JobConsole(folder / LOG, label))
+    _print_job_line(folder)
+    return result
 
 
 def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult | None":

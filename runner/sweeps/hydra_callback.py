@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
+from runner.config.overrides import SWEEP_KEYS
 from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
@@ -24,6 +28,7 @@ from runner.utils.terminal import sanitize
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+_BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
 _YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """PyYAML may be installed without libyaml."""
@@ -38,11 +43,14 @@ class SweepCallback(Callback):
     Args:
         resume: resume the sweep that the folder holds.
         fail_fast: end the sweep at its first failed job; read by the launcher.
+        verbose: each job prints what a single run does; read by the job.
     """
 
-    def __init__(self, resume: bool = False, fail_fast: bool = False) -> None:
+    def __init__(
+        self, resume: bool = False, fail_fast: bool = False, verbose: bool = False
+    ) -> None:
         self._resume = resume
-        self._fail_fast = fail_fast
+        self._is_set = {"sweep.fail_fast": fail_fast, "sweep.verbose": verbose}
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a sweep's keys and a precision's unknown keys in a single run.
@@ -57,8 +65,8 @@ class SweepCallback(Callback):
         if not OmegaConf.is_missing(config.hydra.job, "num"):
             return
         try:
-            if self._fail_fast:
-                raise ConfigError("sweep.fail_fast is for sweeps. Type -m, or leave it out.")
+            for key in filter(self._is_set.get, self._is_set):
+                raise ConfigError(f"{key} is for sweeps. Type -m, or leave it out.")
             check_run_keys(config)
         except ConfigError as error:
             raise SystemExit(error.exit_status) from error
@@ -94,6 +102,13 @@ class SweepCallback(Callback):
             # Now, so that the store exists before any job needs it.
             sweep = Sweep(folder, overrides, tracking, self._resume, left_out)  # type: ignore[arg-type]
             Sweep.current = sweep
+            own = (config.hydra.launcher.get("_target_"), config.hydra.sweeper.get("_target_"))
+            # Hydra's own launcher does not say how many jobs there are; Hydra itself reports what
+            # it cannot read.
+            with suppress(HydraException):
+                if own == (_BASIC, _BASIC_SWEEPER) and not config.hydra.sweeper.params:
+                    parsed = OverridesParser.create().parse_overrides([*overrides])
+                    sweep.set_job_count(len(BasicSweeper.split_arguments(parsed, None)[0]), 1)
             for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)
         except RunnerError as error:
@@ -138,7 +153,7 @@ def _prepare(config: DictConfig) -> None:
             "sweep.resume=<folder of a sweep>."
         )
     sweeper = str(config.hydra.sweeper.get("_target_"))
-    _check_fail_fast(config)
+    _check_sweep_keys(config)
     if (sweeper == ADVISE) != (config.mode in ADVISE_MODES):
         raise ConfigError(ADVISE_USAGE_MESSAGE)
     if sweeper == ADVISE:
@@ -153,12 +168,15 @@ def _prepare(config: DictConfig) -> None:
         prepare_remote(config)
 
 
-def _check_fail_fast(config: DictConfig) -> None:
-    """Raise ConfigError for a sweep.fail_fast that is no boolean or cannot work in this sweep."""
-    fail_fast = config.hydra.callbacks.sweep.fail_fast
-    if not isinstance(fail_fast, bool):
-        raise ConfigError(f"sweep.fail_fast={fail_fast}: type true or false.")
-    if not fail_fast:
+def _check_sweep_keys(config: DictConfig) -> None:
+    """Raise ConfigError for a key of SWEEP_KEYS that is no boolean, and for a sweep.fail_fast that
+    cannot work in this sweep."""
+    settings = config.hydra.callbacks.sweep
+    for key in SWEEP_KEYS:
+        value = settings[key.partition(".")[2]]
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key}={value}: type true or false.")
+    if not settings.fail_fast:
         return
     if config.mode in ADVISE_MODES:
         raise ConfigError(

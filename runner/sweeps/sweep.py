@@ -128,9 +128,12 @@ class Sweep:
         """Let the sweep end before its last job, for a reason that its end prints."""
         self._early_end = reason
 
-    def set_job_count(self, jobs: int) -> None:
-        """Write to the manifest how many jobs the sweep has."""
-        self.manifest = replace(self.manifest, jobs=jobs)
+    def set_job_count(self, jobs: int, at_once: int) -> None:
+        """Write to the manifest how many jobs the sweep has, and how many run at the same time.
+
+        Either is 0 where it is not known.
+        """
+        self.manifest = replace(self.manifest, jobs=jobs, jobs_at_once=at_once)
         self.manifest.write(self.folder)
 
     def end(self, status: int) -> int:

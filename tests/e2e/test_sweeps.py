@@ -165,7 +165,7 @@ def test_a_number_of_a_job_alone_is_no_sweep(quick, tmp_path):
 def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):
     names = []
 
-    def note(spec, folder, invocation):
+    def note(spec, folder, invocation, console):
         names.append(invocation.label(spec))
         result = RunResult(spec.precision["name"], "", str(folder))
         result.write(folder)

@@ -90,15 +90,21 @@ def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -
         missing_jobs: which of the sweep's jobs did not begin; see SweepData.missing_jobs_clause.
     """
     sentences = [
-        conclusion_sentence(comparisons),
+        conclusion_sentence(comparisons, bool(missing_jobs)),
         failure_sentence(comparisons, missing_jobs),
         *caveats_of(comparison.group for comparison in comparisons),
     ]
     return " ".join(filter(None, sentences))
 
 
-def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
-    """Return what the numbers show, one sentence per device."""
+def conclusion_sentence(comparisons: Sequence[Comparison], is_partial: bool = False) -> str:
+    """Return what the numbers show, one sentence per device.
+
+    Args:
+        comparisons: as compare_with_baselines() returns them.
+        is_partial: some jobs of the sweep have not begun.
+    """
+    is_partial |= any(comparison.group.counts.get("stopped") for comparison in comparisons)
     if any(sweep_letter(comparison.group.name) for comparison in comparisons):
         return _two_sweeps_sentence(comparisons)
     if not comparisons:
@@ -110,7 +116,8 @@ def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
     if by_device:
         sentences = []
         for device, ended in by_device.items():
-            sentence = _device_sentence(ended, [c for c in comparisons if c.group.device == device])
+            every = [c for c in comparisons if c.group.device == device]
+            sentence = _device_sentence(ended, every, is_partial)
             place = f"On {device or 'an unknown device'}: " if len(by_device) > 1 else ""
             sentences.append(f"{place}{sentence}")
         return " ".join(sentences)
@@ -157,12 +164,15 @@ def _capitalised_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
+def _device_sentence(
+    ended: Sequence[Comparison], every: Sequence[Comparison], is_partial: bool
+) -> str:
     """Return the sentence on the groups of one device that ended with a quality.
 
     Args:
         ended: those groups.
         every: all groups of the device.
+        is_partial: jobs of the sweep are still to run, which there would be to compare with.
     """
     # From the situation that says least to the one that says most: each test may assume that the
     # situations before it are excluded.
@@ -174,7 +184,9 @@ def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -
         addition = "add another precision"
         if groups[0].precision != BASELINE:
             addition = f"add precision={BASELINE}"
-        rest = "" if ended[0].is_baseline else f"; to compare, {addition}"
+        rest = f"; to compare, {addition}"
+        if ended[0].is_baseline or is_partial:
+            rest = ""
         return f"Only {groups[0].name} ended: {facts}{rest}."
     if len({group.settings for group in groups}) > 1:
         return _settings_sentence(ended, every)
