@@ -108,7 +108,8 @@ class SweepCallback(Callback):
             with suppress(HydraException):
                 if own == (_BASIC, _BASIC_SWEEPER) and not config.hydra.sweeper.params:
                     parsed = OverridesParser.create().parse_overrides([*overrides])
-                    sweep.set_job_count(len(BasicSweeper.split_arguments(parsed, None)[0]), 1)
+                    jobs = len(BasicSweeper.split_arguments(parsed, None)[0])
+                    sweep.update_manifest(jobs=jobs, jobs_at_once=1)
             for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)
         except RunnerError as error:

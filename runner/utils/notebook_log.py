@@ -14,15 +14,11 @@ _UPDATE_SECONDS = 0.5
 
 
 class NotebookLog(io.StringIO):
-    """A stream whose text a notebook's cell shows, folded, with a bar above it.
-
-    Attributes:
-        title: the line that the text is folded under; empty for its last line.
-    """
+    """A stream whose text a notebook's cell shows, folded under a line, with a bar above it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.title = ""
+        self._title = ""
         self._bar = ""
         self._shown_at = 0.0
         self._handle: Any = None
@@ -32,6 +28,10 @@ class NotebookLog(io.StringIO):
         count = super().write(text)
         self.show()
         return count
+
+    def fold_under(self, title: str) -> None:
+        """Set the line that the text is folded under, in place of its last one."""
+        self._title = title
 
     def show_bar(self, percent: float, text: str) -> None:
         """Show a bar in place of the one before."""
@@ -47,7 +47,7 @@ class NotebookLog(io.StringIO):
         from IPython.display import HTML, display
 
         self._shown_at = monotonic()
-        title = html.escape(sanitize(self.title) or text.splitlines()[-1])
+        title = html.escape(sanitize(self._title) or text.splitlines()[-1])
         log = f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>"
         page = HTML(log if is_last else self._bar + log)
         if self._handle is None:

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -68,11 +67,9 @@ class Trials:
         Args:
             words: overrides of a job; its precision and seed are not shared.
         """
-        sweep = Sweep.current
-        if sweep is not None:
+        if Sweep.current is not None:
             shared = [word for word in words if not word.startswith(("precision=", "seed="))]
-            sweep.manifest = replace(sweep.manifest, overrides=shared)
-            sweep.manifest.write(self.folder)
+            Sweep.current.update_manifest(overrides=shared)
 
     def announce(self, most: int) -> None:
         """Write to the manifest what the trials that follow say of their number and the budget.
@@ -80,11 +77,9 @@ class Trials:
         Args:
             most: largest number of trials; 0 where it is not known.
         """
-        sweep = Sweep.current
-        if sweep is not None:
+        if Sweep.current is not None:
             end_ms = now_ms() + round(1e3 * self.remaining_seconds)
-            sweep.manifest = replace(sweep.manifest, max_trials=most, budget_end_ms=end_ms)
-            sweep.manifest.write(self.folder)
+            Sweep.current.update_manifest(max_trials=most, budget_end_ms=end_ms)
 
     def results(self) -> list[RunResult]:
         """Return the results of all jobs so far."""

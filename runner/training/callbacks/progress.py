@@ -5,15 +5,8 @@ from collections.abc import Callable
 from math import inf
 from time import monotonic
 
+import rich.progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Column
 
 from runner.training.callbacks.callback import RunCallback, RunHandle
@@ -101,12 +94,12 @@ class ProgressBar(ProgressLines):
         self._shown_at = clock()
         # A label may hold brackets, as in a list of overrides, which rich would read as markup.
         label_column = Column(no_wrap=True, overflow="ellipsis", max_width=screen.width - 38)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False, table_column=label_column),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]}"),
-            TimeRemainingColumn(),
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}", markup=False, table_column=label_column),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.fields[loss]}"),
+            rich.progress.TimeRemainingColumn(),
             console=screen,
             expand=True,
             # A job of a sweep leaves a line instead.
@@ -128,7 +121,7 @@ class ProgressBar(ProgressLines):
         super().on_steps(records, run)
         self.show(records[-1].step)
 
-    def show(self, done: int) -> Task:
+    def show(self, done: int) -> rich.progress.Task:
         """Show how many steps are done; return rich's account of them."""
         self._shown_at = self._clock()
         (task,) = self._bar.tasks
@@ -145,7 +138,7 @@ class ProgressBar(ProgressLines):
 class NotebookProgress(ProgressBar):
     """A bar above the log of a notebook's cell."""
 
-    def show(self, done: int) -> Task:
+    def show(self, done: int) -> rich.progress.Task:
         task = super().show(done)
         parts = [f"{task.description}: step {task.completed:.0f} of {task.total}"]
         parts.append(task.fields["loss"])
