@@ -61,8 +61,10 @@ def test_a_precision_that_is_not_here_is_no_failure(quick, tmp_path):
         ("-m seed=0,1 sweep.fail_fast=maybe", "sweep.fail_fast=maybe: type true or false."),
         (
             "-m seed=0,1 sweep.failfast=true",
-            "sweep.resume, sweep.fail_fast. Type sweep.fail_fast=<value>.",
+            "sweep.resume, sweep.fail_fast, sweep.verbose. Type sweep.fail_fast=<value>.",
         ),
+        ("sweep.verbose=true", "sweep.verbose is for sweeps. Type -m, or leave it out."),
+        ("-m seed=0,1 sweep.verbose=2", "sweep.verbose=2: type true or false."),
         ("mode=advise sweep.fail_fast=true", "in mode=advise a precision that fails is an"),
         (
             "-m seed=0,1 launcher=joblib sweep.fail_fast=true",

@@ -257,9 +257,8 @@ class RemoteLauncher(Launcher):
         """
         config = self._config
         # A batch system and a cluster say of no job when it begins.
-        at_once = 0
-        if _launcher_name(self._node) in ("JoblibLauncher", "LocalLauncher"):
-            at_once = _jobs_at_once(self._node, len(job_overrides))
+        is_here = _launcher_name(self._node) in ("JoblibLauncher", "LocalLauncher")
+        at_once = _jobs_at_once(self._node, len(job_overrides)) if is_here else 0
         begin_launch(config, initial_job_idx + len(job_overrides), at_once)
         jobs = {
             number: compose_job_config(self._context, config, number, overrides)

@@ -140,12 +140,12 @@ class NotebookProgress(ProgressBar):
 
     def show(self, done: int) -> rich.progress.Task:
         task = super().show(done)
-        parts = [f"{task.description}: step {task.completed:.0f} of {task.total}"]
-        parts.append(task.fields["loss"])
-        if task.time_remaining:
-            parts.append(f"{format_duration(task.time_remaining)} left")
+        steps = f"{task.description}: step {task.completed:.0f} of {task.total}"
+        left = f"{format_duration(task.time_remaining)} left" if task.time_remaining else ""
         assert isinstance(sys.stdout, NotebookLog)
-        sys.stdout.show_bar(task.percentage, ", ".join(filter(None, parts)))
+        sys.stdout.show_bar(
+            task.percentage, ", ".join(filter(None, (steps, task.fields["loss"], left)))
+        )
         return task
 
 
