@@ -329,7 +329,7 @@ def _leaves_line(config: DictConfig) -> bool:
 
 
 def _print_job_line(folder: Path) -> None:
-    from runner.sweeps.progress import print_job_line
+    from runner.sweeps.sweep_progress import print_job_line
 
     print_job_line(Path(HydraConfig.get().sweep.dir), folder)
 
@@ -369,7 +369,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         gc.freeze()
     if not leaves_line:
         return run(spec, folder, invocation)
-    from runner.sweeps.progress import job_label
+    from runner.sweeps.sweep_progress import job_label
     from runner.utils.console import JobConsole
 
     label = job_label(Path(settings.sweep.dir), invocation.label(spec))

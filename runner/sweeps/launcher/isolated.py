@@ -211,7 +211,7 @@ class JobRunner:
         """Print why a job died, write it to the job's result, and end the job's MLflow run."""
         from runner.modes import notes
         from runner.sweeps.job_result import job_invocation, record_result
-        from runner.sweeps.progress import print_job_line
+        from runner.sweeps.sweep_progress import print_job_line
 
         config = job.config
         reason = job.process.death_reason(stop_signals)

@@ -35,7 +35,7 @@ from runner.sweeps.launcher.isolated import JobRunner, begin_launch, job_return
 from runner.sweeps.launcher.job_process import last_lines
 from runner.sweeps.launcher.job_request import compose_job_config, job_folder, job_hydra_config
 from runner.sweeps.launcher.stop_requests import StopFile
-from runner.sweeps.progress import print_job_line
+from runner.sweeps.sweep_progress import print_job_line
 from runner.utils.errors import ConfigError
 from runner.utils.lasting_output import lasting_output
 from runner.utils.layout import MANIFEST, RESULT

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from job_results import finished
 
-from runner.sweeps import progress
+from runner.sweeps import sweep_progress
 from runner.sweeps.manifest import Manifest
-from runner.sweeps.progress import job_label, print_job_line
+from runner.sweeps.sweep_progress import job_label, print_job_line
 from runner.utils.layout import ADVICE
 
 NOW = 1_000_000
@@ -54,7 +54,7 @@ CASES = {
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
     """Make the folder of a sweep whose jobs took so many seconds each; return its last job's."""
-    monkeypatch.setattr(progress, "now_ms", lambda: NOW)
+    monkeypatch.setattr(sweep_progress, "now_ms", lambda: NOW)
 
     def make(seconds, **manifest):
         Manifest("id", ["python"], **manifest).write(tmp_path)
@@ -81,7 +81,7 @@ def test_jobs_say_how_far_the_sweep_is(sweep, tmp_path, capsys, manifest, second
 def test_the_time_left_runs_down_while_a_job_runs(sweep, tmp_path, monkeypatch):
     sweep([100.0], jobs=3, jobs_at_once=1)
     label = job_label(tmp_path, "b")
-    monkeypatch.setattr(progress, "now_ms", lambda: NOW + 140_000)
+    monkeypatch.setattr(sweep_progress, "now_ms", lambda: NOW + 140_000)
     assert label() == "job 2 of 3, about 60 s left  b"
 
 
