@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
-from runner.modes.result import RunResult, result_line
+from runner.modes.result import RunResult, read_results, result_line
 from runner.sweeps.manifest import Manifest
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_duration, now_ms
-from runner.utils.layout import ADVICE, RESULT
+from runner.utils.layout import ADVICE
 
 
 def job_label(sweep: Path, name: str) -> Callable[[], str]:
@@ -59,11 +59,8 @@ def print_job_line(sweep: Path, folder: Path) -> None:
 
 def _ended_results(sweep: Path) -> list[RunResult]:
     """Return the results of the jobs that have ended; one that a signal stopped runs again."""
-    results = []
-    for path in sweep.glob(f"*/{RESULT}"):
-        with suppress(OSError, ValueError):
-            results.append(RunResult.read(path.parent))
-    return [result for result in results if result.status != "stopped"]
+    # A job without a result has no precision.
+    return [r for r in read_results(sweep) if r.precision and r.status != "stopped"]
 
 
 def _place(manifest: Manifest, number: int) -> str:
