@@ -47,7 +47,8 @@ def print_job_line(sweep: Path, folder: Path) -> None:
         result = RunResult.read(folder)
         manifest = Manifest.read(sweep)
         ended = _ended_results(sweep)
-        line = f"{_place(manifest, len(ended))}  {result_line(result)}"
+        place = _place(manifest, len(ended) + (result.status == "stopped"))
+        line = f"{place}  {result_line(result)}"
         # On a terminal the bar of the next job says it.
         if not sys.stdout.isatty():
             line += _time_left(manifest, ended)

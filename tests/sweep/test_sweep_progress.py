@@ -85,10 +85,12 @@ def test_the_time_left_runs_down_while_a_job_runs(sweep, tmp_path, monkeypatch):
     assert label() == "job 2 of 3, about 60 s left  b"
 
 
-def test_a_job_that_was_stopped_has_not_ended(sweep, tmp_path):
+def test_a_job_that_was_stopped_has_not_ended(sweep, tmp_path, capsys):
     folder = sweep([1.0, 1.0], jobs=2)
     replace(finished("b"), status="stopped").write(folder)
     assert job_label(tmp_path, "b")() == "job 2 of 2  b"
+    print_job_line(tmp_path, folder)
+    assert capsys.readouterr().out.startswith("job 2 of 2  b ")
 
 
 def test_the_line_of_a_trial_says_why_it_failed(sweep, tmp_path, capsys):
