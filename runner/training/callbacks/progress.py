@@ -15,8 +15,8 @@ from runner.utils.console import JobConsole
 from runner.utils.formatting import format_duration, format_number
 from runner.utils.notebook_log import NotebookLog
 
-# Characters of a number of four digits with its exponent, as in 1.234e-05; of a count.
-_WIDTH = 9
+# Characters of a number of four digits with its exponent, as in -1.234e-05; of a count.
+_WIDTH = 10
 _SHORT_WIDTH = 7
 # Shortest time between two updates of a bar for steps that begin.
 _UPDATE_SECONDS = 0.1

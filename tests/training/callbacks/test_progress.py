@@ -39,8 +39,8 @@ def test_the_bar(printed):
 def test_lines_hold_no_control_characters(printed):
     text = printed(False)
     assert text.splitlines() == [
-        "  epoch     step  train/loss   val/loss  val/accuracy  loss scale  skipped",
-        "      1        2         0.5       1.25           0.5           4        1",
+        "  epoch     step  train/loss    val/loss  val/accuracy  loss scale  skipped",
+        "      1        2         0.5        1.25           0.5           4        1",
     ]
 
 
@@ -60,7 +60,7 @@ def test_rows_are_aligned_and_fit_a_terminal_of_80_columns(step, evaluation):
     every = [(step(2, 4.0), evaluation(2, loss=2.0, accuracy=0.5))]
     every.append((large, evaluation(900_000, loss=-1.234e-05, accuracy=0.98765)))
     head, *lines = rows(every)
-    assert {len(line) for line in (head, *lines)} == {74}
+    assert {len(line) for line in (head, *lines)} == {75}
     assert lines[1].split()[-2:] == ["1048576", "12345"]
 
 
