@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.resources import files
@@ -373,7 +373,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     from runner.utils.console import JobConsole
 
     label = job_label(Path(settings.sweep.dir), invocation.label(spec))
-    result = run(spec, folder, invocation, JobConsole(folder / LOG, label))
+    with closing(JobConsole(folder / LOG, label)) as console:
+        result = run(spec, folder, invocation, console)
     _print_job_line(folder)
     return result
 

@@ -65,6 +65,10 @@ class JobConsole(PlainConsole):
         if str(*objects[:1]).startswith(("warning: ", "resumed at ")):
             self.screen.print(*objects, **options)
 
+    def close(self) -> None:
+        """Close the log file."""
+        self.file.close()
+
 
 def silent_console() -> Console:
     """Return a console whose output nobody sees."""

@@ -54,7 +54,7 @@ def test_each_job_prints_one_line_and_the_rest_to_its_log(swept):
 def test_a_verbose_sweep_prints_what_its_runs_do(quick, tmp_path):
     done = quick("-m", "tracking=none", "hydra/launcher=basic", "seed=0,1", "sweep.verbose=true")
     assert done.stdout.count("peak memory") == 2
-    assert "\njob 1: seed=1 " in done.stdout
+    assert "\njob 1: model=mlp" in done.stdout
     assert not list(tmp_path.glob("outputs/sweeps/*/*/log.txt"))
 
 

@@ -101,4 +101,5 @@ def test_a_job_of_a_sweep_prints_to_its_log_and_warnings_to_the_screen(tmp_path,
     screen = log.screen = console(True)
     bar = progress(log, 4, "16-mixed")
     bar.close()
+    log.close()
     assert "job 3 of 8" in screen.file.getvalue()
