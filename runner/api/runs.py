@@ -1,6 +1,7 @@
 """Run one experiment from Python."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -18,7 +19,7 @@ from runner.checkpoint.locate import checkpoints_of_run
 from runner.config.invocation import Invocation, given_keys, given_objects
 from runner.config.schema import AUTO, RunSpec
 from runner.distributed import torchrun
-from runner.modes.result import RunResult
+from runner.modes.result import RunResult, result_line
 from runner.modes.run import run as run_spec
 from runner.precision.sessions import one_run
 from runner.sweeps.sweep_resume import final_result
@@ -27,6 +28,7 @@ from runner.utils.console import plain_console, silent_console
 from runner.utils.errors import ConfigError
 from runner.utils.lasting_output import lasting_output
 from runner.utils.layout import MANIFEST, RESULT
+from runner.utils.notebook_log import folded_log
 from runner.utils.stop_signals import Stopped
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -82,16 +84,34 @@ def run(  # noqa: PLR0913
     )
     console = silent_console() if quiet else None
     # Before the command is composed, for Hydra's state is the process's, too.
-    with one_run(partial((console or plain_console()).print, markup=False)), given_objects(objects):
+    print_line = partial((console or plain_console()).print, markup=False)
+    with folded_log() as log, one_run(print_line), given_objects(objects):
         if isinstance(what, RunSpec):
             if config_dir is not None:
                 raise ConfigError("A spec is composed already. Give config_dir to runner.compose.")
-            return _run_given_spec(what, out, objects, console)
-        check_objects(objects, check_texts(what))
-        folder = Path(config_dir) if config_dir is not None else None
-        with object_options(objects, folder, needs_meta="model" not in objects) as own:
-            spec, run_folder, invocation = compose_run([*what, *own], config_dir, out)
-        return _run_composed(spec, run_folder, replace(invocation, given=given_keys()), console)
+            result = _run_given_spec(what, out, objects, console)
+        else:
+            check_objects(objects, check_texts(what))
+            folder = Path(config_dir) if config_dir is not None else None
+            with object_options(objects, folder, needs_meta="model" not in objects) as own:
+                spec, run_folder, invocation = compose_run([*what, *own], config_dir, out)
+            invocation = replace(invocation, given=given_keys())
+            result = _run_composed(spec, run_folder, invocation, console)
+        log.fold_under(result_line(result))
+        return result
+
+
+@contextmanager
+def _resume_hint(folder: Path, invocation: Invocation) -> Iterator[None]:
+    """Return a context in which the message of Stopped says how the run is resumed."""
+    try:
+        yield
+    except Stopped as error:
+        hint = f"Its folder is {folder}; it left no checkpoint."
+        if checkpoints_of_run(folder):
+            hint = f"Resume with: {invocation.resume_text(folder)}"
+        error.args = (f"{error} {hint}",)
+        raise
 
 
 def _run_composed(
@@ -107,14 +127,8 @@ def _run_composed(
             finished = final_result(folder, invocation.overrides)
             if finished is not None:
                 return finished
-        return run_spec(spec, folder, invocation, console)
-    except Stopped as error:
-        torchrun.publish_failure()
-        hint = f"Its folder is {folder}; it left no checkpoint."
-        if checkpoints_of_run(folder):
-            hint = f"Resume with: {invocation.resume_text(folder)}"
-        error.add_note(hint)
-        raise
+        with _resume_hint(folder, invocation):
+            return run_spec(spec, folder, invocation, console)
     except BaseException:
         torchrun.publish_failure()
         raise
@@ -150,4 +164,6 @@ def _run_given_spec(
         check_new_folder(folder)
     choices = {role: object_name(value) for role, value in objects.items()}
     invocation = Invocation(choices, given=given_keys())
-    return run_spec(replace(spec, **with_objects(spec, objects)), folder, invocation, console)
+    spec = replace(spec, **with_objects(spec, objects))
+    with _resume_hint(folder, invocation):
+        return run_spec(spec, folder, invocation, console)

@@ -11,7 +11,7 @@ import torch
 from runner.api.composition import check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
 from runner.api.runs import Data, Loss, Model, check_new_folder
-from runner.cli.main import call_hydra, check_config_dir, expand_resumed_sweep
+from runner.cli.main import call_hydra, check_config_dir, expand_resumed_sweep, interrupt_status
 from runner.config.invocation import given_objects
 from runner.config.overrides import quote_value, rewrite_arguments
 from runner.config.resolve import register_schema
@@ -20,6 +20,7 @@ from runner.sweeps.report.conclusion import conclusion_text
 from runner.sweeps.report.load import SweepData, load_from_folder
 from runner.sweeps.report.pages import job_rows
 from runner.sweeps.sweep import Sweep, finish_sweep
+from runner.sweeps.sweep_resume import resume_text
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.ranking import Advice
 from runner.tracking.history import to_frame
@@ -27,6 +28,7 @@ from runner.training.callbacks.callback import RunCallback
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.lasting_output import lasting_output
 from runner.utils.markup import notebook_frame
+from runner.utils.notebook_log import folded_log
 from runner.utils.stop_signals import Interrupted, SignalHandler
 
 if TYPE_CHECKING:
@@ -191,8 +193,15 @@ def _run_sweep(
     options = object_options(objects, configs, needs_meta="model" not in objects)
     register_schema()
     # The end of the sweep, too, shows commands that name the objects.
-    with given_objects(objects, has_several_runs=True), separate_hydra(), options as own:
-        return _run_command(_sweep_command(words, own, configs, out))
+    with (
+        folded_log() as log,
+        given_objects(objects, has_several_runs=True),
+        separate_hydra(),
+        options as own,
+    ):
+        result = _run_command(_sweep_command(words, own, configs, out))
+        log.fold_under(result.conclusion)
+        return result
 
 
 def _run_command(argv: Sequence[str]) -> SweepResult:
@@ -202,16 +211,15 @@ def _run_command(argv: Sequence[str]) -> SweepResult:
     try:
         with _InterruptingSignals():
             call_hydra(argv)
-    except KeyboardInterrupt:
-        status = 130
-        raise
     except RunnerError as error:
         status = error.exit_status
         raise
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else 1
+    except (KeyboardInterrupt, SystemExit) as stop:
+        code = stop.code if isinstance(stop, SystemExit) else interrupt_status(stop)
+        status = code if isinstance(code, int) else 1
         if status > 128:
-            raise KeyboardInterrupt(f"Signal {status - 128} stopped the sweep.") from None
+            hint = f"Resume with: {resume_text(Sweep.current.folder)}" if Sweep.current else ""
+            raise Interrupted(status - 128, hint) from None
     except BaseException:
         status = 1
         raise

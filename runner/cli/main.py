@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
@@ -51,7 +51,7 @@ from runner.sweeps.job_result import (
 )
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.lasting_output import lasting_output
-from runner.utils.layout import ADVICE
+from runner.utils.layout import LOG
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import CommandSignals, Interrupted
 from runner.utils.terminal import PlainFormatter, is_text, one_line, print_error, sanitize
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with CommandSignals(_has_open_sweep):
             status = _run_command(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt as error:
-        status = _interrupt_status(error)
+        status = interrupt_status(error)
     if status:
         torchrun.publish_failure()
     return status
@@ -234,7 +234,7 @@ def _run_hydra(argv: Sequence[str]) -> int:
         print_error(str(error))
         status = error.exit_status
     except KeyboardInterrupt as error:
-        status = _interrupt_status(error)
+        status = interrupt_status(error)
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
@@ -243,7 +243,7 @@ def _run_hydra(argv: Sequence[str]) -> int:
     return status
 
 
-def _interrupt_status(error: KeyboardInterrupt) -> int:
+def interrupt_status(error: KeyboardInterrupt) -> int:
     """Return the exit status of a command that Ctrl-C or another signal has ended."""
     return error.exit_status if isinstance(error, Interrupted) else 130
 
@@ -287,25 +287,20 @@ def run_job(config: DictConfig) -> float | None:
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
     sweeping = is_sweep_job()
+    leaves_line = sweeping and _leaves_line(config)
     try:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        status: Status = "failed"
         skips = sweeping and HydraConfig.get().callbacks["sweep"].skip_refused
-        if error.exit_status > 128:
-            status = "stopped"
-        elif isinstance(error, Unavailable):
-            status = "unavailable"
-        elif skips and isinstance(error, ConfigError):
-            status = "refused"
+        status = _error_status(error, skips)
         if skips and status in ("unavailable", "refused"):
             print(sanitize(f"not tried, because {error}"), flush=True)
-        else:
-            _print_job_error(error, folder, sweeping)
+        elif not (leaves_line and _is_trial()):  # a trial's line says why it failed
+            _print_error_once(str(error))
         failure = _Failure(status, str(error), error.exit_status, error.finished)
     except KeyboardInterrupt as error:
-        failure = _Failure("stopped", str(error) or "Interrupted.", _interrupt_status(error))
+        failure = _Failure("stopped", str(error) or "Interrupted.", interrupt_status(error))
     except Exception as error:
         text = redact(traceback.format_exc())
         print(sanitize(text), file=sys.stderr)
@@ -314,6 +309,8 @@ def run_job(config: DictConfig) -> float | None:
         failure = _Failure("failed", redact(f"{type(error).__name__}: {error}"), 1)
     if sweeping and not failure.has_result:
         record_result(config, folder, failure.status, failure.message)
+    if leaves_line:
+        _print_job_line(folder)
     if failure.exit_status > 128 or HydraConfig.get().mode == RunMode.RUN:
         raise SystemExit(failure.exit_status)
     if sweeping and HydraConfig.get().callbacks["sweep"].fail_fast:
@@ -327,23 +324,38 @@ def run_job(config: DictConfig) -> float | None:
     return None
 
 
-def _print_job_error(error: RunnerError, folder: Path, sweeping: bool) -> None:
-    """Print a job's error; a trial of mode=advise gets one line."""
-    if not (sweeping and _is_trial()):
-        _print_error_once(str(error))
-        return
-    # Without advise.json the first trial failed: mode=advise ends, and prints this error itself.
-    if (folder.parent / ADVICE).is_file():
-        name = " ".join(job_invocation(True).swept_overrides).removeprefix("precision=")
-        print(sanitize(f"{name}: {str(error).splitlines()[0]}"), flush=True)
+def _error_status(error: RunnerError, skips_refused: bool) -> "Status":
+    """Return the status of a job's result after an error."""
+    if error.exit_status > 128:
+        return "stopped"
+    if isinstance(error, Unavailable):
+        return "unavailable"
+    return "refused" if skips_refused and isinstance(error, ConfigError) else "failed"
+
+
+def _leaves_line(config: DictConfig) -> bool:
+    """Return whether HydraConfig's job, one of a sweep, prints one line, and all else to a file."""
+    settings = HydraConfig.get()
+    # A job that a user types again has no id.
+    is_typed = OmegaConf.is_missing(settings.job, "id")
+    is_verbose = settings.callbacks["sweep"].verbose or is_typed
+    return not is_verbose and config.mode in ("train", "evaluate")
+
+
+def _print_job_line(folder: Path) -> None:
+    from runner.sweeps.sweep_progress import print_job_line
+
+    print_job_line(Path(HydraConfig.get().sweep.dir), folder)
 
 
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     """Resolve a job's config and run it; a job that is finished already returns its result."""
-    is_trial = sweeping and _is_trial()
-    if sweeping and not is_trial:
-        overrides = one_line(" ".join(job_overrides()))
-        print(f"\njob {HydraConfig.get().job.num}: {overrides}", flush=True)
+    settings = HydraConfig.get()
+    leaves_line = sweeping and _leaves_line(config)
+    heading = f"job {settings.job.num}: {one_line(' '.join(job_overrides()))}" if sweeping else ""
+    if sweeping and not leaves_line:
+        print(f"\n{heading}", flush=True)
+    if sweeping and not _is_trial():
         use_sweep_time()
         remove_keys(config, keys_left_out_of_job())
         _raise_eps(config)
@@ -352,7 +364,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         # The other processes find the result, too, and leave.
         torchrun.publish(torchrun.START_KEY, folder)
         if torchrun.process_rank().is_main:
-            print(f"{finished.outcome} before", flush=True)
+            name = f"{heading}  " if leaves_line else ""
+            print(f"{name}{finished.outcome} before", flush=True)
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
@@ -369,11 +382,16 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     if is_first:
         # What was imported stays: no later collection has to look through it.
         gc.freeze()
-    if is_trial:
-        from runner.sweeps.advisor.trials import print_one_line_result
+    if not leaves_line:
+        return run(spec, folder, invocation)
+    from runner.sweeps.sweep_progress import job_label
+    from runner.utils.console import JobConsole
 
-        return print_one_line_result(lambda console: run(spec, folder, invocation, console))
-    return run(spec, folder, invocation)
+    label = job_label(Path(settings.sweep.dir), invocation.label(spec))
+    with closing(JobConsole(folder / LOG, label)) as console:
+        result = run(spec, folder, invocation, console)
+    _print_job_line(folder)
+    return result
 
 
 def _raise_eps(config: DictConfig) -> None:

@@ -185,7 +185,7 @@ def _rewrite_path(text: str) -> str:
     return f"{_PATH_KEYS[key]}={value}"
 
 
-SWEEP_KEYS = ("sweep.fail_fast",)
+SWEEP_KEYS = ("sweep.fail_fast", "sweep.verbose")
 """Keys of a sweep, which the callback takes: `sweep` itself is the group of presets."""
 _CALLBACK = "hydra.callbacks."
 

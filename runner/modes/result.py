@@ -397,6 +397,16 @@ def _number_or_text(text: str | None) -> int | float | str | None:
     return text
 
 
+def result_line(result: RunResult) -> str:
+    """Return a run's result in one line: its name, the quality, the speed and how it ended."""
+    parts = [f"{result.label:<16}"]
+    if result.quality in result.metrics:
+        parts.append(f"{result.quality} {format_number(result.objective)}")
+    if result.examples_per_second:
+        parts.append(f"{format_number(result.examples_per_second)} examples/s")
+    return "  ".join([*parts, result.outcome])
+
+
 def print_result(console: Console, result: RunResult) -> None:
     """Print the table of one run, and the addresses of its pages on lines that are never cut."""
     table = Table(

@@ -307,6 +307,7 @@ def _step_contexts(
         proof.describe()
 
     def around(step: int) -> AbstractContextManager[object]:
+        callbacks.progress.begin_step(step)
         measured = numerics.around_step(step) if numerics else _UNMEASURED
         return around_first(measured) if step == first else measured
 

@@ -48,6 +48,7 @@ class TrainingCallbacks:
         callbacks: in the order in which they read a record.
         handle: passed to the callbacks.
         summary: best, last and speed, for the run's result.
+        progress: shows how far the training is.
         guard: stops a run whose numbers are wrong.
         numerics: measures tensors at an interval; None where none is asked for.
         user: calls the user's callbacks; None where the config has none.
@@ -84,10 +85,11 @@ class TrainingCallbacks:
         self.guard = _guard(run, loader, start_step)
         output = callback_output(run)
         self.handle = RunHandle("", state, output)
+        self.progress = progress(run.console, self.planned_steps, run.label)
         self.callbacks: list[RunCallback] = [
             self.summary,
             MetricLogger(run.tracker, state, run.accelerator),
-            progress(run.console, self.planned_steps, run.label),
+            self.progress,
             self.guard,
         ]
         self.numerics = None

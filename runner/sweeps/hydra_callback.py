@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
+from runner.config.overrides import SWEEP_KEYS
 from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
@@ -43,6 +44,7 @@ class SweepCallback(Callback):
             is no failure as long as another one finishes; of presets.
         least_eps: what an optimizer's eps is raised to in each precision; of presets, read by the
             job.
+        verbose: each job prints what a single run does; read by the job.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class SweepCallback(Callback):
         fail_fast: bool = False,
         skip_refused: bool = False,
         least_eps: Mapping[str, float] | None = None,
+        verbose: bool = False,
     ) -> None:
         self._resume = resume
-        self._fail_fast = fail_fast
+        self._is_set = {"sweep.fail_fast": fail_fast, "sweep.verbose": verbose}
         self._skip_refused = skip_refused
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
@@ -69,8 +72,8 @@ class SweepCallback(Callback):
         if not OmegaConf.is_missing(config.hydra.job, "num"):
             return
         try:
-            if self._fail_fast:
-                raise ConfigError("sweep.fail_fast is for sweeps. Type -m, or leave it out.")
+            for key in filter(self._is_set.get, self._is_set):
+                raise ConfigError(f"{key} is for sweeps. Type -m, or leave it out.")
             check_run_keys(config)
         except ConfigError as error:
             raise SystemExit(error.exit_status) from error
@@ -153,7 +156,7 @@ def _prepare(config: DictConfig) -> None:
             "sweep.resume=<folder of a sweep>."
         )
     sweeper = str(config.hydra.sweeper.get("_target_"))
-    _check_fail_fast(config)
+    _check_sweep_keys(config)
     if (sweeper == ADVISE) != (config.mode in ADVISE_MODES):
         raise ConfigError(ADVISE_USAGE_MESSAGE)
     if sweeper == ADVISE:
@@ -168,12 +171,15 @@ def _prepare(config: DictConfig) -> None:
         prepare_remote(config)
 
 
-def _check_fail_fast(config: DictConfig) -> None:
-    """Raise ConfigError for a sweep.fail_fast that is no boolean or cannot work in this sweep."""
-    fail_fast = config.hydra.callbacks.sweep.fail_fast
-    if not isinstance(fail_fast, bool):
-        raise ConfigError(f"sweep.fail_fast={fail_fast}: type true or false.")
-    if not fail_fast:
+def _check_sweep_keys(config: DictConfig) -> None:
+    """Raise ConfigError for a key of SWEEP_KEYS that is no boolean, and for a sweep.fail_fast that
+    cannot work in this sweep."""
+    settings = config.hydra.callbacks.sweep
+    for key in SWEEP_KEYS:
+        value = settings[key.partition(".")[2]]
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key}={value}: type true or false.")
+    if not settings.fail_fast:
         return
     if config.mode in ADVISE_MODES:
         raise ConfigError(

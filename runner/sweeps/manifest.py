@@ -26,6 +26,9 @@ class Manifest:
         cwd: the working directory of the command.
         began_ms: Unix time in milliseconds.
         jobs: number of jobs; 0 where the launcher does not say.
+        jobs_at_once: how many of them run at the same time; 0 where that is not known.
+        max_trials: largest number of trials of mode=advise and mode=gate; 0 where it is not known.
+        budget_end_ms: when the budget of these modes ends, Unix time in milliseconds.
         finished: no job needs to run again.
         left_out: `<precision> <key>` for each key under precision that the command sets and that
             one of its precisions does not take; jobs of that precision run without it.
@@ -38,6 +41,9 @@ class Manifest:
     cwd: str = "."
     began_ms: int = 0
     jobs: int = 0
+    jobs_at_once: int = 0
+    max_trials: int = 0
+    budget_end_ms: int = 0
     finished: bool = False
     left_out: Sequence[str] = ()
     signature: str = ""

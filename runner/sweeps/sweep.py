@@ -175,9 +175,9 @@ class Sweep:
         """Let the sweep end before its last job, for a reason that its end prints."""
         self._early_end = reason
 
-    def set_job_count(self, jobs: int) -> None:
-        """Write to the manifest how many jobs the sweep has."""
-        self.manifest = replace(self.manifest, jobs=jobs)
+    def update_manifest(self, **fields: Any) -> None:
+        """Change fields of the manifest, and write it for the jobs."""
+        self.manifest = replace(self.manifest, **fields)
         self.manifest.write(self.folder)
 
     def end(self, status: int) -> int:

@@ -22,7 +22,7 @@ from runner.utils.terminal import quote_command, sanitize
 RESUME_KEY = "sweep.resume"
 RUNNER_COMMAND = ["python", "-m", "runner"]
 _TRACKING = "tracking."
-_CHANGEABLE_PREFIXES = (_TRACKING, "sweep.fail_fast=")
+_CHANGEABLE_PREFIXES = (_TRACKING, "sweep.fail_fast=", "sweep.verbose=")
 """Prefixes of what may change on resuming: where jobs are recorded and when the sweep ends, but not
 what jobs compute, nor how many run at once, which their speed depends on."""
 _REDACTION_MARK = "***"
@@ -186,8 +186,8 @@ def _check_added(added: Sequence[str], manifest: Manifest, name: str) -> None:
         if not word.startswith(_CHANGEABLE_PREFIXES) and override_key(word) not in secret_keys:
             raise ConfigError(
                 f"{RESUME_KEY} runs a sweep with the settings that it was started with. Leave "
-                f"{word} out: only tracking.* and sweep.fail_fast may change, and lists may get "
-                "longer (seed=0,1,2,3). Other settings are a new sweep."
+                f"{word} out: only tracking.*, sweep.fail_fast and sweep.verbose may change, and "
+                "lists may get longer (seed=0,1,2,3). Other settings are a new sweep."
             )
     missing = sorted(secret_keys - {override_key(word) for word in added})
     if missing:

@@ -5,16 +5,32 @@ Apart from terminal.py, which --help and tab completion import: rich takes too l
 
 import io
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from runner.utils.terminal import sanitize
+from runner.utils.lasting_output import lasting_file
+from runner.utils.terminal import in_notebook, sanitize
+
+_FILE_COLUMNS = 160
+"""Width of tables in a file or pipe."""
 
 
 class PlainConsole(Console):
-    """A rich console that shows no secret and no control character, not in a table either."""
+    """A rich console that shows no secret and no control character, not in a table either.
+
+    Args:
+        options: of rich's Console.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        # Without markup, which would swallow the `[head]` of precision.keep_fp32=[head]. As text:
+        # rich would show each line in a notebook as a block of HTML of its own.
+        plain = {"highlight": False, "markup": False, "emoji": False, "force_jupyter": False}
+        super().__init__(**plain, **options)
 
     # rich renders every string here, cells and titles of tables included.
     def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
@@ -25,6 +41,35 @@ class PlainConsole(Console):
         self.quiet = True
 
 
+class JobConsole(PlainConsole):
+    """The console of a sweep's job: a log file, and a screen that warnings and the bar go to.
+
+    Args:
+        path: of the log file.
+        label: returns what stands beside the bar: the job, and how far the sweep is.
+
+    Attributes:
+        screen: the console that is seen.
+    """
+
+    def __init__(self, path: Path, label: Callable[[], str]) -> None:
+        file = lasting_file(path)
+        # FORCE_COLOR would put a terminal's control characters into the file.
+        super().__init__(file=file, width=_FILE_COLUMNS, force_terminal=False)
+        self.screen = plain_console()
+        self.label = label
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print to the log file; a warning, and where a run resumes, to the screen, too."""
+        super().print(*objects, **options)
+        if str(*objects[:1]).startswith(("warning: ", "resumed at ")):
+            self.screen.print(*objects, **options)
+
+    def close(self) -> None:
+        """Close the log file."""
+        self.file.close()
+
+
 def silent_console() -> Console:
     """Return a console whose output nobody sees."""
     # rich would display it in a notebook.
@@ -33,9 +78,6 @@ def silent_console() -> Console:
 
 def plain_console() -> Console:
     """Return a console on stdout, as wide as the terminal; 160 columns wide in a file or pipe."""
-    # Without markup, which would swallow the `[head]` of precision.keep_fp32=[head].
-    width = None if sys.stdout.isatty() else 160
-    # As text: rich would show each line in a notebook as a block of HTML of its own.
-    return PlainConsole(
-        highlight=False, markup=False, emoji=False, width=width, force_jupyter=False
-    )
+    width = None if sys.stdout.isatty() else _FILE_COLUMNS
+    # A notebook's environment has FORCE_COLOR.
+    return PlainConsole(width=width, force_terminal=False if in_notebook() else None)

@@ -15,6 +15,10 @@ class RunnerError(Exception):
     exit_status = 2
     finished = False
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows in place of a traceback of the runner and of Hydra."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(RunnerError):
     """A composed config that cannot run.

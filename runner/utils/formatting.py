@@ -40,6 +40,13 @@ def format_share(value: float) -> str:
     return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"
 
 
+def format_duration(seconds: float) -> str:
+    """Return a time in the unit that suits it: `40 s`, `12 min`, `3.5 h`; 0 s for one below 0."""
+    if seconds < 90:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
 def first_names(names: Sequence[str], limit: int = 6, separator: str = ", ") -> str:
     """Return the first names of a list for a sentence, with a count of the others."""
     more = f"{separator.rstrip(', ')} and {len(names) - limit} more" if len(names) > limit else ""

@@ -10,6 +10,7 @@ import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -38,6 +39,12 @@ def _lasting_stream(number: int, stream: Any) -> io.TextIOWrapper:
         errors="backslashreplace",
         line_buffering=stream is None or stream.line_buffering or stream.write_through,
     )
+
+
+def lasting_file(path: Path) -> io.TextIOWrapper:
+    """Return a text file to append to, in which no write raises."""
+    buffer = io.BufferedWriter(_LastingFile(path, "a"))
+    return io.TextIOWrapper(buffer, encoding="utf-8", line_buffering=True)
 
 
 @contextmanager

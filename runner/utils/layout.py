@@ -11,6 +11,7 @@ GIT_KEYS = ("git_commit", "git_dirty")
 """Keys of the commit in ENVIRONMENT, and tags of the run: its hash; whether there were changes."""
 SIGNATURE = "signature.json"
 """Signature of CONFIG, made with the user's key (see config/signature.py)."""
+LOG = "log.txt"  # what a job of a sweep prints besides its line on the terminal
 HISTORY = "history.npz"
 METRICS = "metrics.jsonl"
 """Metrics of a run with tracking=none, which has no journal."""

@@ -36,11 +36,15 @@ class Stopped(RunnerError):
     """A signal stopped the run, after a checkpoint if it had taken a step.
 
     The exit status is 128 + the signal's number: 130 for SIGINT, 143 for SIGTERM.
+
+    Args:
+        number: of the signal.
+        hint: a sentence that says how to resume.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, hint: str = "") -> None:
         self.exit_status = 128 + number
-        super().__init__(f"Stopped by {signal.Signals(number).name}.")
+        super().__init__(f"Stopped by {signal.Signals(number).name}. {hint}".strip())
 
 
 class Interrupted(KeyboardInterrupt):
@@ -49,9 +53,11 @@ class Interrupted(KeyboardInterrupt):
     It is no Exception, so that no library's `except Exception` catches it.
     """
 
-    def __init__(self, number: int = signal.SIGINT) -> None:
+    def __init__(self, number: int = signal.SIGINT, hint: str = "") -> None:
         self.exit_status = 128 + number
-        super().__init__(str(Stopped(number)))
+        super().__init__(str(Stopped(number, hint)))
+
+    _render_traceback_ = RunnerError._render_traceback_
 
 
 def end_by_signal(number: int) -> NoReturn:

@@ -1,5 +1,7 @@
 """A notebook trains the classes and objects of its own cells, and shows progress and the report."""
 
+import re
+
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -42,12 +44,29 @@ named = runner.sweep(["model=net", "seed=0,1", "train.max_steps=2", "tracking=no
                      data=data, config_dir="conf")
 print([run.label for run in named.runs], len(named.history()))
 """
+REFUSED = """
+runner.run(["precision=nonsense"], model=net, data=data)
+"""
+STOPPED = """
+import signal
+
+class Interrupt(runner.RunCallback):
+    def on_steps(self, records, run):
+        signal.raise_signal(signal.SIGINT)
+
+runner.sweep(["seed=0,1,2", "train.max_steps=4", "train.log_every=1", "tracking=none"],
+             model=Net, data=data, out="stopped", callbacks=[Interrupt])
+"""
+SOURCES = (CLASSES, RUN, SWEEP, NAMED, REFUSED, STOPPED)
 
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory):
     """The cells of a notebook after their execution by a real kernel."""
-    cells = [nbformat.v4.new_code_cell(source) for source in (CLASSES, RUN, SWEEP, NAMED)]
+    cells = [nbformat.v4.new_code_cell(source) for source in SOURCES]
+    for cell, source in zip(cells, SOURCES, strict=True):
+        if source in (REFUSED, STOPPED):
+            cell.metadata["tags"] = ["raises-exception"]
     book = nbformat.v4.new_notebook(cells=cells)
     folder = tmp_path_factory.mktemp("notebook")
     client = NotebookClient(book, timeout=300, kernel_name="python3")
@@ -67,19 +86,29 @@ def pages(cell):
     return [page for page in found if page]
 
 
-def test_a_run_shows_its_progress_and_its_result(notebook):
+def folded(page):
+    """The line that a log is folded under, and the log."""
+    found = re.fullmatch(r"<details><summary>(.*)</summary><pre>(.*)</pre></details>", page, re.S)
+    return found.groups()
+
+
+def test_a_run_shows_its_result_once_and_its_log_folded(notebook):
     cells, folder = notebook
-    bar, table = pages(cells[1])
-    assert 'value="6" max="6"' in bar
+    log, table = pages(cells[1])
+    line, text = folded(log)
+    assert re.fullmatch(r"16-mixed Net TensorDataset  val/accuracy .*  finished", line)
+    assert "train/loss" in text
     assert "16-mixed Net TensorDataset: finished" in table
-    assert "step 6" in texts(cells[1])
+    assert texts(cells[1]) == ""
     assert list((folder / "outputs" / "runs").glob("*/metrics.jsonl"))
 
 
 def test_a_sweep_over_a_class_of_the_notebook_shows_its_report(notebook):
     cells, _ = notebook
-    *bars, report = pages(cells[2])
-    assert len(bars) == 2
+    log, report = pages(cells[2])
+    line, text = folded(log)
+    assert "16-mixed" in line  # the conclusion
+    assert re.search(r"^job 2 of 2  bf16-mixed +val/accuracy .*  finished$", text, re.M)
     assert report.startswith('<iframe sandbox="" srcdoc=')
     assert "bf16-mixed" in report
 
@@ -87,3 +116,17 @@ def test_a_sweep_over_a_class_of_the_notebook_shows_its_report(notebook):
 def test_a_class_of_the_notebook_can_be_named_as_a_target(notebook):
     cells, _ = notebook
     assert texts(cells[3]).endswith("['32-true seed=0', '32-true seed=1'] 6\n")
+
+
+def test_errors_are_shown_without_frames(notebook):
+    cells, _ = notebook
+    (refused,), (stopped,) = (
+        [o.traceback for o in cell.outputs if o.output_type == "error"] for cell in cells[4:]
+    )
+    assert len(refused) == len(stopped) == 1
+    assert refused[0].startswith("ConfigError: ")
+    assert "nonsense" in refused[0]
+    objects = "model=..., data=..., callbacks=..."
+    resume = f"runner.sweep(['sweep.resume=stopped'], {objects})"
+    assert stopped == [f"Interrupted: Stopped by SIGINT. Resume with: {resume}"]
+    assert "2 of the sweep&#x27;s 3 jobs had not begun" in pages(cells[5])[0]

@@ -242,7 +242,7 @@ def test_a_run_that_was_stopped_says_how_it_is_resumed():
         run("train.log_every=1", model=Net(), data=DATA, out="stopped", callbacks=[Interrupt()])
     objects = "model=..., data=..., callbacks=..."
     hint = f"Resume with: runner.run(['checkpoint.resume=stopped'], {objects})"
-    assert error.value.__notes__ == [hint]
+    assert str(error.value) == f"Stopped by SIGINT. {hint}"
     with pytest.raises(ConfigError, match="stopped holds a run without a result"):
         runner.load("stopped")
 

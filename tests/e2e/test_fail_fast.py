@@ -21,7 +21,7 @@ def test_the_first_failure_ends_the_sweep_and_resume_continues_it(quick, main, t
     text = " ".join(done.stdout.split())
     assert "32-true precision.keep_fp32=[nothing] has failed; no further job was started." in text
     folder = only_sweep(tmp_path)
-    assert "The sweep was stopped before its last job" in (folder / "report.md").read_text()
+    assert "1 of the sweep's 3 jobs had not begun" in (folder / "report.md").read_text()
     assert f"Resume with: python -m runner sweep.resume=outputs/sweeps/{folder.name}" in text
     again = main("sweep.resume=last", "sweep.fail_fast=false")
     assert again.rc == 1, again.stderr
@@ -45,7 +45,7 @@ def test_jobs_that_run_beside_the_failed_one_end_with_a_checkpoint(quick, main, 
     manifest = json.loads((folder / "sweep.json").read_text())
     assert (manifest["jobs"], manifest["finished"]) == (3, False)
     assert "sweep.fail_fast=true" in manifest["command"]
-    assert "Only 2 of the sweep's 3 jobs began" in " ".join(done.stdout.split())
+    assert "1 of the sweep's 3 jobs had not begun" in " ".join(done.stdout.split())
 
 
 def test_a_precision_that_is_not_here_is_no_failure(quick, tmp_path):
@@ -61,8 +61,10 @@ def test_a_precision_that_is_not_here_is_no_failure(quick, tmp_path):
         ("-m seed=0,1 sweep.fail_fast=maybe", "sweep.fail_fast=maybe: type true or false."),
         (
             "-m seed=0,1 sweep.failfast=true",
-            "sweep.resume, sweep.fail_fast. Type sweep.fail_fast=<value>.",
+            "sweep.resume, sweep.fail_fast, sweep.verbose. Type sweep.fail_fast=<value>.",
         ),
+        ("sweep.verbose=true", "sweep.verbose is for sweeps. Type -m, or leave it out."),
+        ("-m seed=0,1 sweep.verbose=2", "sweep.verbose=2: type true or false."),
         ("mode=advise sweep.fail_fast=true", "in mode=advise a precision that fails is an"),
         (
             "-m seed=0,1 launcher=joblib sweep.fail_fast=true",

@@ -1,6 +1,7 @@
 """hydra/launcher=isolated: jobs that die in every way, sweeps that are stopped; none stays."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -163,8 +164,9 @@ def test_several_at_once_in_lines_of_their_own(cli, lab):
         "failed",
         "finished",
     ]
-    for number in range(4):
-        assert f"[job {number}] job {number}: " in done.stdout
+    for prefix in ("[job 0] ", "", "[job 2] ", "[job 3] "):
+        start = rf"^{re.escape(prefix)}job \d of 4  32-true model.how="
+        assert re.search(start, done.stdout, re.MULTILINE), done.stdout
     assert "[job 2] ArithmeticError: failed as it was told to" in done.stderr
 
 

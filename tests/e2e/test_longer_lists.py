@@ -20,7 +20,7 @@ def swept(quick, tmp_path):
 REFUSED = {
     "seed=1,2": "the sweep has seed=0,1, and a list may only get longer. Type seed=0,1,2.",
     "optimizer.lr=1,2": "the sweep's command does not set optimizer.lr. Only its own lists may",
-    "seed=3": "Leave seed=3 out: only tracking.* and sweep.fail_fast may change, and lists",
+    "seed=3": "only tracking.*, sweep.fail_fast and sweep.verbose may change, and lists may get",
     "hydra.launcher.n_jobs=2": "Leave hydra.launcher.n_jobs=2 out",
 }
 

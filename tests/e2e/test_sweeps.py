@@ -1,6 +1,7 @@
 """Real sweeps: every job runs, whatever the others do, and the exit status says how it went."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,23 @@ def test_every_job_runs_and_the_sweep_is_a_failure(swept):
     assert results[1]["error"] == "ArithmeticError: failed as it was told to"
     assert results[0]["metrics"]
     assert "Traceback" in (out / "1" / "error.txt").read_text()
+
+
+def test_each_job_prints_one_line_and_the_rest_to_its_log(swept):
+    done, out, *_ = swept
+    lines = [line for line in done.stdout.splitlines() if line.startswith("job ")]
+    assert len(lines) == 4
+    assert re.fullmatch(r"job 1 of 4  32-true model.fail_at=null .*  finished, .* left", lines[0])
+    assert re.fullmatch(r"job 4 of 4  16-mixed model.fail_at=2 *  failed", lines[3])
+    assert "peak memory" not in done.stdout
+    assert "peak memory" in (out / "0" / "log.txt").read_text()
+
+
+def test_a_verbose_sweep_prints_what_its_runs_do(quick, tmp_path):
+    done = quick("-m", "tracking=none", "hydra/launcher=basic", "seed=0,1", "sweep.verbose=true")
+    assert done.stdout.count("peak memory") == 2
+    assert "\njob 1: model=mlp" in done.stdout
+    assert not list(tmp_path.glob("outputs/sweeps/*/*/log.txt"))
 
 
 def test_the_table_has_a_line_per_job(swept):
@@ -179,7 +197,7 @@ def test_a_number_of_a_job_alone_is_no_sweep(quick, tmp_path):
 def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):
     names = []
 
-    def note(spec, folder, invocation):
+    def note(spec, folder, invocation, console):
         names.append(invocation.label(spec))
         result = RunResult(spec.precision["name"], "", str(folder))
         result.write(folder)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 
@@ -39,6 +40,7 @@ from runner.sweeps.verdict.statistics import MIN_SEEDS, Verdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.formatting import format_duration
 from runner.utils.tensors import MIB
 
 BASELINE_BUDGET_SHARE = 0.05
@@ -94,13 +96,19 @@ class TrialScheduler:
                 mode=gate does not train.
             SystemExit: a signal has stopped the sweep.
         """
+        self.trials.announce(0)
         # A resumed command keeps the length of its finished trials, to compare further ones.
         if self._written is None:
             self._set_budget(self._measure_baseline())
+        request = self.request
+        pairs = product(request.precisions, request.trial_seeds(self.settings.seeds))
+        self.trials.announce(sum(request.recorded_result(*pair) is None for pair in pairs))
         if self.settings.mode == "gate":
-            run_gate_rounds(self.request, self.trials, self.settings)
+            run_gate_rounds(request, self.trials, self.settings)
             return
         self._run_rounds()
+        # How many trials a search takes is not known before.
+        self.trials.announce(0)
         self._diagnose_and_search()
         self._forecast_memory()
 
@@ -299,7 +307,7 @@ class TrialScheduler:
         names = self.request.precisions
         seconds = MIN_SEEDS * trial_seconds * len(names)
         if seconds > self.trials.remaining_seconds:
-            time = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
+            time = format_duration(seconds)
             text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.options.budget}.")
         text = f"{self.settings.steps} steps, {self.options.seeds} seeds, {len(names)} precisions"

@@ -1,19 +1,16 @@
 """Run trials as jobs of the sweep, and keep the budget of time."""
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
 from hydra.plugins.launcher import Launcher
-from rich.console import Console
 
 from runner.modes.result import RunResult, read_results
 from runner.sweeps.sweep import Sweep
 from runner.sweeps.sweep_resume import final_result, have_same_settings
-from runner.utils.console import plain_console, silent_console
-from runner.utils.formatting import format_number
+from runner.utils.formatting import now_ms
 
 
 class Trials:
@@ -70,11 +67,19 @@ class Trials:
         Args:
             words: overrides of a job; its precision and seed are not shared.
         """
-        sweep = Sweep.current
-        if sweep is not None:
+        if Sweep.current is not None:
             shared = [word for word in words if not word.startswith(("precision=", "seed="))]
-            sweep.manifest = replace(sweep.manifest, overrides=shared)
-            sweep.manifest.write(self.folder)
+            Sweep.current.update_manifest(overrides=shared)
+
+    def announce(self, most: int) -> None:
+        """Write to the manifest what the trials that follow say of their number and the budget.
+
+        Args:
+            most: largest number of trials; 0 where it is not known.
+        """
+        if Sweep.current is not None:
+            end_ms = now_ms() + round(1e3 * self.remaining_seconds)
+            Sweep.current.update_manifest(max_trials=most, budget_end_ms=end_ms)
 
     def results(self) -> list[RunResult]:
         """Return the results of all jobs so far."""
@@ -90,16 +95,3 @@ class Trials:
             shutil.rmtree(self.folder / str(number), ignore_errors=True)
         self._earlier_results = {}
         self._next_number = 0
-
-
-def print_one_line_result(work: Callable[[Console], RunResult]) -> RunResult:
-    """Run a trial silently, and print its result in one line.
-
-    Args:
-        work: runs the trial, printing to the console that it is given.
-    """
-    result = work(silent_console())
-    numbers = [f"{name} {format_number(value)}" for name, value in result.metrics.items()]
-    duration = f"{result.steps} steps, {result.seconds:.1f} s"
-    plain_console().print("  ".join([f"{result.label}:", *numbers, duration]), soft_wrap=True)
-    return result

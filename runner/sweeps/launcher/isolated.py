@@ -211,6 +211,7 @@ class JobRunner:
         """Print why a job died, write it to the job's result, and end the job's MLflow run."""
         from runner.modes import notes
         from runner.sweeps.job_result import job_invocation, record_result
+        from runner.sweeps.sweep_progress import print_job_line
 
         config = job.config
         reason = job.process.death_reason(stop_signals)
@@ -221,6 +222,7 @@ class JobRunner:
             print_error(f"job {number}: {reason}")
         with job_hydra_config(config):
             record_result(config, job_folder(config), "stopped" if stopped else "failed", reason)
+            print_job_line(Path(config.hydra.sweep.dir), job_folder(config))
             command = job_invocation(sweeping=True).command_text()
         status = "KILLED" if stopped else "FAILED"
         note = notes.failed_note(command, status, reason)
@@ -302,7 +304,7 @@ class IsolatedLauncher(Launcher):
         Raises:
             SystemExit: a signal has stopped the sweep, or with sweep.fail_fast a job has failed.
         """
-        begin_launch(self._config, initial_job_idx + len(job_overrides))
+        begin_launch(self._config, initial_job_idx + len(job_overrides), self._n_jobs)
         folder = Path(self._config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         numbers: Sequence[int] = range(initial_job_idx, initial_job_idx + len(job_overrides))
@@ -320,12 +322,13 @@ class IsolatedLauncher(Launcher):
         return JobRunner(self._n_jobs, fail_fast=bool(settings.fail_fast)).run(jobs)
 
 
-def begin_launch(config: DictConfig, launched: int) -> None:
+def begin_launch(config: DictConfig, launched: int, at_once: int) -> None:
     """Do what Hydra expects of a launcher first, and set how many jobs this process's sweep has.
 
     Args:
         config: the sweep's.
         launched: number of jobs that are launched so far.
+        at_once: how many of them run at the same time; 0 where that is not known.
     """
     from runner.sweeps.sweep import Sweep
 
@@ -334,4 +337,5 @@ def begin_launch(config: DictConfig, launched: int) -> None:
     if Sweep.current is not None:
         # A search launches its trials in several calls, and says in n_trials how many there are.
         planned = config.hydra.sweeper.get("n_trials", 0)
-        Sweep.current.set_job_count(max(launched, planned))
+        jobs = max(launched, planned)
+        Sweep.current.update_manifest(jobs=jobs, jobs_at_once=at_once)

@@ -35,6 +35,7 @@ from runner.sweeps.launcher.isolated import JobRunner, begin_launch, job_return
 from runner.sweeps.launcher.job_process import last_lines
 from runner.sweeps.launcher.job_request import compose_job_config, job_folder, job_hydra_config
 from runner.sweeps.launcher.stop_requests import StopFile
+from runner.sweeps.sweep_progress import print_job_line
 from runner.utils.errors import ConfigError
 from runner.utils.lasting_output import lasting_output
 from runner.utils.layout import MANIFEST, RESULT
@@ -255,7 +256,10 @@ class RemoteLauncher(Launcher):
             SystemExit: a signal has stopped the sweep.
         """
         config = self._config
-        begin_launch(config, initial_job_idx + len(job_overrides))
+        # A batch system and a cluster say of no job when it begins.
+        is_here = _launcher_name(self._node) in ("JoblibLauncher", "LocalLauncher")
+        at_once = _jobs_at_once(self._node, len(job_overrides)) if is_here else 0
+        begin_launch(config, initial_job_idx + len(job_overrides), at_once)
         jobs = {
             number: compose_job_config(self._context, config, number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
@@ -320,7 +324,7 @@ class RemoteLauncher(Launcher):
             )
             # Submitit's launchers have it; their own launch gives up at the first job that fails.
             if hasattr(launcher, "_EXECUTOR"):
-                return _run_submitit_jobs(launcher, overrides, min(jobs), stop)
+                return _run_submitit_jobs(launcher, overrides, jobs, stop)
             return launcher.launch(overrides, min(jobs))
         except Interrupted:
             return ["Stopped at once by a second signal."] * len(jobs)
@@ -424,14 +428,17 @@ def _record_missing_results(
 
 
 def _run_submitit_jobs(
-    launcher: Any, overrides: Sequence[Sequence[str]], first: int, stop: StopFile
+    launcher: Any,
+    overrides: Sequence[Sequence[str]],
+    configs: Mapping[int, DictConfig],
+    stop: StopFile,
 ) -> Sequence[ReturnOrReason]:
     """Run jobs through a submitit launcher of Hydra's plugin.
 
     Args:
         launcher: of the plugin, set up.
         overrides: overrides of each job.
-        first: number of the first job.
+        configs: config of each job by number.
         stop: the context that signals go to.
 
     Returns:
@@ -441,11 +448,12 @@ def _run_submitit_jobs(
         Interrupted: a second signal has cancelled the jobs.
         Exception: submitit or its batch system accepts none of them.
     """
-    jobs = _submit(launcher, overrides, first)
+    jobs = _submit(launcher, overrides, min(configs))
+    waiting = dict(zip(configs, jobs, strict=True))
     # After a stop, Slurm is asked about jobs: those that it has dropped leave no result to find.
     asks_slurm = False
     try:
-        while not all(job.done(force_check=asks_slurm) for job in jobs):
+        while waiting:
             if stop.received_signal and not asks_slurm:
                 asks_slurm = True
                 # Jobs that have not begun leave Slurm's queue; the others stop by themselves. All
@@ -454,6 +462,11 @@ def _run_submitit_jobs(
                     array = jobs[0].job_id.partition("_")[0]
                     with suppress(OSError):
                         subprocess.run(["scancel", "--state=PENDING", array], check=False)
+            for number in [n for n, job in waiting.items() if job.done(force_check=asks_slurm)]:
+                del waiting[number]
+                # What the job itself prints is in a file.
+                config = configs[number]
+                print_job_line(Path(config.hydra.sweep.dir), job_folder(config))
             time.sleep(_SLURM_POLL_SECONDS if asks_slurm else _POLL_SECONDS)
         return [_outcome(job) for job in jobs]
     except Interrupted:

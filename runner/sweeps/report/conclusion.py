@@ -87,15 +87,21 @@ def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -
         missing_jobs: which of the sweep's jobs did not begin; see SweepData.missing_jobs_clause.
     """
     sentences = [
-        conclusion_sentence(comparisons),
+        conclusion_sentence(comparisons, bool(missing_jobs)),
         failure_sentence(comparisons, missing_jobs),
         *caveats_of(comparison.group for comparison in comparisons),
     ]
     return " ".join(filter(None, sentences))
 
 
-def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
-    """Return what the numbers show, one sentence per device."""
+def conclusion_sentence(comparisons: Sequence[Comparison], is_partial: bool = False) -> str:
+    """Return what the numbers show, one sentence per device.
+
+    Args:
+        comparisons: as compare_with_baselines() returns them.
+        is_partial: some jobs of the sweep have not begun.
+    """
+    is_partial |= any(comparison.group.counts.get("stopped") for comparison in comparisons)
     if any(sweep_letter(comparison.group.name) for comparison in comparisons):
         return _two_sweeps_sentence(comparisons)
     if not comparisons:
@@ -107,7 +113,8 @@ def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
     if by_device:
         sentences = []
         for device, ended in by_device.items():
-            sentence = _device_sentence(ended, [c for c in comparisons if c.group.device == device])
+            every = [c for c in comparisons if c.group.device == device]
+            sentence = _device_sentence(ended, every, is_partial)
             place = f"On {device or 'an unknown device'}: " if len(by_device) > 1 else ""
             sentences.append(f"{place}{sentence}")
         return " ".join(sentences)
@@ -154,12 +161,15 @@ def _capitalised_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
+def _device_sentence(
+    ended: Sequence[Comparison], every: Sequence[Comparison], is_partial: bool
+) -> str:
     """Return the sentence on the groups of one device that ended with a quality.
 
     Args:
         ended: those groups.
         every: all groups of the device.
+        is_partial: jobs of the sweep are still to run, which there would be to compare with.
     """
     # From the situation that says least to the one that says most: each test may assume that the
     # situations before it are excluded.
@@ -167,7 +177,7 @@ def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -
     if any(group.is_evaluation for group in groups):
         return _evaluation_sentence(groups)
     if len(ended) == 1 and (ended[0].is_baseline or ended[0].baseline is None):
-        return _only_sentence(ended[0])
+        return _only_sentence(ended[0], is_partial)
     if len({group.settings for group in groups}) > 1:
         return _settings_sentence(ended, every)
     others = [comparison for comparison in ended if not comparison.is_baseline]
@@ -180,10 +190,17 @@ def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -
     return _unjudged_sentence(ended)
 
 
-def _only_sentence(comparison: Comparison) -> str:
-    """Return the result of the only group with one, and what to type to compare it."""
+def _only_sentence(comparison: Comparison, is_partial: bool) -> str:
+    """Return the result of the only group with one, and what to type to compare it.
+
+    Args:
+        comparison: of the group.
+        is_partial: jobs of the sweep are still to run, which there would be to compare with.
+    """
     name = comparison.group.name
     facts = _group_facts(comparison.group)
+    if is_partial:
+        return f"Only {name} finished: {facts}."
     if comparison.is_baseline:
         return f"Stay with {BASELINE}: no other precision finished. It reached {facts}."
     other = "bf16-mixed" if name == BASELINE else name

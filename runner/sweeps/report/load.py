@@ -157,7 +157,8 @@ class SweepData:
     def missing_jobs_clause(self) -> str:
         """Return a clause on the jobs that did not begin; empty if every job began."""
         if self.job_count > len(self.jobs):
-            return f"only {len(self.jobs)} of the sweep's {self.job_count} jobs began"
+            missing = self.job_count - len(self.jobs)
+            return f"{missing} of the sweep's {self.job_count} jobs had not begun"
         if self.is_stopped and not self.job_count:
             return "the sweep was stopped before its last job"
         return ""

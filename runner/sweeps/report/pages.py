@@ -220,7 +220,7 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     yield Text(" · ".join(filter(None, [count, devices, sweep])), "small")
     for note in data.notes:
         yield Text(note)
-    yield Text(conclusion_sentence(compared), "answer")
+    yield Text(conclusion_sentence(compared, bool(data.missing_jobs_clause)), "answer")
     failures = failure_sentence(compared, data.missing_jobs_clause)
     for text in filter(None, (failures, *caveats_of(groups))):
         yield Text(text)

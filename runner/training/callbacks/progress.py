@@ -1,110 +1,162 @@
-"""Show the progress of a run: a bar on a terminal or in a notebook, else a line per evaluation."""
+"""Show the progress of a run: a bar on a terminal or in a notebook, and a row per evaluation."""
 
-import html
 import sys
+from collections.abc import Callable
+from math import inf
 from time import monotonic
-from typing import Any
 
+import rich.progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import EvalRecord, StepRecord, Steps
-from runner.utils.formatting import format_number
-from runner.utils.terminal import in_notebook, sanitize
+from runner.utils.console import JobConsole
+from runner.utils.formatting import format_duration, format_number
+from runner.utils.notebook_log import NotebookLog
 
-NOTEBOOK_SECONDS = 0.5
-"""Seconds between two updates of the bar in a notebook."""
+# Characters of a number of four digits with its exponent, as in -1.234e-05; of a count.
+_WIDTH = 10
+_SHORT_WIDTH = 7
+# Shortest time between two updates of a bar for steps that begin.
+_UPDATE_SECONDS = 0.1
 
 
 class ProgressLines(RunCallback):
-    """A line per evaluation, for files and pipes, where a bar would leave control characters."""
+    """A row per evaluation, for files and pipes, where a bar would leave control characters."""
 
     key = "progress"
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._last: StepRecord | None = None
+        self._header = ""
+
+    def begin_step(self, step: int) -> None:
+        """Note that a step begins. The values of those before it may be on the device still."""
 
     def on_steps(self, records: Steps, run: RunHandle) -> None:
         self._last = records[-1]
 
     def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
-        self.console.print(progress_line(record, self._last))
+        values = evaluation_values(record, self._last)
+        widths = [max(len(name), _WIDTH if "/" in name else _SHORT_WIDTH) for name in values]
+        header = "  ".join(map(str.rjust, values, widths))
+        if len(header) > self.console.width:
+            # In columns that wrap, names and values would not stand below each other.
+            row = "  ".join(map(" ".join, values.items()))
+        else:
+            row = "  ".join(map(str.rjust, values.values(), widths))
+            if header != self._header:
+                self._header = header
+                self.console.print(header, soft_wrap=True)
+        self.console.print(row, soft_wrap=True)
+
+
+def evaluation_values(record: EvalRecord, last: StepRecord | None) -> dict[str, str]:
+    """Return the texts of a row about an evaluation, by the names of their columns.
+
+    Args:
+        record: of the evaluation.
+        last: record of the last step; None where there is none.
+    """
+    numbers: dict[str, float | None] = {"epoch": record.epoch, "step": record.step}
+    if last is not None:
+        numbers["train/loss"] = last.loss
+    numbers |= record.metrics
+    if last is not None and last.loss_scale is not None:
+        numbers |= {"loss scale": last.loss_scale, "skipped": last.skipped_steps}
+    return {name: format_number(number) for name, number in numbers.items()}
 
 
 class ProgressBar(ProgressLines):
-    """A bar over `total` steps, with a line above it for each evaluation."""
+    """A bar over the steps that have begun, with the loss of the last record.
 
-    def __init__(self, console: Console, total: int, label: str) -> None:
+    Args:
+        console: takes the rows; on the same terminal they appear above the bar.
+        screen: the terminal.
+        total: steps of the run.
+        label: returns what stands beside the bar.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        screen: Console,
+        total: int,
+        label: Callable[[], str],
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         super().__init__(console)
-        self._bar = Progress(
-            # A label may hold brackets, as in a list of overrides, which rich would read as markup.
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[now]}"),
-            TimeRemainingColumn(),
-            console=console,
+        self._label = label
+        self._clock = clock
+        self._shown_at = clock()
+        # A label may hold brackets, as in a list of overrides, which rich would read as markup.
+        label_column = Column(no_wrap=True, overflow="ellipsis", max_width=screen.width - 38)
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}", markup=False, table_column=label_column),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.fields[loss]}"),
+            rich.progress.TimeRemainingColumn(),
+            console=screen,
+            expand=True,
+            # A job of a sweep leaves a line instead.
+            transient=screen is not console,
+            disable=not screen.is_terminal,
+            # Over the whole run: evaluations and slow steps take their part of the time left. Its
+            # first step, in which kernels are compiled, is not counted.
+            speed_estimate_period=inf,
+            get_time=clock,
         )
-        self._task = self._bar.add_task(label, total=total, now="")
+        self._bar.add_task(label(), total=total, loss="")
         self._bar.start()
+
+    def begin_step(self, step: int) -> None:
+        if self._clock() - self._shown_at >= _UPDATE_SECONDS:
+            self.show(step - 1)
 
     def on_steps(self, records: Steps, run: RunHandle) -> None:
         super().on_steps(records, run)
-        last = records[-1]
-        now = f"loss {format_number(last.loss)}"
-        self._bar.update(self._task, completed=last.step, now=now)
+        self.show(records[-1].step)
+
+    def show(self, done: int) -> rich.progress.Task:
+        """Show how many steps are done; return rich's account of them."""
+        self._shown_at = self._clock()
+        (task,) = self._bar.tasks
+        loss = f"loss {format_number(self._last.loss)}" if self._last else ""
+        # Records come later than the steps that have begun since.
+        done = max(done, int(task.completed))
+        self._bar.update(task.id, completed=done, description=self._label(), loss=loss)
+        return task
 
     def close(self) -> None:
         self._bar.stop()
 
 
-class NotebookProgress(ProgressLines):
-    """A bar below the cell, with a line above it for each evaluation."""
+class NotebookProgress(ProgressBar):
+    """A bar above the log of a notebook's cell."""
 
-    def __init__(self, console: Console, total: int, label: str) -> None:
-        super().__init__(console)
-        self._total = total
-        self._label = label
-        self._handle: Any = None
-        self._shown_at = 0.0
-
-    def on_steps(self, records: Steps, run: RunHandle) -> None:
-        super().on_steps(records, run)
-        record = records[-1]
-        # A notebook's page would be slow with more updates than these.
-        is_due = monotonic() - self._shown_at > NOTEBOOK_SECONDS
-        if record.step < self._total and not is_due:
-            return
-        from IPython.display import HTML, display
-
-        self._shown_at = monotonic()
-        text = f"{self._label}: step {record.step} of {self._total}, loss "
-        text = html.escape(sanitize(text + format_number(record.loss)))
-        page = HTML(f'<progress value="{record.step}" max="{self._total}"></progress> {text}')
-        if self._handle is None:
-            self._handle = display(page, display_id=True)
-        else:
-            self._handle.update(page)
+    def show(self, done: int) -> rich.progress.Task:
+        task = super().show(done)
+        steps = f"{task.description}: step {task.completed:.0f} of {task.total}"
+        left = f"{format_duration(task.time_remaining)} left" if task.time_remaining else ""
+        assert isinstance(sys.stdout, NotebookLog)
+        sys.stdout.show_bar(
+            task.percentage, ", ".join(filter(None, (steps, task.fields["loss"], left)))
+        )
+        return task
 
 
-def progress_line(record: EvalRecord, last: StepRecord | None) -> str:
-    """Return one line of text about an evaluation, with the last step's loss where there is one."""
-    parts = [f"epoch {record.epoch}", f"step {record.step}"]
-    if last is not None:
-        parts.append(f"train/loss {format_number(last.loss)}")
-    parts += [f"{key} {format_number(value)}" for key, value in record.metrics.items()]
-    if last is not None and last.loss_scale is not None:
-        parts.append(f"loss scale {last.loss_scale:g}")
-        parts.append(f"skipped {last.skipped_steps}")
-    return "  ".join(parts)
-
-
-def progress(console: Console, total: int, label: str) -> RunCallback:
+def progress(console: Console, total: int, label: str) -> ProgressLines:
     """Return the progress callback that fits where the output goes."""
-    # A quiet run prints to a file in memory. rich takes a notebook for a terminal where the
-    # environment has FORCE_COLOR, as a kernel's has.
-    if in_notebook() and console.file is sys.stdout:
-        return NotebookProgress(console, total, label)
-    return ProgressBar(console, total, label) if console.is_terminal else ProgressLines(console)
+    is_job = isinstance(console, JobConsole)
+    screen = console.screen if is_job else console
+    name = console.label if is_job else lambda: label
+    # A quiet run prints to a file in memory.
+    if screen.file is sys.stdout and isinstance(sys.stdout, NotebookLog):
+        return NotebookProgress(console, screen, total, name)
+    if screen.is_terminal:
+        return ProgressBar(console, screen, total, name)
+    return ProgressLines(console)

@@ -285,6 +285,18 @@ def test_a_long_table_is_sorted_and_folds_what_has_no_result():
     assert few.folded == 0
 
 
+@pytest.mark.parametrize(
+    ("jobs", "missing", "rest"),
+    [
+        ([finished("b"), lost("c", "stopped")], "", "Stopped: c."),
+        ([finished("b")], "2 of the sweep's 3 jobs had not begun", None),
+    ],
+)
+def test_jobs_that_a_stop_kept_from_ending_are_no_missing_precision(jobs, missing, rest):
+    text = conclusion_of(*jobs, missing=missing)
+    assert text == f"Only b finished: val/accuracy 0.9, 100 examples/s. {rest or f'{missing}.'}"
+
+
 def test_one_seed_recommends_nothing():
     jobs = [finished("32-true"), finished("b", examples_per_second=200.0)]
     assert recommended_precision(compare_with_baselines(jobs)) is None

@@ -3,11 +3,12 @@ import io
 import pytest
 from rich.console import Console
 
-from runner.training.callbacks.progress import progress, progress_line
+from runner.training.callbacks.progress import ProgressBar, progress
+from runner.utils.console import JobConsole
 
 
-def console(terminal):
-    return Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+def console(terminal, width=100):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, highlight=False)
 
 
 @pytest.fixture
@@ -31,17 +32,74 @@ def test_the_bar(printed):
     assert "16-mixed keep_fp32=[head]" in text
     assert "3/3" in text
     assert "loss 0.5" in text
-    assert "val/accuracy 0.5" in text
+    assert "val/accuracy" in text
     assert text.endswith("\x1b[?25h")  # the cursor is back
 
 
 def test_lines_hold_no_control_characters(printed):
     text = printed(False)
     assert text.splitlines() == [
-        "epoch 1  step 2  train/loss 0.5  val/loss 1.25  val/accuracy 0.5  loss scale 4  skipped 1"
+        "  epoch     step  train/loss    val/loss  val/accuracy  loss scale  skipped",
+        "      1        2         0.5        1.25           0.5           4        1",
     ]
 
 
-def test_a_line_without_a_loss_scale_or_steps(step, evaluation):
-    assert progress_line(evaluation(4, loss=2.0), step(4)).endswith("train/loss 0.5  val/loss 2")
-    assert progress_line(evaluation(4, loss=2.0), None) == "epoch 1  step 4  val/loss 2"
+def rows(records, width=80):
+    """The rows about evaluations that a console of a width gets, each after a step."""
+    out = console(False, width)
+    observer = progress(out, 1000, "")
+    for last, evaluated in records:
+        if last is not None:
+            observer.on_steps((last,), None)
+        observer.on_evaluation(evaluated, None)
+    return out.file.getvalue().splitlines()
+
+
+def test_rows_are_aligned_and_fit_a_terminal_of_80_columns(step, evaluation):
+    large = step(900_000, 2.0**20, skipped=12345, loss=1.234e-05)
+    every = [(step(2, 4.0), evaluation(2, loss=2.0, accuracy=0.5))]
+    every.append((large, evaluation(900_000, loss=-1.234e-05, accuracy=0.98765)))
+    head, *lines = rows(every)
+    assert {len(line) for line in (head, *lines)} == {75}
+    assert lines[1].split()[-2:] == ["1048576", "12345"]
+
+
+def test_rows_without_a_loss_scale_or_steps_and_rows_too_wide_for_columns(step, evaluation):
+    assert rows([(None, evaluation(4, loss=2.0))])[1].split() == ["1", "4", "2"]
+    (line,) = rows([(step(4), evaluation(4, loss=2.0))], width=30)
+    assert line == "epoch 1  step 4  train/loss 0.5  val/loss 2"
+
+
+def test_the_bar_moves_with_each_step_and_leaves_the_start_out_of_the_time_left(step):
+    now = [0.0]
+    out = console(True)
+    bar = ProgressBar(out, out, 10, lambda: "run", clock=lambda: now[0])
+    (task,) = bar._bar.tasks
+    seen = []
+    # A minute until the first step has ended, then 2 s for each.
+    for number, at in ((1, 50.0), (2, 60.0), (3, 62.0), (4, 64.0)):
+        now[0] = at
+        bar.begin_step(number)
+        seen.append((task.completed, task.time_remaining))
+    assert seen == [(0, None), (1, None), (2, 16.0), (3, 14.0)]
+    now[0] = 64.05  # too soon for another update
+    bar.begin_step(5)
+    assert task.completed == 3
+    bar.on_steps((step(2),), None)  # records of a GPU are late
+    assert (task.completed, task.fields["loss"]) == (3, "loss 0.5")
+    bar.close()
+
+
+def test_a_job_of_a_sweep_prints_to_its_log_and_warnings_to_the_screen(tmp_path, capsys):
+    log = JobConsole(tmp_path / "log.txt", lambda: "job 3 of 8")
+    for line in ("epoch 1", "warning: small", "resumed at step 2 of 4"):
+        log.print(line)
+    log.print()
+    assert capsys.readouterr().out == "warning: small\nresumed at step 2 of 4\n"
+    expected = "epoch 1\nwarning: small\nresumed at step 2 of 4\n\n"
+    assert (tmp_path / "log.txt").read_text() == expected
+    screen = log.screen = console(True)
+    bar = progress(log, 4, "16-mixed")
+    bar.close()
+    log.close()
+    assert "job 3 of 8" in screen.file.getvalue()

@@ -1,0 +1,92 @@
+"""Say how far a sweep is: beside the bar of a job that runs, and in the line that a job leaves.
+
+It is read from the sweep's folder, which the jobs of every launcher share.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+
+from runner.modes.result import RunResult, read_results, result_line
+from runner.sweeps.manifest import Manifest
+from runner.utils.console import plain_console
+from runner.utils.errors import ConfigError
+from runner.utils.formatting import format_duration, now_ms
+from runner.utils.layout import ADVICE
+
+
+def job_label(sweep: Path, name: str) -> Callable[[], str]:
+    """Return a function that names a job that begins now, and says how far its sweep is.
+
+    Args:
+        sweep: folder of the sweep.
+        name: of the job: what differs from the others.
+    """
+    manifest = Manifest.read(sweep)
+    ended = _ended_results(sweep)
+    began_ms = now_ms()
+
+    def label() -> str:
+        place = _place(manifest, len(ended) + 1)
+        left = _time_left(manifest, ended, (now_ms() - began_ms) / 1e3)
+        return f"{place}{left}  {name}"
+
+    return label
+
+
+def print_job_line(sweep: Path, folder: Path) -> None:
+    """Print the result of a job that has ended in one line; nothing for one that left none.
+
+    Args:
+        sweep: folder of the sweep.
+        folder: of the job.
+    """
+    with suppress(OSError, ValueError, ConfigError):
+        result = RunResult.read(folder)
+        manifest = Manifest.read(sweep)
+        ended = _ended_results(sweep)
+        place = _place(manifest, len(ended) + (result.status == "stopped"))
+        line = f"{place}  {result_line(result)}"
+        # On a terminal the bar of the next job says it.
+        if not sys.stdout.isatty():
+            line += _time_left(manifest, ended)
+        # Any other job has printed why it failed.
+        if result.error and (sweep / ADVICE).is_file():
+            line += f": {result.error.splitlines()[0]}"
+        plain_console().print(line, soft_wrap=True)
+
+
+def _ended_results(sweep: Path) -> list[RunResult]:
+    """Return the results of the jobs that have ended; one that a signal stopped runs again."""
+    # A job without a result has no precision.
+    return [r for r in read_results(sweep) if r.precision and r.status != "stopped"]
+
+
+def _place(manifest: Manifest, number: int) -> str:
+    """Return which one of the sweep's jobs or trials the next one to end is."""
+    if manifest.budget_end_ms:
+        bound = f" of at most {manifest.max_trials}" if manifest.max_trials else ""
+        return f"trial {number}{bound}"
+    return f"job {number} of {manifest.jobs}" if manifest.jobs else f"job {number}"
+
+
+def _time_left(manifest: Manifest, ended: list[RunResult], elapsed: float = 0.0) -> str:
+    """Return the time left of a sweep or of a budget; empty where it is not known.
+
+    Args:
+        manifest: of the sweep.
+        ended: results of the jobs that have ended.
+        elapsed: seconds since the next job began.
+    """
+    if manifest.budget_end_ms:
+        left = (manifest.budget_end_ms - now_ms()) / 1e3
+        return f", {format_duration(left)} of the budget left"
+    # A job that failed before it trained took no time.
+    seconds = [result.seconds for result in ended if result.seconds]
+    rest = manifest.jobs - len(ended)
+    if not (seconds and rest > 0 and manifest.jobs_at_once):
+        return ""
+    left = fmean(seconds) * rest / manifest.jobs_at_once - elapsed
+    return f", about {format_duration(left)} left"

@@ -1,0 +1,102 @@
+"""How far a sweep is, from the files in its folder."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from job_results import finished
+
+from runner.sweeps import sweep_progress
+from runner.sweeps.manifest import Manifest
+from runner.sweeps.sweep_progress import job_label, print_job_line
+from runner.utils.layout import ADVICE
+
+NOW = 1_000_000
+CASES = {
+    # manifest, seconds of the jobs that have ended: beside the bar of the next job, in the last
+    # line
+    "nothing is known before the first job has ended": (
+        {"jobs": 8, "jobs_at_once": 1},
+        [],
+        ("job 1 of 8", ""),
+    ),
+    "the mean of the jobs that have ended": (
+        {"jobs": 8, "jobs_at_once": 1},
+        [100.0, 140.0],
+        ("job 3 of 8, about 12 min left", ", about 12 min left"),
+    ),
+    "places share what is left": (
+        {"jobs": 8, "jobs_at_once": 3},
+        [100.0, 140.0],
+        ("job 3 of 8, about 4 min left", ", about 4 min left"),
+    ),
+    "a batch system does not say how many run": ({"jobs": 8}, [100.0, 140.0], ("job 3 of 8", "")),
+    "a job that failed at once took no time": (
+        {"jobs": 3, "jobs_at_once": 1},
+        [0.0, 40.0],
+        ("job 3 of 3, about 40 s left", ", about 40 s left"),
+    ),
+    "the last job": ({"jobs": 2, "jobs_at_once": 1}, [1.0, 1.0], ("job 3 of 2", "")),
+    "an unknown number of jobs": ({}, [9.0], ("job 2", "")),
+    "a trial": (
+        {"jobs": 2, "jobs_at_once": 1, "max_trials": 12, "budget_end_ms": NOW + 200_000},
+        [1.0, 1.0],
+        ("trial 3 of at most 12, 3 min of the budget left", ", 3 min of the budget left"),
+    ),
+    "a trial of a search, whose length is not known": (
+        {"jobs": 1, "jobs_at_once": 1, "budget_end_ms": NOW - 5_000},
+        [1.0],
+        ("trial 2, 0 s of the budget left", ", 0 s of the budget left"),
+    ),
+}
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """Make the folder of a sweep whose jobs took so many seconds each; return its last job's."""
+    monkeypatch.setattr(sweep_progress, "now_ms", lambda: NOW)
+
+    def make(seconds, **manifest):
+        Manifest("id", ["python"], **manifest).write(tmp_path)
+        for number, each in enumerate(seconds):
+            folder = tmp_path / str(number)
+            replace(finished("b"), seconds=each).write(folder)
+        return tmp_path / str(len(seconds) - 1)
+
+    return make
+
+
+@pytest.mark.parametrize(("manifest", "seconds", "texts"), CASES.values(), ids=CASES)
+def test_jobs_say_how_far_the_sweep_is(sweep, tmp_path, capsys, manifest, seconds, texts):
+    folder = sweep(seconds, **manifest)
+    beside_bar, left = texts
+    assert job_label(tmp_path, "b seed=1")() == f"{beside_bar}  b seed=1"
+    print_job_line(tmp_path, folder)
+    printed = capsys.readouterr().out
+    assert printed.endswith(
+        f"val/accuracy 0.9  100 examples/s  finished{left}\n" if seconds else ""
+    )
+
+
+def test_the_time_left_runs_down_while_a_job_runs(sweep, tmp_path, monkeypatch):
+    sweep([100.0], jobs=3, jobs_at_once=1)
+    label = job_label(tmp_path, "b")
+    monkeypatch.setattr(sweep_progress, "now_ms", lambda: NOW + 140_000)
+    assert label() == "job 2 of 3, about 60 s left  b"
+
+
+def test_a_job_that_was_stopped_has_not_ended(sweep, tmp_path, capsys):
+    folder = sweep([1.0, 1.0], jobs=2)
+    replace(finished("b"), status="stopped").write(folder)
+    assert job_label(tmp_path, "b")() == "job 2 of 2  b"
+    print_job_line(tmp_path, folder)
+    assert capsys.readouterr().out.startswith("job 2 of 2  b ")
+
+
+def test_the_line_of_a_trial_says_why_it_failed(sweep, tmp_path, capsys):
+    folder = sweep([1.0], budget_end_ms=NOW)
+    (tmp_path / ADVICE).write_text(json.dumps({}))
+    failed = replace(finished("b"), status="failed", diverged=True, error="the loss is nan\nmore")
+    failed.write(folder)
+    print_job_line(tmp_path, folder)
+    assert capsys.readouterr().out.endswith("diverged, 0 s of the budget left: the loss is nan\n")
