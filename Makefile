@@ -2,7 +2,7 @@
 # make test   every promise once, about 12 minutes on two idle cores       make check   lint and types
 # make test-all   further examples, too: products, second platforms, generated cases; 45 minutes
 # make test-budget   whether a file took more than its share of the last `make test`
-# make docs   regenerate docs/ tables
+# make docs   regenerate docs/ tables         make site   pages and API to search and read, in build/site
 # make bench  the runner beside raw PyTorch, Lightning and Accelerate, into bench/results/peers.md
 PYTHON ?= python3
 ARGS ?= precision=16-mixed model=resnet
@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SEED ?= $(shell date +%s)
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-extended test-budget check docs bench clean
+.PHONY: run test test-all test-extended test-budget check docs site bench clean
 
 run: .venv/installed
 	$(BIN)/python -m runner $(ARGS)
@@ -24,11 +24,11 @@ run: .venv/installed
 test: .venv/dev
 	$(PYTEST)
 
-test-all: .venv/dev
+test-all: site
 	$(PYTEST) -m "not soak" --hypothesis-seed=$(SEED)
 
 # What test-all adds to test; TEST_ARGS="--stop-after 600" skips what has not begun after 600 s.
-test-extended: .venv/dev
+test-extended: site
 	$(PYTEST) -m "extended and not soak" --hypothesis-seed=$(SEED) $(TEST_ARGS)
 
 test-budget:
@@ -41,6 +41,10 @@ check: .venv/dev
 
 docs: .venv/dev
 	$(BIN)/python docs/generate.py
+
+# A broken link or docstring fails it.
+site: .venv/dev
+	$(BIN)/python -m sphinx -q -W -c docs . build/site
 
 bench: .venv/dev
 	$(BIN)/python -m bench.peers

@@ -49,21 +49,21 @@ class JobConsole(PlainConsole):
         label: returns what stands beside the bar: the job, and how far the sweep is.
 
     Attributes:
-        screen: the console that is seen.
+        terminal: the console that is seen.
     """
 
     def __init__(self, path: Path, label: Callable[[], str]) -> None:
         file = lasting_file(path)
         # FORCE_COLOR would put a terminal's control characters into the file.
         super().__init__(file=file, width=_FILE_COLUMNS, force_terminal=False)
-        self.screen = plain_console()
+        self.terminal = plain_console()
         self.label = label
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print to the log file; a warning, and where a run resumes, to the screen, too."""
         super().print(*objects, **options)
         if str(*objects[:1]).startswith(("warning: ", "resumed at ")):
-            self.screen.print(*objects, **options)
+            self.terminal.print(*objects, **options)
 
     def close(self) -> None:
         """Close the log file."""

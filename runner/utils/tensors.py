@@ -3,6 +3,7 @@ wrapped ones included."""
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-TORCH_VERSION = TorchVersion(torch.__version__)
+TORCH_VERSION: Any = TorchVersion(torch.__version__)
 """Compares with a tuple, as `TORCH_VERSION < (2, 14)`."""
 
 # Attributes in which bitsandbytes keeps the tensors of a quantized weight other than its codes.

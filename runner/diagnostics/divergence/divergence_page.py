@@ -131,7 +131,7 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
             Cell(format_share(error.share(error.different))),
         ]
         lines.append(line)
-    return Table(head, lines, frozenset(range(4)), cards=True)
+    return Table(head, lines, frozenset(range(4)))
 
 
 def draw_pass(name: str, errors: Sequence[tuple[str, AddedError | None, float]]) -> "Figure":

@@ -96,7 +96,7 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
             for module, kind, what, value in numerics.worst(fmt, WORST_TABLE_ROWS)
         ]
         head = ["worst module", "kind", "what", "share"]
-        worst = Table(head, rows, frozenset({0, 1, 2}), cards=True)
+        worst = Table(head, rows, frozenset({0, 1, 2}))
         blocks.append(worst if rows else Text("Nothing is lost.", "small"))
     blocks.append(Heading("How to read this"))
     blocks.append(Items(_explanations(numerics), small=True))

@@ -152,7 +152,7 @@ class NotebookProgress(ProgressBar):
 def progress(console: Console, total: int, label: str) -> ProgressLines:
     """Return the progress callback that fits where the output goes."""
     is_job = isinstance(console, JobConsole)
-    screen = console.screen if is_job else console
+    screen = console.terminal if is_job else console
     name = console.label if is_job else lambda: label
     # A quiet run prints to a file in memory.
     if screen.file is sys.stdout and isinstance(sys.stdout, NotebookLog):

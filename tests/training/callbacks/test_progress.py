@@ -98,7 +98,7 @@ def test_a_job_of_a_sweep_prints_to_its_log_and_warnings_to_the_screen(tmp_path,
     assert capsys.readouterr().out == "warning: small\nresumed at step 2 of 4\n"
     expected = "epoch 1\nwarning: small\nresumed at step 2 of 4\n\n"
     assert (tmp_path / "log.txt").read_text() == expected
-    screen = log.screen = console(True)
+    screen = log.terminal = console(True)
     bar = progress(log, 4, "16-mixed")
     bar.close()
     log.close()
