@@ -15,10 +15,9 @@ from runner.cli.main import call_hydra, check_config_dir, expand_resumed_sweep, 
 from runner.config.invocation import given_objects
 from runner.config.overrides import quote_value, rewrite_arguments
 from runner.config.resolve import register_schema
-from runner.modes.result import RunResult
+from runner.modes.result import RunResult, table_rows
 from runner.sweeps.report.conclusion import conclusion_text
 from runner.sweeps.report.load import SweepData, load_from_folder
-from runner.sweeps.report.pages import job_rows
 from runner.sweeps.sweep import Sweep, finish_sweep
 from runner.sweeps.sweep_resume import resume_text
 from runner.sweeps.verdict.compare import compare_with_baselines
@@ -66,7 +65,7 @@ class SweepResult:
         """Return a table with a row for each job; docs/sweeps.md describes its columns."""
         import pandas
 
-        return pandas.DataFrame(job_rows(self.data))
+        return pandas.DataFrame(table_rows(self.data.results))
 
     def history(self) -> "pandas.DataFrame":
         """Return what the jobs recorded: a row for each step of each job.

@@ -148,7 +148,7 @@ def option_note(path: Path) -> str:
 
 def _print_completions(line: str) -> None:
     """Print the commands and modes that complete a typed line; Hydra knows options and keys."""
-    *typed, word = line.split(" ")
+    *typed, word = line.removeprefix("python -m ").split(" ")
     offered = [f"mode={mode}" for mode in RUN_MODES]
     if len(typed) == 1:
         offered += commands.COMMANDS
@@ -292,11 +292,12 @@ def run_job(config: DictConfig) -> float | None:
         objective = _start(config, folder, sweeping).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
+        from runner.modes.result import UNTRIED
+
         skips = sweeping and HydraConfig.get().callbacks["sweep"].skip_refused
         status = _error_status(error, skips)
-        if skips and status in ("unavailable", "refused"):
-            print(sanitize(f"not tried, because {error}"), flush=True)
-        elif not (leaves_line and _is_trial()):  # a trial's line says why it failed
+        # The line of a trial, or of a job that was not tried, says why.
+        if not (leaves_line and (_is_trial() or status in UNTRIED)):
             _print_error_once(str(error))
         failure = _Failure(status, str(error), error.exit_status, error.finished)
     except KeyboardInterrupt as error:
@@ -310,7 +311,9 @@ def run_job(config: DictConfig) -> float | None:
     if sweeping and not failure.has_result:
         record_result(config, folder, failure.status, failure.message)
     if leaves_line:
-        _print_job_line(folder)
+        from runner.sweeps.sweep_progress import print_job_line
+
+        print_job_line(folder)
     if failure.exit_status > 128 or HydraConfig.get().mode == RunMode.RUN:
         raise SystemExit(failure.exit_status)
     if sweeping and HydraConfig.get().callbacks["sweep"].fail_fast:
@@ -342,30 +345,26 @@ def _leaves_line(config: DictConfig) -> bool:
     return not is_verbose and config.mode in ("train", "evaluate")
 
 
-def _print_job_line(folder: Path) -> None:
-    from runner.sweeps.sweep_progress import print_job_line
-
-    print_job_line(Path(HydraConfig.get().sweep.dir), folder)
-
-
 def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     """Resolve a job's config and run it; a job that is finished already returns its result."""
     settings = HydraConfig.get()
     leaves_line = sweeping and _leaves_line(config)
-    heading = f"job {settings.job.num}: {one_line(' '.join(job_overrides()))}" if sweeping else ""
+    name = one_line(" ".join(job_overrides())) if sweeping else ""
     if sweeping and not leaves_line:
-        print(f"\n{heading}", flush=True)
+        print(f"\njob {settings.job.num}: {name}", flush=True)
     if sweeping and not _is_trial():
         use_sweep_time()
         remove_keys(config, keys_left_out_of_job())
-        _raise_eps(config)
+        _raise_eps(config, name)
     finished = _finished_before(config, folder, sweeping)
     if finished is not None:
         # The other processes find the result, too, and leave.
         torchrun.publish(torchrun.START_KEY, folder)
         if torchrun.process_rank().is_main:
-            name = f"{heading}  " if leaves_line else ""
-            print(f"{name}{finished.outcome} before", flush=True)
+            print(
+                f"{name}: {finished.outcome} before" if name else f"{finished.outcome} before",
+                flush=True,
+            )
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
@@ -384,25 +383,30 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         gc.freeze()
     if not leaves_line:
         return run(spec, folder, invocation)
-    from runner.sweeps.sweep_progress import job_label
+    from runner.sweeps.sweep_progress import job_label, print_job_line
     from runner.utils.console import JobConsole
 
     label = job_label(Path(settings.sweep.dir), invocation.label(spec))
     with closing(JobConsole(folder / LOG, label)) as console:
         result = run(spec, folder, invocation, console)
-    _print_job_line(folder)
+    print_job_line(folder)
     return result
 
 
-def _raise_eps(config: DictConfig) -> None:
-    """Raise an optimizer's eps, unless it was typed, to what a preset asks for the precision."""
+def _raise_eps(config: DictConfig, job: str) -> None:
+    """Raise an optimizer's eps, unless it was typed, to what a preset asks for the precision.
+
+    Args:
+        config: of a job.
+        job: its overrides.
+    """
     settings = HydraConfig.get()
     least = settings.callbacks["sweep"].least_eps.get(settings.runtime.choices["precision"], 0.0)
     eps = config.optimizer.get("eps")
     is_typed = "optimizer.eps" in map(override_key, job_overrides())
     if isinstance(eps, float) and eps < least and not is_typed:
         config.optimizer.eps = least
-        print(f"optimizer.eps={least:g} in place of {eps:g}, too small for this precision")
+        print(f"{job}: optimizer.eps={least:g} in place of {eps:g}, too small for this precision")
 
 
 def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult | None":

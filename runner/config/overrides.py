@@ -78,6 +78,8 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
         text = rest.pop(0)
         if not text.startswith("-"):
             override = _rewrite_path(_quote_option(text))
+            if override.startswith("verbose="):
+                override = f"sweep.{override}"
             if override.partition("=")[0] in SWEEP_KEYS:
                 override = f"{_CALLBACK}{override}"
             overrides.append(f"++{override}" if _NEW_KEYS.match(override) else override)

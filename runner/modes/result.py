@@ -85,6 +85,8 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 
 Status = Literal["finished", "failed", "unavailable", "refused", "stopped"]
 """How a run ended."""
+UNTRIED: tuple[Status, ...] = ("unavailable", "refused")
+"""Of jobs that could not begin: this machine lacks what they need, or their config is refused."""
 
 
 @dataclass(frozen=True)
@@ -404,7 +406,8 @@ def result_line(result: RunResult) -> str:
         parts.append(f"{result.quality} {format_number(result.objective)}")
     if result.examples_per_second:
         parts.append(f"{format_number(result.examples_per_second)} examples/s")
-    return "  ".join([*parts, result.outcome])
+    outcome = "not tried" if result.status in UNTRIED else result.outcome
+    return "  ".join([*parts, outcome])
 
 
 def print_result(console: Console, result: RunResult) -> None:
@@ -464,11 +467,11 @@ def page_lines(result: RunResult, what: str = "run") -> list[tuple[str, str]]:
     """
     uri = result.tracking_uri or ""
     # A store without a server has its pages at the address where `runner ui` serves them.
-    server = uri if uri.startswith("http") else UI_ADDRESS
+    server = uri.rstrip("/") if uri.startswith("http") else UI_ADDRESS
     lines = []
     if result.run_id:
         text = f"{what} {result.run_id}"
-        if server != uri:
+        if not uri.startswith("http"):
             text += f"; to see it: {ui_command(uri, result.experiment)}"
         page = run_path(result.experiment_id, result.run_id)
         lines += [("MLflow", text), ("page", f"{server}{page}")]

@@ -22,7 +22,7 @@ from runner.config.invocation import override_texts
 from runner.config.overrides import without_program_options
 from runner.config.targets import build_group
 from runner.modes import notes
-from runner.modes.result import RunResult, page_lines
+from runner.modes.result import UNTRIED, RunResult, page_lines
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report import advice_page
 from runner.sweeps.report.columns import sweep_table
@@ -134,9 +134,9 @@ class Sweep:
                 sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
                 manifest = Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms())
                 manifest = manifest.signed()
-            self.manifest = replace(manifest, left_out=left_out)
             # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
-            replace(self.manifest, finished=False).write(folder)
+            self.manifest = replace(manifest, left_out=left_out, finished=False)
+            self.manifest.write(folder)
             self.tracker: Tracker = build_group("tracking", tracking)
             self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
             self.tracker.check_store()
@@ -200,7 +200,7 @@ class Sweep:
         statuses = [result.status for result in results]
         failed = statuses.count("failed") + statuses.count("stopped")
         skips = self._accepts_untried and "finished" in statuses
-        is_untried = not skips and not {"unavailable", "refused"}.isdisjoint(statuses)
+        is_untried = not skips and not set(UNTRIED).isdisjoint(statuses)
         if data.advice and not data.is_stopped:
             # A precision that fails or is not available is an answer: nothing failed once one is
             # recommended.

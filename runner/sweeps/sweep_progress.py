@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
-from runner.modes.result import RunResult, read_results, result_line
+from runner.modes.result import UNTRIED, RunResult, read_results, result_line
 from runner.sweeps.manifest import Manifest
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_duration, now_ms
-from runner.utils.layout import ADVICE
+from runner.utils.layout import ADVICE, MANIFEST, RESULT
 
 
 def job_label(sweep: Path, name: str) -> Callable[[], str]:
@@ -36,32 +36,43 @@ def job_label(sweep: Path, name: str) -> Callable[[], str]:
     return label
 
 
-def print_job_line(sweep: Path, folder: Path) -> None:
+def print_job_line(folder: Path) -> None:
     """Print the result of a job that has ended in one line; nothing for one that left none.
 
     Args:
-        sweep: folder of the sweep.
-        folder: of the job.
+        folder: of the job, in its sweep's.
     """
+    sweep = folder.parent
     with suppress(OSError, ValueError, ConfigError):
         result = RunResult.read(folder)
         manifest = Manifest.read(sweep)
         ended = _ended_results(sweep)
         place = _place(manifest, len(ended) + (result.status == "stopped"))
         line = f"{place}  {result_line(result)}"
+        # Any other job has printed why it failed.
+        is_untried = result.status in UNTRIED
+        if result.error and (is_untried or (sweep / ADVICE).is_file()):
+            reason = result.error.splitlines()[0]
+            line += f", because {reason}" if is_untried else f": {reason}"
         # On a terminal the bar of the next job says it.
         if not sys.stdout.isatty():
             line += _time_left(manifest, ended)
-        # Any other job has printed why it failed.
-        if result.error and (sweep / ADVICE).is_file():
-            line += f": {result.error.splitlines()[0]}"
         plain_console().print(line, soft_wrap=True)
 
 
 def _ended_results(sweep: Path) -> list[RunResult]:
     """Return the results of the jobs that have ended; one that a signal stopped runs again."""
-    # A job without a result has no precision.
-    return [r for r in read_results(sweep) if r.precision and r.status != "stopped"]
+    # The results of jobs that a resumed sweep runs again are older than its manifest. A job
+    # without a result has no precision.
+    begun = (sweep / MANIFEST).stat().st_mtime
+    ended = []
+    for result in read_results(sweep):
+        is_final = result.status == "finished" or result.diverged
+        if not result.precision or result.status == "stopped":
+            continue
+        if is_final or (Path(result.folder) / RESULT).stat().st_mtime >= begun:
+            ended.append(result)
+    return ended
 
 
 def _place(manifest: Manifest, number: int) -> str:

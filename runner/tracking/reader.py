@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,6 @@ class StoredRun:
         status: MLflow's.
         started_ms: Unix time in milliseconds; 0 if the store has none.
         metrics: the last value of each.
-        data_digests: digest of each data set by its use, such as training.
         stage: "active" or "deleted".
     """
 
@@ -49,7 +48,6 @@ class StoredRun:
     metrics: dict[str, float]
     tags: dict[str, str]
     params: dict[str, str]
-    data_digests: dict[str, str] = field(default_factory=dict)
     stage: str = "active"
 
 
@@ -129,8 +127,8 @@ class Reader:
         version = self._ask(lambda: dashboard.server_version(self.uri))
         parent = self.newest_sweep(experiment)
         if parent:
-            # A sweep has its report from its end on.
-            if parent.status != "RUNNING":
+            # A sweep has its report from its end on, unless it was refused before its first job.
+            if REPORT_PAGE in self.artifacts(parent.run_id):
                 page = run_path(stored.experiment_id, parent.run_id, REPORT_PAGE)
                 yield "report of the newest sweep", page
             view = SweepView(parent.tags["sweep_id"], parent.run_id, parent.name)
@@ -280,13 +278,6 @@ def _redacted_cause(error: Exception) -> str:
 
 
 def _stored_run(run: "Run") -> StoredRun:
-    digests = {}
-    # A server of an old version sends none.
-    for dataset_input in run.inputs.dataset_inputs if run.inputs else ():
-        for tag in dataset_input.tags:
-            if tag.key == "mlflow.data.context":
-                # A data set that serves two uses has both in one tag, see Store.log_inputs.
-                digests |= dict.fromkeys(tag.value.split(", "), dataset_input.dataset.digest)
     return StoredRun(
         run.info.run_id,
         run.info.experiment_id,
@@ -296,7 +287,6 @@ def _stored_run(run: "Run") -> StoredRun:
         dict(run.data.metrics),
         dict(run.data.tags),
         dict(run.data.params),
-        digests,
         run.info.lifecycle_stage,
     )
 

@@ -71,7 +71,7 @@ def test_jobs_say_how_far_the_sweep_is(sweep, tmp_path, capsys, manifest, second
     folder = sweep(seconds, **manifest)
     beside_bar, left = texts
     assert job_label(tmp_path, "b seed=1")() == f"{beside_bar}  b seed=1"
-    print_job_line(tmp_path, folder)
+    print_job_line(folder)
     printed = capsys.readouterr().out
     assert printed.endswith(
         f"val/accuracy 0.9  100 examples/s  finished{left}\n" if seconds else ""
@@ -89,7 +89,7 @@ def test_a_job_that_was_stopped_has_not_ended(sweep, tmp_path, capsys):
     folder = sweep([1.0, 1.0], jobs=2)
     replace(finished("b"), status="stopped").write(folder)
     assert job_label(tmp_path, "b")() == "job 2 of 2  b"
-    print_job_line(tmp_path, folder)
+    print_job_line(folder)
     assert capsys.readouterr().out.startswith("job 2 of 2  b ")
 
 
@@ -98,5 +98,5 @@ def test_the_line_of_a_trial_says_why_it_failed(sweep, tmp_path, capsys):
     (tmp_path / ADVICE).write_text(json.dumps({}))
     failed = replace(finished("b"), status="failed", diverged=True, error="the loss is nan\nmore")
     failed.write(folder)
-    print_job_line(tmp_path, folder)
+    print_job_line(folder)
     assert capsys.readouterr().out.endswith("diverged, 0 s of the budget left: the loss is nan\n")

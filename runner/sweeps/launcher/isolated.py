@@ -222,7 +222,7 @@ class JobRunner:
             print_error(f"job {number}: {reason}")
         with job_hydra_config(config):
             record_result(config, job_folder(config), "stopped" if stopped else "failed", reason)
-            print_job_line(Path(config.hydra.sweep.dir), job_folder(config))
+            print_job_line(job_folder(config))
             command = job_invocation(sweeping=True).command_text()
         status = "KILLED" if stopped else "FAILED"
         note = notes.failed_note(command, status, reason)

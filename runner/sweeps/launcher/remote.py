@@ -465,8 +465,7 @@ def _run_submitit_jobs(
             for number in [n for n, job in waiting.items() if job.done(force_check=asks_slurm)]:
                 del waiting[number]
                 # What the job itself prints is in a file.
-                config = configs[number]
-                print_job_line(Path(config.hydra.sweep.dir), job_folder(config))
+                print_job_line(job_folder(configs[number]))
             time.sleep(_SLURM_POLL_SECONDS if asks_slurm else _POLL_SECONDS)
         return [_outcome(job) for job in jobs]
     except Interrupted:

@@ -109,9 +109,8 @@ def bucket_means(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Poi
         return steps, np.where(np.isfinite(values), values, np.nan)
     buckets = np.array_split(np.arange(len(steps)), MEAN_BUCKETS)
     finite = [values[bucket][np.isfinite(values[bucket])] for bucket in buckets]
-    mean_steps = np.array([steps[bucket].mean() for bucket in buckets])
-    mean_values = np.array([part.mean() if len(part) else np.nan for part in finite])
-    return mean_steps, mean_values
+    means = [part.mean() if len(part) else np.nan for part in finite]
+    return np.array([steps[bucket].mean() for bucket in buckets]), np.array(means)
 
 
 def group_styles(results: Sequence[RunResult]) -> dict[str, Style]:

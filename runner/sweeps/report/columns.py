@@ -24,6 +24,7 @@ from runner.sweeps.report.wording import (
     format_range,
     format_ratio,
     health_words,
+    outcome_words,
     rating_reason,
     rating_words,
 )
@@ -78,9 +79,8 @@ def _group_status(c: Comparison, _: TableFacts) -> Cell:
     """Return how many jobs ended how, with the reasons."""
     counts = c.group.counts
     jobs = len(c.group.jobs)
-    if jobs == 1:
-        text = ", ".join(OUTCOME_WORDS.get(outcome, outcome) for outcome in counts)
-    else:
+    text = outcome_words(c.group)
+    if jobs > 1:
         text = ", ".join(f"{n}/{jobs} {OUTCOME_WORDS.get(one, one)}" for one, n in counts.items())
     reason = " ".join(" ".join(c.group.reasons).split())
     # The whole reason is in the list of failures below the table.
@@ -227,7 +227,12 @@ COLUMNS = (
         group=lambda c, _: sweep_letter(c.group.name),
         is_text=True,
     ),
-    Column("status", job=lambda job, _: job.outcome, group=_group_status, is_text=True),
+    Column(
+        "status",
+        job=lambda job, _: OUTCOME_WORDS.get(job.outcome, job.outcome),
+        group=_group_status,
+        is_text=True,
+    ),
     Column("verdict", verdict=_verdict_rating, is_text=True),
     Column(
         "device",

@@ -20,6 +20,7 @@ from runner.sweeps.report.wording import (
     format_range,
     join_names,
     memory_words,
+    outcome_words,
     speed_words,
 )
 from runner.sweeps.verdict.compare import (
@@ -215,6 +216,12 @@ def _typed(words: Sequence[str], ended: Sequence[Comparison], aim: str = "") -> 
     return f" Type {' '.join(filter(None, [quote_command(words), aim]))}."
 
 
+def _more_seeds(comparison: Comparison) -> str:
+    """Return the override for three seeds, or for twice as many as a group has."""
+    count = max(3, 2 * comparison.group.quality.n) if comparison.group.quality else 3
+    return f"seed={','.join(map(str, range(count)))}"
+
+
 def _untimed_sentence(others: Sequence[Comparison]) -> str:
     """Compare quality alone: some jobs were too short for their speed to mean much."""
     against = ""
@@ -228,7 +235,7 @@ def _untimed_sentence(others: Sequence[Comparison]) -> str:
         quality = others[0].group.jobs[0].quality
         against = f" {quality} against {BASELINE}: {join_names(compared)}."
     if any(other.difference and not other.is_judged for other in others):
-        against += _typed(["seed=0,1,2"], others, "to judge the differences")
+        against += _typed([_more_seeds(others[0])], others, "to judge the differences")
     jobs = [job for other in others for job in other.group.jobs]
     if all(job.kernels == "emulated" for job in jobs):
         return f"Emulated: the hardware itself is needed to measure the speed.{against}"
@@ -306,7 +313,7 @@ def _unjudged_sentence(ended: Sequence[Comparison]) -> str:
     gap = f" ({fastest.difference.value:+.2g})" if fastest.difference else ""
     costs = _cost_words(fastest, f"Try {fastest.group.name} with more seeds", "nothing")
     quality = f"{fastest.group.jobs[0].quality} differs{gap}"
-    advice = _typed(["seed=0,1,2"], ended)
+    advice = _typed([_more_seeds(fastest)], ended)
     return f"{costs}{least}. Whether {quality} takes more seeds to judge.{advice}"
 
 
@@ -464,7 +471,7 @@ def _quality_cell(comparison: Comparison | None, is_best: bool) -> Cell:
         return Cell("")
     group = comparison.group
     if group.quality is None:
-        return Cell(", ".join(group.counts), "bad")
+        return Cell(outcome_words(group), "bad")
     text = format_mean_sd(group.quality)
     return Cell(text, "good", "best") if is_best else Cell(text)
 

@@ -141,7 +141,7 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
     metrics, tags, _ = answer_record(data)
-    paths += write_rows(job_rows(data), folder, {**metrics, **tags})
+    paths += write_rows(table_rows(data.results), folder, {**metrics, **tags})
     gate = gate_verdict(data.advice) if data.advice else None
     if gate is not None:
         paths.append(gate.write(folder))
@@ -230,7 +230,7 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     yield groups_table(compared, recommended_precision(compared))
     verdict = common_verdict(compared)
     if verdict:
-        yield Text(f"Every precision against {BASELINE}: {verdict}.", "small")
+        yield Text(f"Against the baseline, each one with a result: {verdict}.", "small")
     alone = [comparison.group for comparison in compared if comparison.baseline is None]
     ended = [group for group in alone if group.finished_count]
     uncompared = [group.name for group in ended if group.precision != BASELINE]
@@ -321,11 +321,6 @@ def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]
         yield "Memory on a GPU", GPU_MEMORY_NOTE
 
 
-def job_rows(data: SweepData) -> list[dict[str, object]]:
-    """Return one row per job, in the order of the jobs, see table_rows."""
-    return table_rows(data.results)
-
-
 def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], int]:
     """Return what the report says of each group of seeds against the baseline, for MLflow.
 
@@ -337,13 +332,19 @@ def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], in
     """
     sign = data.advice.settings.sign if data.advice else 1
     gate = gate_verdict(data.advice) if data.advice else None
-    judged: list[tuple[Comparison, str]]
+    judged: list[tuple[Comparison, str]] = []
     if gate is not None:
         look = gate.looks[-1] if gate.looks else None
         tested = look and Difference(Verdict.UNCLEAR, look.gap, look.seeds, look.half_width)
         judged = [(replace(gate.precision.comparison, difference=tested), gate.decision)]
     elif data.advice:
-        judged = [(verdict.comparison, rating_words(verdict)) for verdict in data.advice.verdicts]
+        for verdict in data.advice.verdicts:
+            comparison = verdict.comparison
+            if verdict.is_emulated:
+                # As in the table: an emulation's speed is not the hardware's, nor its peak memory.
+                memory = comparison.memory_ratio if verdict.group.is_on_cpu else None
+                comparison = replace(comparison, speed_ratio=None, memory_ratio=memory)
+            judged.append((comparison, rating_words(verdict)))
     else:
         compared = compare_with_baselines(data.results)
         judged = [(comparison, verdict_words(comparison)) for comparison in compared]
@@ -375,7 +376,7 @@ def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], in
 
 
 def write_rows(rows: Sequence[Row], folder: Path, answer: Row | None = None) -> list[Path]:
-    """Write rows of job_rows() as report.csv and report.json into a folder; return the paths.
+    """Write rows of table_rows() as report.csv and report.json into a folder; return the paths.
 
     In CSV None is an empty field. In JSON, which has the meaning of each column and the metrics
     and tags of answer_record(), too, a number that is not finite is its name.

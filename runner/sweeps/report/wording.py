@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from runner.sweeps.verdict.compare import BASELINE, Comparison
+from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
 from runner.sweeps.verdict.ranking import PrecisionVerdict
 from runner.sweeps.verdict.settings import TIMEOUT_WORDS
 from runner.sweeps.verdict.statistics import MIN_SEEDS, Difference, Ratio, Spread, Verdict
@@ -67,7 +67,8 @@ def format_interval(value: float, error: float, sign: str = "") -> str:
     if not -3 < places <= MAX_DECIMALS:
         return f"{value:{sign}.3g} ± {error:.2g}"
     places = max(0, places)
-    return f"{value:{sign}.{places}f} ± {error:.{places}f}"
+    # A sum with 0.0, for -0.0 has a sign.
+    return f"{round(value, places) + 0.0:{sign}.{places}f} ± {error:.{places}f}"
 
 
 def format_ratio(ratio: Ratio | None) -> str:
@@ -87,11 +88,16 @@ def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     return first_names([*names], limit)
 
 
+def outcome_words(group: Group) -> str:
+    """Return how the jobs of a group ended."""
+    return ", ".join(OUTCOME_WORDS.get(outcome, outcome) for outcome in group.counts)
+
+
 def verdict_words(comparison: Comparison) -> str:
     """Return the verdict on a group against its baseline, or how its jobs ended without one."""
     if comparison.difference:
         return VERDICT_WORDS[comparison.difference.verdict]
-    return "baseline" if comparison.is_baseline else ", ".join(comparison.group.counts)
+    return "baseline" if comparison.is_baseline else outcome_words(comparison.group)
 
 
 def difference_words(difference: Difference) -> tuple[str, str]:

@@ -49,7 +49,7 @@ class Group:
             over all jobs that finished or were stopped as diverged.
         change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
         speed: training speed in examples/s.
-        peak_mib, weights_mib, optimizer_mib: MiB.
+        peak_mib, weights_mib: MiB.
         reasons: why jobs did not finish, each reason once.
     """
 
@@ -64,7 +64,6 @@ class Group:
     speed: Spread | None
     peak_mib: Spread | None
     weights_mib: Spread | None
-    optimizer_mib: Spread | None
     loss_scale: Spread | None
     skipped: Spread | None
     converted: str
@@ -179,7 +178,6 @@ def _group(
         speed=spread(lambda job: job.examples_per_second),
         peak_mib=spread(lambda job: job.peak_memory_mib),
         weights_mib=spread(lambda job: job.weights_mib),
-        optimizer_mib=spread(lambda job: job.optimizer_mib),
         loss_scale=spread(lambda job: job.loss_scale),
         skipped=spread(lambda job: job.skipped_steps),
         converted=", ".join(dict.fromkeys(job.converted for job in ended if job.converted)),

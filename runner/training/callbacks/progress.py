@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from math import inf
 from time import monotonic
+from typing import Any
 
 import rich.progress
 from rich.console import Console
@@ -42,14 +43,10 @@ class ProgressLines(RunCallback):
         values = evaluation_values(record, self._last)
         widths = [max(len(name), _WIDTH if "/" in name else _SHORT_WIDTH) for name in values]
         header = "  ".join(map(str.rjust, values, widths))
-        if len(header) > self.console.width:
-            # In columns that wrap, names and values would not stand below each other.
-            row = "  ".join(map(" ".join, values.items()))
-        else:
-            row = "  ".join(map(str.rjust, values.values(), widths))
-            if header != self._header:
-                self._header = header
-                self.console.print(header, soft_wrap=True)
+        if header != self._header:
+            self._header = header
+            self.console.print(header, soft_wrap=True)
+        row = "  ".join(map(str.rjust, values.values(), widths))
         self.console.print(row, soft_wrap=True)
 
 
@@ -138,14 +135,16 @@ class ProgressBar(ProgressLines):
 class NotebookProgress(ProgressBar):
     """A bar above the log of a notebook's cell."""
 
+    def __init__(self, log: NotebookLog, *given: Any) -> None:
+        super().__init__(*given)
+        self._log = log
+
     def show(self, done: int) -> rich.progress.Task:
         task = super().show(done)
         steps = f"{task.description}: step {task.completed:.0f} of {task.total}"
         left = f"{format_duration(task.time_remaining)} left" if task.time_remaining else ""
-        assert isinstance(sys.stdout, NotebookLog)
-        sys.stdout.show_bar(
-            task.percentage, ", ".join(filter(None, (steps, task.fields["loss"], left)))
-        )
+        text = ", ".join(filter(None, (steps, task.fields["loss"], left)))
+        self._log.show_bar(task.percentage, text)
         return task
 
 
@@ -156,7 +155,7 @@ def progress(console: Console, total: int, label: str) -> ProgressLines:
     name = console.label if is_job else lambda: label
     # A quiet run prints to a file in memory.
     if screen.file is sys.stdout and isinstance(sys.stdout, NotebookLog):
-        return NotebookProgress(console, screen, total, name)
+        return NotebookProgress(sys.stdout, console, screen, total, name)
     if screen.is_terminal:
         return ProgressBar(console, screen, total, name)
     return ProgressLines(console)

@@ -11,15 +11,9 @@ from dataclasses import replace
 import pytest
 from job_results import finished, lost
 
-from runner.modes.result import RunResult
+from runner.modes.result import RunResult, table_rows
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.pages import (
-    FIXED_COLUMNS,
-    answer_record,
-    job_rows,
-    write_report,
-    write_rows,
-)
+from runner.sweeps.report.pages import FIXED_COLUMNS, answer_record, write_report, write_rows
 from runner.sweeps.verdict.compare import compare_with_baselines
 
 DONE = RunResult(
@@ -40,7 +34,7 @@ BOTH = SweepData([Job(DONE), Job(FAILED)])
 
 
 def test_a_row_has_the_fixed_columns_then_metrics_then_settings():
-    first, second = job_rows(BOTH)
+    first, second = table_rows(BOTH.results)
     own = ["metric.val/loss", "metric.val/iou", "set.optimizer.lr", "set.model"]
     assert list(first) == list(second) == [*FIXED_COLUMNS, *own]
     assert (first["job"], first["seed"], first["precision"]) == (3, 1, "16-mixed")
@@ -51,7 +45,7 @@ def test_a_row_has_the_fixed_columns_then_metrics_then_settings():
 
 
 def test_csv_and_json_hold_every_digit_and_any_text(tmp_path):
-    rows = job_rows(BOTH)
+    rows = table_rows(BOTH.results)
     csv_path, json_path = write_rows(rows, tmp_path)
     with csv_path.open(newline="") as file:
         read = list(csv.DictReader(file))
@@ -96,14 +90,14 @@ def test_the_answer_is_what_the_comparison_says(direction, tmp_path):
 
 
 def test_a_sweep_without_jobs_has_the_names_of_the_columns(tmp_path):
-    csv_path, json_path = write_rows(job_rows(SweepData([])), tmp_path)
+    csv_path, json_path = write_rows(table_rows([]), tmp_path)
     assert csv_path.read_text() == ",".join(FIXED_COLUMNS) + "\n"
     assert json.loads(json_path.read_text())["rows"] == []
 
 
 def test_a_secret_in_a_jobs_texts_is_in_no_table(tmp_path):
     leaked = replace(FAILED, error="cannot reach https://me:hunter22@host")
-    for path in write_rows(job_rows(SweepData([Job(leaked)])), tmp_path):
+    for path in write_rows(table_rows([leaked]), tmp_path):
         assert "hunter22" not in path.read_text()
 
 
