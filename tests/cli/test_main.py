@@ -67,7 +67,7 @@ def test_what_a_preset_does_not_try_is_no_failure(running, error, status, shown)
     """Beside a job that finishes: alone, nothing has been tried."""
     seen = []
 
-    def body(spec, folder, invocation):
+    def body(spec, folder, *_):
         seen.append(spec.optimizer.get("eps"))
         if spec.precision["name"] == "16-true":
             raise error

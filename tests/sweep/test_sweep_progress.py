@@ -99,4 +99,4 @@ def test_the_line_of_a_trial_says_why_it_failed(sweep, tmp_path, capsys):
     failed = replace(finished("b"), status="failed", diverged=True, error="the loss is nan\nmore")
     failed.write(folder)
     print_job_line(folder)
-    assert capsys.readouterr().out.endswith("diverged, 0 s of the budget left: the loss is nan\n")
+    assert capsys.readouterr().out.endswith("diverged: the loss is nan, 0 s of the budget left\n")

@@ -246,7 +246,7 @@ def test_a_long_page_folds_jobs_and_says_once_what_all_rows_have_in_common(tmp_p
     jobs = [job("32-true"), *(job(f"p{i}") for i in range(12)), lost("r", "refused", "eps is 0")]
     text, html, _ = pages(SweepData(jobs), tmp_path)
     assert text.count("not judged") == 1
-    assert "Every precision against 32-true: not judged (one seed)." in text
+    assert "Against the baseline, each one with a result: not judged (one seed)." in text
     assert "- r: not tried: eps is 0" in text
     assert html.count("<details><summary>14 jobs</summary>") == 1
     assert html.count("<table") == 2
