@@ -82,7 +82,7 @@ def test_doctor_lists_an_own_precision_by_its_width(own, monkeypatch):
     row = next(line for line in done.stdout.splitlines() if "own-half" in line)
     cells = [cell.strip() for cell in row.split("│")[1:4]]
     assert cells == ["own-half", "yes", "float16 of my own"]
-    assert in_order(done.stdout, "32-true", "own-single", "tf32", "16-true", "own-half", "float8")
+    assert in_order(done.stdout, "32-true", "own-single", "16-true", "own-half", "float8")
 
 
 def test_doctor_shows_why_one_does_not_load(own, tmp_path, monkeypatch):

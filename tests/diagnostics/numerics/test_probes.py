@@ -35,7 +35,8 @@ def measured_steps(numerics):
 
 def losses(done):
     assert done.rc == 0, done.stderr
-    return re.findall(r"train/loss (\S+)  val/loss (\S+)", done.stdout)
+    # Rows of epoch, step, train/loss, val/loss and the accuracy.
+    return re.findall(r"^ +\d+ +\d+ +(\S+) +(\S+) +\S+$", done.stdout, re.M)
 
 
 def test_a_run_writes_its_measurements(quick, folder):
