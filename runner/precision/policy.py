@@ -66,13 +66,25 @@ def precision(
     folder = None if config_dir is None else Path(config_dir)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"config_dir={config_dir} is no folder in {Path.cwd()}.")
-    node = precision_config(text, folder, keys)
+    node = _merge(precision_config(text, folder), keys)
     path = node.get("_target_")
     if not isinstance(path, str):
         raise ConfigError(f"precision={text} has no _target_. Name a class in its yaml.")
     passed = Arguments("precision", path, [], keywords(node), 0, False)
     options.refuse([*passed.problems(locate(path))])
     return Policy(build_group("precision", node), device)
+
+
+def _merge(node: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node with some keys changed; of a mapping, such as loss_scale, the given keys."""
+    merged = dict(node)
+    for key, value in keys.items():
+        current = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(current, Mapping):
+            value = _merge(current, value)
+        # As a yaml has it, which the checks of values expect.
+        merged[key] = list(value) if isinstance(value, tuple) else value
+    return merged
 
 
 class Policy:

@@ -96,7 +96,7 @@ def test_arrays_that_cannot_be_used_are_refused(tmp_path, arrays):
     named = npz(files["labels"], target="labels", val_path=files["labels"]).val
     assert named.fields.keys() == {"x", "y", "labels"}
     table = [
-        ({"path": str(tmp_path / "one.npy")}, "holds one array without a name. Write savez"),
+        ({"path": str(tmp_path / "one.npy")}, "is one array. Type numpy.savez(path, x=..., y=...)"),
         ({"path": str(tmp_path / "empty.npz")}, "empty.npz cannot be read: No data left in file"),
         ({"path": str(tmp_path / "cut.npz")}, "cut.npz cannot be read: File is not a zip file"),
         ({"path": files["scalar"]}, r"array rate of .* is one number, .* data\.inputs="),
