@@ -75,8 +75,7 @@ def data_problems(
             yield f"{_whose(samples, split, checked)}: its {name} are not finite."
     if mislabelled:
         assert classes is not None
-        least = min(lowest_labels, default=0)
-        problem = label_problem(first_mislabelled, classes, least)
+        problem = label_problem(first_mislabelled, classes, min(lowest_labels, default=0))
         yield f"{_whose(mislabelled, split, checked)}: {problem}"
     if not labelled:
         which = f"the {checked} samples of the {split} set that were looked at"

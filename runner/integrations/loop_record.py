@@ -82,11 +82,7 @@ class LoopRecord:
             return
         self.recorder.end_trace()
         if error is None and self.recorder.reader.is_step_read and not self._step:
-            print(
-                "warning: there were backwards and no step of the record, so that nothing is "
-                "recorded. Call record.step() after optimizer.step().",
-                file=sys.stderr,
-            )
+            print("warning: nothing is recorded. Call record.step() in each step.", file=sys.stderr)
         try:
             self.recorder.finish(error)
         except Exception as record_error:  # an error of the record must not hide the loop's

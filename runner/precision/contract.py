@@ -132,8 +132,8 @@ class Precision(ABC):
     def require_strategy(self, strategy: Strategy) -> None:
         """Raise Unavailable where the strategy cannot train the precision's layers."""
         if strategy.shards and self.unshardable_reason:
-            what = f"precision={self.name} with strategy={strategy.name}: {self.unshardable_reason}"
-            raise Unavailable(f"{what}.", "Type strategy=ddp.")
+            what = f"precision={self.name}, strategy={strategy.name}: {self.unshardable_reason}."
+            raise Unavailable(what, "Type strategy=ddp.")
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:

@@ -51,9 +51,7 @@ from runner.utils.terminal import quote_command
 META_DEVICE = torch.device("meta")
 _CPU = torch.device("cpu")
 _EXAMPLES = 2  # in the first forward
-_LOADING_KEYWORD = re.compile(
-    "pretrained(_cfg|_cfg_overlay)?|weights(_backbone)?|checkpoint_path|path"
-)
+_LOADING_KEYWORD = re.compile("pretrained(_cfg(_overlay)?)?|weights(_backbone)?|(checkpoint_)?path")
 """Keywords by which timm, torchvision and the models of the runner load weights."""
 _KNOWN_PACKAGES = ("runner.models.", "timm.", "torchvision.models.")
 """Packages whose models load weights only where one of these keywords asks for it."""
