@@ -62,8 +62,6 @@ def test_backwards_without_a_step_of_the_record_are_warned_of(lab, capsys):
     with PrecisionRecord(accelerator, model, optimizer):
         backward(accelerator, model)
     assert "nothing is recorded. Call record.step() in each step." in capsys.readouterr().err
-        "warning: nothing is recorded. Call record.step() in each step." in capsys.readouterr().err
-    )
 
 
 def test_slow_steps_are_sent_before_their_block_is_full(monkeypatch):
