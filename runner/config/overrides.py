@@ -213,7 +213,7 @@ def path_exists(path: str) -> bool:
 
 _NEW_KEYS = re.compile(
     r"tracking\.tags[.=]|vars\.|callbacks(\.|=\{)|init\.rename[.=]|data\.(collate|sampler)[.=]"
-    r"|task\.(metrics|quality|direction|after_evaluation|whole_batch)[.=]"
+    r"|task\.(metrics|quality|direction|after_evaluation|loss_weights|whole_batch)[.=]"
     r"|optimizer\.(\w+\.)?(groups|no_decay_on|layer_decay|state_dtype)=|scheduler\.warmup="
 )
 """Keys that no yaml has to list: names of the user's own, and what fits every data set, task,

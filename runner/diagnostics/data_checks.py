@@ -43,7 +43,7 @@ def data_problems(
     not_finite: dict[str, list[int]] = {"inputs": [], "targets": []}
     mislabelled: list[int] = []
     first_mislabelled: Any = None
-    least = classes or 0  # of all labels
+    lowest_labels: list[int] = []  # of each portion
     checked = 0
     labelled = False
     deadline = perf_counter() + MAX_CHECK_SECONDS
@@ -59,7 +59,7 @@ def data_problems(
         if classes and has_classes and len(target) == len(indices):
             wrong = task.misplaced(target, classes)
         if wrong is not None and isinstance(target, Tensor) and target.numel():
-            least = min(least, int(target.min()))
+            lowest_labels.append(int(target.min()))
         if wrong is not None and wrong.any():
             if first_mislabelled is None:
                 first = target[int(wrong.nonzero()[0])]
@@ -75,7 +75,7 @@ def data_problems(
             yield f"{_whose(samples, split, checked)}: its {name} are not finite."
     if mislabelled:
         assert classes is not None
-        problem = label_problem(first_mislabelled, classes, least)
+        problem = label_problem(first_mislabelled, classes, min(lowest_labels, default=0))
         yield f"{_whose(mislabelled, split, checked)}: {problem}"
     if not labelled:
         which = f"the {checked} samples of the {split} set that were looked at"

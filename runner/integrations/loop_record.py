@@ -81,6 +81,8 @@ class LoopRecord:
         if self.recorder is None:
             return
         self.recorder.end_trace()
+        if error is None and self.recorder.reader.is_step_read and not self._step:
+            print("warning: nothing is recorded. Call record.step() in each step.", file=sys.stderr)
         try:
             self.recorder.finish(error)
         except Exception as record_error:  # an error of the record must not hide the loop's

@@ -181,6 +181,8 @@ class Recorder:
         seconds = time.perf_counter() - self._started_at
         self._result = self._run.finish(status, reason, seconds)
         print_result(self._output.console, self._result)
+        if reason:
+            self._output.say(f"error: {reason}")
         if self.place.sweep:
             group = relative_path(self.place.folder.parent)
             report = quote_command(["python", "-m", "runner", "report", group])

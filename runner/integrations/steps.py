@@ -30,6 +30,9 @@ from runner.utils.formatting import now_ms
 
 log = logging.getLogger(__name__)
 
+MAX_BLOCK_SECONDS = 5.0
+"""Longest time that a step's values stay on the device, so that slow steps show up in time."""
+
 
 class StepReader:
     """Reads loss, learning rate, gradient norms and loss scale of each step of a foreign loop.
@@ -173,6 +176,7 @@ class StepRecords:
 
     def __post_init__(self) -> None:
         self._buffer = RecordBuffer(self.state)
+        self._sent_at = time.monotonic()
 
     def add(self, record: DeviceStepRecord) -> None:
         """Add a step that has ended; copy the block to the host where one is due.
@@ -184,7 +188,8 @@ class StepRecords:
         self.state.epoch = record.epoch
         self._buffer.add(record)
         self._waiting += 1
-        if self._waiting >= self.block_steps:
+        is_late = time.monotonic() - self._sent_at > MAX_BLOCK_SECONDS
+        if self._waiting >= self.block_steps or is_late:
             self.send()
         self._measurement.close()
         for callback in self.callbacks:
@@ -196,6 +201,7 @@ class StepRecords:
         if self._waiting:
             self._buffer.send()
             self._waiting = 0
+        self._sent_at = time.monotonic()
         for block in self._buffer.ready_records():
             self._dispatch(block)
 

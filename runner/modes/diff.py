@@ -355,7 +355,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
             steps = str(spec.diff.steps).replace(" ", "")
             raise ConfigError(
                 f"against={text} compares other weights, and in later steps of diff.steps={steps} "
-                f"both have the same. Type diff.steps=[1], or init.weights= against=<precision>."
+                f"both have the same. Type diff.steps=[1], or init.weights={text} against=<...>."
             )
         return DiffReference(text, replace(spec, init=replace(spec.init, weights=text)))
     if "=" in text:
@@ -369,7 +369,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
                 reference = _with_value(reference, word, key)
         return DiffReference(text, reference, own=_own_values(spec, words))
     if "/" in text:
-        raise ConfigError(f"against={text}: there is no such file or folder. Type another.")
+        raise ConfigError(f"against={text}: there is no such file or folder. Type a run's.")
     names = [*registry.precision_names(), *ACCELERATORS]
     near = DTYPE_PRECISIONS.get(text) or get_close_matches(text, names, n=3, cutoff=0.4)
     hint = f" Nearest: {', '.join(near)}." if near else ""

@@ -194,9 +194,11 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
         metrics = {re.sub("/loss$", "/plain_loss", key): value for key, value in metrics.items()}
     # debug.overfit evaluates on a few training examples, so its metrics are of other data, too.
     reasons: list[str] = []
-    sections = {key.partition(".")[0] for key in _COMPARED_KEYS}
-    # Without other sections, whose keys an earlier version may have had.
-    saved = {key: part for key, part in content["spec"].items() if key in sections}
+    spec = content["spec"]
+    # Without other keys, which an earlier version may have had.
+    saved = {key: part for key, part in spec.items() if key in _COMPARED_KEYS}
+    for section, name in (("debug", "overfit"), ("train", "batch_size")):
+        saved[section] = {key: part for key, part in spec.get(section, {}).items() if key == name}
     for key, (old, new) in changes(saved, run.spec).items():
         is_added = key.startswith(tuple(f"task.{name}" for name in TASK_KEYS))
         if not is_added and any(f"{key}.".startswith(f"{each}.") for each in _COMPARED_KEYS):

@@ -271,7 +271,7 @@ class RunResult:
         if content.get("layout") or adapter.get("_target_"):
             kind = "those of an adapter" if adapter.get("_target_") else "packed"
             raise ConfigError(
-                f"The weights in {self.folder} are {kind}, for no plain model. Type mode=evaluate."
+                f"The weights in {self.folder} are {kind}. Type mode=evaluate checkpoint=<folder>."
             )
         # With train.ema the averaged weights are those that the metrics are of.
         average = content.get("average") or {}

@@ -231,7 +231,8 @@ def _newest_run(out: Path, notes: list[str]) -> Path:
     skipped = "".join(f" {text[0].upper()}{text[1:]}." for text in notes[:_MAX_SKIPPED_RUNS])
     raise ConfigError(
         f"checkpoint.resume=last: no run in {out.parent} was interrupted and left a checkpoint."
-        f"{skipped} Type checkpoint.resume=<run folder, .pt file or run id>."
+        f"{skipped} Type checkpoint.resume=<run folder, .pt file or run id>, and save with "
+        "checkpoint.every_steps=<n>."
     )
 
 

@@ -24,7 +24,7 @@ from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 from runner.modes import batch_rules
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.error_rules import Failure
-from runner.modes.task_checks import check_totals, output_lines
+from runner.modes.task_checks import check_totals, output_lines, packing_lines
 from runner.modes.training_errors import explain_dead_workers
 from runner.precision.casting import CastCacheWatch
 from runner.precision.loss_scale import describe_hooks, gradient_hooks
@@ -290,6 +290,10 @@ def try_batch(
             loss = loss_of(state, inputs, target)
             if outputs and isinstance(loss, Tensor):
                 check_totals(state, outputs[-1], target)
+            handle.remove()  # a further output is not the batch's
+            if outputs and says_layout:
+                for line in packing_lines(state, inputs, outputs[-1]):
+                    run.say(line)
     except RunnerError:
         raise  # its message says already what to change
     except Exception as error:

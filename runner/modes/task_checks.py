@@ -1,6 +1,6 @@
 """Check what a task makes of the model's output for the first batch, before anything trains."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -55,8 +55,6 @@ def output_lines(
             whole batch.
     """
     task = state.task
-    if isinstance(batch[0], KeywordInputs) and "position_ids" in batch[0]:
-        yield from _packing_lines(state, batch[0], output)
     task.check_target(batch[1])
     taken = task.describe_output(output)
     if taken:
@@ -105,16 +103,18 @@ def _forward(state: TrainState, inputs: Any) -> Any:
         return call_model(state.model, state.precision.cast(inputs))
 
 
-def _packing_lines(state: TrainState, inputs: Mapping[str, Any], output: Any) -> Iterator[str]:
+def packing_lines(state: TrainState, inputs: Any, output: Any) -> Iterator[str]:
     """Yield whether texts packed into one example see each other.
 
     A forward with another first token shows it: what the later texts compute changes with it.
 
     Args:
         state: its model is called.
-        inputs: of a batch; position_ids, int64 [B, T], are 0 where a text begins.
+        inputs: of a batch; its position_ids, int64 [B, T], are 0 where a text begins.
         output: of the model for these inputs.
     """
+    if not isinstance(inputs, KeywordInputs) or "position_ids" not in inputs:
+        return
     positions = inputs["position_ids"]
     tokens = inputs.get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.shape != positions.shape:

@@ -243,8 +243,8 @@ def save_model(run: RunContext, state: TrainState, loader: BatchLoader) -> None:
     layers = sum(not module._modules for module in state.plain_model.modules())
     # Tracing, writing, reading and comparing take about a tenth of a second for each.
     if layers > 50 and not run.precision.converts_layers:
-        seconds = f"{layers / 10:.0f} s"
-        run.say(f"exporting {layers} layers for MLflow, about {seconds} (tracking.log_model=true)")
+        what = f"exporting {layers} layers for MLflow, about {layers / 10:.0f} s"
+        run.say(f"{what}; tracking.log_model=false leaves it out")
     # An export may take minutes and has nothing to lose, so a signal ends it at once.
     with run.signals.interruptible():
         try:
@@ -289,7 +289,7 @@ def check_model_folders(run: RunContext, model: nn.Module) -> None:
         for name, value in model.state_dict().items():
             try:
                 save({name: torch.empty(0, dtype=value.dtype)})
-            except (KeyError, AttributeError) as error:
+            except (KeyError, AttributeError, TypeError) as error:
                 is_tensor = isinstance(value, torch.Tensor)
                 kind = dtype_name(value.dtype) if is_tensor else type(value).__name__
                 raise ConfigError(

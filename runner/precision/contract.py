@@ -40,6 +40,7 @@ from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.options import switched, wanted_switches
 from runner.precision.sessions import Session, open_session
 from runner.precision.weight_updates import UpdateRule
+from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
 
 CPU_DEVICE = torch.device("cpu")
@@ -79,6 +80,8 @@ class Precision(ABC):
         trained_in: where this precision trains adapters only, the one that trains its weights.
         update: how a step is added to weights of 16 bits, see runner.precision.weight_updates.
         emulated: its arithmetic is emulated, so that speed and memory mean nothing.
+        unshardable_reason: reason why its weights cannot be sharded among processes; empty where
+            they can.
         no_recompute_reason: reason why a forward can neither be compiled nor recomputed in the
             backward, with what to type; empty where it can.
         bypassed: modules that a conversion skips because the model does not call their forward:
@@ -108,6 +111,7 @@ class Precision(ABC):
     trained_in: str = ""
     update: UpdateRule = "nearest"
     emulated: bool = False
+    unshardable_reason: str = ""
     no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
     wide_inputs: frozenset[str | int] = frozenset()
@@ -127,6 +131,9 @@ class Precision(ABC):
 
     def require_strategy(self, strategy: Strategy) -> None:
         """Raise Unavailable where the strategy cannot train the precision's layers."""
+        if strategy.shards and self.unshardable_reason:
+            what = f"precision={self.name}, strategy={strategy.name}: {self.unshardable_reason}."
+            raise Unavailable(what, "Type strategy=ddp.")
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:

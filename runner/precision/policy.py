@@ -66,13 +66,21 @@ def precision(
     folder = None if config_dir is None else Path(config_dir)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"config_dir={config_dir} is no folder in {Path.cwd()}.")
-    node = precision_config(text, folder, keys)
+    node = _merged(precision_config(text, folder), keys)
     path = node.get("_target_")
     if not isinstance(path, str):
         raise ConfigError(f"precision={text} has no _target_. Name a class in its yaml.")
     passed = Arguments("precision", path, [], keywords(node), 0, False)
     options.refuse([*passed.problems(locate(path))])
     return Policy(build_group("precision", node), device)
+
+
+def _merged(current: Any, value: Any) -> Any:
+    """Return a value in place of another; of a mapping, such as loss_scale, the given keys."""
+    if isinstance(current, Mapping) and isinstance(value, Mapping):
+        return {**current, **{key: _merged(current.get(key), part) for key, part in value.items()}}
+    # As a yaml has it, which the checks of values expect.
+    return list(value) if isinstance(value, tuple) else value
 
 
 class Policy:

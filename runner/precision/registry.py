@@ -5,7 +5,7 @@ There is no table to keep: a yaml in conf/precision/, or in the folder `precisio
 `--config-dir`, is a precision.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -65,16 +65,9 @@ def _sort_key(name: str, config_dir: Path | None) -> tuple[bool, tuple[float, ..
         return True, (), name
 
 
-def precision_config(
-    name: str, config_dir: Path | None = None, keys: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def precision_config(name: str, config_dir: Path | None = None) -> dict[str, Any]:
     """Return a precision's yaml as keywords and `_target_`, with the yamls of the same folder that
     its `defaults` name below it.
-
-    Args:
-        name: of the yaml.
-        config_dir: the user's configs.
-        keys: merged over the yaml: of a mapping, such as loss_scale, the given keys alone.
 
     Raises:
         ConfigError: no folder has it.
@@ -83,9 +76,7 @@ def precision_config(
     node = _load_yaml(path, path.stat().st_mtime_ns)
     names = [base for base in node.get("defaults", ()) if isinstance(base, str)]
     bases = [precision_config(base, config_dir) for base in names if base != "_self_"]
-    # A wrong value may be of any class: the precision's checks name it.
-    given = OmegaConf.create(dict(keys or {}), flags={"allow_objects": True})
-    merged = OmegaConf.to_container(OmegaConf.merge(*bases, node, given))
+    merged = OmegaConf.to_container(OmegaConf.merge(*bases, node))
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items() if key != "defaults"}
 

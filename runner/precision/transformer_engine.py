@@ -109,6 +109,9 @@ class TransformerEnginePrecision(ConvertingPrecision):
         if not self.emulated:
             te_recipes.require_recipe(self.name, self.kind, device)
 
+    def kernels(self) -> str:
+        return ""  # there is no choice
+
     def require_strategy(self, strategy: Strategy) -> None:
         if self.emulated and self._is_delayed and strategy.rank.world_size > 1:
             raise Unavailable(

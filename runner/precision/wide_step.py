@@ -90,6 +90,8 @@ def drop_foreign_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[
     """
     foreign = KEPT_KEYS - {getattr(optimizer, "kept_key", "")}
     dropped = {key for values in saved["state"].values() for key in values if key in foreign}
+    if not dropped:
+        return saved, dropped
     state = {}
     for index, values in saved["state"].items():
         own = {key: value for key, value in values.items() if key not in dropped}

@@ -10,6 +10,7 @@ receive their shards. No device ever holds more than the shards and one unit, an
 one whole model at most.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -50,9 +51,8 @@ from runner.utils.terminal import quote_command
 META_DEVICE = torch.device("meta")
 _CPU = torch.device("cpu")
 _EXAMPLES = 2  # in the first forward
-_LOADING_KEYWORDS = ("pretrained", "weights", "checkpoint_path", "path")
-"""Beginnings of the keywords by which timm, torchvision and the models of the runner load weights,
-such as pretrained_cfg and weights_backbone."""
+_LOADING_KEYWORD = re.compile("pretrained(_cfg(_overlay)?)?|weights(_backbone)?|(checkpoint_)?path")
+"""Keywords by which timm, torchvision and the models of the runner load weights."""
 _KNOWN_PACKAGES = ("runner.models.", "timm.", "torchvision.models.")
 """Packages whose models load weights only where one of these keywords asks for it."""
 _LIBRARIES = (*_KNOWN_PACKAGES, "peft.", "transformers.")
@@ -441,7 +441,7 @@ def starts_random(node: Mapping[str, Any]) -> bool:
     arguments = target_arguments(node)
     # torchvision's detection models load their backbone unless weights_backbone=None is given.
     values = {key: parameter.default for key, parameter in parameters.items()} | arguments
-    return not any(value for key, value in values.items() if key.startswith(_LOADING_KEYWORDS))
+    return not any(value for key, value in values.items() if _LOADING_KEYWORD.fullmatch(key))
 
 
 @contextmanager

@@ -144,10 +144,13 @@ def _owners(
         match = entry["match"]
         matches = matched_names(f"{key}.groups", match, named, model)
         free = matches - owners.keys()
+        if not matches:
+            given = f"{key}.groups: match={_typed(match)}"
+            raise ConfigError(f"{given} matches no parameter that it could take.")
         if not free:
             raise ConfigError(
                 f"{key}.groups: match={_typed(match)} is left nothing: the groups before it take "
-                f"{first_names(sorted(matches)) or 'all'}. The first match wins. Put it before "
+                f"{first_names(sorted(matches))}. The first match wins. Put it before "
                 "them."
             )
         owners.update(dict.fromkeys(free, i))

@@ -146,6 +146,7 @@ def test_vars_hold_values_of_ones_own(compose, typed):
     [
         ("++vars.size=3", "vars.size=3"),
         ("++data.collate=lab.join", "data.collate=lab.join"),
+        ("++task.loss_weights.boxes=2", "task.loss_weights.boxes=2"),
         ("++scheduler.warmup=5", "scheduler.warmup=5"),
         ("++model.width=3", "++model.width=3"),
     ],

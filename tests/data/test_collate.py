@@ -11,7 +11,7 @@ from tiny_models import word_tokenizer
 from torch.utils.data import TensorDataset
 
 from runner.data.batch_layout import BatchLayout
-from runner.data.collate import Collator, makes_batches
+from runner.data.collate import CollateFailure, Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
 from runner.utils.errors import ConfigError
 from runner.utils.stop_signals import Stopped
@@ -158,6 +158,27 @@ def test_a_collator_may_change_its_examples_and_return_objects(function):
 def test_a_collator_that_fails_is_named(function, message, workers):
     with pytest.raises(ConfigError, match=message):
         next(loader(Items(), function, workers).epoch(1))
+
+
+class Odd:
+    @property
+    def dtype(self):
+        raise RuntimeError("it has none")
+
+
+@pytest.mark.parametrize(
+    ("values", "is_same"),
+    [
+        (["a", "b", "c"], True),
+        (torch.tensor([0.0, 0.0, -0.0]), True),
+        (np.full((3, 1), np.nan), True),
+        (np.arange(3)[:, None], False),
+    ],
+)
+def test_tensors_and_arrays_alone_are_compared(values, is_same):
+    made = iter(values)
+    batch = Collator("lab.own", lambda examples: [Odd(), {"part": next(made)}])([1, 2])
+    assert isinstance(batch, CollateFailure) != is_same
 
 
 def test_a_signal_is_no_failure_of_a_collator():

@@ -96,7 +96,7 @@ def test_arrays_that_cannot_be_used_are_refused(tmp_path, arrays):
     named = npz(files["labels"], target="labels", val_path=files["labels"]).val
     assert named.fields.keys() == {"x", "y", "labels"}
     table = [
-        ({"path": str(tmp_path / "one.npy")}, "holds one array without a name. Write savez"),
+        ({"path": str(tmp_path / "one.npy")}, r"is one array. Type numpy.savez\(path, x=..., "),
         ({"path": str(tmp_path / "empty.npz")}, "empty.npz cannot be read: No data left in file"),
         ({"path": str(tmp_path / "cut.npz")}, "cut.npz cannot be read: File is not a zip file"),
         ({"path": files["scalar"]}, r"array rate of .* is one number, .* data\.inputs="),
@@ -239,7 +239,10 @@ def test_tables_that_cannot_be_used_are_refused(rows, tokenizer, tmp_path):
         ({**text, "packing": True, "target": "kind"}, "Type data.packing=false"),
         ({**text, "packing": True, "length": 500}, "below data.length=500"),
         ({**text, "length": 1}, "length=1 is below 2"),
-        ({**text, "end_token": True}, "names no end token. Type auto or false"),
+        (
+            {**text, "end_token": True},
+            r"names no end token. Type data\.end_token=<one of its tokens>, auto or false",
+        ),
         ({**text, "end_token": "four"}, "has no such token"),
         ({**text, "packing": True, "columns": ["size"]}, "data.columns fits none"),
         ({**text, "columns": ["labels"]}, r"data\.text=text makes .* data\.target="),

@@ -5,10 +5,13 @@ import torch
 from items import CPU, Items
 from torch.utils.data import TensorDataset
 
-from runner.data.loader import Loader
+from runner.data.collate import Collator
+from runner.data.detection import collate_detection
+from runner.data.loader import Loader, LoaderOptions
 from runner.diagnostics import data_checks
 from runner.diagnostics.data_checks import data_problems
 from runner.training.tasks.classification import Classification
+from runner.training.tasks.detection import Detection
 from runner.training.tasks.language import Language
 from runner.training.tasks.regression import Regression
 
@@ -119,3 +122,14 @@ def test_inputs_that_are_all_alike_are_noted(kind, make, words):
 def test_labels_that_begin_at_1_are_named(kind):
     (message,) = problems(torch.rand(20, 3), torch.arange(20) % 3 + 1, classes=3, kind=kind)
     assert message.endswith("No label is 0: subtract 1 from all.")
+
+
+def test_labels_of_boxes_are_not_told_to_begin_at_0():
+    box = torch.tensor([[0.0, 0.0, 2.0, 2.0]])
+    targets = [{"boxes": box, "labels": torch.tensor([label])} for label in (0, 0, 1)]
+    rows = Items(lambda index: (torch.rand(3, 4, 4), targets[index]), 3)
+    options = LoaderOptions(collator=Collator("own", collate_detection))
+    loader = Loader(rows, 1, shuffle=False, seed=0, device=CPU, options=options)
+    (message,) = data_problems(loader, "train", Detection({}), 1, [])
+    assert "label 1 is outside" in message
+    assert "subtract" not in message

@@ -20,7 +20,7 @@ from runner.precision.registry import load_precision
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
 
@@ -113,6 +113,15 @@ def test_the_slices_of_all_processes_cover_a_batch():
             assert lengths == [part.stop - part.start for part in parts]
             assert max(lengths) - min(lengths) <= 1
             assert lengths[0] > 0
+
+
+def test_a_precision_may_refuse_to_be_sharded():
+    precision = load_precision("32-true")
+    precision.require_strategy(FSDP())
+    precision.unshardable_reason = "its weights are packed"
+    precision.require_strategy(DDP())
+    with pytest.raises(Unavailable, match=r"its weights are packed\. Type strategy=ddp"):
+        precision.require_strategy(FSDP())
 
 
 def test_a_sweep_starts_its_own_processes(monkeypatch):

@@ -1,5 +1,8 @@
 """What a record of a loop of one's own does, with Fabric and with Accelerate."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 from foreign_models import tiny_net
@@ -16,6 +19,7 @@ from foreign_trainings import (
     train_with_fabric,
 )
 
+from runner.integrations import steps
 from runner.integrations.accelerate import PrecisionRecord
 from runner.integrations.lightning import FabricRecord
 from runner.integrations.training_source import check_sharding
@@ -51,6 +55,22 @@ def test_the_time_of_no_step_is_negative(lab):
 
 def backward(accelerator, model):
     accelerator.backward(model(torch.ones(1, 4), torch.ones(1).long())["loss"])
+
+
+def test_backwards_without_a_step_of_the_record_are_warned_of(lab, capsys):
+    accelerator, model, optimizer, _ = accelerate_parts()
+    with PrecisionRecord(accelerator, model, optimizer):
+        backward(accelerator, model)
+    assert "nothing is recorded. Call record.step() in each step." in capsys.readouterr().err
+
+
+def test_slow_steps_are_sent_before_their_block_is_full(monkeypatch):
+    buffer = Mock(ready_records=list)
+    monkeypatch.setattr(steps, "RecordBuffer", lambda state: buffer)
+    monkeypatch.setattr(steps, "MAX_BLOCK_SECONDS", -1.0)
+    records = steps.StepRecords(SimpleNamespace(), [], None, 100)
+    records.add(SimpleNamespace(step=1, epoch=1))
+    assert buffer.send.call_count == 1
 
 
 def test_a_folder_that_is_being_recorded_in_is_refused(lab):

@@ -91,7 +91,7 @@ def test_micro_batches_make_one_step(lab, trainer):
     ],
     ids=["error", "interrupt"],
 )
-def test_a_training_that_does_not_finish_ends_its_run(lab, train, error, ending, text):
+def test_a_training_that_does_not_finish_ends_its_run(lab, train, error, ending, text, capsys):
     # Lightning leaves the process after Ctrl-C.
     with pytest.raises((type(error), SystemExit)):
         train(net=FailingNet(error))
@@ -99,6 +99,7 @@ def test_a_training_that_does_not_finish_ends_its_run(lab, train, error, ending,
     (stored,) = lab.stored()
     assert (result.status, stored.status) == ending
     assert lab.tags(result)["error"] == text
+    assert f"error: {text}" in capsys.readouterr().out
     assert list(lab.points(result, "train/loss")) == [1, 2]
 
 

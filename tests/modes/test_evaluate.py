@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import runner
+from runner.checkpoint import checkpoint_file
 
 
 class Noisy(nn.Module):
@@ -57,3 +58,20 @@ def test_what_is_not_typed_again_is_the_checkpoints(tmp_path):
     again = runner.run([*evaluate, "precision.keep_fp32=[]"], **given, out=tmp_path / "again")
     assert again.precision == "bf16-true"
     assert again.metrics == trained.metrics == again.as_trained
+
+
+def test_keys_of_an_earlier_version_prevent_no_comparison(tmp_path, monkeypatch):
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    given = {"model": nn.Linear(4, 4), "data": (TensorDataset(x, x), TensorDataset(x, x))}
+    own = ["tracking=none", "task=regression", "train.max_steps=1"]
+    trained = runner.run(own, **given, out=tmp_path / "run")
+    load = checkpoint_file.load
+
+    def load_older(path):
+        content = load(path)
+        content["spec"]["train"]["oldkey"] = 1
+        return content
+
+    monkeypatch.setattr(checkpoint_file, "load", load_older)
+    evaluate = [*own[:2], "mode=evaluate", f"checkpoint={tmp_path / 'run'}"]
+    assert runner.run(evaluate, **given, out=tmp_path / "again").as_trained == trained.metrics

@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ def test_a_dtype_that_safetensors_lacks_is_refused_before_training():
     check_model_folders(run, nn.ParameterDict({"z": torch.ones(2, dtype=torch.complex64)}))
     with pytest.raises(ConfigError, match="holds no complex128, and z is one"):
         check_model_folders(run, nn.ParameterDict({"z": torch.ones(2, dtype=torch.complex128)}))
+    kind = type("Counting", (nn.Identity,), {"get_extra_state": lambda _: np.zeros(2)})
+    with pytest.raises(ConfigError, match="holds no ndarray, and _extra_state is one"):
+        check_model_folders(run, kind())
 
 
 @pytest.mark.parametrize(

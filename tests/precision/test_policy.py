@@ -297,6 +297,8 @@ def test_a_loop_without_a_session_is_refused():
         (("17-mixed",), {}, ConfigError, "17-mixed is not known. Allowed: 64-true, 32-true"),
         (("16-mixed",), {"keep_fp23": []}, ConfigError, "takes no keep_fp23. It takes: name, dty"),
         (("16-mixed",), {"loss_scale": {"start": 1}}, ConfigError, "loss_scale.start is not kn"),
+        (("16-mixed",), {"loss_scale": [1]}, ConfigError, r"loss_scale=\[1\] .*Allowed"),
+        (("bf16-true",), {"update": "???"}, ConfigError, r"update=\?\?\?"),
         (("16-mixed",), {"keep_fp32": "head"}, ConfigError, "keep_fp32=head"),
         (("bf16-mixed",), {"loss_scale": {}}, ConfigError, "has none, because"),
         (("32-true",), {"config_dir": "no/where"}, ConfigError, "config_dir=no/where is no fold"),

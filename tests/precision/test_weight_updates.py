@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from runner.precision.weight_updates import UPDATE_RULES, round_stochastically
-from runner.precision.wide_step import CHUNK_ELEMENTS, attach_update
+from runner.precision.wide_step import CHUNK_ELEMENTS, attach_update, drop_foreign_state
 from runner.utils.errors import ConfigError
 
 BF16 = torch.bfloat16
@@ -233,6 +233,11 @@ def test_bytes_of_a_weight_are_those_on_paper(dtypes):
         kept = [v for v in optimizer.state[params[0]].values() if v.shape == (128, 128)]
         found[rule] = params[0].itemsize + sum(value.itemsize for value in kept)
     assert found == BYTES[dtypes]
+
+
+def test_state_of_another_kind_is_left_as_it_is():
+    saved = {"state": {0: ["a list"], 1: "a text"}, "param_groups": []}
+    assert drop_foreign_state(torch.optim.SGD([nn.Parameter(torch.ones(1))]), saved)[0] is saved
 
 
 def test_a_large_model_is_stepped_in_parts(monkeypatch):

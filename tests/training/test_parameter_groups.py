@@ -108,6 +108,12 @@ def test_a_pattern_that_takes_nothing_is_refused(settings, message):
         divide(**settings)
 
 
+def test_matrices_of_a_model_without_any_are_refused():
+    model, node = nn.Linear(2, 2), {**ADAMW, "groups": [{"match": "matrices", "lr": 1}]}
+    with pytest.raises(ConfigError, match="match=matrices matches no parameter that it could"):
+        divide_parameters("optimizer", node, model, [*model.parameters()])
+
+
 def test_layer_decay_of_a_model_without_blocks_is_refused():
     model = nn.Linear(2, 2)
     node = {**ADAMW, "layer_decay": 0.5}

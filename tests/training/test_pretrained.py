@@ -32,6 +32,7 @@ def test_timms_checkpoint_is_not_called_random(tmp_path):
     node = {"_target_": "timm.create_model", "model_name": name}
     assert starts_random(node)
     assert starts_random({**node, "pretrained": False, "checkpoint_path": ""})
+    assert starts_random({**node, "pretrained_window_sizes": [8, 8]})
     loading = {**node, "checkpoint_path": str(path)}
     assert torch.equal(instantiate(loading).conv1[0].weight, saved.conv1[0].weight)
     assert not starts_random(loading)
@@ -77,5 +78,5 @@ def test_the_run_says_that_weights_are_random_only_where_they_are(case, adapter)
     if adapter:
         assert ("the frozen weights are random ones" in lines[-1]) == random
     else:
-        assert ("adapter=lora init.weights=<checkpoint> to" in lines[-1]) == random
+        assert ("adapter=lora init.weights=<checkpoint>" in lines[-1]) == random
         assert "Type adapter=lora" in lines[-1]

@@ -81,7 +81,7 @@ def _arrays(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, n
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 raise ConfigError(
-                    f"data=npz: {path} holds one array without a name. Write savez(path, x=...)."
+                    f"data=npz: {path} is one array. Type numpy.savez(path, x=..., y=...)."
                 )
             names = dict.fromkeys((*(loaded.files if inputs is None else inputs), target))
             missing = [name for name in names if name not in loaded.files]

@@ -295,7 +295,7 @@ class TableColumns:
         labels = as_target(self._array(table, self.label, "Number the classes from 0"))
         if labels.is_floating_point() or labels.ndim != 1:
             kind = table[self.label].type
-            raise self._error(f"column {self.label} holds {kind}, not integers from 0")
+            raise self._error(f"{self.label} holds {kind}. Type data.label=<integers from 0>")
         return table[self.image], labels
 
     def _fields(self, table: Any) -> dict[str, Tensor]:
@@ -423,6 +423,7 @@ def _load_tokenizer(path: Path, end_token: str | bool) -> _Tokenizer:
     if number is None:
         raise ConfigError(
             f"data.end_token={str(end_token).lower()}: {path} "
-            f"{'names no end token' if token is None else 'has no such token'}. Type auto or false."
+            f"{'names no end token' if token is None else 'has no such token'}. Type "
+            "data.end_token=<one of its tokens>, auto or false."
         )
     return _Tokenizer(loaded, (str(token), number))

@@ -271,7 +271,7 @@ def read(folder: Path) -> Numerics:
     # A file of another version has other fields: TypeError or KeyError, no traceback for the user.
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is damaged: {type(error).__name__}: {error}. Train with numerics.every=."
+            f"{path} is damaged: {type(error).__name__}: {error}. Type numerics.every=<steps>."
         ) from error
 
 

@@ -157,6 +157,9 @@ class RunHandle:
         self.stop_reason = ""
         self._state = state
         self._output = output
+        # Of a model that a hook reads: modes of its modules, and versions of its tensors, before.
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._versions: list[tuple[Tensor, int]] = []
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Record numbers as metrics of the run.
@@ -234,7 +237,31 @@ class RunHandle:
                 "the model's weights are sharded among processes and cannot be read in one of "
                 "them; type strategy=ddp"
             )
-        return self._state.plain_model
+        model = self._state.plain_model
+        if not self._modes:
+            self._modes = [(module, module.training) for module in model.modules()]
+            # torch counts the changes of a tensor in its version; one of an inference has none.
+            tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_inference()]
+            self._versions = [(tensor, tensor._version) for tensor in tensors]
+        return model
+
+    def close_hook(self) -> None:
+        """Restore the model's modes after a hook.
+
+        Raises:
+            ValueError: the hook changed a parameter or a buffer in place.
+        """
+        for module, training in self._modes:
+            module.training = training
+        changed = sum(tensor._version != version for tensor, version in self._versions)
+        self._modes = []
+        self._versions = []
+        if changed:
+            raise ValueError(
+                f"it changed {changed} parameters or buffers of the model; callbacks read only. A "
+                "forward in training mode changes the statistics of batch norms: call "
+                "run.model.eval() before it"
+            )
 
     def _metric_name(self, name: Any) -> str:
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):

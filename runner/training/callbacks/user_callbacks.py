@@ -10,7 +10,7 @@ from traceback import extract_tb
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from runner.config.annotations import typed_value
 from runner.config.instantiation import locate
@@ -248,8 +248,7 @@ class UserCallbacks(RunCallback):
             handle = self._handles[name]
             handle.step = step
             title = f"callbacks.{name}.{hook}, called at step {step},"
-            model = self.state.plain_model
-            self._code.call(title, _call_hook, getattr(callback, hook), record, handle, model)
+            self._code.call(title, _call_hook, getattr(callback, hook), record, handle)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback by its name: copies, in plain containers.
@@ -275,28 +274,9 @@ class UserCallbacks(RunCallback):
 
 
 @torch.no_grad()
-def _call_hook(
-    hook: Callable[..., object], record: Any, handle: RunHandle, model: nn.Module
-) -> None:
-    """Call a hook, and restore the modes of the model's modules after it.
-
-    Raises:
-        ValueError: the hook changed a parameter or a buffer in place.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    # torch counts the changes of a tensor in its version; one of an inference has none.
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_inference()]
-    versions = [tensor._version for tensor in tensors]
+def _call_hook(hook: Callable[..., object], record: Any, handle: RunHandle) -> None:
     hook(record, handle)
-    for module, training in modes:
-        module.training = training
-    changed = sum(t._version != before for t, before in zip(tensors, versions, strict=True))
-    if changed:
-        raise ValueError(
-            f"it changed {changed} parameters or buffers of the model; callbacks read only. A "
-            "forward in training mode changes the statistics of batch norms: call "
-            "run.model.eval() before it"
-        )
+    handle.close_hook()
 
 
 def _plain_state(callback: RunCallback) -> dict[str, Any]:
