@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from runner.utils.terminal import sanitize
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+_BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
 _YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """PyYAML may be installed without libyaml."""
@@ -92,7 +94,7 @@ class SweepCallback(Callback):
 
             # First of all: the fork server imports torch while this process does what follows.
             prepare_launcher()
-        from runner.sweeps.sweep import Sweep, sweep_name
+        from runner.sweeps.sweep import Sweep, sweep_name, swept_counts
 
         tracking = OmegaConf.to_container(config.tracking, resolve=True)
         assert isinstance(tracking, dict)
@@ -112,6 +114,10 @@ class SweepCallback(Callback):
             if self._skip_refused:
                 sweep.accept_untried_jobs()
             Sweep.current = sweep
+            own = (config.hydra.launcher.get("_target_"), config.hydra.sweeper.get("_target_"))
+            # Hydra's own launcher does not say how many jobs there are.
+            if own == (_BASIC, _BASIC_SWEEPER) and not config.hydra.sweeper.params:
+                sweep.update_manifest(jobs=prod(swept_counts(overrides).values()), jobs_at_once=1)
             for message in omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)
         except RunnerError as error:

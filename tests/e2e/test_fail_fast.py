@@ -21,8 +21,7 @@ def test_the_first_failure_ends_the_sweep_and_resume_continues_it(quick, main, t
     text = " ".join(done.stdout.split())
     assert "32-true precision.keep_fp32=[nothing] has failed; no further job was started." in text
     folder = only_sweep(tmp_path)
-    # Hydra's own launcher does not say how many jobs there are.
-    assert "The sweep was stopped before its last job" in (folder / "report.md").read_text()
+    assert "1 of the sweep's 3 jobs had not begun" in (folder / "report.md").read_text()
     assert f"Resume with: python -m runner sweep.resume=outputs/sweeps/{folder.name}" in text
     again = main("sweep.resume=last", "sweep.fail_fast=false")
     assert again.rc == 1, again.stderr
