@@ -173,7 +173,8 @@ def _unknown_key(override: Override, jobs: Mapping[str, DictConfig]) -> str:
         return unknown_key(key, OmegaConf.select(job, parent), [typed])
     others = precisions_with_key(key.removeprefix(KEY_PREFIX))
     hint = f" Of the built-in ones, {', '.join(others)} have it." if others else ""
-    return f"{typed}: no precision of this sweep ({', '.join(jobs)}) takes {key}.{hint} Omit it."
+    names = ", ".join(jobs)
+    return f"{typed}: no precision of this sweep ({names}) takes {key}.{hint} Leave it out."
 
 
 def _is_true(override: Override) -> bool:

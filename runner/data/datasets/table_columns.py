@@ -174,7 +174,7 @@ class TableColumns:
 
     def _check_image_keys(self) -> None:
         if self.label is None:
-            raise self._error(f"data.image={self.image} needs data.label=<column of classes>")
+            raise self._error(f"data.image={self.image} needs classes. Type data.label=<name>")
         others = {"text": self.text, "columns": self.columns, "target": self.target}
         keys = ", ".join(f"data.{key}" for key, value in others.items() if value)
         if keys:
@@ -295,7 +295,8 @@ class TableColumns:
         labels = as_target(self._array(table, self.label, "Number the classes from 0"))
         if labels.is_floating_point() or labels.ndim != 1:
             kind = table[self.label].type
-            raise self._error(f"{self.label} holds {kind}. Type data.label=<integers from 0>")
+            wanted = "Type data.label=<a column of integers from 0>"
+            raise self._error(f"column {self.label} holds {kind}, no classes. {wanted}")
         return table[self.image], labels
 
     def _fields(self, table: Any) -> dict[str, Tensor]:
@@ -359,7 +360,9 @@ class TableColumns:
         stream = torch.tensor([token for row in rows for token in row])
         count = len(stream) // length
         if not count:
-            raise self._error(f"all texts have {len(stream)} tokens, below data.length={length}")
+            raise self._error(
+                f"all texts have {len(stream)} tokens, fewer than data.length={length}"
+            )
         ids = stream[: count * length].reshape(count, length)
         if not self.separate:
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
