@@ -113,7 +113,8 @@ def test_the_jobs_of_a_sweep_start_from_one_file(runs, trained):
     start = f"init.weights={trained}/model.safetensors"
     done = runs(f"-m hydra/launcher=basic {start} precision=32-true,bf16-true")
     assert done.rc == 0, done.stderr
-    assert done.stdout.count("weights: 4 of 4 tensors") == 2
+    logs = [path.read_text() for path in Path().glob("outputs/sweeps/*/*/log.txt")]
+    assert ["weights: 4 of 4 tensors" in text for text in logs] == [True, True]
 
 
 @pytest.mark.parametrize(
