@@ -387,7 +387,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
     from runner.utils.console import JobConsole
 
     label = job_label(Path(settings.sweep.dir), invocation.label(spec))
-    with closing(JobConsole(folder / LOG, label)) as console:
+    with closing(JobConsole(folder / LOG, label, _is_trial())) as console:
         result = run(spec, folder, invocation, console)
     print_job_line(folder)
     return result

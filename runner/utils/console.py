@@ -47,22 +47,24 @@ class JobConsole(PlainConsole):
     Args:
         path: of the log file.
         label: returns what stands beside the bar: the job, and how far the sweep is.
+        is_trial: it is a trial of mode=advise, whose warnings are in the log file alone.
 
     Attributes:
         terminal: the console that is seen.
     """
 
-    def __init__(self, path: Path, label: Callable[[], str]) -> None:
+    def __init__(self, path: Path, label: Callable[[], str], is_trial: bool = False) -> None:
         file = lasting_file(path)
         # FORCE_COLOR would put a terminal's control characters into the file.
         super().__init__(file=file, width=_FILE_COLUMNS, force_terminal=False)
         self.terminal = plain_console()
         self.label = label
+        self._seen = () if is_trial else ("warning: ", "resumed at ")
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print to the log file; a warning, and where a run resumes, to the screen, too."""
         super().print(*objects, **options)
-        if str(*objects[:1]).startswith(("warning: ", "resumed at ")):
+        if str(*objects[:1]).startswith(self._seen):
             self.terminal.print(*objects, **options)
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ def test_tables_and_warnings_do_not_steer_the_terminal(capsys):
     table = Table(title=f"t{STEERS}")
     table.add_column(f"h{STEERS}")
     table.add_row(f"c{STEERS} [red]x[/red] :smile:")
-    PlainConsole(width=200, markup=False, emoji=False).print(table)
+    PlainConsole(width=200).print(table)
     shown = capsys.readouterr().out
     assert not set(shown) & set("\x1b\x07\r\u202e")
     assert "[red]x[/red] :smile:" in shown

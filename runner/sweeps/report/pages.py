@@ -60,7 +60,6 @@ from runner.utils.markup import (
     Items,
     Text,
     markdown,
-    markdown_code,
     markdown_text,
     to_html,
     to_markdown,
@@ -73,8 +72,6 @@ MAX_TITLE_KEYS = 4
 """Swept keys in the title of the page."""
 MAX_FAILED_JOB_NAMES = 6
 """Names of the jobs that failed for one reason."""
-MAX_NOTE_COMMAND = 70
-"""Characters of a command in the note: with the links it fits on one line of MLflow's page."""
 SCHEMA_VERSION = 1
 """Version of report.json; a new column does not change it."""
 TEST_SOURCES = {
@@ -162,11 +159,9 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         parts = [*map(markdown, advice_page.answer_blocks(data.advice)), links]
     else:
         compared = compare_with_baselines(data.results)
-        groups = [comparison.group for comparison in compared]
         failures = failure_sentence(compared, data.missing_jobs_clause)
-        # A longer one is in the run's tag.
-        commands = [markdown_code(line) for line in data.commands if len(line) <= MAX_NOTE_COMMAND]
-        rest = [links, *commands, *map(markdown_text, [failures, *caveats_of(groups)])]
+        # The command is in the run's tag, caveats are in the report.
+        rest = [links, markdown_text(failures)]
         conclusion = markdown(Text(conclusion_sentence(compared), "answer"))
         parts = [conclusion, " · ".join(filter(None, rest))]
     return "\n\n".join(filter(None, parts)) + "\n"
