@@ -20,6 +20,13 @@ MIN_ASKED_SHARE = 0.9
 """Share of the work in the format that was asked for, below which a run warns."""
 
 
+CPU_CASTS = (
+    "autocast followed torch's list for CPUs, which leaves norms, softmax, pow, exp, log and sums "
+    "in half precision, where CUDA's list has them in float32."
+)
+"""What every mixed run on a CPU says, unless it emulates CUDA's casts."""
+
+
 class Computation(NamedTuple):
     """What a forward computed in.
 
@@ -111,10 +118,7 @@ def _casts_caveat(model: nn.Module, precision: Precision) -> str:
         return ""
     if not isinstance(precision.forward(CPU_DEVICE), torch.autocast):
         return ""
-    text = (
-        "autocast followed torch's list for CPUs, which leaves norms, softmax, pow, exp, log and "
-        f"sums in {dtype_name(precision.compute)}, where CUDA's list has them in float32."
-    )
+    text = CPU_CASTS
     if emulate is not None:
         text += " Type precision.emulate=true for CUDA's casts."
     return text

@@ -21,7 +21,7 @@ from runner.checkpoint.export import ExportedModel, ExportError, error_line, exp
 from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.matrix_work import computation
+from runner.diagnostics.matrix_work import CPU_CASTS, computation
 from runner.modes.context import RunContext, RunOutput
 from runner.precision.conversion import ConversionReport
 from runner.training.callbacks.callback import CallbackOutput
@@ -78,7 +78,9 @@ def describe_computation(
     if "," in found.matrix_work:
         run.say(f"matrix work: {found.matrix_work}")
     for caveat in found.caveats:
-        run.say(f"warning: {caveat}")
+        # Of every mixed run on a CPU: no warning, which a sweep would print for each job.
+        kind = "note" if caveat.startswith(CPU_CASTS) else "warning"
+        run.say(f"{kind}: {caveat}")
     tags = {"matrix_work": found.matrix_work, "caveats": " ".join(found.caveats)}
     run.tracker.tags({key: text for key, text in tags.items() if text})
     return found._asdict()

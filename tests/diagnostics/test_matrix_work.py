@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5ForConditionalGeneration
 
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.matrix_work import computation
+from runner.diagnostics.matrix_work import CPU_CASTS, computation
 from runner.precision import precision
 
 
@@ -110,9 +110,7 @@ def test_autocast_on_a_cpu_says_that_cudas_list_differs_unless_it_is_emulated():
     _, found = watched(Norm(), "bf16-mixed", x)
     assert found.caveats == [
         "20.0% of the matrix work was not in bfloat16: mv in float32 ((model)).",
-        "autocast followed torch's list for CPUs, which leaves norms, softmax, pow, exp, log and "
-        "sums in bfloat16, where CUDA's list has them in float32. Type precision.emulate=true for "
-        "CUDA's casts.",
+        f"{CPU_CASTS} Type precision.emulate=true for CUDA's casts.",
     ]
     for name, keys in (("bf16-mixed", {"emulate": True}), ("bf16-true", {})):
         assert watched(Norm(), name, x, **keys)[1].caveats == []
