@@ -237,7 +237,7 @@ def test_tables_that_cannot_be_used_are_refused(rows, tokenizer, tmp_path):
         ({**text, "tokenizer": "absent"}, "data.tokenizer=absent does not exist"),
         ({**text, "tokenizer": str(broken)}, "cannot be loaded"),
         ({**text, "packing": True, "target": "kind"}, "Type data.packing=false"),
-        ({**text, "packing": True, "length": 500}, "below data.length=500"),
+        ({**text, "packing": True, "length": 500}, "15 tokens, fewer than data.length=500"),
         ({**text, "length": 1}, "length=1 is below 2"),
         (
             {**text, "end_token": True},
@@ -383,7 +383,7 @@ def test_data_of_hugging_face_that_cannot_be_used_are_refused(tmp_path, cache, p
         ({"path": photos, **numbers}, "has no column size; it has photo, struct, kind, name"),
         ({"path": photos}, "no input is named"),
         ({**image, "val": 1.5}, "leaves an empty split"),
-        ({**image, "label": None}, "needs data.label=<column of classes>"),
+        ({**image, "label": None}, "needs classes. Type data.label=<name>"),
         ({**image, "text": "name"}, "leave out data.text"),
         ({**image, "image": None, **numbers}, "needs data.image=<name>"),
         ({**image, "image": "name"}, "holds .*string, no encoded images"),
