@@ -25,6 +25,7 @@ from runner.precision.conversion_proof import (
     ForwardWatch,
     adapted_layers,
     converted_layers,
+    expert_layouts,
     holds_matrix,
 )
 from runner.precision.keep_fp32 import KeptInFloat32
@@ -107,12 +108,15 @@ class TrialResult(NamedTuple):
         bypass_reasons: reasons why others count as not converted, by name.
         forward_completed: whether the forward returned without an error.
         matrix_layers: names of the converted layers that hold a matrix.
+        experts: dotted names of the stacked weights that are multiplied expert by expert, and
+            whether each is transposed.
     """
 
     layers_run: set[str]
     bypass_reasons: dict[str, str]
     forward_completed: bool
     matrix_layers: list[str]
+    experts: dict[str, bool]
 
 
 def build_proven_model(
@@ -137,14 +141,20 @@ def build_proven_model(
         ConfigError: no converted layer runs, or other layers are bypassed in the second build.
     """
     precision = setup.precision
+    precision.finds_experts = True
     built = _build(setup, make, saved)
+    precision.finds_experts = False
     built = _find_wide_inputs(setup, built, inputs)
-    converts = any(row.done for row in built.report.modules)
-    if not converts and not adapted_layers(built.model):
+    experts = expert_layouts(built.model)
+    if not (experts or _converts(built) or adapted_layers(built.model)):
         return built
     trial = _trial(setup, built, inputs)
-    if trial.bypass_reasons:
+    # Stacked weights that a forward had to find, or whose matrices it multiplies the other way.
+    is_corrected = any(experts[name] is not found for name, found in trial.experts.items())
+    if trial.bypass_reasons or is_corrected or None in experts.values():
         precision.leave_unconverted(trial.bypass_reasons)
+        if trial.forward_completed:
+            precision.experts = trial.experts
         del built  # else both models would be in memory
         seed_all(setup.spec.seed)
         built = _build(setup, make, saved)
@@ -159,7 +169,7 @@ def build_proven_model(
         )
     if not trial.forward_completed:
         return built  # try_batch, which comes next, says why
-    if converts and not trial.layers_run & {*trial.matrix_layers}:
+    if _converts(built) and not trial.layers_run & {*trial.matrix_layers}:
         raise ConfigError(
             f"precision={precision.name}: none of the layers that it converts runs in the model's "
             f"forward on the first batch: {_names_text(trial.matrix_layers)}. Have the forward "
@@ -167,6 +177,10 @@ def build_proven_model(
         )
     idle = {row.module for row in built.report.modules if row.done} - trial.layers_run
     return built._replace(report=_with_fate(built.report, idle, False, NOT_RUN_REASON))
+
+
+def _converts(built: BuiltModel) -> bool:
+    return any(row.done for row in built.report.modules)
 
 
 def _with_fate(report: ConversionReport, names: set[str], done: bool, why: str) -> ConversionReport:
@@ -214,6 +228,7 @@ def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -
         layers_run={name for one in every for name in one.layers_run},
         bypass_reasons=dict(sorted(pair for one in every for pair in one.bypass_reasons.items())),
         forward_completed=all(one.forward_completed for one in every),
+        experts=dict(sorted(pair for one in every for pair in one.experts.items())),
     )
     return setup.strategy.broadcast_object(together)
 
@@ -252,7 +267,8 @@ def _process_trial(
     # What the optimizer is built on, and what is counted, are the shards.
     setup.strategy.drop_gathered_weights()
     matrices = [name for name, layer in converted.items() if holds_matrix(layer)]
-    return TrialResult(watch.executed, _bypass_reasons(watch), completed, matrices)
+    bypassed = _bypass_reasons(watch)
+    return TrialResult(watch.executed, bypassed, completed, matrices, watch.experts())
 
 
 def _find_wide_inputs(

@@ -86,6 +86,9 @@ class Precision(ABC):
             backward, with what to type; empty where it can.
         bypassed: modules that a conversion skips because the model does not call their forward:
             the reason, by dotted name.
+        experts: dotted names of stacked weights of experts, and whether each is transposed, beside
+            those that a model's modules say they have.
+        finds_experts: the conversion is followed by a forward that finds further ones.
         wide_inputs: keys or positions of the model's inputs that stay in float32, for a module of
             keep_fp32 that takes them.
         float32_matmul: one of options.MATMUL_PRECISIONS; anything but `highest` lets float32
@@ -114,6 +117,8 @@ class Precision(ABC):
     unshardable_reason: str = ""
     no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
+    experts: Mapping[str, bool] = MappingProxyType({})
+    finds_experts: bool = False
     wide_inputs: frozenset[str | int] = frozenset()
     float32_matmul: str = ""
     cpu_float16: KernelChoice = "auto"
@@ -358,6 +363,8 @@ class ConvertingPrecision(Precision):
             bypassed=self.bypassed,
             skips_shared=self.skips_shared,
             kept=own_dtypes,
+            experts=self.experts,
+            finds_experts=self.finds_experts,
         )
         report = self.convert_layers(model, rules, device)
         keep_in_float32(model, kept, self.storage)

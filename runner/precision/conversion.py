@@ -19,6 +19,14 @@ from torch.nn.utils import parametrize
 
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
+from runner.precision.layers.experts import (
+    Experts,
+    convert_experts,
+    expert_matrices,
+    linear_of,
+    own_stacks,
+    possible_stacks,
+)
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
 from runner.utils.modules import select_modules
@@ -26,6 +34,8 @@ from runner.utils.modules import select_modules
 ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
 KEPT_REASON = "keeps its dtype: the model declares float32, or froze it in this one"
 IGNORED_REASON = "named by precision.ignore_modules"
+# Reasons that the user, or the model's author, gave.
+_CHOICES = (KEEP_FP32_REASON, KEPT_REASON, IGNORED_REASON)
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
 # holds still remove their hooks.
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
@@ -185,6 +195,10 @@ class ConversionRules:
         bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
         skips_shared: skip layers that share a parameter, although no weight is replaced.
         kept: names of the parameters and buffers that keep their dtype.
+        experts: dotted names of stacked weights, and whether each is transposed, beside those that
+            modules say they have; see layers.experts.own_stacks.
+        finds_experts: a forward follows that shows which of the other stacked weights are
+            multiplied expert by expert; until then plain layers compute their products.
     """
 
     name: str
@@ -195,6 +209,19 @@ class ConversionRules:
     bypassed: Mapping[str, str] = field(default_factory=dict)
     skips_shared: bool = False
     kept: Collection[str] = ()
+    experts: Mapping[str, bool] = field(default_factory=dict)
+    finds_experts: bool = False
+
+    def stacks(self, path: str, module: nn.Module) -> dict[str, bool]:
+        """Return the stacked weights of experts that a module holds, by name, and whether each is
+        transposed; the path is the module's name in reports."""
+        prefix = "" if path == ROOT_NAME else f"{path}."
+        found = {
+            name.removeprefix(prefix): transposed
+            for name, transposed in self.experts.items()
+            if name.removeprefix(prefix) in module._parameters
+        }
+        return own_stacks(module) | found
 
 
 def convert_modules(
@@ -214,21 +241,34 @@ def convert_modules(
     pairs = classify_modules(model, tuple(converters), rules)
     chosen = [(row.module, module) for row, module in pairs if row.done]
     report = ConversionReport(tuple(row for row, _ in pairs))
-    _check_conversion(rules, report, chosen)
+    candidates = {}
+    if rules.finds_experts:
+        skipped = {module for row, module in pairs if not row.done and row.why not in _CHOICES}
+        candidates = {module: possible_stacks(module) for module in skipped}
+    if not any(candidates.values()):
+        _check_conversion(rules, report, chosen)
     for path, module in chosen:
         # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call their
         # forward, unless a part has a hook.
         module.register_forward_pre_hook(no_op_hook)
-        convert = next(make for kind, make in converters.items() if isinstance(module, kind))
+        stacks = rules.stacks(path, module)
+        kinds = (nn.Linear,) if stacks else converters
+        convert = next(converters[kind] for kind in kinds if stacks or isinstance(module, kind))
         pattern = "*" if path == ROOT_NAME else path
         try:
-            convert(module)
+            if stacks:
+                convert_experts(module, stacks, convert, rules.new_weights)
+            else:
+                convert(module)
             vars(module)["converted_name"] = pattern
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"precision={rules.name} cannot convert {path} ({type(module).__name__}): "
                 f"{type(error).__name__}: {error} Type precision.ignore_modules=[{pattern}]."
             ) from error
+    for module, stacks in candidates.items():
+        if stacks:
+            convert_experts(module, stacks, None)
     return report
 
 
@@ -278,10 +318,31 @@ def classify_modules(
             why = IGNORED_REASON
         elif rules.bypassed.get(path):
             why = rules.bypassed[path]
+        elif rules.stacks(path, module):
+            why = _obstacle_of_experts(path, module, rules, holders)
         else:
             why = _obstacle(path, module, kind, rules, holders)
         pairs.append((ModuleConversion(path, type(module).__name__, not why, why), module))
-    return _with_counts(pairs)
+    return _with_counts(pairs, rules)
+
+
+def _obstacle_of_experts(
+    path: str, module: nn.Module, rules: ConversionRules, holders: Mapping[int, list[str]]
+) -> str:
+    """Return why a module's experts cannot be converted; empty where they can."""
+    if isinstance(module, Experts):
+        return f"is a {type(module).__name__} already"
+    others = _sharing_modules(path, module, holders)
+    if others and (rules.new_weights or rules.skips_shared):
+        return f"shares a parameter with {', '.join(others)}"
+    for stack, transposed in rules.stacks(path, module).items():
+        matrices = expert_matrices(module.get_parameter(stack).detach(), transposed)
+        # The widths are those of one expert; the values are looked at together.
+        reason = rules.find_obstacle(linear_of(matrices[0].to("meta")))
+        reason = reason or rules.find_obstacle(linear_of(matrices.flatten(0, 1)))
+        if reason:
+            return f"{stack} {reason}"
+    return ""
 
 
 def _obstacle(
@@ -332,7 +393,7 @@ def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _with_counts(
-    pairs: Sequence[tuple[ModuleConversion, nn.Module]],
+    pairs: Sequence[tuple[ModuleConversion, nn.Module]], rules: ConversionRules
 ) -> list[tuple[ModuleConversion, nn.Module]]:
     """Return the rows with the number of elements of their matrix weights.
 
@@ -349,11 +410,12 @@ def _with_counts(
         matrices = weight_matrices(module)
         elements = {n: p.numel() for n, p in matrices.items() if owners[id(p)] == row.module}
         others = {owners[id(p)] for p in matrices.values()} - {row.module}
+        names = rules.stacks(row.module, module) or ("weight",)
         counted = replace(
             row,
             elements=sum(elements.values()),
             # A converted layer's other matrices keep their format.
-            converted=elements.get("weight", 0) if row.done else 0,
+            converted=sum(elements.get(name, 0) for name in names) if row.done else 0,
             counted_with="" if elements else ", ".join(sorted(others)),
         )
         counted_pairs.append((counted, module))
@@ -392,10 +454,13 @@ def _check_conversion(
         )
     hooked = []
     for path, module in chosen:
-        weight = module._parameters.get("weight")
+        names = rules.stacks(path, module) or ("weight",)
+        weights = [module._parameters.get(name) for name in names]
         # torch keeps hooks of after the accumulation in an attribute that a plain weight lacks.
-        if weight is not None and (
-            weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+        if any(
+            weight is not None
+            and (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+            for weight in weights
         ):
             hooked.append(path)
     if rules.new_weights and hooked:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from runner.distributed.strategy import is_sharded
 from runner.precision.conversion import ROOT_NAME, ConversionReport
 from runner.precision.layers.conv1d import is_packed
+from runner.precision.layers.experts import Experts, ExpertsWatch
 from runner.precision.layers.quantized_linear import PackedWeight
 from runner.utils.module_tape import ModuleTape
 
@@ -43,8 +44,21 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def expert_layouts(model: nn.Module) -> dict[str, bool | None]:
+    """Return the dotted names of a model's stacked weights, and whether each is transposed; None
+    where it is not converted, and stands for one that a forward is to find."""
+    return {
+        f"{name}.{stack}".removeprefix("."): transposed if module.is_converted else None
+        for name, module in model.named_modules()
+        if isinstance(module, Experts)
+        for stack, transposed in module.transposed.items()
+    }
+
+
 def holds_matrix(layer: nn.Module) -> bool:
     """Return whether a layer holds a matrix, as a norm does not."""
+    if isinstance(layer, Experts):
+        return True
     weight = layer._parameters.get("weight")
     return weight is not None and weight.ndim > 1
 
@@ -84,7 +98,8 @@ class ForwardWatch(TorchFunctionMode):
         self.layers = layers
         self.executed: set[str] = set()
         self.read_elsewhere: set[str] = set()
-        self._names = {id(layer._parameters.get("weight")): n for n, layer in layers.items()}
+        self._names = self._weight_names()
+        self._watches: dict[Experts, ExpertsWatch] = {}
         # The forwards that run now, the outermost first.
         self._running: list[_Forward] = []
         self._tape = ModuleTape()
@@ -94,10 +109,33 @@ class ForwardWatch(TorchFunctionMode):
         """Return the names of the layers that must not be converted: a plain weight may be read by
         other code as long as the layer runs too, a packed one may not."""
         packed = {name for name in self.read_elsewhere if is_packed(self.layers[name])}
-        return (self.read_elsewhere - self.executed) | packed
+        misread = {
+            name
+            for name, module in self.layers.items()
+            if name in self.executed and isinstance(module, Experts) and self._is_misread(module)
+        }
+        return (self.read_elsewhere - self.executed) | packed | misread
+
+    def experts(self) -> dict[str, bool]:
+        """Return the dotted names of the stacked weights whose products the forward computed with
+        experts, and whether each is transposed."""
+        return {
+            f"{name}.{stack}".removeprefix("."): transposed
+            for name, module in self.model.named_modules()
+            if module in self._watches
+            for stack, transposed in self._watches[module].transposed().items()
+        }
+
+    def _is_misread(self, module: Experts) -> bool:
+        """Return whether a stack was used otherwise than in products of one kind; in a forward that
+        contracts the other dimension throughout, it is converted anew."""
+        return module.transposed.keys() != self._watches[module].transposed().keys()
 
     def __enter__(self) -> "ForwardWatch":
         names = {id(layer): name for name, layer in self.layers.items()}
+        self._watches = {m: ExpertsWatch() for m in self.model.modules() if isinstance(m, Experts)}
+        for module, watch in self._watches.items():
+            module.watch = watch
         for module in self.model.modules():
             held = [*module._parameters.values()]
             if hasattr(module, "get_base_layer"):
@@ -116,6 +154,13 @@ class ForwardWatch(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._tape.close()
+        for module in self._watches:
+            module.watch = None
+
+    def _weight_names(self) -> dict[int, str]:
+        """Return the names of the layers that hold a weight, by the weight's id."""
+        weights = {name: layer._parameters.get("weight") for name, layer in self.layers.items()}
+        return {id(weight): name for name, weight in weights.items() if weight is not None}
 
     def _watch(self, module: nn.Module, running: _Forward) -> None:
         """Replace a module's forward by one that is among the running ones while it runs."""
@@ -161,9 +206,7 @@ class ForwardWatch(TorchFunctionMode):
         weight."""
         if isinstance(leaf, nn.Parameter) and id(leaf) not in self._names:
             # While a unit of FSDP computes, gathered weights are in the places of the shards.
-            self._names |= {
-                id(layer._parameters.get("weight")): n for n, layer in self.layers.items()
-            }
+            self._names |= self._weight_names()
         name = self._names.get(id(leaf), "") if isinstance(leaf, Tensor) else ""
         # FSDP itself reads shards, and gathered weights that are not yet in their places.
         if not name or is_sharded(leaf):

@@ -119,6 +119,7 @@ def build_model(
     # pack them while they are loaded.
     if start is not None and loads_packed:
         precision.leave_unconverted(start.content.get("bypassed", {}))
+        precision.experts = start.content.get("experts", precision.experts)
     adapter = adapters.build_adapter(spec.adapter)
     held = start.content["model"] if start is not None and loads_packed else ()
     notes = _notes_on_parts(model, adapter, held)

@@ -249,6 +249,7 @@ def checkpoint_state_dict(
         "precision": state.precision.name,
         "layout": state.precision.layout,
         "bypassed": dict(state.precision.bypassed),
+        "experts": dict(state.precision.experts),
         "precision_state": state.precision.state_dict(model),
         "metrics": dict(metrics),
         "step": state.step,

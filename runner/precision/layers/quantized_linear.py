@@ -16,6 +16,7 @@ from runner.distributed.strategy import is_sharded
 from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
+from runner.precision.layers.experts import stack_packed_experts
 from runner.precision.layers.weight_formats import PackedTensors, WeightFormat, format_of_packed
 from runner.utils.errors import ConfigError
 
@@ -233,6 +234,7 @@ def unpack_state_dict(
     for prefix in prefixes:
         if prefix.rstrip(".") in transposed:
             plain[f"{prefix}weight"] = plain[f"{prefix}weight"].t().contiguous()
+    stack_packed_experts(plain)
     return plain
 
 

@@ -1,0 +1,504 @@
+"""Compute the products of stacked weights, as those of a mixture of experts, one expert at a time.
+
+A mixture holds the matrices of its experts as one parameter of three dimensions: [experts, out, in]
+or, transposed, [experts, in, out]. After its conversion each expert is a linear layer of the
+precision, and the module's own forward stays: where it reads the parameter it gets an ExpertWeight,
+whose products those layers compute. So every kind of linear layer holds experts, too, and blocks,
+scales and the padding of rows are those of one expert.
+
+Where the precision packs weights, the layers hold the codes; otherwise the parameter stays one, and
+each layer sees its slice of it.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from runner.utils.errors import ConfigError
+
+# Of the child that holds the layers of a stack of experts, [experts, out, in] and [experts, in, out].
+_SUFFIXES = {False: "_experts", True: "_experts_transposed"}
+_PACKED_KEY = re.compile(r"(.+)(_experts|_experts_transposed)\.(\d+)\.weight")
+
+Groups = Sequence[tuple[int, Tensor]]
+"""Experts and the rows, [..., contracted], that each multiplies."""
+
+
+def own_stacks(module: nn.Module) -> dict[str, bool]:
+    """Return the stacked weights of experts that a module says it has, by name, and whether each is
+    transposed: of those that transformers' use_experts_implementation has decorated."""
+    if not (hasattr(module, "has_gate") and isinstance(getattr(module, "is_transposed", 0), bool)):
+        return {}
+    return {
+        name: module.is_transposed  # type: ignore[misc]
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and parameter.is_floating_point()
+    }
+
+
+def possible_stacks(module: nn.Module) -> dict[str, bool]:
+    """Return the parameters of a module that may be stacked weights of experts, by name; whether
+    they are, and transposed, its forward shows."""
+    if type(module).__module__.startswith("torch.nn.") or isinstance(module, Experts):
+        return {}
+    return {
+        name: False
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and len(parameter) > 1 and parameter.is_floating_point()
+    }
+
+
+def expert_matrices(weight: Tensor, transposed: bool) -> Tensor:
+    """Return a stacked weight as [experts, out, in], a view."""
+    return weight.mT if transposed else weight
+
+
+class ExpertLayer(nn.Module):
+    """Mixin before the linear layer of one expert whose weight is a slice of the stacked one."""
+
+    _owner: tuple[
+        "Experts", str, int
+    ]  # in a tuple, so that the module is not registered as a child
+    _held: Tensor | None
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the expert's matrix, float [out, in]."""
+        if self._held is not None:
+            return self._held
+        module, stack, expert = self._owner
+        weight: Any = module._parameters[stack]
+        return expert_matrices(weight[expert], module.transposed[stack])
+
+
+class ExpertsWatch:
+    """What a module's forward did with its stacked weights.
+
+    Attributes:
+        contracted: by a stack's name, which of its dimensions products contracted: whether the
+            last one.
+        misread: names of the stacks that were used in another way than in products.
+    """
+
+    def __init__(self) -> None:
+        self.contracted: dict[str, set[bool]] = {}
+        self.misread: set[str] = set()
+
+    def transposed(self) -> dict[str, bool]:
+        """Return the stacks that are experts, and whether each is transposed."""
+        return {
+            stack: True not in found
+            for stack, found in self.contracted.items()
+            if stack not in self.misread and len(found) == 1
+        }
+
+
+class Experts(nn.Module):
+    """Mixin of modules that hold experts, each of which is a low-precision linear layer.
+
+    Attributes:
+        transposed: the names of the stacked weights, and whether each is [experts, in, out].
+        shapes: of the stacked weights, by name.
+        is_converted: whether the layers are those of a precision; else they are plain ones, which
+            stand for them until a forward has shown what is multiplied with the stacks.
+        watch: what the forward does with the stacks while it is watched, else None.
+    """
+
+    transposed: dict[str, bool]
+    shapes: dict[str, torch.Size]
+    is_converted: bool
+    watch: "ExpertsWatch | None"
+
+    # A loop over experts depends on the data, so that a compiler would break the graph anyway.
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's own forward returns, with products by the experts' layers."""
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def layers_of(self, stack: str) -> nn.ModuleList:
+        """Return the layers of a stack's experts."""
+        return self._modules[stack + _SUFFIXES[self.transposed[stack]]]  # type: ignore[return-value]
+
+    def products(self, stack: str, groups: Groups, contracts_last: bool) -> list[Tensor]:
+        """Return the products of rows with experts' matrices.
+
+        Args:
+            stack: name of the stacked weight.
+            groups: rows float [..., in] of experts; some may be empty.
+            contracts_last: whether a product contracts the last dimension of the stacked weight.
+
+        Returns:
+            float [..., out] for each group.
+        """
+        if self.watch is not None:
+            self.watch.contracted.setdefault(stack, set()).add(contracts_last)
+        if contracts_last is self.transposed[stack]:
+            matrices = expert_matrices(self.numbers(stack), not contracts_last)
+            return [F.linear(rows, matrices[expert].to(rows.dtype)) for expert, rows in groups]
+        plain = self._parameters.get(stack)
+        # Not expert by expert: the gradient of each slice would be a stack of zeros.
+        slices = None if plain is None else expert_matrices(plain, self.transposed[stack]).unbind(0)
+        layers: Any = self.layers_of(stack)
+        outputs = []
+        for expert, rows in groups:
+            layer = layers[expert]
+            if slices is None:
+                outputs.append(_call(layer, rows))
+                continue
+            layer._held = slices[expert]
+            outputs.append(_call(layer, rows))
+            layer._held = None
+        return outputs
+
+    def numbers(self, stack: str) -> Tensor:
+        """Return a stacked weight as it was built, for what no layer of an expert computes.
+
+        Raises:
+            ConfigError: the forward is not watched, so that nobody would learn of it.
+        """
+        if self.watch is None:
+            name = getattr(self, "converted_name", type(self).__name__)
+            raise ConfigError(
+                f"{name} computes with its {stack} in another way than in the forward that proved "
+                f"its conversion. Type precision.ignore_modules=[{name}]."
+            )
+        plain = self._parameters.get(stack)
+        if plain is not None:
+            return plain
+        matrices = torch.stack([layer.unpacked_weight() for layer in self.layers_of(stack)])  # type: ignore[operator]
+        return expert_matrices(matrices, self.transposed[stack])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
+        """Give a plain stacked weight to the experts' layers, which pack it."""
+        for stack, transposed in self.transposed.items():
+            weight = state_dict.get(prefix + stack)
+            if weight is None or stack in self._parameters:
+                continue
+            del state_dict[prefix + stack]
+            if weight.shape != self.shapes[stack]:
+                shapes = f"{list(weight.shape)}, not {list(self.shapes[stack])}"
+                args[-1].append(f"{prefix}{stack}: its shape is {shapes}")
+                continue
+            for expert, matrix in enumerate(expert_matrices(weight, transposed)):
+                state_dict[f"{prefix}{stack}{_SUFFIXES[transposed]}.{expert}.weight"] = matrix
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+def _call(layer: nn.Module, rows: Tensor) -> Tensor:
+    """Return a layer's outputs, also on no rows: [..., in] to [..., out]."""
+    if rows.numel():
+        return layer(rows)
+    return rows.new_zeros(*rows.shape[:-1], layer.out_features)  # type: ignore[arg-type]
+
+
+def convert_experts(
+    module: nn.Module,
+    stacks: Mapping[str, bool],
+    convert: Callable[[nn.Module], None] | None,
+    packs: bool = False,
+) -> None:
+    """Turn the experts of a module into low-precision linear layers, in place.
+
+    Args:
+        module: holds stacked weights.
+        stacks: their names, and whether each is transposed.
+        convert: turns one nn.Linear into a layer of the precision, in place; None for plain layers.
+        packs: whether the layer holds the weight, as codes, so that the stacked one is dropped.
+    """
+    shapes = {}
+    for stack, transposed in stacks.items():
+        weight: Any = module._parameters[stack]
+        shapes[stack] = weight.shape
+        layers = nn.ModuleList()
+        for expert, matrix in enumerate(expert_matrices(weight.detach(), transposed)):
+            layer: Any = linear_of(matrix)
+            layer.weight.requires_grad_(weight.requires_grad)
+            if convert is not None:
+                convert(layer)
+            if not packs:
+                del layer._parameters["weight"]
+                layer.__class__ = _subclass(type(layer), ExpertLayer)
+                vars(layer).update(_owner=(module, stack, expert), _held=None)
+            layers.append(layer.train(module.training))
+        if packs:
+            del module._parameters[stack]
+        module.add_module(stack + _SUFFIXES[transposed], layers)
+    shown = {
+        stack: property(lambda self, stack=stack: ExpertWeight(self, stack)) for stack in stacks
+    }
+    module.__class__ = _subclass(type(module), Experts, **shown)
+    is_converted = convert is not None
+    vars(module).update(transposed=dict(stacks), shapes=shapes, is_converted=is_converted)
+    vars(module)["watch"] = None
+
+
+def linear_of(matrix: Tensor) -> nn.Linear:
+    """Return a linear layer without a bias whose weight is a matrix [out, in]."""
+    layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(matrix, requires_grad=matrix.requires_grad)
+    return layer
+
+
+def _subclass(kind: type, mixin: type, **members: Any) -> type:
+    return type(kind.__name__, (mixin, kind), {"__module__": mixin.__module__, **members})
+
+
+def stack_packed_experts(state_dict: dict[str, Any]) -> None:
+    """Join the experts' matrices of a state dict, unpacked already, to stacked weights, in place."""
+    found: dict[tuple[str, str], int] = {}
+    for match in map(_PACKED_KEY.fullmatch, state_dict):
+        if match is not None:
+            key = match[1], match[2]
+            found[key] = found.get(key, 0) + 1
+    for (stack, suffix), count in found.items():
+        matrices = [state_dict.pop(f"{stack}{suffix}.{e}.weight") for e in range(count)]
+        transposed = suffix == _SUFFIXES[True]
+        state_dict[stack] = expert_matrices(torch.stack(matrices), transposed).contiguous()
+
+
+class ExpertWeight(Tensor):
+    """What converted experts show as a stacked weight, or as some of its matrices.
+
+    It has the weight's shape, dtype and device, and no numbers: its products are computed by the
+    experts' layers.
+
+    Attributes:
+        module: that holds the experts.
+        stack: name of the stacked weight.
+        picked: an expert, a tensor of experts (int [n]), or None for all.
+        flipped: whether the last two dimensions are exchanged.
+    """
+
+    module: Experts
+    stack: str
+    picked: int | Tensor | None
+    flipped: bool
+
+    def __new__(
+        cls, module: Experts, stack: str, picked: int | Tensor | None = None, flipped: bool = False
+    ) -> "ExpertWeight":
+        count, *matrix = module.shapes[stack]
+        leading = [count] if picked is None else []
+        if isinstance(picked, Tensor):
+            leading = [len(picked)]
+        plain = module._parameters.get(stack)
+        like = plain if plain is not None else next(module.layers_of(stack).parameters())
+        shown = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            (*leading, *(matrix[::-1] if flipped else matrix)),
+            dtype=torch.float32 if plain is None else plain.dtype,
+            device=like.device,
+        )
+        shown.module, shown.stack, shown.picked, shown.flipped = module, stack, picked, flipped
+        return shown
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is not None:
+            result = rule(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map(_numbers, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Below autograd there are no numbers to ask for.
+        args, kwargs = tree_map(_numbers, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def flip(self) -> "ExpertWeight":
+        """Return it with its last two dimensions exchanged."""
+        return ExpertWeight(self.module, self.stack, self.picked, not self.flipped)
+
+    def products(self, groups: Groups, contracts_last: bool) -> list[Tensor]:
+        """Return the products of rows with experts, see Experts.products; contracts_last is as this
+        weight shows its dimensions."""
+        return self.module.products(self.stack, groups, contracts_last is not self.flipped)
+
+
+def _numbers(leaf: Any) -> Any:
+    if not isinstance(leaf, ExpertWeight):
+        return leaf
+    weight = leaf.module.numbers(leaf.stack)
+    assert leaf.module.watch is not None
+    leaf.module.watch.misread.add(leaf.stack)
+    weight = weight if leaf.picked is None else weight[leaf.picked]
+    return weight.mT if leaf.flipped else weight
+
+
+# Rules of functions: each returns the function's result, or NotImplemented where it has none.
+
+
+def _multiply(rows: Tensor, weight: ExpertWeight, contracts_last: bool) -> Any:
+    """Return the product of rows [..., n, contracted] with a matrix, or with one for each element
+    of the dimension before n: [..., n, out]."""
+    if isinstance(weight.picked, int):
+        return weight.products([(weight.picked, rows)], contracts_last)[0]
+    count = weight.shape[0]
+    batches = rows.unsqueeze(-3) if rows.ndim == 2 else rows
+    batches = batches.movedim(-3, 0)
+    batches = batches.expand(count, *batches.shape[1:])
+    if weight.picked is None:
+        outputs = weight.products([*enumerate(batches)], contracts_last)
+        return torch.stack(outputs).movedim(0, -3)
+    # Rows of one expert together.
+    order = weight.picked.argsort(stable=True)
+    experts, counts = weight.picked.unique(return_counts=True)
+    parts = batches[order].split(counts.tolist())
+    outputs = weight.products([*zip(experts.tolist(), parts, strict=True)], contracts_last)
+    return torch.cat(outputs)[order.argsort()].movedim(0, -3)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not isinstance(weight, ExpertWeight) or weight.ndim != 2 or isinstance(input, ExpertWeight):
+        return NotImplemented
+    output = _multiply(input, weight, contracts_last=True)
+    return output if bias is None else output + bias.to(output.dtype)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Any:
+    if isinstance(input, ExpertWeight):
+        if isinstance(other, ExpertWeight):
+            return NotImplemented
+        if other.ndim == 1:
+            return _multiply(other, input, True) if input.ndim == 2 else NotImplemented
+        return _multiply(other.mT, input, contracts_last=True).mT
+    is_vector = input.ndim == 1 and other.ndim > 2
+    return NotImplemented if is_vector else _multiply(input, other, contracts_last=False)  # type: ignore[arg-type]
+
+
+def _grouped_mm(
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    is_known = isinstance(mat2, ExpertWeight) and not isinstance(input, ExpertWeight)
+    if not is_known or mat2.picked is not None or bias is not None:
+        return NotImplemented
+    if offs is None:
+        output = _multiply(input, mat2, contracts_last=False)
+    else:
+        ends = offs.tolist()
+        starts = [0, *ends[:-1]]
+        groups = [
+            (e, input[a:b]) for e, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a
+        ]
+        outputs = mat2.products(groups, contracts_last=False)
+        rest = len(input) - (ends[-1] if ends else 0)
+        like = outputs[0] if outputs else input
+        output = torch.cat([*outputs, like.new_zeros(rest, mat2.shape[-1])])
+    return output if out_dtype is None else output.to(out_dtype)
+
+
+def _einsum(equation: Any, *operands: Any) -> Any:
+    """Return a product by einsum of one tensor and all experts, as in "eci,eio->eco"."""
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
+        return NotImplemented
+    inputs, result = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    if isinstance(operands[0], ExpertWeight):
+        terms, operands = terms[::-1], operands[::-1]
+    rows, weight = operands
+    if isinstance(rows, ExpertWeight) or weight.picked is not None or "." in equation:
+        return NotImplemented
+    of_rows, (expert, *matrix) = terms
+    summed = [label for label in matrix if label not in result]
+    kept = [label for label in matrix if label in result]
+    others = [label for label in of_rows if label not in (expert, *summed)]
+    if len(summed) != 1 or summed[0] not in of_rows or expert not in result:
+        return NotImplemented
+    if {*others, expert, *kept} != {*result} or kept[0] in of_rows:
+        return NotImplemented
+    contracts_last = matrix[1] == summed[0]
+    batch = [expert] if expert in of_rows else []
+    ordered = rows.permute([of_rows.index(label) for label in (*batch, *others, *summed)])
+    flat = ordered.reshape(*ordered.shape[: len(batch)], -1, ordered.shape[-1])
+    output = _multiply(flat, weight, contracts_last)
+    sizes = ordered.shape[len(batch) : -1]
+    labels = (expert, *others, *kept)
+    output = output.reshape(len(output), *sizes, output.shape[-1])
+    return output.permute([labels.index(label) for label in result])
+
+
+def _getitem(weight: Any, index: Any) -> Any:
+    """Return one expert, or those that a tensor of one dimension names."""
+    if not isinstance(weight, ExpertWeight) or weight.picked is not None:
+        return NotImplemented
+    if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32):
+        if index.ndim == 1:
+            return ExpertWeight(weight.module, weight.stack, index, weight.flipped)
+        index = int(index) if index.ndim == 0 else index
+    if isinstance(index, int) and not isinstance(index, bool):
+        expert = range(len(weight))[index]
+        return ExpertWeight(weight.module, weight.stack, expert, weight.flipped)
+    return NotImplemented
+
+
+def _unbind(weight: Any, dim: int = 0) -> Any:
+    is_all = weight.picked is None and dim == 0
+    return tuple(weight[e] for e in range(len(weight))) if is_all else NotImplemented
+
+
+def _transpose(weight: Any, *dims: int) -> Any:
+    """Return it with its last two dimensions exchanged; other exchanges are not known."""
+    last_two = {weight.ndim - 2, weight.ndim - 1}
+    return weight.flip() if {d % weight.ndim for d in dims} == last_two else NotImplemented
+
+
+def _permute(weight: Any, *dims: Any) -> Any:
+    order = [d % weight.ndim for d in tree_leaves(dims)]
+    exchanged = [*range(weight.ndim - 2), weight.ndim - 1, weight.ndim - 2]
+    return weight.flip() if order == exchanged else NotImplemented
+
+
+def _flip(weight: Any) -> Any:
+    return weight.flip() if weight.ndim == 2 else NotImplemented
+
+
+def _keep(weight: Any, *target: Any, **keywords: Any) -> Any:
+    """Return it unchanged: a layer has its own dtype, whatever it is cast to."""
+    is_weight = isinstance(weight, ExpertWeight)
+    return weight if is_weight and "device" not in keywords else NotImplemented
+
+
+def _rules() -> dict[Any, Callable[..., Any]]:
+    rules: dict[Any, Callable[..., Any]] = {F.linear: _linear, torch.einsum: _einsum}
+    kept = "to float bfloat16 half double type_as contiguous"
+    by_rule: dict[Callable[..., Any], Iterable[Any]] = {
+        _matmul: [torch.matmul, torch.mm, torch.bmm, torch.mv, Tensor.__matmul__, Tensor.matmul]
+        + [Tensor.mm, Tensor.bmm, Tensor.mv],
+        _grouped_mm: [torch._grouped_mm, getattr(F, "grouped_mm", None)],
+        _transpose: [Tensor.transpose, torch.transpose, Tensor.swapaxes, Tensor.swapdims],
+        _permute: [Tensor.permute, torch.permute],
+        _flip: [Tensor.t, torch.t, Tensor.T.__get__],  # type: ignore[attr-defined]
+        ExpertWeight.flip: [Tensor.mT.__get__],  # type: ignore[attr-defined]
+        _getitem: [Tensor.__getitem__],
+        _unbind: [Tensor.unbind, torch.unbind, Tensor.__iter__],
+        _keep: [getattr(Tensor, name) for name in kept.split()],
+    }
+    for rule, functions in by_rule.items():
+        rules |= dict.fromkeys(functions, rule)
+    rules[Tensor.__rmatmul__] = lambda weight, other: _matmul(other, weight)
+    rules[Tensor.__iter__] = lambda weight: iter(_unbind(weight))
+    return rules
+
+
+_RULES = _rules()
+_NAMES = "shape dtype device ndim requires_grad is_leaf is_cuda is_sparse layout is_meta grad_fn"
+_QUESTIONS = {getattr(Tensor, name).__get__ for name in _NAMES.split()}
+_QUESTIONS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
+_QUESTIONS |= {Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point}
+_QUESTIONS |= {Tensor.__repr__}
