@@ -154,7 +154,7 @@ def build_proven_model(
     if trial.bypass_reasons or is_corrected or None in experts.values():
         precision.leave_unconverted(trial.bypass_reasons)
         if trial.forward_completed:
-            precision.experts = trial.experts
+            precision.expert_layouts = trial.experts
         del built  # else both models would be in memory
         seed_all(setup.spec.seed)
         built = _build(setup, make, saved)

@@ -37,6 +37,8 @@ class BitsandbytesPrecision(ConvertingPrecision):
         compute_dtype: bfloat16, float16 or float32; of the products. float64 is refused: the
             CPU's 4-bit kernels return garbage for it.
         ignore_modules: patterns of modules that are not converted.
+        experts: patterns of stacked weights of experts beside those that are found, see
+            conversion.named_experts.
         keep_fp32: patterns of modules that compute in float32 (and are not converted).
         threshold: int8 modes: columns of the inputs with a larger magnitude are
             multiplied in compute_dtype; 0 for none. LLM.int8() uses 6.
@@ -55,6 +57,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
     mode: str
     compute_dtype: str = "bfloat16"
     ignore_modules: Sequence[str] = ()
+    experts: Sequence[str] = ()
     keep_fp32: Sequence[str] = ()
     threshold: float = 0.0
     autocast_loss: bool = False

@@ -31,7 +31,13 @@ from runner.precision.casting import (
     cast_nest,
     float64_to_float32,
 )
-from runner.precision.conversion import ConversionReport, ConversionRules, convert_modules
+from runner.precision.conversion import (
+    ConversionReport,
+    ConversionRules,
+    convert_modules,
+    find_routers,
+    named_experts,
+)
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
@@ -86,8 +92,8 @@ class Precision(ABC):
             backward, with what to type; empty where it can.
         bypassed: modules that a conversion skips because the model does not call their forward:
             the reason, by dotted name.
-        experts: dotted names of stacked weights of experts, and whether each is transposed, beside
-            those that a model's modules say they have.
+        expert_layouts: dotted names of the stacked weights of experts that a forward has found, and
+            whether each is transposed.
         finds_experts: the conversion is followed by a forward that finds further ones.
         wide_inputs: keys or positions of the model's inputs that stay in float32, for a module of
             keep_fp32 that takes them.
@@ -117,7 +123,7 @@ class Precision(ABC):
     unshardable_reason: str = ""
     no_recompute_reason: str = ""
     bypassed: Mapping[str, str] = MappingProxyType({})
-    experts: Mapping[str, bool] = MappingProxyType({})
+    expert_layouts: Mapping[str, bool] = MappingProxyType({})
     finds_experts: bool = False
     wide_inputs: frozenset[str | int] = frozenset()
     float32_matmul: str = ""
@@ -315,6 +321,7 @@ class ConvertingPrecision(Precision):
 
     Attributes:
         ignore_modules: patterns of modules that are not converted.
+        experts: patterns of stacked weights of experts, see conversion.named_experts.
         keeps_dtypes: what is not converted keeps the dtype that it was built in; else it is cast
             to the storage dtype.
         skips_shared: layers that share a parameter are not converted.
@@ -324,6 +331,7 @@ class ConvertingPrecision(Precision):
     """
 
     ignore_modules: Sequence[str] = ()
+    experts: Sequence[str] = ()
     keeps_dtypes: bool = False
     skips_shared: bool = False
     layers_compute_in: str = ""
@@ -363,13 +371,14 @@ class ConvertingPrecision(Precision):
             bypassed=self.bypassed,
             skips_shared=self.skips_shared,
             kept=own_dtypes,
-            experts=self.experts,
+            experts={**named_experts(model, self.experts), **self.expert_layouts},
             finds_experts=self.finds_experts,
         )
+        wide = kept | find_routers(model, rules)
         report = self.convert_layers(model, rules, device)
-        keep_in_float32(model, kept, self.storage)
+        keep_in_float32(model, wide, self.storage)
         if not self.keeps_dtypes:
-            in_float32 = dict.fromkeys(kept, torch.float32)
+            in_float32 = dict.fromkeys(wide, torch.float32)
             cast_floats(model, self.storage, {**own_dtypes, **in_float32})
         return model, replace(report, kept=lines)
 

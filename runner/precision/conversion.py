@@ -34,6 +34,7 @@ from runner.utils.modules import select_modules
 ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
 KEPT_REASON = "keeps its dtype: the model declares float32, or froze it in this one"
 IGNORED_REASON = "named by precision.ignore_modules"
+ROUTER_REASON = "a router: it stays in float32, unless precision.ignore_modules names it"
 # Reasons that the user, or the model's author, gave.
 _CHOICES = (KEEP_FP32_REASON, KEPT_REASON, IGNORED_REASON)
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
@@ -292,6 +293,7 @@ def classify_modules(
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
     ignored = {modules[name] for name in ignored_names}
+    routers = {modules[name] for name in find_routers(model, rules)}
     kept: set[nn.Module] = set()
     for name in rules.keep_fp32:
         # Of a tensor's name, the layer that holds it.
@@ -316,6 +318,8 @@ def classify_modules(
             why = KEPT_REASON
         elif module in ignored:
             why = IGNORED_REASON
+        elif module in routers:
+            why = ROUTER_REASON
         elif rules.bypassed.get(path):
             why = rules.bypassed[path]
         elif rules.stacks(path, module):
@@ -324,6 +328,63 @@ def classify_modules(
             why = _obstacle(path, module, kind, rules, holders)
         pairs.append((ModuleConversion(path, type(module).__name__, not why, why), module))
     return _with_counts(pairs, rules)
+
+
+def named_experts(model: nn.Module, patterns: Sequence[str]) -> dict[str, bool]:
+    """Return the stacked weights that precision.experts names, and whether each is transposed.
+
+    Args:
+        model: unchanged.
+        patterns: of names of parameters of three dimensions, [experts, out, in]; with `:in_out`
+            behind it of [experts, in, out].
+
+    Raises:
+        ConfigError: a pattern matches none.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    found: dict[str, bool] = {}
+    for pattern in map(str, patterns):
+        name, _, layout = pattern.partition(":")
+        if layout not in ("", "in_out"):
+            raise ConfigError(
+                f"precision.experts: {pattern} ends in :{layout}. Allowed: {name}, of a weight "
+                f"[experts, out, in], or {name}:in_out, of [experts, in, out]."
+            )
+        nothing = "no parameter of three dimensions"
+        chosen = select_modules("precision.experts", [name], names, nothing)
+        found |= dict.fromkeys(chosen, bool(layout))
+    return found
+
+
+def find_routers(model: nn.Module, rules: ConversionRules) -> set[str]:
+    """Return the dotted names of the routers of a model's experts, but for those that the rules
+    ignore: of modules in the one that holds the experts, or else beside it, with a single matrix
+    that has as many outputs as there are experts."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    routers: set[str] = set()
+    for path, module in model.named_modules():
+        stacks = rules.stacks(path or ROOT_NAME, module)
+        if stacks:
+            count = len(module.get_parameter(next(iter(stacks))))
+            parent = path.rpartition(".")[0]
+            routers |= _routers_in(module, path, count) or _routers_in(
+                modules[parent], parent, count
+            )
+    return routers - select_modules("precision.ignore_modules", rules.ignore, modules)
+
+
+def _routers_in(module: nn.Module, path: str, count: int) -> set[str]:
+    """Return the names of the parts with a single matrix of so many outputs, two levels deep."""
+    prefix = f"{path}." if path else ""
+    parts = dict(module.named_children())
+    for name, child in module.named_children():
+        parts |= {f"{name}.{part}": grandchild for part, grandchild in child.named_children()}
+    found = set()
+    for name, part in parts.items():
+        shapes = [matrix.shape for matrix in weight_matrices(part).values()]
+        if len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] == count:
+            found.add(prefix + name)
+    return found
 
 
 def _obstacle_of_experts(
@@ -408,9 +469,13 @@ def _with_counts(
     counted_pairs = []
     for row, module in pairs:
         matrices = weight_matrices(module)
+        stacks = rules.stacks(row.module, module)
+        if stacks:
+            # Biases of experts have two dimensions.
+            matrices = {name: matrices[name] for name in stacks}
         elements = {n: p.numel() for n, p in matrices.items() if owners[id(p)] == row.module}
         others = {owners[id(p)] for p in matrices.values()} - {row.module}
-        names = rules.stacks(row.module, module) or ("weight",)
+        names = stacks or ("weight",)
         counted = replace(
             row,
             elements=sum(elements.values()),

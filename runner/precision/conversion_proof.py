@@ -48,7 +48,7 @@ def expert_layouts(model: nn.Module) -> dict[str, bool | None]:
     """Return the dotted names of a model's stacked weights, and whether each is transposed; None
     where it is not converted, and stands for one that a forward is to find."""
     return {
-        f"{name}.{stack}".removeprefix("."): transposed if module.is_converted else None
+        f"{name}.{stack}".removeprefix("."): None if module.is_trial else transposed
         for name, module in model.named_modules()
         if isinstance(module, Experts)
         for stack, transposed in module.transposed.items()

@@ -47,6 +47,8 @@ class Float8Precision(ConvertingPrecision):
         emulate: round to FP8 and multiply in float32, on any device. Its losses are those of the
             hardware up to the order of summation; its speed means nothing.
         ignore_modules: patterns of modules that are not converted.
+        experts: patterns of stacked weights of experts beside those that are found, see
+            conversion.named_experts.
         min_features: the least input or output width of a layer that is converted.
         keep_fp32: patterns of modules that compute in float32.
         autocast_loss: compute the loss in bfloat16 too, else on float32 outputs.
@@ -66,6 +68,7 @@ class Float8Precision(ConvertingPrecision):
     weights: str = "float32"
     emulate: bool = False
     ignore_modules: Sequence[str] = ()
+    experts: Sequence[str] = ()
     min_features: int = SCALED_MM_MULTIPLE
     keep_fp32: Sequence[str] = ()
     autocast_loss: bool = False

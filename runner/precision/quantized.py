@@ -34,6 +34,8 @@ class WeightFormatPrecision(ConvertingPrecision):
         compute_dtype: float32, or bfloat16 by autocast; of the rest of the model, and of products
             of floating numbers.
         ignore_modules: patterns of modules that are not converted.
+        experts: patterns of stacked weights of experts beside those that are found, see
+            conversion.named_experts.
         keep_fp32: patterns of modules that compute in float32 (and are not converted).
         autocast_loss: compute the loss under autocast, too.
         float32_matmul: precision of float32 products.
@@ -51,6 +53,7 @@ class WeightFormatPrecision(ConvertingPrecision):
     group_size: int = 32
     compute_dtype: str = "float32"
     ignore_modules: Sequence[str] = ()
+    experts: Sequence[str] = ()
     keep_fp32: Sequence[str] = ()
     autocast_loss: bool = False
     float32_matmul: str = "highest"

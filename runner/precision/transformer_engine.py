@@ -55,6 +55,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
         fuse: one layer for a norm and the linear layer that alone takes its output.
         keep_fp32: patterns of modules that store and compute in float32.
         ignore_modules: patterns of modules that are not converted.
+        experts: patterns of stacked weights of experts beside those that are found, see
+            conversion.named_experts.
         autocast_loss: compute the loss in the weights' dtype too, else in float32.
         update_in_eval: an evaluation may move the scales of delayed scaling.
         reduced_precision_reduction: products on CUDA may add their parts in half precision.
@@ -75,6 +77,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     fuse: bool = False
     keep_fp32: Sequence[str] = ()
     ignore_modules: Sequence[str] = ()
+    experts: Sequence[str] = ()
     autocast_loss: bool = False
     update_in_eval: bool = False
     reduced_precision_reduction: bool = False

@@ -119,7 +119,7 @@ def build_model(
     # pack them while they are loaded.
     if start is not None and loads_packed:
         precision.leave_unconverted(start.content.get("bypassed", {}))
-        precision.experts = start.content.get("experts", precision.experts)
+        precision.expert_layouts = start.content.get("experts", precision.expert_layouts)
     adapter = adapters.build_adapter(spec.adapter)
     held = start.content["model"] if start is not None and loads_packed else ()
     notes = _notes_on_parts(model, adapter, held)

@@ -249,7 +249,7 @@ def checkpoint_state_dict(
         "precision": state.precision.name,
         "layout": state.precision.layout,
         "bypassed": dict(state.precision.bypassed),
-        "experts": dict(state.precision.experts),
+        "experts": dict(state.precision.expert_layouts),
         "precision_state": state.precision.state_dict(model),
         "metrics": dict(metrics),
         "step": state.step,

@@ -23,15 +23,31 @@ def forbid_second_derivative(output: Tensor) -> Tensor:
     terms.
 
     Args:
-        output: of the layer, any shape and dtype; returned as it is.
+        output: of the layer, any shape and dtype.
 
     Raises:
         ConfigError: in the backward, where create_graph=True asks for such a gradient.
     """
     # A compiler traces the backward with gradients enabled, and refuses the second order itself.
     if output.requires_grad and not torch.compiler.is_compiling():
+        output = _Own.apply(output)  # type: ignore[assignment]
         output.register_hook(_refuse_graph)
     return output
+
+
+class _Own(torch.autograd.Function):
+    """The identity; its output is no view, so that a model may change it in place.
+
+    torch refuses that for a view which a function of a library makes within itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
 
 
 def _refuse_graph(grad: Tensor) -> None:

@@ -11,7 +11,7 @@ each layer sees its slice of it.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.utils.errors import ConfigError
 
-# Of the child that holds the layers of a stack of experts, [experts, out, in] and [experts, in, out].
+# Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one.
 _SUFFIXES = {False: "_experts", True: "_experts_transposed"}
 _PACKED_KEY = re.compile(r"(.+)(_experts|_experts_transposed)\.(\d+)\.weight")
 
@@ -104,14 +104,14 @@ class Experts(nn.Module):
     Attributes:
         transposed: the names of the stacked weights, and whether each is [experts, in, out].
         shapes: of the stacked weights, by name.
-        is_converted: whether the layers are those of a precision; else they are plain ones, which
-            stand for them until a forward has shown what is multiplied with the stacks.
+        is_trial: whether the layers are plain ones, until a forward has shown what is multiplied
+            with the stacks.
         watch: what the forward does with the stacks while it is watched, else None.
     """
 
     transposed: dict[str, bool]
     shapes: dict[str, torch.Size]
-    is_converted: bool
+    is_trial: bool
     watch: "ExpertsWatch | None"
 
     # A loop over experts depends on the data, so that a compiler would break the graph anyway.
@@ -232,9 +232,8 @@ def convert_experts(
         stack: property(lambda self, stack=stack: ExpertWeight(self, stack)) for stack in stacks
     }
     module.__class__ = _subclass(type(module), Experts, **shown)
-    is_converted = convert is not None
-    vars(module).update(transposed=dict(stacks), shapes=shapes, is_converted=is_converted)
-    vars(module)["watch"] = None
+    vars(module).update(transposed=dict(stacks), shapes=shapes, watch=None)
+    vars(module)["is_trial"] = convert is None
 
 
 def linear_of(matrix: Tensor) -> nn.Linear:
@@ -249,7 +248,7 @@ def _subclass(kind: type, mixin: type, **members: Any) -> type:
 
 
 def stack_packed_experts(state_dict: dict[str, Any]) -> None:
-    """Join the experts' matrices of a state dict, unpacked already, to stacked weights, in place."""
+    """Join experts' matrices of a state dict, which are unpacked, to stacked weights, in place."""
     found: dict[tuple[str, str], int] = {}
     for match in map(_PACKED_KEY.fullmatch, state_dict):
         if match is not None:
@@ -476,21 +475,24 @@ def _keep(weight: Any, *target: Any, **keywords: Any) -> Any:
 
 def _rules() -> dict[Any, Callable[..., Any]]:
     rules: dict[Any, Callable[..., Any]] = {F.linear: _linear, torch.einsum: _einsum}
-    kept = "to float bfloat16 half double type_as contiguous"
-    by_rule: dict[Callable[..., Any], Iterable[Any]] = {
-        _matmul: [torch.matmul, torch.mm, torch.bmm, torch.mv, Tensor.__matmul__, Tensor.matmul]
-        + [Tensor.mm, Tensor.bmm, Tensor.mv],
-        _grouped_mm: [torch._grouped_mm, getattr(F, "grouped_mm", None)],
-        _transpose: [Tensor.transpose, torch.transpose, Tensor.swapaxes, Tensor.swapdims],
-        _permute: [Tensor.permute, torch.permute],
-        _flip: [Tensor.t, torch.t, Tensor.T.__get__],  # type: ignore[attr-defined]
-        ExpertWeight.flip: [Tensor.mT.__get__],  # type: ignore[attr-defined]
-        _getitem: [Tensor.__getitem__],
-        _unbind: [Tensor.unbind, torch.unbind, Tensor.__iter__],
-        _keep: [getattr(Tensor, name) for name in kept.split()],
+    of_tensors = {
+        _matmul: "__matmul__ matmul mm bmm mv",
+        _transpose: "transpose swapaxes swapdims",
+        _permute: "permute",
+        _flip: "t",
+        _getitem: "__getitem__",
+        _unbind: "unbind",
+        _keep: "to float bfloat16 half double type_as contiguous",
     }
-    for rule, functions in by_rule.items():
-        rules |= dict.fromkeys(functions, rule)
+    for rule, names in of_tensors.items():
+        for name in names.split():
+            rules[getattr(Tensor, name)] = rule
+            # Most are functions of torch, too.
+            rules[getattr(torch, name, None)] = rule
+    for function in (torch._grouped_mm, getattr(F, "grouped_mm", None)):
+        rules[function] = _grouped_mm
+    rules[Tensor.T.__get__] = _flip  # type: ignore[attr-defined]
+    rules[Tensor.mT.__get__] = ExpertWeight.flip  # type: ignore[attr-defined]
     rules[Tensor.__rmatmul__] = lambda weight, other: _matmul(other, weight)
     rules[Tensor.__iter__] = lambda weight: iter(_unbind(weight))
     return rules

@@ -177,7 +177,8 @@ class _PackedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, fmt: WeightFormat, packed: PackedTensors) -> Tensor:
         ctx.format = fmt
         ctx.packed = packed
-        return fmt.product(rows, packed)
+        # No view, which torch would not let a model change in place.
+        return fmt.product(rows, packed).data
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

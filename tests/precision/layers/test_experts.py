@@ -1,0 +1,200 @@
+"""Experts of a mixture: each computes as a linear layer of its own, in every kind of layer."""
+
+import copy
+
+import pytest
+import torch
+from layer_kinds import PACKED, every_kind, load, packed_kinds
+from precision_models import reloaded, run_forward
+from torch import nn
+from torch.nn import functional as F
+
+from runner.precision.conversion_proof import ForwardWatch, converted_layers
+from runner.precision.layers.quantized_linear import unpack_state_dict
+from runner.utils.errors import ConfigError
+
+pytest.importorskip("runner.precision.layers.bnb_linear")
+pytestmark = pytest.mark.usefixtures("imitated_library")
+
+WIDTH, INNER, COUNT = 32, 48, 4
+X = torch.linspace(-1, 1, 11 * WIDTH).view(11, WIDTH).sin()
+# One expert has no token, another one has most of them.
+CHOICE = torch.tensor([1, 1, 3, 1, 0, 1, 1, 3, 1, 1, 1])
+WAYS = ("loop", "grouped", "gathered", "batched", "dense", "left")
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+class Mixture(nn.Module):
+    """Experts whose first weight is [experts, in, out] and whose second one [experts, out, in]."""
+
+    def __init__(self, way="grouped"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.first = nn.Parameter(torch.randn(COUNT, WIDTH, INNER) / 6)
+        self.second = nn.Parameter(torch.randn(COUNT, WIDTH, INNER) / 6)
+        self.router = nn.Linear(WIDTH, COUNT)
+
+    def forward(self, x):
+        return getattr(self, f"_{self.way}")(x) * self.router(x).amax(-1, keepdim=True)
+
+    def _loop(self, x):
+        output = x.new_zeros(len(x), WIDTH)
+        for expert in CHOICE.unique():
+            inner = torch.relu(x[expert == CHOICE] @ self.first[expert])
+            output[expert == CHOICE] = F.linear(inner, self.second[expert]).to(output.dtype)
+        return output
+
+    def _grouped(self, x):
+        order = CHOICE.argsort(stable=True)
+        ends = CHOICE.bincount(minlength=COUNT).cumsum(0).to(torch.int32)
+        inner = torch.relu(F.grouped_mm(x[order], self.first, offs=ends))
+        return F.grouped_mm(inner, self.second.transpose(-2, -1), offs=ends)[order.argsort()]
+
+    def _gathered(self, x):
+        inner = torch.relu(torch.bmm(x[:, None], self.first[CHOICE]))
+        return torch.bmm(inner, self.second[CHOICE].mT)[:, 0]
+
+    def _batched(self, x):
+        inner = torch.relu(x.expand(COUNT, -1, -1) @ self.first)
+        return torch.bmm(inner, self.second.permute(0, 2, 1))[CHOICE, torch.arange(len(x))]
+
+    def _dense(self, x):
+        inner = torch.relu(torch.einsum("td,edf->tef", x, self.first))
+        return torch.einsum("tef,edf->ted", inner, self.second)[torch.arange(len(x)), CHOICE]
+
+    def _left(self, x):
+        inner = torch.relu(self.first[CHOICE].mT @ x[..., None])
+        return torch.bmm(self.second[CHOICE], inner)[..., 0]
+
+
+class Unfused(nn.Module):
+    """The same with an nn.Linear for each matrix."""
+
+    def __init__(self, mixture):
+        super().__init__()
+        # Ways that compute all experts on all tokens scale by all tokens, too.
+        self.is_dense = mixture.way in ("batched", "dense")
+        self.first = nn.ModuleList(_linear(matrix.t()) for matrix in mixture.first.detach())
+        self.second = nn.ModuleList(_linear(matrix) for matrix in mixture.second.detach())
+        self.router = copy.deepcopy(mixture.router)
+
+    def forward(self, x):
+        output = x.new_zeros(len(x), WIDTH)
+        for expert in range(COUNT) if self.is_dense else CHOICE.unique().tolist():
+            rows = slice(None) if self.is_dense else expert == CHOICE
+            inner = torch.relu(self.first[expert](x[rows]))
+            product = self.second[expert](inner).to(output.dtype)
+            output[expert == CHOICE] = product[expert == CHOICE] if self.is_dense else product
+        return output * self.router(x).amax(-1, keepdim=True)
+
+
+def _linear(matrix):
+    layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False)
+    layer.weight.data = matrix.clone().contiguous()
+    return layer
+
+
+def convert(kind, model, **options):
+    precision = load(kind, experts=["first:in_out", "second"], **options)
+    return precision, *precision.convert(model)
+
+
+def step(precision, model):
+    """Return the outputs and the gradient of the input."""
+    x = X.clone().requires_grad_()
+    output = run_forward(precision, model, x)
+    output.float().square().sum().backward()
+    return output.detach(), x.grad
+
+
+@every_way
+@every_kind
+def test_an_expert_computes_as_a_linear_layer_does(kind, way):
+    reference = Unfused(Mixture(way))
+    unfused = load(kind, keep_fp32=["router"])
+    reference, _ = unfused.convert(reference)
+    precision, model, report = convert(kind, Mixture(way))
+    assert report.weight_counts == (2 * COUNT * WIDTH * INNER, 2 * COUNT * WIDTH * INNER + 128)
+    expected, expected_grad = step(unfused, reference)
+    output, grad = step(precision, model)
+    # Of a transposed matrix, float32 products add up in another order.
+    is_float32 = kind in ("int8 that trains", "rounded to int4")
+    close = {"rtol": 1e-5, "atol": 1e-6} if is_float32 else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(output, expected, **close)
+    # Sums of a token's gradients are in another order.
+    torch.testing.assert_close(grad, expected_grad, rtol=2e-2, atol=2e-3)
+    if kind in PACKED:
+        assert "first" not in model._parameters
+        return
+    for name in ("first", "second"):
+        for expert, layer in enumerate(getattr(reference, name)):
+            gradient = model._parameters[name].grad[expert]
+            if name == "first":
+                gradient = gradient.t()
+            wanted = layer.weight.grad
+            wanted = torch.zeros_like(layer.weight) if wanted is None else wanted
+            torch.testing.assert_close(gradient, wanted, **close)
+
+
+@packed_kinds
+def test_packed_experts_load_plain_stacks_and_unpack_to_them(kind):
+    _, model, _ = convert(kind, Mixture())
+    state = model.state_dict()
+    assert "first" not in state
+    plain = unpack_state_dict(state)
+    assert {name: value.shape for name, value in plain.items()} == {
+        name: value.shape for name, value in Mixture().state_dict().items()
+    }
+    torch.testing.assert_close(plain["first"], Mixture().first.detach(), rtol=0, atol=0.1)
+    _, other, _ = convert(kind, Mixture().requires_grad_(False))
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    other.load_state_dict({**Mixture().state_dict()})
+    precision, _, _ = convert(kind, Mixture())
+    with torch.no_grad():
+        assert torch.equal(run_forward(precision, other, X), run_forward(precision, model, X))
+    misfit = {**Mixture().state_dict(), "first": torch.ones(COUNT, INNER, WIDTH)}
+    with pytest.raises(RuntimeError, match="first: its shape is"):
+        other.load_state_dict(misfit)
+
+
+@every_kind
+def test_a_state_dict_of_experts_and_a_copy_compute_the_same(kind):
+    precision, model, _ = convert(kind, Mixture())
+    with torch.no_grad():
+        expected = run_forward(precision, model.eval(), X)
+        again = copy.deepcopy(model)
+        assert torch.equal(run_forward(precision, again, X), expected)
+        _, loaded, _ = convert(kind, Mixture().requires_grad_(False))
+        loaded.load_state_dict(reloaded(model.state_dict()))
+        assert torch.equal(run_forward(precision, loaded.eval(), X), expected)
+
+
+class Mean(Mixture):
+    """Reads the numbers of its first stack beside the products."""
+
+    def forward(self, x):
+        return super().forward(x) + self.first.mean()
+
+
+@pytest.mark.parametrize("kind", ["int8 products", "float8 by row"])
+def test_a_forward_shows_what_it_does_with_the_stacks(kind):
+    for make, found, bypassed in (
+        (Mixture, {"first": True, "second": False}, set()),
+        (Mean, {"second": False}, {"(model)"}),
+    ):
+        precision, model, report = convert(kind, make())
+        watch = ForwardWatch(model, converted_layers(model, report))
+        with watch:
+            run_forward(precision, model, X)
+        assert (watch.experts(), watch.bypassed) == (found, bypassed)
+    with pytest.raises(ConfigError, match="computes with its first in another way"):
+        run_forward(precision, model, X)
+
+
+def test_a_name_that_is_no_stack_is_refused():
+    with pytest.raises(ConfigError, match=r"ends in :out\. Allowed: first, of a weight"):
+        load("float8 by row", experts=["first:out"]).convert(Mixture())
+    with pytest.raises(ConfigError, match=r"experts: third matches no parameter"):
+        load("float8 by row", experts=["third"]).convert(Mixture())
