@@ -11,7 +11,7 @@ from torch import nn
 
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision.contract import CPU_DEVICE, Precision
-from runner.precision.conversion import ConversionReport
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.utils.formatting import first_names, format_percent
 from runner.utils.tensors import dtype_name

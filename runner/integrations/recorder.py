@@ -37,7 +37,7 @@ from runner.modes import notes, run_metadata
 from runner.modes.context import RunOutput
 from runner.modes.result import RunResult, Status, print_result
 from runner.modes.training_outputs import DTYPES_FILE, save_loss_scale, tables_tag
-from runner.precision.conversion import ConversionReport
+from runner.precision.conversion_report import ConversionReport
 from runner.sweeps.manifest import Manifest
 from runner.tracking import history
 from runner.tracking.journal import has_live_owner, latest_journal

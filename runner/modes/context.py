@@ -16,7 +16,7 @@ from runner.distributed.strategy import Strategy
 from runner.distributed.torchrun import ProcessRank
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision
-from runner.precision.conversion import ConversionReport
+from runner.precision.conversion_report import ConversionReport
 from runner.tracking.tracker import Tracker
 from runner.training.setup import TrainingSetup
 from runner.training.tasks.task import Task

@@ -70,7 +70,7 @@ from runner.modes.saved_run import (
 )
 from runner.precision import registry
 from runner.precision.contract import Precision
-from runner.precision.conversion import ConversionReport
+from runner.precision.conversion_report import ConversionReport
 from runner.tracking.history import from_folder
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.model import build_model, restore_model, restore_precision_state

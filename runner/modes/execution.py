@@ -20,7 +20,6 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.training_outputs import describe_computation
 from runner.precision.casting import CastCacheWatch, cast_nest, input_fields
-from runner.precision.conversion import ConversionReport
 from runner.precision.conversion_proof import (
     ForwardWatch,
     adapted_layers,
@@ -28,6 +27,7 @@ from runner.precision.conversion_proof import (
     expert_layouts,
     holds_matrix,
 )
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import (

@@ -15,7 +15,8 @@ from runner.modes.context import RunContext, prepare_process
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.result import RunResult
 from runner.modes.startup import try_batch
-from runner.precision.conversion import ROOT_NAME, ModuleConversion
+from runner.precision.conversion import ROOT_NAME
+from runner.precision.conversion_report import ModuleConversion
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, KeptInFloat32
 from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model

@@ -11,7 +11,7 @@ from runner.utils.formatting import format_number
 from runner.utils.markup import markdown_code, markdown_text
 
 if TYPE_CHECKING:
-    from runner.precision.conversion import ConversionReport
+    from runner.precision.conversion_report import ConversionReport
 
 
 def resumed_note(step: int, changes: Mapping[str, str]) -> str:

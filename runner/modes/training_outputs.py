@@ -23,7 +23,7 @@ from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.matrix_work import CPU_CASTS, computation
 from runner.modes.context import RunContext, RunOutput
-from runner.precision.conversion import ConversionReport
+from runner.precision.conversion_report import ConversionReport
 from runner.training.callbacks.callback import CallbackOutput
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding

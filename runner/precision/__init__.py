@@ -5,7 +5,7 @@ own is a subclass of Precision.
 """
 
 from runner.precision.contract import Precision
-from runner.precision.conversion import ConversionReport
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.policy import Policy, precision
 from runner.utils.errors import ConfigError, PolicyError, Unavailable
 

@@ -32,12 +32,12 @@ from runner.precision.casting import (
     float64_to_float32,
 )
 from runner.precision.conversion import (
-    ConversionReport,
     ConversionRules,
     convert_modules,
     find_routers,
     named_experts,
 )
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32

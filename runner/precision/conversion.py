@@ -8,8 +8,8 @@ attributes survive.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from runner.precision.conversion_report import ConversionReport, ModuleConversion, summarize_modules
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.experts import (
@@ -28,7 +29,6 @@ from runner.precision.layers.experts import (
     possible_stacks,
 )
 from runner.utils.errors import ConfigError
-from runner.utils.formatting import first_names
 from runner.utils.modules import select_modules
 
 ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
@@ -42,144 +42,6 @@ _CHOICES = (KEEP_FP32_REASON, KEPT_REASON, IGNORED_REASON)
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 
 LayerConverter = Callable[[nn.Module], None]
-
-
-@dataclass(frozen=True)
-class ModuleConversion:
-    """One module that a conversion looked at.
-
-    Attributes:
-        module: its dotted name.
-        kind: its class before the conversion.
-        done: whether it was converted.
-        why: the reason why it was not converted; a remark, or empty, where it was.
-        elements: number of elements of its matrix weights, which are its own parameters of two
-            dimensions or more, as it was built. A shared parameter is counted in one row only.
-        converted: how many of these elements are in the converted format, if `done`.
-        counted_with: the module in whose row the elements of a shared weight are counted.
-    """
-
-    module: str
-    kind: str
-    done: bool
-    why: str
-    elements: int = 0
-    converted: int = 0
-    counted_with: str = ""
-
-    def skip(self, why: str) -> "ModuleConversion":
-        """Return the row of the same module, not converted for this reason."""
-        return replace(self, done=False, why=why, converted=0)
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """A row for every module that a conversion looked at, converted or skipped.
-
-    It has every layer, that is every module that holds matrix weights. Empty where a precision
-    converts no modules.
-
-    Attributes:
-        modules: the rows.
-        kept: lines on parameters and buffers that keep their dtype.
-    """
-
-    modules: tuple[ModuleConversion, ...] = ()
-    kept: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        converted, total = self.layer_counts
-        return f"{converted}/{total}"
-
-    @property
-    def layer_counts(self) -> tuple[int, int]:
-        """Return two counts: the converted layers, and all layers."""
-        rows = [row for row in self.modules if row.elements]
-        return sum(row.done for row in rows), len(rows)
-
-    @property
-    def weight_counts(self) -> tuple[int, int]:
-        """Return two counts of matrix elements: the converted ones, and all."""
-        converted = sum(row.converted for row in self.modules if row.done)
-        return converted, sum(row.elements for row in self.modules)
-
-    def lines(self, limit: int = 8) -> Iterator[str]:
-        """Yield the console's lines: what was converted, and what was skipped for which reason.
-
-        Args:
-            limit: how many names, and how many reasons, are printed; of the others the number.
-        """
-        yield from self.kept
-        if not self.modules:
-            return
-        converted = [row.module for row in self.modules if row.done and row.elements]
-        names = first_names(converted, limit)
-        yield f"converted {self._counts()}" + (f": {names}" if names else "")
-        skipped = summarize_modules(row for row in self.modules if not row.done)
-        notes = summarize_modules(row for row in self.modules if row.done and row.why)
-        texts = [f"  skipped {text}" for text in skipped]
-        texts += [f"  converted {text}" for text in notes]
-        yield from texts[:limit]
-        if len(texts) > limit:
-            yield f"  and {len(texts) - limit} more, all in conversion.json"
-
-    def _counts(self) -> str:
-        """Return the numbers of converted layers, weights and norms as a phrase."""
-        done, layers = self.layer_counts
-        converted, weights = self.weight_counts
-        text = (
-            f"{done} of {layers} layers, {converted:,} of {weights:,} matrix weights "
-            f"({_percent(converted, weights)})"
-        )
-        # A converted module without matrix weights of its own or shared ones is a norm.
-        norms = sum(row.done and not row.elements and not row.counted_with for row in self.modules)
-        if not norms:
-            return text
-        return f"{text} and {norms} norm" + "s" * (norms > 1)
-
-    def tags(self) -> dict[str, str]:
-        """Return the counts as tags of a run; empty where a precision converts no modules."""
-        if not self.modules:
-            return {}
-        converted, weights = self.weight_counts
-        return {"converted": str(self), "converted_weights": f"{converted}/{weights}"}
-
-    def to_list(self) -> list[dict[str, Any]]:
-        """Return the rows as conversion.json has them."""
-        return [asdict(module) for module in self.modules]
-
-
-def summarize_modules(rows: Iterable[ModuleConversion]) -> list[str]:
-    """Return a phrase for the modules of each class and reason; the rows are in the model's order.
-
-    Four modules are named at most; where there are more, their number is in the phrase too.
-    """
-    groups: dict[tuple[str, str, str], list[ModuleConversion]] = {}
-    for row in rows:
-        groups.setdefault((row.kind, row.why, row.counted_with), []).append(row)
-    texts = []
-    for (kind, why, counted_with), group in groups.items():
-        elements = sum(row.elements for row in group)
-        size = f", {elements:,} weights" if elements else ""
-        if counted_with:
-            size += f", counted with {counted_with}"
-        names = ", ".join(row.module for row in group[:4])
-        if len(group) > 4:
-            texts.append(f"{len(group)} {kind} ({names}, …{size}): {why}")
-        else:
-            texts.append(f"{names} ({kind}{size}): {why}")
-    return texts
-
-
-def _percent(part: int, total: int) -> str:
-    """Return a share in whole percent; "100 %" only where nothing is missing."""
-    share = 100 * part / max(total, 1)
-    # A share that rounds to 0 or to 100 would say "nothing" or "all".
-    if 0 < share < 1:
-        return "under 1 %"
-    if part >= total:
-        return "100 %"
-    return f"{min(round(share), 99)} %"
 
 
 @dataclass(frozen=True)

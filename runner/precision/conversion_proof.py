@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.distributed.strategy import is_sharded
-from runner.precision.conversion import ROOT_NAME, ConversionReport
+from runner.precision.conversion import ROOT_NAME
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.layers.conv1d import is_packed
 from runner.precision.layers.experts import Experts, ExpertsWatch
 from runner.precision.layers.quantized_linear import PackedWeight

@@ -15,7 +15,7 @@ from torch import nn
 from runner.precision import options
 from runner.precision.casting import autocast, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, Precision
-from runner.precision.conversion import ConversionReport
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.keep_fp32 import find_kept_tensors
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale

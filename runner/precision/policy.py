@@ -25,8 +25,9 @@ from runner.config.targets import build_group
 from runner.precision import options
 from runner.precision.casting import cast_nest
 from runner.precision.contract import Precision
-from runner.precision.conversion import ConversionReport, is_converted
+from runner.precision.conversion import is_converted
 from runner.precision.conversion_proof import ForwardWatch, converted_layers
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.loss_scale import describe_hooks, gradient_hooks
 from runner.precision.registry import precision_config
 from runner.precision.scaled_gradients import ScaledGradients

@@ -19,7 +19,8 @@ from runner.distributed.strategy import Strategy
 from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
 from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
-from runner.precision.conversion import ROOT_NAME, ConversionReport, ConversionRules
+from runner.precision.conversion import ROOT_NAME, ConversionRules
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.backward_checks import refuse_recompute

@@ -33,7 +33,8 @@ from runner.data.build import build_data, build_run_loaders
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.contract import Precision
-from runner.precision.conversion import ConversionReport, is_converted
+from runner.precision.conversion import is_converted
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import find_kept_tensors
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch

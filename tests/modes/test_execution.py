@@ -19,7 +19,7 @@ from runner.modes.execution import (
     build_proven_model,
 )
 from runner.precision import registry
-from runner.precision.conversion import ConversionReport
+from runner.precision.conversion_report import ConversionReport
 from runner.training.model import BuiltModel
 from runner.training.setup import TrainingSetup
 from runner.training.tasks.regression import Regression

@@ -6,7 +6,7 @@ import pytest
 
 from runner.modes import notes
 from runner.modes.result import RunResult
-from runner.precision.conversion import ConversionReport, ModuleConversion
+from runner.precision.conversion_report import ConversionReport, ModuleConversion
 from runner.utils.markup import markdown_code
 from runner.utils.terminal import quote_command
 

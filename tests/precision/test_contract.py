@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
 from runner.precision.contract import ConvertingPrecision, Precision
-from runner.precision.conversion import ConversionReport
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.loss_scale import LossScale
 from runner.precision.mixed import MixedPrecision
 from runner.precision.quantized import WeightFormatPrecision

@@ -8,12 +8,12 @@ from torch.nn.utils import parametrizations
 
 from runner.precision.conversion import (
     ConversionRules,
-    ModuleConversion,
     convert_modules,
     find_shared_weights,
     is_converted,
     replace_in_place,
 )
+from runner.precision.conversion_report import ModuleConversion
 from runner.utils.errors import ConfigError
 
 

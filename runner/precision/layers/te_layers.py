@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 
 from runner.precision.conversion import (
     ROOT_NAME,
-    ConversionReport,
     ConversionRules,
     LayerConverter,
     classify_modules,
@@ -27,6 +26,7 @@ from runner.precision.conversion import (
     layer_class,
     replace_in_place,
 )
+from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import no_op_hook
 from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
