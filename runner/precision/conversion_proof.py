@@ -123,7 +123,7 @@ class ForwardWatch(TorchFunctionMode):
         return {
             f"{name}.{stack}".removeprefix("."): transposed
             for name, module in self.model.named_modules()
-            if module in self._watches
+            if isinstance(module, Experts)
             for stack, transposed in self._watches[module].transposed().items()
         }
 

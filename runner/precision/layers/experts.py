@@ -116,7 +116,7 @@ class Experts(nn.Module):
 
     # A loop over experts depends on the data, so that a compiler would break the graph anyway.
     @torch.compiler.disable
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return what the module's own forward returns, with products by the experts' layers."""
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -316,7 +316,7 @@ class ExpertWeight(Tensor):
         args, kwargs = tree_map(_numbers, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def flip(self) -> "ExpertWeight":
+    def transposed_view(self) -> "ExpertWeight":
         """Return it with its last two dimensions exchanged."""
         return ExpertWeight(self.module, self.stack, self.picked, not self.flipped)
 
@@ -384,8 +384,9 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    is_known = isinstance(mat2, ExpertWeight) and not isinstance(input, ExpertWeight)
-    if not is_known or mat2.picked is not None or bias is not None:
+    if not isinstance(mat2, ExpertWeight) or isinstance(input, ExpertWeight):
+        return NotImplemented
+    if mat2.picked is not None or bias is not None:
         return NotImplemented
     if offs is None:
         output = _multiply(input, mat2, contracts_last=False)
@@ -454,17 +455,19 @@ def _unbind(weight: Any, dim: int = 0) -> Any:
 def _transpose(weight: Any, *dims: int) -> Any:
     """Return it with its last two dimensions exchanged; other exchanges are not known."""
     last_two = {weight.ndim - 2, weight.ndim - 1}
-    return weight.flip() if {d % weight.ndim for d in dims} == last_two else NotImplemented
+    return (
+        weight.transposed_view() if {d % weight.ndim for d in dims} == last_two else NotImplemented
+    )
 
 
 def _permute(weight: Any, *dims: Any) -> Any:
     order = [d % weight.ndim for d in tree_leaves(dims)]
     exchanged = [*range(weight.ndim - 2), weight.ndim - 1, weight.ndim - 2]
-    return weight.flip() if order == exchanged else NotImplemented
+    return weight.transposed_view() if order == exchanged else NotImplemented
 
 
 def _flip(weight: Any) -> Any:
-    return weight.flip() if weight.ndim == 2 else NotImplemented
+    return weight.transposed_view() if weight.ndim == 2 else NotImplemented
 
 
 def _keep(weight: Any, *target: Any, **keywords: Any) -> Any:
@@ -492,7 +495,7 @@ def _rules() -> dict[Any, Callable[..., Any]]:
     for function in (torch._grouped_mm, getattr(F, "grouped_mm", None)):
         rules[function] = _grouped_mm
     rules[Tensor.T.__get__] = _flip  # type: ignore[attr-defined]
-    rules[Tensor.mT.__get__] = ExpertWeight.flip  # type: ignore[attr-defined]
+    rules[Tensor.mT.__get__] = ExpertWeight.transposed_view  # type: ignore[attr-defined]
     rules[Tensor.__rmatmul__] = lambda weight, other: _matmul(other, weight)
     rules[Tensor.__iter__] = lambda weight: iter(_unbind(weight))
     return rules
