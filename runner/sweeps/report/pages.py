@@ -155,7 +155,6 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         links: Markdown of links to the sweep's pages.
     """
     if data.advice:
-        # Its blocks end with the command to type next.
         parts = [*map(markdown, advice_page.answer_blocks(data.advice)), links]
     else:
         compared = compare_with_baselines(data.results)
@@ -343,7 +342,6 @@ def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], in
     else:
         compared = compare_with_baselines(data.results)
         judged = [(comparison, verdict_words(comparison)) for comparison in compared]
-    has_devices = len({comparison.group.device for comparison, _ in judged}) > 1
     metrics = {}
     tags = {}
     for comparison, verdict in judged:
@@ -358,7 +356,9 @@ def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], in
         if comparison.difference:
             numbers["gap"] = sign * comparison.difference.value
             numbers["gap_half_width"] = comparison.difference.ci_half_width
-        name = redact(f"{group.name} {group.device}" if has_devices else group.name)
+        # The first device's names stay when jobs of another device join the sweep.
+        is_first = group.device == judged[0][0].group.device
+        name = redact(group.name if is_first else f"{group.name} {group.device}")
         # MLflow's names hold no equals sign.
         name = name.replace("=", ":")
         tags[f"verdict/{name}"] = verdict
