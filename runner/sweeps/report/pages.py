@@ -187,7 +187,12 @@ def swept_keys(results: Sequence[RunResult]) -> list[str]:
     keys = dict.fromkeys(key for values in values_by_job for key in values)
     swept = []
     for key in keys:
-        values_of_key = {values.get(key) for values in values_by_job}
+        # A precision that does not take a key of the command runs without it.
+        values_of_key = {
+            values.get(key)
+            for result, values in zip(results, values_by_job, strict=True)
+            if key not in result.left_out
+        }
         if len(values_of_key) > 1:
             swept.append(key)
     if swept:
@@ -205,7 +210,7 @@ def _distinct(names: Iterable[str]) -> str:
 def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     """Yield what a reader in a hurry reads: the conclusion, the failures, the table of groups."""
     groups = [comparison.group for comparison in compared]
-    finished = sum(group.finished_count for group in groups)
+    finished = sum(group.counts.get("finished", 0) for group in groups)
     # The number of jobs is not known of every sweep; then those that began are counted.
     job_count = max(data.job_count, len(data.jobs))
     count = f"{finished} of {job_count} jobs finished"
