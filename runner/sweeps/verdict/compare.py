@@ -250,12 +250,12 @@ def compare_with_baselines(
         (group.settings, group.device): group for group in groups if group.precision == baseline
     }
     pairs = [(group, _baseline_of(group, candidates)) for group in groups]
-    used = {id(baseline) for group, baseline in pairs if baseline is not group}
+    used = {id(base) for group, base in pairs if base is not group}
     compared = []
-    for group, baseline in pairs:
+    for group, base in pairs:
         # A baseline that no other group is compared with is an ordinary row.
-        is_alone = baseline is group and id(group) not in used
-        compared.append(compare_two_groups(group, None if is_alone else baseline))
+        is_alone = base is group and id(group) not in used
+        compared.append(compare_two_groups(group, None if is_alone else base))
     return compared
 
 
