@@ -4,6 +4,7 @@ The jobs' results are read from their folders, so that the report does not depen
 ran them, nor on whether a job's process survived.
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -321,8 +322,9 @@ def _print_results(console: Console, results: Sequence[RunResult]) -> None:
     labels_by_error: dict[str, list[str]] = {}
     for result in results:
         if result.error:
-            # One text for all precisions that lack the same.
-            error = result.error.replace(f"precision={result.precision} ", "it ")
+            # One text for all precisions that lack the same. Later in an error, as in a command to
+            # type, the precision is meant.
+            error = re.sub(rf"^precision={re.escape(result.precision)} ", "it ", result.error)
             labels_by_error.setdefault(error, []).append(result.label)
     for error, labels in labels_by_error.items():
         console.print(f"{join_names(labels)}: {error}", markup=False)

@@ -3,6 +3,7 @@
 A Reader imports mlflow into the process that asks; the module does not, until one is made.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -221,16 +222,28 @@ class Reader:
         """Upload a file to a folder of a run's artifacts."""
         self._ask(lambda: self.client.log_artifact(run_id, str(path), folder or None))
 
-    def log(
-        self, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], step: int
+    def log_answer(
+        self, run: StoredRun, metrics: Mapping[str, float], tags: Mapping[str, str], step: int
     ) -> None:
-        """Add a point of each metric to a run, and set or replace tags of it."""
+        """Add a point of each metric to a sweep's parent run, and set or replace tags of it.
+
+        Metrics and verdicts of an earlier answer whose names this one lacks become NaN and are
+        deleted: jobs that joined the sweep may have changed the names.
+        """
         with suppress_import_warnings():
-            from runner.tracking.writer.store import Store
+            from runner.tracking.writer.store import Store, legal_name, metric_name
         store = self._ask(lambda: Store(self.uri))
-        points = [(name, value, now_ms(), step) for name, value in metrics.items()]
-        self._ask(lambda: store.log_points(run_id, points))
-        self._ask(lambda: store.log_tags(run_id, tags))
+        values = {metric_name(name): value for name, value in metrics.items()}
+        for name in run.metrics:
+            # MLflow deletes no metric.
+            if name.startswith("answer/"):
+                values.setdefault(name, math.nan)
+        points = [(name, value, now_ms(), step) for name, value in values.items()]
+        self._ask(lambda: store.log_points(run.run_id, points))
+        self._ask(lambda: store.log_tags(run.run_id, tags))
+        for name in run.tags.keys() - set(map(legal_name, tags)):
+            if name.startswith("verdict/"):
+                self._ask(partial(self.client.delete_tag, run.run_id, name))
 
     def _dashboard_path(
         self, experiment: "Experiment", version: str, sweep: SweepView | None = None

@@ -6,8 +6,9 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from job_results import finished
+from job_results import finished, lost
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from runner.sweeps import sweep as sweeps
 from runner.sweeps.sweep import Sweep, sweep_name
@@ -136,3 +137,12 @@ def test_a_sweep_is_named_by_what_it_trains_and_how_many_values_each_key_has(wor
         }
     )
     assert sweep_name(config) == name
+
+
+def test_an_error_that_precisions_share_is_printed_once_and_a_command_stays_whole(capsys):
+    command = "The loss is inf; python -m runner precision=c seed=0"
+    errors = {"a": "precision=a needs a GPU.", "b": "precision=b needs a GPU.", "c": command}
+    sweeps._print_results(Console(width=200), [lost(name, error=e) for name, e in errors.items()])
+    printed = capsys.readouterr().out
+    assert "a seed=0, b seed=0: it needs a GPU.\n" in printed
+    assert f"c seed=0: {command}\n" in printed

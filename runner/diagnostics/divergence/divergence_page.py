@@ -49,7 +49,8 @@ def write_page(report: DivergenceReport, path: Path) -> None:
         blocks.append(Heading("Error over the steps"))
         blocks.append(Charts([svg_element(draw_steps(report.steps))]))
     blocks.append(Heading("Modules by the error that they add"))
-    blocks.append(_table(batch.rows))
+    table = _table(batch.rows)
+    blocks.append(table if table.rows else Text("No module adds an error.", "small"))
     blocks.append(Items(_EXPLANATIONS, small=True))
     path.write_text(to_html(f"{report.name} against {report.against}", blocks))
 
@@ -99,7 +100,7 @@ def _facts(report: DivergenceReport) -> list[tuple[str, str]]:
 
 def _table(rows: Sequence[ModuleErrors]) -> Table:
     head = [
-        *("module", "class", "tensor", "dtype"),
+        *("module", "tensor"),
         *("came in", "added", "explained", "times", "ulps", "SQNR dB", "differ"),
     ]
     errors = []
@@ -108,7 +109,7 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
             (row.added, row.arrived),
             (row.gradient_added, row.gradient_arrived),
         ):
-            if added is not None:
+            if added is not None and added.found.relative != 0.0:
                 errors.append((row, added, arrived))
     errors.sort(key=lambda one: (-one[1].is_unexplained, -one[1].ratio))
     lines = []
@@ -118,10 +119,8 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
         tone: Tone = "bad" if added.is_unexplained and not is_known else ""
         ulps = float(f"{added.ulps:.2g}")
         line = [
-            Cell(row.module, tone),
-            Cell(row.kind),
-            Cell(added.tensor, note=KNOWN_SUM if is_known else ""),
-            Cell(added.dtype),
+            Cell(row.module, tone, row.kind),
+            Cell(added.tensor, note=f"{added.dtype}, {KNOWN_SUM}" if is_known else added.dtype),
             Cell(format_relative(arrived)),
             Cell(format_relative(error.relative)),
             Cell(format_relative(added.expected)),
@@ -131,7 +130,7 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
             Cell(format_share(error.share(error.different))),
         ]
         lines.append(line)
-    return Table(head, lines, frozenset(range(4)))
+    return Table(head, lines, frozenset(range(2)))
 
 
 def draw_pass(name: str, errors: Sequence[tuple[str, AddedError | None, float]]) -> "Figure":
@@ -154,7 +153,7 @@ def draw_pass(name: str, errors: Sequence[tuple[str, AddedError | None, float]])
         figure = Figure(figsize=(CHART_WIDTH_INCHES, height), layout="constrained")
         axes = figure.subplots()
         axes.set_xscale("log")
-        axes.locator_params(axis="x", numticks=4)
+        axes.locator_params(axis="x", numticks=3)
         axes.xaxis.set_major_formatter("{x:g}")
         arrived = _drawable([relative for *_, relative in errors])
         axes.plot(arrived, rows, ".", ms=4, color="#999999")

@@ -51,7 +51,7 @@ def _verdicts(numerics: Numerics) -> Iterator[tuple[str, str]]:
         verdict = format_verdict(numerics, fmt)
         # A format that would do has no reason, but may lose something all the same.
         for module, kind, what, value in (numerics.reasons(fmt) or numerics.worst(fmt))[:1]:
-            verdict += f" (most: {module}, {kind}, {what} {format_share(value)})"
+            verdict += f" (most: {format_share(value)} {what} in the {kind} of {module})"
         yield fmt, verdict
 
 

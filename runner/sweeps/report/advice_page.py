@@ -182,8 +182,9 @@ def advice_blocks(advice: Advice) -> Iterator[Block]:
 
 
 def answer_blocks(advice: Advice) -> Iterator[Block]:
-    """Yield the answer and the command to run next."""
+    """Yield the answer, the command to run next, and the reservations."""
     gate = gate_verdict(advice)
+    reservations = ""
     if gate is not None:
         yield Text(gate_sentence(gate), "answer")
         command = quote_command(gate.precision.command) if gate.decision == "accepted" else ""
@@ -191,11 +192,11 @@ def answer_blocks(advice: Advice) -> Iterator[Block]:
         yield Text(advice_sentence(advice), "answer")
         command = next_command(advice)
         reservations = other_sentences(advice)
-        if reservations:
-            yield Text(reservations)
     if command:
         yield Text("Next:")
         yield Commands([command])
+    if reservations:
+        yield Text(reservations)
 
 
 def _alternatives(advice: Advice) -> Iterator[Block]:

@@ -218,7 +218,9 @@ class _Charts:
     def __init__(self, data: SweepData) -> None:
         jobs = [job for job in data.jobs if not job.result.trained_in]
         self.advice = data.advice
+        self.baseline = BASELINE
         if self.advice is not None:
+            self.baseline = self.advice.settings.baseline
             self.judged = [verdict.comparison for verdict in self.advice.verdicts]
         else:
             self.judged = compare_with_baselines([job.result for job in jobs])
@@ -229,7 +231,7 @@ class _Charts:
         # the last ones are above the wide ones.
         jobs = [job for job in jobs if group_name(job.result) in self.style_of]
         self.jobs = sorted(jobs, key=lambda job: order.index(group_name(job.result)))
-        self.compared = compare_with_baselines([job.result for job in self.jobs])
+        self.compared = compare_with_baselines([job.result for job in self.jobs], self.baseline)
         self.line_widths = dict(zip(order, np.linspace(*LINE_WIDTHS, len(order)), strict=True))
         self.seeds = sorted({job.result.seed or 0 for job in jobs})
 
@@ -291,12 +293,11 @@ class _Charts:
     def difference(self, intervals: Sequence[Interval], axes: "Axes") -> None:
         """Draw each mean difference to the baseline with its interval, one below the other."""
         job = next(c for c in self.judged if c.difference).group.jobs[0]
-        baseline, metric, direction, sign = BASELINE, job.quality, job.direction, 1
+        metric, direction, sign = job.quality, job.direction, 1
         notes = "bars: 95 % interval"
         if self.advice is not None:
             settings = self.advice.settings
-            baseline, metric, direction = settings.baseline, settings.metric, settings.direction
-            sign = settings.sign
+            metric, direction, sign = settings.metric, settings.direction, settings.sign
             notes = "bars: interval of the test"
             tolerated = settings.margin(self.advice.baseline_spread)
             if math.isfinite(tolerated):
@@ -323,7 +324,7 @@ class _Charts:
         axes.set_yticks(range(len(names)), names, parse_math=False)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel("lower is better" if direction == "min" else "higher is better")
-        _set_title(axes, f"{metric} minus that of {baseline}\n{notes}", "right")
+        _set_title(axes, f"{metric} minus that of {self.baseline}\n{notes}", "right")
 
     def train_loss(self, curves: JobCurves, axes: "Axes") -> None:
         """Draw the training loss, with means over buckets where there are many steps."""
@@ -420,7 +421,7 @@ class _Charts:
         axes.margins(0.18)
         labels = [plain_label(c.group.name, 26) for c in drawn]
         label_points(axes, list(zip(labels, points, strict=True)))
-        axes.set_xlabel(f"speed × {BASELINE}" if is_ratio else "examples/s")
+        axes.set_xlabel(f"speed × {self.baseline}" if is_ratio else "examples/s")
         quality = plain_label(drawn[0].group.jobs[0].quality)
         _set_title(axes, f"{quality} against speed; area: memory\nbars: 95 % interval over seeds")
 

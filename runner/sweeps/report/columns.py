@@ -6,8 +6,10 @@ mode=advise. A column has one function per kind of row that it shows. Where the 
 want a column in different places, it has an entry for each.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import Any
 
 from rich.table import Table as TerminalTable
@@ -35,7 +37,7 @@ from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import format_number, format_percent
 from runner.utils.markup import Cell, Table, Tone, terminal_table
 
-MAX_REASON_CHARACTERS = 80
+MAX_REASON_CHARACTERS = 120
 """Characters of an error in the cell of a group's status."""
 MAX_OPEN_JOBS = 12
 """A page folds a longer table of jobs."""
@@ -82,10 +84,9 @@ def _group_status(c: Comparison, _: TableFacts) -> Cell:
     text = outcome_words(c.group)
     if jobs > 1:
         text = ", ".join(f"{n}/{jobs} {OUTCOME_WORDS.get(one, one)}" for one, n in counts.items())
-    reason = " ".join(" ".join(c.group.reasons).split())
-    # The whole reason is in the list of failures below the table.
-    if len(reason) > MAX_REASON_CHARACTERS:
-        reason = f"{reason[:MAX_REASON_CHARACTERS].rstrip()}…"
+    # The whole reasons are in the list of failures below the table.
+    first_sentences = dict.fromkeys(re.split(r"\.\s", reason)[0] for reason in c.group.reasons)
+    reason = shorten("; ".join(first_sentences), MAX_REASON_CHARACTERS, placeholder=" …")
     tone: Tone = "quiet" if set(counts) == {"finished"} else "bad"
     return Cell(text, tone, reason)
 

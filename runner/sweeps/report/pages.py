@@ -155,7 +155,6 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         links: Markdown of links to the sweep's pages.
     """
     if data.advice:
-        # Its blocks end with the command to type next.
         parts = [*map(markdown, advice_page.answer_blocks(data.advice)), links]
     else:
         compared = compare_with_baselines(data.results)
@@ -188,7 +187,12 @@ def swept_keys(results: Sequence[RunResult]) -> list[str]:
     keys = dict.fromkeys(key for values in values_by_job for key in values)
     swept = []
     for key in keys:
-        values_of_key = {values.get(key) for values in values_by_job}
+        # A precision that does not take a key of the command runs without it.
+        values_of_key = {
+            values.get(key)
+            for result, values in zip(results, values_by_job, strict=True)
+            if key not in result.left_out
+        }
         if len(values_of_key) > 1:
             swept.append(key)
     if swept:
@@ -206,7 +210,7 @@ def _distinct(names: Iterable[str]) -> str:
 def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     """Yield what a reader in a hurry reads: the conclusion, the failures, the table of groups."""
     groups = [comparison.group for comparison in compared]
-    finished = sum(group.finished_count for group in groups)
+    finished = sum(group.counts.get("finished", 0) for group in groups)
     # The number of jobs is not known of every sweep; then those that began are counted.
     job_count = max(data.job_count, len(data.jobs))
     count = f"{finished} of {job_count} jobs finished"
@@ -343,7 +347,6 @@ def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], in
     else:
         compared = compare_with_baselines(data.results)
         judged = [(comparison, verdict_words(comparison)) for comparison in compared]
-    has_devices = len({comparison.group.device for comparison, _ in judged}) > 1
     metrics = {}
     tags = {}
     for comparison, verdict in judged:
@@ -358,7 +361,9 @@ def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], in
         if comparison.difference:
             numbers["gap"] = sign * comparison.difference.value
             numbers["gap_half_width"] = comparison.difference.ci_half_width
-        name = redact(f"{group.name} {group.device}" if has_devices else group.name)
+        # The first device's names stay when jobs of another device join the sweep.
+        is_first = group.device == judged[0][0].group.device
+        name = redact(group.name if is_first else f"{group.name} {group.device}")
         # MLflow's names hold no equals sign.
         name = name.replace("=", ":")
         tags[f"verdict/{name}"] = verdict

@@ -185,7 +185,7 @@ def store_report(
     metrics, tags, steps = answer_record(data)
     links = sweep_links(parent.experiment_id, parent.run_id, data.sweep_id)
     tags[NOTE_TAG] = summary_markdown(data, links)
-    reader.log(parent.run_id, metrics, tags, steps)
+    reader.log_answer(parent, metrics, tags, steps)
     return paths, data
 
 

@@ -236,34 +236,41 @@ class Comparison:
         return "even" if ratio.high < MAX_EVEN_RANGE * ratio.low else "unclear"
 
 
-def compare_with_baselines(results: Sequence[RunResult]) -> list[Comparison]:
-    """Compare every group of a sweep with its baseline, in the order of group_jobs()."""
+def compare_with_baselines(
+    results: Sequence[RunResult], baseline: str = BASELINE
+) -> list[Comparison]:
+    """Compare every group of a sweep with its baseline, in the order of group_jobs().
+
+    Args:
+        results: of the jobs.
+        baseline: the precision that the others are compared with.
+    """
     groups = group_jobs(results)
     candidates = {
-        (group.settings, group.device): group for group in groups if group.precision == BASELINE
+        (group.settings, group.device): group for group in groups if group.precision == baseline
     }
     pairs = [(group, _baseline_of(group, candidates)) for group in groups]
-    used = {id(baseline) for group, baseline in pairs if baseline is not group}
+    used = {id(base) for group, base in pairs if base is not group}
     compared = []
-    for group, baseline in pairs:
-        # A 32-true group that no other group is compared with is an ordinary row.
-        is_alone = baseline is group and id(group) not in used
-        compared.append(compare_two_groups(group, None if is_alone else baseline))
+    for group, base in pairs:
+        # A baseline that no other group is compared with is an ordinary row.
+        is_alone = base is group and id(group) not in used
+        compared.append(compare_two_groups(group, None if is_alone else base))
     return compared
 
 
 def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> Group | None:
-    """Return the 32-true group with the same settings on the same device, None without one.
+    """Return the baseline with the same settings on the same device, None without one.
 
     Args:
         group: any group of the sweep.
-        candidates: the 32-true groups by (settings, device).
+        candidates: the baseline's groups by (settings, device).
     """
     settings = group.settings
     is_second = settings.startswith(SECOND_SWEEP)
     if is_second:
         settings = FIRST_SWEEP + settings.removeprefix(SECOND_SWEEP)
-    # Settings that belong to a precision, such as its keep_fp32, have no 32-true with the same.
+    # Settings that belong to a precision, such as its keep_fp32, have no baseline with the same.
     shared = shared_settings(settings)
     for each in (settings, shared):
         if (each, group.device) in candidates:

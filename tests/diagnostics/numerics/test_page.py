@@ -103,7 +103,8 @@ def test_a_page_names_the_worst_as_it_is_and_needs_nothing_else(tmp_path):
     assert "a_$x$&lt;script&gt;0" in page
     assert loss_scale_sentence(numerics) in page
     assert page.count("<svg") >= len(FORMATS)
-    assert "<li><b>float16:</b> would do, but not to store weights in (most: a_$x$" in page
+    verdict = "would do, but not to store weights in (most: 100 % swallowed in the updates of a_$x$"
+    assert f"<li><b>float16:</b> {verdict}" in page
     assert not re.findall(r"<script|<img|https?://(?!www\.w3\.org)|data:", page)
     order = re.findall(r"<h2>(.*?)</h2>", page)
     assert order == ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "How to read this"]
@@ -115,7 +116,7 @@ def test_a_picture_of_one_look_where_nothing_is_lost(tmp_path):
 
 
 def test_the_summary_has_every_format():
-    verdict = "would do, but not to store weights in (most: m0, updates, swallowed 100 %)"
+    verdict = "would do, but not to store weights in (most: 100 % swallowed in the updates of m0)"
     lines = numerics_summary(make_numerics()).splitlines()
     assert lines == [f"  {fmt}: {verdict}" for fmt in FORMATS]
     assert [format_share(v) for v in (0.0123, 0.5, 1.0)] == ["1.2 %", "50 %", "100 %"]
@@ -128,5 +129,5 @@ def test_noise_is_more_than_a_matter_of_storage():
     worse = replace(part, formats={**part.formats, "float16": lost})
     looks = [replace(look, measured=(worse, *look.measured[1:])) for look in noisy.probes]
     assert numerics_summary(replace(noisy, probes=looks)).startswith(
-        "  float16: lacks precision (most: m0, updates, swallowed 100 %)\n  bfloat16: would"
+        "  float16: lacks precision (most: 100 % swallowed in the updates of m0)\n  bfloat16: would"
     )

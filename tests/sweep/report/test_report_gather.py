@@ -9,16 +9,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from job_results import finished
+from job_results import GPU, finished
 
 from runner.modes.result import RunResult
 from runner.sweeps.report import load
 from runner.sweeps.report.load import (
+    Job,
+    SweepData,
     load_from_folder,
     load_from_store,
     with_unique_names,
     write_job_facts,
 )
+from runner.sweeps.report.pages import answer_record
 from runner.sweeps.report.rebuild import rebuild_report, store_report
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.tracking import history
@@ -196,6 +199,27 @@ def test_jobs_of_two_machines_are_in_one_report(stored, sweep, tmp_path):
     assert labels[:3] == ["16-mixed seed=0", "64-true", "job 2"]
     assert len(labels) == 6
     assert data.commands == ["python -m runner -m 'precision.keep_fp32=[a b]'"]
+
+
+def test_a_second_device_changes_no_name_and_outdated_ones_are_cleared(stored, tmp_path):
+    uri, parent = stored
+    reader = Reader(uri)
+    alone = [finished("32-true"), finished("16-mixed", examples_per_second=50.0)]
+    joined = [*alone, *(replace(one, device="B", examples_per_second=9.0) for one in alone)]
+    for results in ([replace(one, steps=5) for one in joined[::-1]], joined):
+        metrics, tags, steps = answer_record(SweepData([*map(Job, results)]))
+        reader.log_answer(reader.run(parent), metrics, tags, steps)
+    run = reader.run(parent)
+    speeds = {name: run.metrics[name] for name in run.metrics if "speed_ratio/" in name}
+    first, second = "answer/speed_ratio/16-mixed", "answer/speed_ratio/16-mixed B"
+    assert (speeds.pop(first), speeds.pop(second)) == (0.5, 1.0)
+    base = "answer/speed_ratio/32-true"
+    assert (speeds.pop(base), speeds.pop(f"{base} B")) == (1.0, 1.0)
+    assert speeds.keys() == {f"{base} {GPU}", f"{first} {GPU}"}
+    assert all(map(math.isnan, speeds.values())), "B was the first device, then it was not"
+    verdicts = {tag for tag in run.tags if tag.startswith("verdict/")}
+    assert verdicts == tags.keys()
+    assert len(verdicts) == 4
 
 
 @pytest.mark.parametrize("name", ["nosuch", "no/such", "a' or tags.role = 'sweep"])

@@ -9,7 +9,7 @@ from job_results import CPU, finished
 from job_results import lost as lost_result
 
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.pages import summary_markdown, write_report
+from runner.sweeps.report.pages import summary_markdown, swept_keys, write_report
 from runner.utils.markup import (
     Cell,
     Commands,
@@ -84,13 +84,20 @@ def pages(data, folder):
     return found[".md"].read_text(), found[".html"].read_text(), found
 
 
+def test_a_key_that_a_precision_does_not_take_is_not_swept():
+    key = "precision.loss_scale.fixed"
+    scaled = finished("16-mixed", overrides=["precision=16-mixed", "seed=0", f"{key}=1e9"])
+    assert swept_keys([finished("32-true", left_out=[key]), scaled]) == ["precision"]
+    assert swept_keys([finished("32-true"), scaled]) == ["precision", key]
+
+
 def test_markdown_and_html_say_the_same(sweep, tmp_path):
     text, html, found = pages(sweep, tmp_path)
     shown = " ".join(" ".join(Page(html).shown).split())
     assert found[".png"].read_bytes().startswith(b"\x89PNG")
     for cell in (
         "Sweep over precision × seed: mlp on digits",
-        "8 of 10 jobs finished",
+        "7 of 10 jobs finished",
         CPU,
         "abc123",
         "Train in bf16-mixed: 1.50 × as fast as 32-true; val/accuracy: no measurable difference",
