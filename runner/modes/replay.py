@@ -146,9 +146,8 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
         if run_spec.model == spec.model and run_spec.precision == spec.precision:
             # The trained model is the one to replay; another one is built from its weights.
             # The checkpoint refers to the model's buffers, which a training forward may change.
-            restore = saved_state(state)
-            result = _traced(state, batches, scale)
-            restore()
+            with saved_state(state):
+                result = _traced(state, batches, scale)
     return _Start(batches, checkpoint, rng, weights, result)
 
 
@@ -484,11 +483,10 @@ def states_before(
     for micros, _ in accumulation_batches(state, loaders.train, spec.train.accumulate):
         step = state.step + 1
         if step in steps:
-            restore = saved_state(state)
-            set_training(state.model)
-            # Outside the session: the caller may compute in another precision.
-            yield ReachedStep(step, state, micros)
-            restore()
+            with saved_state(state):
+                set_training(state.model)
+                # Outside the session: the caller may compute in another precision.
+                yield ReachedStep(step, state, micros)
         if step == last:
             return
         with precision.session(state.plain_model, device):
