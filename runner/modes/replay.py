@@ -121,7 +121,27 @@ def replay(run: RunContext) -> RunResult:
     is_narrower = precision.name != plain.name and precision.storage is not torch.float64
     if is_narrower and is_small:
         results[plain.name] = _replayed(run, plain, start, scale)
-    _show(run, saved, results, start)
+    console = run.console
+    (name, ours), *others = results.items()
+    step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
+    # A stream's samples have no indices that were saved.
+    samples = sum(map(len, saved.micro_batches)) or sum(map(examples_in, start.batches))
+    console.print(f"replay of step {step}: {samples} samples, weights: {start.weights}")
+    for label, result in results.items():
+        console.print(f"loss in {label}: {format_number(result.loss)}")
+    plain_rows = {row.key: row for _, result in others for row in result.rows}
+    spot = first_nonfinite(ours.rows)
+    if spot is not None:
+        console.print(_verdict(name, ours.rows[spot], plain_rows))
+        rows = ours.rows[max(0, spot - ROWS_BEFORE_FIRST) : spot + ROWS_FROM_FIRST]
+    else:
+        rows = sorted(ours.rows, key=_share_of_range, reverse=True)[:ROWS_WHEN_FINITE]
+    console.print(_table(name, rows, plain_rows))
+    if spot is None:
+        console.print(
+            "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
+            "before the step>; above is what comes nearest to the end of its range."
+        )
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
@@ -232,40 +252,6 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
             rows = trace.rows
     weights_mib = float32_bytes(state.model) / MIB
     return ReplayResult(mean(loss_sum, weight_sum), rows or last_rows, weights_mib)
-
-
-def _show(
-    run: RunContext, saved: SavedBatch, results: Mapping[str, ReplayResult], start: _Start
-) -> None:
-    """Print the losses, the verdict and the table of the rows around it.
-
-    Args:
-        run: the run, on whose console is printed.
-        saved: the batch.
-        results: by precision, that of the run first, then that of 32-true where it was replayed.
-        start: what the replay began with.
-    """
-    console = run.console
-    (name, ours), *others = results.items()
-    step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
-    # A stream's samples have no indices that were saved.
-    samples = sum(map(len, saved.micro_batches)) or sum(map(examples_in, start.batches))
-    console.print(f"replay of step {step}: {samples} samples, weights: {start.weights}")
-    for label, result in results.items():
-        console.print(f"loss in {label}: {format_number(result.loss)}")
-    plain_rows = {row.key: row for _, result in others for row in result.rows}
-    spot = first_nonfinite(ours.rows)
-    if spot is not None:
-        console.print(_verdict(name, ours.rows[spot], plain_rows))
-        rows = ours.rows[max(0, spot - ROWS_BEFORE_FIRST) : spot + ROWS_FROM_FIRST]
-    else:
-        rows = sorted(ours.rows, key=_share_of_range, reverse=True)[:ROWS_WHEN_FINITE]
-    console.print(_table(name, rows, plain_rows))
-    if spot is None:
-        console.print(
-            "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
-            "before the step>; above is what comes nearest to the end of its range."
-        )
 
 
 def _verdict(

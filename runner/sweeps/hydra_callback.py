@@ -132,21 +132,14 @@ class SweepCallback(Callback):
         """
         folder = Path(config.hydra.runtime.output_dir, str(config.hydra.output_subdir))
         for path in [*folder.glob("*"), Path(config.hydra.sweep.dir, "multirun.yaml")]:
-            if path.is_file():
-                _redact_yaml(path)
-
-
-def _redact_yaml(path: Path) -> None:
-    """Redact secrets in a yaml file that Hydra has written."""
-    # OmegaConf parses ten times as slowly as libyaml, and only few configs hold a secret. With
-    # every value read as text, no secret can be missed.
-    texts = yaml.load(path.read_text(), _YAML_LOADER)
-    if redact_values(texts) == texts:
-        return
-    content = OmegaConf.to_container(OmegaConf.load(path))
-    redacted = redact_values(content)
-    if redacted != content:
-        path.write_text(OmegaConf.to_yaml(OmegaConf.create(redacted)))
+            # OmegaConf parses ten times as slowly as libyaml, and only few configs hold a secret.
+            # With every value read as text, no secret can be missed.
+            texts = yaml.load(path.read_text(), _YAML_LOADER) if path.is_file() else None
+            if redact_values(texts) != texts:
+                content = OmegaConf.to_container(OmegaConf.load(path))
+                redacted = redact_values(content)
+                if redacted != content:
+                    path.write_text(OmegaConf.to_yaml(OmegaConf.create(redacted)))
 
 
 def _prepare(config: DictConfig) -> None:
