@@ -38,7 +38,6 @@ from runner.diagnostics.nonfinite_trace import (
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes.context import RunContext
 from runner.modes.execution import build_execution, starting_model
-from runner.modes.result import RunResult
 from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.precision import registry
 from runner.precision.contract import Precision
@@ -104,7 +103,7 @@ class _Start(NamedTuple):
     result: ReplayResult | None = None
 
 
-def replay(run: RunContext) -> RunResult:
+def replay(run: RunContext) -> None:
     """Replay the batch that spec.batch names, and print where its numbers stop being finite."""
     precision = run.precision
     assert run.spec.batch is not None
@@ -142,7 +141,6 @@ def replay(run: RunContext) -> RunResult:
             "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
             "before the step>; above is what comes nearest to the end of its range."
         )
-    return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
 def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:

@@ -49,7 +49,8 @@ from runner.utils.secrets import redact
 from runner.utils.stop_signals import Stopped, StopSignals
 
 _UNTRACKED_MODES = ("plan", "explain", "replay")
-"""Modes that record nothing in the store; each is a function in a module of its name."""
+"""Modes that print alone, and record nothing in the store; each is a function in a module of its
+name."""
 
 
 def run(
@@ -97,7 +98,9 @@ def _run(
                     f"mode={mode} works in one process, not {rank.world_size}: leave torchrun out."
                 )
             if mode in _UNTRACKED_MODES:
-                result: RunResult = getattr(import_module(f"runner.modes.{mode}"), mode)(context)
+                getattr(import_module(f"runner.modes.{mode}"), mode)(context)
+                names = (context.precision.name, context.label, str(out))
+                result = RunResult(*names, device=context.accelerator.name)
                 result.write(out)
                 return result
         result = _run_tracked(context, plan.saved)
