@@ -194,15 +194,12 @@ _USAGE = {
 
 
 @contextmanager
-def object_options(
-    objects: Mapping[str, Any], config_dir: Path | None, needs_meta: bool
-) -> Iterator[list[str]]:
+def object_options(objects: Mapping[str, Any], config_dir: Path | None) -> Iterator[list[str]]:
     """Make the objects options of their groups within a context; yield the overrides for them.
 
     Args:
         objects: by role.
         config_dir: folder of the user's own configs.
-        needs_meta: the model comes from a config, which reads its sizes from data.meta.
     """
     texts = []
     earlier = []
@@ -220,7 +217,8 @@ def object_options(
             continue
         name = node["name"]
         if role == "data":
-            node["meta"] = _meta(value) if needs_meta else {}
+            # A model of a config reads its sizes from it.
+            node["meta"] = {} if "model" in objects else _meta(value)
         # Hydra would take a yaml of this name.
         is_taken = any((folder / role / f"{name}.yaml").exists() for folder in folders)
         option = f"{name}_object" if is_taken else name

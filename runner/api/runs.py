@@ -92,7 +92,7 @@ def run(  # noqa: PLR0913
         else:
             check_objects(objects, check_texts(what))
             folder = Path(config_dir) if config_dir is not None else None
-            with object_options(objects, folder, needs_meta="model" not in objects) as own:
+            with object_options(objects, folder) as own:
                 spec, run_folder, invocation = compose_run([*what, *own], config_dir, out)
             invocation = replace(invocation, given=given_keys())
             result = _run_composed(spec, run_folder, invocation, console)
