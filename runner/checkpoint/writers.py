@@ -280,7 +280,8 @@ class ShardedCheckpointWriter:
         All processes return the same.
         """
         path = checkpoint_file.checkpoint_path(self.folder, content["step"])
-        draft = checkpoint_file.shards_folder(path).with_suffix(".partial")
+        shards = checkpoint_file.shards_folder(path)
+        draft = shards.with_suffix(".partial")
         sharded: dict[str, DTensor] = {}
         content_without_shards = sharded_tensors.extract_shards(dict(content), sharded)
         checksums: sharded_tensors.Checksums = {}
@@ -298,23 +299,13 @@ class ShardedCheckpointWriter:
                 for _, part in outcomes:
                     all_checksums |= part
                 complete = {**content_without_shards, "parts": all_checksums}
-                reason = self._publish(path, draft, complete, best)
+                try:
+                    # A run that was resumed before this step may find those of its earlier attempt.
+                    shutil.rmtree(shards, ignore_errors=True)
+                    draft.replace(shards)
+                    # Last: a checkpoint is found by this file.
+                    checkpoint_file.save(self.folder, complete, self.keep, best)
+                except OSError as error:
+                    reason = os_error_reason(error)
         # Also a barrier: no process continues before the checkpoint has its final name.
         return self.strategy.broadcast_object(reason)
-
-    def _publish(
-        self, path: Path, draft: Path, content: Mapping[str, Any], best: bool
-    ) -> str | None:
-        """Give the shards their final name and write the .pt file; return the reason of a failure.
-
-        The file is last: a checkpoint is found by it, and the shards are complete by then.
-        """
-        shards = checkpoint_file.shards_folder(path)
-        try:
-            # A run that was resumed before this step may find those of its earlier attempt.
-            shutil.rmtree(shards, ignore_errors=True)
-            draft.replace(shards)
-            checkpoint_file.save(self.folder, content, self.keep, best)
-        except OSError as error:
-            return os_error_reason(error)
-        return None
