@@ -29,6 +29,7 @@ from mlflow.utils import validation
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
 from runner.tracking import dashboard
+from runner.tracking.metric_names import numbered
 from runner.tracking.upload_state import RefusedError, UnreachableError
 from runner.tracking.uri import active_experiment, is_database, sqlite_path
 from runner.tracking.writer.logged_model import log_model
@@ -436,16 +437,7 @@ def metric_name(name: str) -> str:
 def distinct_names(values: Mapping[str, str]) -> dict[str, str]:
     """Return the values under legal names; names that become equal get a number."""
     # MLflow refuses a second value for a parameter that is set.
-    named: dict[str, str] = {}
-    for key, text in values.items():
-        legal = base = legal_name(key)
-        number = 2
-        while legal in named:
-            # MLflow's limit is 250 characters; the rest is for the number.
-            legal = f"{base[:240]}_{number}"
-            number += 1
-        named[legal] = text
-    return named
+    return dict(zip(numbered(map(legal_name, values)), values.values(), strict=True))
 
 
 def truncate(text: str, limit: int) -> str:
