@@ -74,13 +74,10 @@ class RecordSettings:
         quality = f"evaluations are recorded under val/. Type quality='val/{given.quality}'."
         place = "its folder is there, which folder= contradicts. Leave one of them out."
         allowed_names = f"allowed are {', '.join(precision_names())}."
+        measures = given.numerics_every is not None
         rules = (
             ("log_every", _is_count(given.log_every), steps),
-            (
-                "numerics_every",
-                given.numerics_every is None or _is_count(given.numerics_every),
-                steps,
-            ),
+            ("numerics_every", not measures or _is_count(given.numerics_every), steps),
             ("expected", given.expected in (None, *precision_names()), allowed_names),
             ("quality", given.quality.startswith("val/"), quality),
             ("direction", given.direction in ("max", "min"), "allowed are 'max' and 'min'."),
