@@ -18,7 +18,7 @@ from runner.config.schema import RunSpec
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.utils.errors import ConfigError
-from runner.utils.formatting import first_names
+from runner.utils.formatting import first_names, grouped
 from runner.utils.modules import name_prefixes, select_modules
 from runner.utils.tensors import dtype_name
 from runner.utils.terminal import quote_command
@@ -153,9 +153,7 @@ def _missing_names(
         ConfigError: one name of a tied weight is skipped and another one is loaded, or the file has
             two values for it.
     """
-    sharers: dict[int, list[str]] = {}
-    for name, value in own.items():
-        sharers.setdefault(id(value), []).append(name)
+    sharers = grouped((id(value), name) for name, value in own.items())
     lacking: set[str] = set()
     for names in sharers.values():
         fresh = [name for name in names if name in skipped]

@@ -51,7 +51,7 @@ from runner.sweeps.verdict.compare import (
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.statistics import Difference, Verdict
 from runner.utils.files import write_text
-from runner.utils.formatting import format_number
+from runner.utils.formatting import format_number, grouped
 from runner.utils.markup import (
     Block,
     Charts,
@@ -186,11 +186,7 @@ def swept_keys(results: Sequence[RunResult]) -> list[str]:
     """Return the keys whose values differ between jobs, in the order of the command."""
     values_by_job = [setting_values(result) for result in results]
     keys = dict.fromkeys(key for values in values_by_job for key in values)
-    swept = []
-    for key in keys:
-        values_of_key = {values.get(key) for values in values_by_job}
-        if len(values_of_key) > 1:
-            swept.append(key)
+    swept = [key for key in keys if len({values.get(key) for values in values_by_job}) > 1]
     if swept:
         return swept
     # A result made from the tags of a run has a precision and no overrides.
@@ -238,10 +234,8 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
 def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     """Yield what stands under the charts: failures, every job, the commands, the method."""
     groups = [comparison.group for comparison in compared]
-    labels_by_reason: dict[str, list[str]] = {}
-    for job in data.jobs:
-        if job.result.outcome != "finished":
-            labels_by_reason.setdefault(_failure_reason(job), []).append(job.result.label)
+    failed = [job for job in data.jobs if job.result.outcome != "finished"]
+    labels_by_reason = grouped((_failure_reason(job), job.result.label) for job in failed)
     if labels_by_reason:
         failures = labels_by_reason.items()
         yield Heading("Without a result")

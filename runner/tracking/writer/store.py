@@ -34,6 +34,7 @@ from runner.tracking.upload_state import RefusedError, UnreachableError
 from runner.tracking.uri import active_experiment, is_database, sqlite_path
 from runner.tracking.writer.logged_model import log_model
 from runner.tracking.writer.system_metrics import SYSTEM_PREFIX
+from runner.utils.formatting import grouped
 from runner.utils.secrets import redact
 
 MetricPoint = tuple[str, float, int, int]
@@ -341,9 +342,7 @@ class Store:
         """
         # With debug.overfit the same data set is used for both, and MLflow stores one input with
         # one tag for it.
-        uses: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-        for dataset in datasets:
-            uses.setdefault((dataset["name"], dataset["digest"]), []).append(dataset)
+        uses = grouped(((dataset["name"], dataset["digest"]), dataset) for dataset in datasets)
         inputs = []
         for (name, digest), same in uses.items():
             dataset = Dataset(
