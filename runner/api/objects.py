@@ -23,7 +23,7 @@ from runner.config.invocation import KEYS, current_objects
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
 from runner.training.callbacks.user_callbacks import class_problems
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, refuse
 
 _GROUPS = ("model", "data", "optimizer")
 """Roles that are config groups, in place of whose option the object stands."""
@@ -145,8 +145,7 @@ def check_objects(objects: Mapping[str, Any], overrides: Sequence[str]) -> None:
                 f"{text} was typed, and {clashing[0]}= is an object, which is taken as it is. "
                 "Leave one of them out."
             )
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from runner.config.loading_keys import text_targets
 from runner.config.resolve import leaves
 from runner.config.signature import describe_key_location
 from runner.config.targets import children, locate
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, refuse
 
 _MODEL_FUNCTIONS = ("runner.models.", "torchvision.models.")
 """Packages whose functions return models."""
@@ -88,8 +88,7 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
             f"{group}=... as for the training."
             for name in masked_keys(group, node)
         ]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def interpolation_problem(content: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from runner.precision.registry import precision_names
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, refuse
 
 _GROUP_NAME = re.compile(r"\w[\w .-]*")
 
@@ -84,12 +84,11 @@ class RecordSettings:
             ("group", given.group is None or _GROUP_NAME.fullmatch(given.group), folder),
             ("group", given.group is None or given.folder is None, place),
         )
-        problems: list[str] = []
-        for key, fits, remedy in rules:
-            if not fits:
-                problems.append(f"{owner}({key}={getattr(given, key)!r}): {remedy}")
-        if problems:
-            raise ConfigError(*problems)
+        refuse(
+            f"{owner}({key}={getattr(given, key)!r}): {remedy}"
+            for key, fits, remedy in rules
+            if not fits
+        )
         return given
 
 

@@ -39,7 +39,7 @@ from runner.training.optimizers import check_arguments
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
 from runner.utils.console import plain_console, silent_console
-from runner.utils.errors import CheckpointError, ConfigError, RunnerError, TrackingError
+from runner.utils.errors import CheckpointError, ConfigError, RunnerError, TrackingError, refuse
 from runner.utils.files import os_error_reason, write_json
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import relative_path
@@ -158,8 +158,7 @@ def _check_plan(plan: PlannedRun) -> PlannedRun:
     problems += loading_problems(plan.spec.data)
     problems += task_problems(plan.spec.task)
     problems += callback_problems(plan.spec.callbacks)
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return plan
 
 

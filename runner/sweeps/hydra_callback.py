@@ -20,7 +20,7 @@ from runner.config.invocation import override_texts
 from runner.config.overrides import SWEEP_KEYS
 from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
-from runner.utils.errors import ConfigError, RunnerError, Unavailable
+from runner.utils.errors import ConfigError, RunnerError, Unavailable, refuse
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.secrets import redact_values
 from runner.utils.terminal import sanitize
@@ -266,8 +266,6 @@ def _task_direction(config: DictConfig) -> str:
     if own is not None and not added:
         return str(own)
     task: Any = OmegaConf.to_container(config.task, resolve=True)
-    problems = list(task_problems(task))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(task_problems(task))
     # A function that returns the task shows its direction only by a call.
     return str(getattr(build_task(task), "direction", ""))

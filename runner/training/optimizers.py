@@ -30,7 +30,7 @@ from runner.training.parameter_groups import (
 )
 from runner.training.schedules import build_scheduler, check_scheduler
 from runner.training.state import ScheduledOptimizer, has_modes, sparse_parameters
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, refuse
 from runner.utils.formatting import first_names
 from runner.utils.tensors import TORCH_VERSION, dtype_name
 
@@ -419,9 +419,7 @@ def check_arguments(spec: RunSpec) -> None:
     dummy = [nn.Parameter(torch.zeros(2, 2))]
     for key, node in optimizer_nodes(spec.optimizer):
         optimizer = build_optimizer(key, node, dummy)
-        problems = [*group_problems(key, node, optimizer)]
-        if problems:
-            raise ConfigError(*problems)
+        refuse(group_problems(key, node, optimizer))
         attach_rules(key, node, optimizer, Nearest.name)
         # Constructors check their own keywords alone, so each group's options are tried as such.
         for i, options in enumerate(entry_options(node)):
