@@ -30,7 +30,7 @@ from runner.training.parameter_groups import (
 )
 from runner.training.schedules import build_scheduler, check_scheduler
 from runner.training.state import ScheduledOptimizer, has_modes, sparse_parameters
-from runner.utils.errors import ConfigError, refuse
+from runner.utils.errors import ConfigError, first_line, refuse
 from runner.utils.formatting import first_names
 from runner.utils.tensors import TORCH_VERSION, dtype_name
 
@@ -401,7 +401,7 @@ def _check_sparse(key: str, node: Mapping[str, Any], tables: Mapping[str, nn.Par
             finish_gradients([table])
             optimizer.step()
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = first_line(error)
         raise ConfigError(
             f"{key}: {type(optimizer).__name__} refuses the sparse gradients of "
             f"{', '.join(tables)}: {reason}. Type optimizer=sgd optimizer.weight_decay=0 or "

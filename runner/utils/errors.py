@@ -41,6 +41,11 @@ def refuse(problems: Iterable[str]) -> None:
         raise ConfigError(*messages)
 
 
+def first_line(error: object) -> str:
+    """Return the first line of an error's text, without its full stop."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
 class PolicyError(RunnerError):
     """A call on a precision's Policy at the wrong time, which would compute other numbers."""
 
