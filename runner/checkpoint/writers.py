@@ -7,6 +7,7 @@ update. Of a sharded model each process writes its shards, and the main process 
 
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -203,6 +204,7 @@ class AsyncCheckpointWriter:
         return content_copy, event
 
 
+@dataclass(eq=False)
 class ShardedCheckpointWriter:
     """Writer of one checkpoint at a time, from all processes, while the loop waits.
 
@@ -216,14 +218,13 @@ class ShardedCheckpointWriter:
         strategy: of the run.
     """
 
-    def __init__(
-        self, folder: Path, keep: int, say: Callable[[str], None], strategy: Strategy
-    ) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.say = say
-        self.strategy = strategy
-        if not strategy.rank.is_main:
+    folder: Path
+    keep: int
+    say: Callable[[str], None]
+    strategy: Strategy
+
+    def __post_init__(self) -> None:
+        if not self.strategy.rank.is_main:
             return
         # Files of processes that were killed while they wrote.
         for draft in self.folder.glob("*.partial"):

@@ -87,6 +87,7 @@ def diagnose(numbers: Numerics, precision: Precision) -> Diagnosis:
     return Diagnosis(finding, list(suspects), loses_updates)
 
 
+@dataclass(eq=False)
 class RemedySearch:
     """The search by trials for what heals the precisions that fail.
 
@@ -97,17 +98,12 @@ class RemedySearch:
         diagnoses: of each precision that failed; empty if they are not known.
     """
 
-    def __init__(
-        self,
-        request: AdviseRequest,
-        trials: Trials,
-        settings: AdviseSettings,
-        diagnoses: Mapping[str, Diagnosis],
-    ) -> None:
-        self.request = request
-        self.trials = trials
-        self.settings = settings
-        self.diagnoses = diagnoses
+    request: AdviseRequest
+    trials: Trials
+    settings: AdviseSettings
+    diagnoses: Mapping[str, Diagnosis]
+
+    def __post_init__(self) -> None:
         self.console = plain_console()
         self._longest_trial_seconds = 0.0
 
