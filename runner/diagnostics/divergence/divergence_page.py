@@ -46,10 +46,9 @@ def write_page(report: DivergenceReport, path: Path) -> None:
     figures = [draw_pass("forward", forward), draw_pass("backward", backward)]
     blocks.append(Charts([svg_element(figure) for figure in figures]))
     if len(report.steps) > 1:
-        blocks.append(Heading("Error over the steps"))
-        blocks.append(Charts([svg_element(draw_steps(report.steps))]))
-    blocks.append(Heading("Modules by the error that they add"))
-    blocks.append(_table(batch.rows))
+        chart = svg_element(draw_steps(report.steps))
+        blocks += [Heading("Error over the steps"), Charts([chart])]
+    blocks += [Heading("Modules by the error that they add"), _table(batch.rows)]
     blocks.append(Items(_EXPLANATIONS, small=True))
     path.write_text(to_html(f"{report.name} against {report.against}", blocks))
 
@@ -104,12 +103,10 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
     ]
     errors = []
     for row in rows:
-        for added, arrived in (
-            (row.added, row.arrived),
-            (row.gradient_added, row.gradient_arrived),
-        ):
-            if added is not None:
-                errors.append((row, added, arrived))
+        if row.added is not None:
+            errors.append((row, row.added, row.arrived))
+        if row.gradient_added is not None:
+            errors.append((row, row.gradient_added, row.gradient_arrived))
     errors.sort(key=lambda one: (-one[1].is_unexplained, -one[1].ratio))
     lines = []
     for row, added, arrived in errors[:MAX_ROWS]:
