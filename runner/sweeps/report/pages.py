@@ -306,7 +306,7 @@ def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]
         yield "Keys", " ".join(omitted_key_messages(list(pairs)))
     if any(group.is_on_cpu for group in finished):
         yield "Memory on a CPU", CPU_MEMORY_NOTE
-    if any(group.peak_mib for group in finished if not group.is_on_cpu):
+    if any(group.memory_mib for group in finished if not group.is_on_cpu):
         yield "Memory on a GPU", GPU_MEMORY_NOTE
 
 
