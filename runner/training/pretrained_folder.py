@@ -143,10 +143,8 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
     library = sys.modules.get("peft.tuners.lora")
     if library is None:
         return {}
-    layers: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, library.LoraLayer):
-            layers[name] = module
+    modules: dict[str, Any] = dict(model.named_modules())
+    layers = {name: m for name, m in modules.items() if isinstance(m, library.LoraLayer)}
     return {name: layer for name, layer in layers.items() if "default" in layer.lora_A}
 
 
