@@ -23,7 +23,7 @@ from runner.config.invocation import KEYS, current_objects
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
 from runner.training.callbacks.user_callbacks import class_problems
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, refuse
 
 _GROUPS = ("model", "data", "optimizer")
 """Roles that are config groups, in place of whose option the object stands."""
@@ -145,8 +145,7 @@ def check_objects(objects: Mapping[str, Any], overrides: Sequence[str]) -> None:
                 f"{text} was typed, and {clashing[0]}= is an object, which is taken as it is. "
                 "Leave one of them out."
             )
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
@@ -194,15 +193,12 @@ _USAGE = {
 
 
 @contextmanager
-def object_options(
-    objects: Mapping[str, Any], config_dir: Path | None, needs_meta: bool
-) -> Iterator[list[str]]:
+def object_options(objects: Mapping[str, Any], config_dir: Path | None) -> Iterator[list[str]]:
     """Make the objects options of their groups within a context; yield the overrides for them.
 
     Args:
         objects: by role.
         config_dir: folder of the user's own configs.
-        needs_meta: the model comes from a config, which reads its sizes from data.meta.
     """
     texts = []
     earlier = []
@@ -220,7 +216,8 @@ def object_options(
             continue
         name = node["name"]
         if role == "data":
-            node["meta"] = _meta(value) if needs_meta else {}
+            # A model of a config reads its sizes from it.
+            node["meta"] = {} if "model" in objects else _meta(value)
         # Hydra would take a yaml of this name.
         is_taken = any((folder / role / f"{name}.yaml").exists() for folder in folders)
         option = f"{name}_object" if is_taken else name

@@ -1,7 +1,6 @@
 """Run one experiment from Python."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -93,25 +92,12 @@ def run(  # noqa: PLR0913
         else:
             check_objects(objects, check_texts(what))
             folder = Path(config_dir) if config_dir is not None else None
-            with object_options(objects, folder, needs_meta="model" not in objects) as own:
+            with object_options(objects, folder) as own:
                 spec, run_folder, invocation = compose_run([*what, *own], config_dir, out)
             invocation = replace(invocation, given=given_keys())
             result = _run_composed(spec, run_folder, invocation, console)
         log.fold_under(result_line(result))
         return result
-
-
-@contextmanager
-def _resume_hint(folder: Path, invocation: Invocation) -> Iterator[None]:
-    """Return a context in which the message of Stopped says how the run is resumed."""
-    try:
-        yield
-    except Stopped as error:
-        hint = f"Its folder is {folder}; it left no checkpoint."
-        if checkpoints_of_run(folder):
-            hint = f"Resume with: {invocation.resume_text(folder)}"
-        error.args = (f"{error} {hint}",)
-        raise
 
 
 def _run_composed(
@@ -127,9 +113,13 @@ def _run_composed(
             finished = final_result(folder, invocation.overrides)
             if finished is not None:
                 return finished
-        with _resume_hint(folder, invocation):
-            return run_spec(spec, folder, invocation, console)
-    except BaseException:
+        return run_spec(spec, folder, invocation, console)
+    except BaseException as error:
+        if isinstance(error, Stopped):
+            hint = f"Its folder is {folder}; it left no checkpoint."
+            if checkpoints_of_run(folder):
+                hint = f"Resume with: {invocation.resume_text(folder)}"
+            error.args = (f"{error} {hint}",)
         torchrun.publish_failure()
         raise
 
@@ -160,10 +150,7 @@ def _run_given_spec(
     check_objects(objects, ())
     time_name = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
     folder = Path("outputs/runs", time_name) if out is None else Path(out)
-    if spec.checkpoint.resume is None:
-        check_new_folder(folder)
     choices = {role: object_name(value) for role, value in objects.items()}
     invocation = Invocation(choices, given=given_keys())
     spec = replace(spec, **with_objects(spec, objects))
-    with _resume_hint(folder, invocation):
-        return run_spec(spec, folder, invocation, console)
+    return _run_composed(spec, folder, invocation, console)

@@ -189,7 +189,7 @@ def _run_sweep(
         )
     if out is not None:
         check_new_folder(Path(out))
-    options = object_options(objects, configs, needs_meta="model" not in objects)
+    options = object_options(objects, configs)
     register_schema()
     # The end of the sweep, too, shows commands that name the objects.
     with (

@@ -86,7 +86,17 @@ def save(folder: Path, content: Mapping[str, Any], keep: int, best: bool = False
         old.unlink()
         shutil.rmtree(shards_folder(old), ignore_errors=True)
     if best:
-        _link_best(path)
+        best_path = path.with_name("best.pt")
+        shards = shards_folder(path)
+        # Hard links cost no space, and outlive the deletion of the checkpoint's own name.
+        if shards.is_dir():
+            shutil.rmtree(shards_folder(best_path), ignore_errors=True)
+            shutil.copytree(shards, shards_folder(best_path), copy_function=os.link)
+        # os.link does not replace a file; a rename does, and there is a best.pt at any moment.
+        link = best_path.with_suffix(".partial")
+        link.unlink(missing_ok=True)
+        os.link(path, link)
+        link.replace(best_path)
     return path
 
 
@@ -98,21 +108,6 @@ def shards_folder(path: Path) -> Path:
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Return the path of the checkpoint of a step."""
     return folder / f"step-{step:08d}.pt"
-
-
-def _link_best(path: Path) -> None:
-    """Make `best.pt` another name of a checkpoint."""
-    best = path.with_name("best.pt")
-    shards = shards_folder(path)
-    # Hard links cost no space, and outlive the deletion of the checkpoint's own name by save().
-    if shards.is_dir():
-        shutil.rmtree(shards_folder(best), ignore_errors=True)
-        shutil.copytree(shards, shards_folder(best), copy_function=os.link)
-    # os.link does not replace a file; a rename does, and there is a best.pt at any moment.
-    link = best.with_suffix(".partial")
-    link.unlink(missing_ok=True)
-    os.link(path, link)
-    link.replace(best)
 
 
 def rename_superseded(folder: Path, step: int) -> None:

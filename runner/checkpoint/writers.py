@@ -7,6 +7,7 @@ update. Of a sharded model each process writes its shards, and the main process 
 
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -203,6 +204,7 @@ class AsyncCheckpointWriter:
         return content_copy, event
 
 
+@dataclass(eq=False)
 class ShardedCheckpointWriter:
     """Writer of one checkpoint at a time, from all processes, while the loop waits.
 
@@ -216,14 +218,13 @@ class ShardedCheckpointWriter:
         strategy: of the run.
     """
 
-    def __init__(
-        self, folder: Path, keep: int, say: Callable[[str], None], strategy: Strategy
-    ) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.say = say
-        self.strategy = strategy
-        if not strategy.rank.is_main:
+    folder: Path
+    keep: int
+    say: Callable[[str], None]
+    strategy: Strategy
+
+    def __post_init__(self) -> None:
+        if not self.strategy.rank.is_main:
             return
         # Files of processes that were killed while they wrote.
         for draft in self.folder.glob("*.partial"):
@@ -280,7 +281,8 @@ class ShardedCheckpointWriter:
         All processes return the same.
         """
         path = checkpoint_file.checkpoint_path(self.folder, content["step"])
-        draft = checkpoint_file.shards_folder(path).with_suffix(".partial")
+        shards = checkpoint_file.shards_folder(path)
+        draft = shards.with_suffix(".partial")
         sharded: dict[str, DTensor] = {}
         content_without_shards = sharded_tensors.extract_shards(dict(content), sharded)
         checksums: sharded_tensors.Checksums = {}
@@ -298,23 +300,13 @@ class ShardedCheckpointWriter:
                 for _, part in outcomes:
                     all_checksums |= part
                 complete = {**content_without_shards, "parts": all_checksums}
-                reason = self._publish(path, draft, complete, best)
+                try:
+                    # A run that was resumed before this step may find those of its earlier attempt.
+                    shutil.rmtree(shards, ignore_errors=True)
+                    draft.replace(shards)
+                    # Last: a checkpoint is found by this file.
+                    checkpoint_file.save(self.folder, complete, self.keep, best)
+                except OSError as error:
+                    reason = os_error_reason(error)
         # Also a barrier: no process continues before the checkpoint has its final name.
         return self.strategy.broadcast_object(reason)
-
-    def _publish(
-        self, path: Path, draft: Path, content: Mapping[str, Any], best: bool
-    ) -> str | None:
-        """Give the shards their final name and write the .pt file; return the reason of a failure.
-
-        The file is last: a checkpoint is found by it, and the shards are complete by then.
-        """
-        shards = checkpoint_file.shards_folder(path)
-        try:
-            # A run that was resumed before this step may find those of its earlier attempt.
-            shutil.rmtree(shards, ignore_errors=True)
-            draft.replace(shards)
-            checkpoint_file.save(self.folder, content, self.keep, best)
-        except OSError as error:
-            return os_error_reason(error)
-        return None

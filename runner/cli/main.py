@@ -361,10 +361,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         # The other processes find the result, too, and leave.
         torchrun.publish(torchrun.START_KEY, folder)
         if torchrun.process_rank().is_main:
-            print(
-                f"{name}: {finished.outcome} before" if name else f"{finished.outcome} before",
-                flush=True,
-            )
+            label = f"{name}: " if name else ""
+            print(f"{label}{finished.outcome} before", flush=True)
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None

@@ -22,6 +22,7 @@ from yaml import YAMLError
 from runner.config.annotations import annotation_words
 from runner.config.commands import COMMANDS
 from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
+from runner.utils.errors import first_line
 
 # Options whose plugin is installed by an extra of this package, and that extra.
 _EXTRAS = {
@@ -46,7 +47,7 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
-        return _wrong_override(as_typed(str(error.override)), _first_line(error))
+        return _wrong_override(as_typed(str(error.override)), first_line(error))
     if isinstance(error, YAMLError):
         return _invalid_yaml(error)
     if isinstance(error, UnicodeDecodeError):
@@ -93,7 +94,7 @@ def _unresolved(error: InterpolationResolutionError) -> str:
             f"{error.full_key}: this optimizer is several, without one optimizer.lr. Type "
             f"{error.full_key}=<a rate for all>, or scheduler=cosine, which scales each rate."
         )
-    reason = _first_line(error)
+    reason = first_line(error)
     own_value = re.search(r"key '(vars\.[^']+)' not found", reason)
     if own_value:
         return f"{error.full_key}: {reason}. Type {own_value[1]}=<value>."
@@ -127,8 +128,8 @@ def _invalid_yaml(error: YAMLError) -> str:
     """Return where a config file is no valid YAML, the reason and what to look at."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
-        return f"A config is no YAML: {_first_line(error)}. Write plain text in UTF-8."
-    problem = getattr(error, "problem", None) or _first_line(error)
+        return f"A config is no YAML: {first_line(error)}. Write plain text in UTF-8."
+    problem = getattr(error, "problem", None) or first_line(error)
     return (
         f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: this is no YAML: {problem}. "
         "Look there and in the line above: spaces, not tabs, before a key; a space after `:`; each "
@@ -143,7 +144,7 @@ def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:
     try:
         hint = get_type_hints(error.object_type)[full.rpartition(".")[2]]
     except (KeyError, TypeError):
-        return f"{given}: {_first_line(error)}."
+        return f"{given}: {first_line(error)}."
     allowed = annotation_words(hint)
     if is_dataclass(hint) or get_origin(hint) is dict:
         allowed = f"keys under it, {full}.<key>=<value>"
@@ -297,7 +298,3 @@ def _typed(key: str, argv: Sequence[str]) -> str | None:
     """Return the last override that sets a key or one under it; None if there is none."""
     found = [text for text in argv if text.lstrip("+~").startswith((f"{key}=", f"{key}."))]
     return found[-1] if found else None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.hydra_plugins import REMOTE
 from runner.config.invocation import override_texts
 from runner.config.messages import has_key, precisions_with_key, unknown_key
-from runner.utils.errors import ConfigError
+from runner.utils.errors import refuse
 
 KEY_PREFIX = "precision."
 _EMULATE = "precision.emulate"
@@ -132,13 +132,11 @@ def _lacking_keys(
             job = _loader().load_configuration(name, words, RunMode.RUN)
             jobs[str(job.hydra.runtime.choices.get("precision"))] = job
     lacking = {key: [name for name in jobs if not has_key(jobs[name], key)] for key in by_key}
-    problems = [
+    refuse(
         _unknown_key(by_key[key], jobs)
         for key, names in lacking.items()
         if jobs and len(names) == len(jobs)
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    )
     return jobs, lacking
 
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.hydra_plugins import register_plugins
 from runner.config.messages import explain
 from runner.config.schema import RunSpec
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, refuse
 from runner.utils.secrets import redact_values
 
 
@@ -58,8 +58,7 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     # OmegaConf.missing_keys raises an error for an interpolation of a missing value.
     values = OmegaConf.to_container(config)
     missing = sorted(key for key, value in leaves(values) if value == "???")
-    if missing:
-        raise ConfigError(*(f"{key} has no value. Type {key}=<value>." for key in missing))
+    refuse(f"{key} has no value. Type {key}=<value>." for key in missing)
     try:
         if allow_unresolved:
             assert isinstance(values, dict)

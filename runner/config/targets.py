@@ -169,16 +169,21 @@ def _node_problems(
 
 def _nested_nodes(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each node with a target in a value, and its dotted key; not those below such a node."""
-    children: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        children = [(f"{key}.{name}", item) for name, item in value.items()]
-    elif isinstance(value, list):
-        children = [(f"{key}[{i}]", item) for i, item in enumerate(value)]
-    for child_key, child in children:
+    for child_key, child in children(key, value):
         if is_target_node(child):
             yield child_key, child
         else:
             yield from _nested_nodes(child_key, child)
+
+
+def children(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each item of a mapping or list and its dotted key; nothing of any other value."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield f"{key}.{name}", item
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield f"{key}[{i}]", item
 
 
 def _call_key_problems(key: str, node: Mapping[str, Any]) -> Iterator[str]:

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from runner.config.loading_keys import text_targets
 from runner.config.resolve import leaves
 from runner.config.signature import describe_key_location
-from runner.config.targets import locate
-from runner.utils.errors import ConfigError
+from runner.config.targets import children, locate
+from runner.utils.errors import ConfigError, refuse
 
 _MODEL_FUNCTIONS = ("runner.models.", "torchvision.models.")
 """Packages whose functions return models."""
@@ -88,8 +88,7 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
             f"{group}=... as for the training."
             for name in masked_keys(group, node)
         ]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def interpolation_problem(content: Mapping[str, Any]) -> str:
@@ -120,26 +119,19 @@ def masked_keys(name: str, value: Any) -> Iterator[str]:
 def _group_targets(group: str, node: Any) -> list[tuple[str, Any]]:
     """Return the dotted key and the target of each in a group's node, those that are given as text
     included."""
-    targets = _targets(group, node)
+    targets = [*_targets(group, node)]
     for each in node if isinstance(node, list) else [node]:
         targets += text_targets(group, each)
     return targets
 
 
-def _targets(key: str, node: Any) -> list[tuple[str, Any]]:
-    """Return the dotted key and the target of each at any depth: own code may call those nested in
+def _targets(key: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the target of each at any depth: own code may call those nested in
     its arguments."""
-    children: list[tuple[str, Any]] = []
-    found: list[tuple[str, Any]] = []
-    if isinstance(node, list | tuple):
-        children = [(f"{key}[{i}]", item) for i, item in enumerate(node)]
-    elif isinstance(node, Mapping):
-        children = [(f"{key}.{name}", item) for name, item in node.items()]
-        if node.get("_target_") is not None:
-            found.append((f"{key}._target_", node["_target_"]))
-    for child_key, child in children:
-        found += _targets(child_key, child)
-    return found
+    if isinstance(node, Mapping) and node.get("_target_") is not None:
+        yield f"{key}._target_", node["_target_"]
+    for child_key, child in children(key, node):
+        yield from _targets(child_key, child)
 
 
 def _is_known(group: str, target: Any) -> bool:

@@ -5,7 +5,7 @@ before any data are read, so a wrong value is refused here.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from runner.data.stream_loader import (
 )
 from runner.data.task_target import build_task
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
-from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.errors import ConfigError, RunnerError, refuse
 
 _RETURN = "return (train, val), two map-style data sets, or (train, val, test)"
 _DOCS = "See docs/own-code.md."
@@ -47,24 +47,17 @@ def build_data(spec: RunSpec) -> RunData:
             data.meta contradicts them, or a stream cannot obey the settings.
     """
     returned = build_group("data", data_target_node(spec.data))
-    _refuse(splits_problems(returned, spec.data["_target_"]))
+    refuse(splits_problems(returned, spec.data["_target_"]))
     train, val, *test = returned
     validation = _named_sets(val)
     test_sets = _named_sets(test[0]) if test else {}
     evaluated = set_labels("val", validation) | set_labels("test", test_sets)
-    _refuse(stream_problems(spec, train, evaluated))
-    _refuse(_meta_problems(spec, train))
+    refuse(stream_problems(spec, train, evaluated))
+    refuse(_meta_problems(spec, train))
     if spec.debug.overfit:
         few = _first_samples(train, spec.debug.overfit)
         return RunData(few, {"": few}, test_sets)
     return RunData(train, validation, test_sets)
-
-
-def _refuse(problems: Iterable[str]) -> None:
-    """Raise ConfigError where there is a problem."""
-    messages = list(problems)
-    if messages:
-        raise ConfigError(*messages)
 
 
 def splits_problems(returned: Any, target: str) -> Iterator[str]:
@@ -279,7 +272,7 @@ def build_run_loaders(
     """
     if spec.debug.overfit:
         data = data._replace(test={})
-    _refuse(
+    refuse(
         f"data: the {label} set is empty: it yields no example to work on."
         for label, dataset in data.labelled.items()
         if not len(_first_samples(dataset, 1))  # type: ignore[arg-type]

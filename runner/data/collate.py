@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import default_collate
 
-from runner.utils.errors import RunnerError
+from runner.utils.errors import RunnerError, first_line
 from runner.utils.reproducibility import host_rng_state, seed_generator, set_host_rng_state
 from runner.utils.stop_signals import Stopped
 
@@ -179,10 +179,9 @@ def collate_problem(examples: Sequence[Any], error: Exception) -> str:
                     f"data: the examples of a batch are not tensors: {name}{keystr(path)} is a "
                     f"{kind}. Return tensors (torch.as_tensor(...)), or {_OWN_COLLATOR}"
                 )
-    text = str(error).strip()
-    reason = text.splitlines()[0].rstrip(".") if text else ""
+    reason = f"{type(error).__name__}: {first_line(error)}"
     return (
-        f"data: the examples of a batch cannot be stacked: {type(error).__name__}: {reason}. "
+        f"data: the examples of a batch cannot be stacked: {reason}. "
         f"Return (input, target) of one structure, or make the batch yourself: {_OWN_COLLATOR}"
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, refuse
 
 _Set = TypeVar("_Set")
 IGNORED_LABEL = -100
@@ -230,10 +230,8 @@ def require_at_least(name: str, **limits: tuple[int, int]) -> None:
     Raises:
         ConfigError: one line for each size that is too small.
     """
-    problems = [
+    refuse(
         f"data={name}: {key}={value} is below {smallest}. Type data.{key}={smallest} or more."
         for key, (value, smallest) in limits.items()
         if value < smallest
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from runner.precision.registry import precision_names
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, refuse
 
 _GROUP_NAME = re.compile(r"\w[\w .-]*")
 
@@ -74,25 +74,21 @@ class RecordSettings:
         quality = f"evaluations are recorded under val/. Type quality='val/{given.quality}'."
         place = "its folder is there, which folder= contradicts. Leave one of them out."
         allowed_names = f"allowed are {', '.join(precision_names())}."
+        measures = given.numerics_every is not None
         rules = (
             ("log_every", _is_count(given.log_every), steps),
-            (
-                "numerics_every",
-                given.numerics_every is None or _is_count(given.numerics_every),
-                steps,
-            ),
+            ("numerics_every", not measures or _is_count(given.numerics_every), steps),
             ("expected", given.expected in (None, *precision_names()), allowed_names),
             ("quality", given.quality.startswith("val/"), quality),
             ("direction", given.direction in ("max", "min"), "allowed are 'max' and 'min'."),
             ("group", given.group is None or _GROUP_NAME.fullmatch(given.group), folder),
             ("group", given.group is None or given.folder is None, place),
         )
-        problems: list[str] = []
-        for key, fits, remedy in rules:
-            if not fits:
-                problems.append(f"{owner}({key}={getattr(given, key)!r}): {remedy}")
-        if problems:
-            raise ConfigError(*problems)
+        refuse(
+            f"{owner}({key}={getattr(given, key)!r}): {remedy}"
+            for key, fits, remedy in rules
+            if not fits
+        )
         return given
 
 

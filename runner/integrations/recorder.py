@@ -245,7 +245,19 @@ class OpenRun:
         self.substitution = substitution_text(asked, self.dtypes)
         self.summary = RunSummary(self.settings.quality, self.settings.direction)
         # First, because it reads files and may fail: nothing is open yet.
-        self.records = self._step_records()
+        state = self.source.train_state(self.dtypes.label)
+        if self.place.earlier is not None:
+            curves = history.from_journal(self.place.earlier)
+            restore_summary(self.summary, curves, self.source.start_step)
+            state.skipped = len(self.summary.overflows)
+        run = self.output
+        logger = MetricLogger(run.tracker, state, self.source.accelerator)
+        callbacks: list[RunCallback] = [self.summary, logger]
+        output = CallbackOutput(run.out, run.tracker, self.label, run.save_artifact, run.say)
+        if self.settings.numerics_every is not None:
+            callbacks.append(NumericsCallback(state, self.settings.numerics_every, output))
+        handle = RunHandle("", state, output)
+        self.records = StepRecords(state, callbacks, handle, self.settings.log_every)
         self._open()
 
     def _open(self) -> None:
@@ -300,23 +312,6 @@ class OpenRun:
         """Set the text of the run's page, with what the trainer replaced silently."""
         substituted = f"\n\n**{self.substitution}**" if self.substitution else ""
         self.output.tracker.note(text + substituted)
-
-    def _step_records(self) -> StepRecords:
-        """Return what takes the run's steps, after those of the run that is continued."""
-        state = self.source.train_state(self.dtypes.label)
-        if self.place.earlier is not None:
-            curves = history.from_journal(self.place.earlier)
-            restore_summary(self.summary, curves, self.source.start_step)
-            state.skipped = len(self.summary.overflows)
-        logger = MetricLogger(self.output.tracker, state, self.source.accelerator)
-        callbacks: list[RunCallback] = [self.summary, logger]
-        run = self.output
-        output = CallbackOutput(run.out, run.tracker, self.label, run.save_artifact, run.say)
-        every = self.settings.numerics_every
-        if every is not None:
-            callbacks.append(NumericsCallback(state, every, output))
-        handle = RunHandle("", state, output)
-        return StepRecords(state, callbacks, handle, self.settings.log_every)
 
     def add_evaluation(self, record: EvalRecord) -> None:
         """Record an evaluation.
@@ -447,7 +442,15 @@ def choose_place(settings: RecordSettings, start_step: int) -> RunPlace:
     """
     try:
         if settings.group is not None:
-            return _place_in_group(settings, Path("outputs/groups") / settings.group)
+            parent = Path("outputs/groups") / settings.group
+            parent.mkdir(parents=True, exist_ok=True)
+            group_run = None
+            # Two trainers may begin a group at once.
+            with folder_lock(parent, wait=True):
+                if not (parent / MANIFEST).exists():
+                    group_run = _open_group(parent, settings)
+            folder = _make_first(parent, map(str, count()))
+            return RunPlace(folder, Manifest.read(parent).id, group_run=group_run)
         if settings.folder is None:
             times = (datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f") for _ in count())
             return RunPlace(_make_first(Path("outputs/runs"), times))
@@ -490,18 +493,6 @@ def _place_in_folder(folder: Path, start_step: int) -> RunPlace:
             "folder, or resume the trainer from its checkpoint to continue the run."
         )
     return RunPlace(folder, earlier=earlier)
-
-
-def _place_in_group(settings: RecordSettings, parent: Path) -> RunPlace:
-    """Return the place of the next job of a group, which its first job makes."""
-    parent.mkdir(parents=True, exist_ok=True)
-    group_run = None
-    # Two trainers may begin a group at once.
-    with folder_lock(parent, wait=True):
-        if not (parent / MANIFEST).exists():
-            group_run = _open_group(parent, settings)
-    folder = _make_first(parent, map(str, count()))
-    return RunPlace(folder, Manifest.read(parent).id, group_run=group_run)
 
 
 def _open_group(parent: Path, settings: RecordSettings) -> Tracker:

@@ -149,16 +149,15 @@ def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
     # last batch is not known.
     last = 0 if isinstance(validation, StreamLoader) else len(validation) - 1
     precision = state.precision
-    restore = saved_forward_state(state.plain_model, state.device)
-    for start in {0, last}:
-        inputs, _ = next(validation.epoch(0, start * validation.batch_size))
-        with (
-            evaluation_mode(state.model, state.task, state.device),
-            precision.eval_context(state.model),
-            precision.forward(state.device),
-        ):
-            call_model(state.model, precision.cast(inputs))
-    restore()
+    with saved_forward_state(state.plain_model, state.device):
+        for start in {0, last}:
+            inputs, _ = next(validation.epoch(0, start * validation.batch_size))
+            with (
+                evaluation_mode(state.model, state.task, state.device),
+                precision.eval_context(state.model),
+                precision.forward(state.device),
+            ):
+                call_model(state.model, precision.cast(inputs))
 
 
 def _timed_evaluation(

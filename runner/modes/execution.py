@@ -242,28 +242,26 @@ def _process_trial(
     converted = converted_layers(model, built.report)
     watch = ForwardWatch(model, adapted_layers(model) | converted)
     # Batch norm and FP8 layers change buffers in a forward, and dropout draws random numbers.
-    restore = saved_forward_state(model, setup.device)
     completed = False
-    try:
-        first = precision.cast(inputs())
-        # In evaluation mode, so that no statistics of the first batch get into the model.
-        model.eval()
-        with (
-            torch.no_grad(),
-            precision.session(model, setup.device),
-            precision.eval_context(model),
-            torch.compiler.set_stance("force_eager"),  # compiled code runs past the watch
-            precision.forward(setup.device),
-            watch,
-        ):
-            call_model(model, first)
-        completed = True
-    except RunnerError:
-        raise
-    except Exception:  # try_batch reports it, where the packing is not the cause
-        pass
-    finally:
-        restore()
+    with saved_forward_state(model, setup.device):
+        try:
+            first = precision.cast(inputs())
+            # In evaluation mode, so that no statistics of the first batch get into the model.
+            model.eval()
+            with (
+                torch.no_grad(),
+                precision.session(model, setup.device),
+                precision.eval_context(model),
+                torch.compiler.set_stance("force_eager"),  # compiled code runs past the watch
+                precision.forward(setup.device),
+                watch,
+            ):
+                call_model(model, first)
+            completed = True
+        except RunnerError:
+            raise
+        except Exception:  # try_batch reports it, where the packing is not the cause
+            pass
     # What the optimizer is built on, and what is counted, are the shards.
     setup.strategy.drop_gathered_weights()
     matrices = [name for name, layer in converted.items() if holds_matrix(layer)]

@@ -13,7 +13,6 @@ from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.execution import build_execution, starting_model
-from runner.modes.result import RunResult
 from runner.modes.startup import try_batch
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.conversion_report import ModuleConversion
@@ -37,7 +36,7 @@ _FLOW_COLUMNS = {
 """Columns of a DtypeProbe's table, with their heads here."""
 
 
-def explain(run: RunContext) -> RunResult:
+def explain(run: RunContext) -> None:
     """Print what the modules that spec.explain names do in one forward and backward.
 
     Raises:
@@ -82,7 +81,6 @@ def explain(run: RunContext) -> RunResult:
         run.say(f"emulated ({precision.compute_format}): kernels compute on rounded numbers")
     chosen = {name: module for name, module in modules.items() if name in names}
     run.console.print(_module_table(chosen, probe, built))
-    return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
 def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: BuiltModel) -> Table:

@@ -16,7 +16,6 @@ from runner.diagnostics.memory.forecast import (
     peak_forecast,
 )
 from runner.modes.context import RunContext
-from runner.modes.result import RunResult
 from runner.precision.contract import Precision
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.precision.weight_updates import UpdateRule
@@ -37,7 +36,7 @@ from runner.utils.reproducibility import seed_all
 from runner.utils.tensors import GIB, MIB, count_elements, dtype_name, stored_bytes, tensor_bytes
 
 
-def plan(run: RunContext) -> RunResult:
+def plan(run: RunContext) -> None:
     """Print what a run would hold, from its model built on the meta device and converted.
 
     Where a model's code reads values, it is built in memory. Nothing is trained or tracked; of
@@ -70,7 +69,6 @@ def plan(run: RunContext) -> RunResult:
     kept = [n for n, m in model.named_modules() if isinstance(m, KeptInFloat32)]
     if kept:
         run.console.print(f"kept in float32: {', '.join(kept)}", markup=False)
-    return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
 
 
 def _overview(run: RunContext, built: BuiltModel) -> dict[str, str]:

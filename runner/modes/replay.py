@@ -38,7 +38,6 @@ from runner.diagnostics.nonfinite_trace import (
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes.context import RunContext
 from runner.modes.execution import build_execution, starting_model
-from runner.modes.result import RunResult
 from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.precision import registry
 from runner.precision.contract import Precision
@@ -104,7 +103,7 @@ class _Start(NamedTuple):
     result: ReplayResult | None = None
 
 
-def replay(run: RunContext) -> RunResult:
+def replay(run: RunContext) -> None:
     """Replay the batch that spec.batch names, and print where its numbers stop being finite."""
     precision = run.precision
     assert run.spec.batch is not None
@@ -121,8 +120,27 @@ def replay(run: RunContext) -> RunResult:
     is_narrower = precision.name != plain.name and precision.storage is not torch.float64
     if is_narrower and is_small:
         results[plain.name] = _replayed(run, plain, start, scale)
-    _show(run, saved, results, start)
-    return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
+    console = run.console
+    (name, ours), *others = results.items()
+    step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
+    # A stream's samples have no indices that were saved.
+    samples = sum(map(len, saved.micro_batches)) or sum(map(examples_in, start.batches))
+    console.print(f"replay of step {step}: {samples} samples, weights: {start.weights}")
+    for label, result in results.items():
+        console.print(f"loss in {label}: {format_number(result.loss)}")
+    plain_rows = {row.key: row for _, result in others for row in result.rows}
+    spot = first_nonfinite(ours.rows)
+    if spot is not None:
+        console.print(_verdict(name, ours.rows[spot], plain_rows))
+        rows = ours.rows[max(0, spot - ROWS_BEFORE_FIRST) : spot + ROWS_FROM_FIRST]
+    else:
+        rows = sorted(ours.rows, key=_share_of_range, reverse=True)[:ROWS_WHEN_FINITE]
+    console.print(_table(name, rows, plain_rows))
+    if spot is None:
+        console.print(
+            "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
+            "before the step>; above is what comes nearest to the end of its range."
+        )
 
 
 def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
@@ -146,9 +164,8 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
         if run_spec.model == spec.model and run_spec.precision == spec.precision:
             # The trained model is the one to replay; another one is built from its weights.
             # The checkpoint refers to the model's buffers, which a training forward may change.
-            restore = saved_state(state)
-            result = _traced(state, batches, scale)
-            restore()
+            with saved_state(state):
+                result = _traced(state, batches, scale)
     return _Start(batches, checkpoint, rng, weights, result)
 
 
@@ -233,40 +250,6 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
             rows = trace.rows
     weights_mib = float32_bytes(state.model) / MIB
     return ReplayResult(mean(loss_sum, weight_sum), rows or last_rows, weights_mib)
-
-
-def _show(
-    run: RunContext, saved: SavedBatch, results: Mapping[str, ReplayResult], start: _Start
-) -> None:
-    """Print the losses, the verdict and the table of the rows around it.
-
-    Args:
-        run: the run, on whose console is printed.
-        saved: the batch.
-        results: by precision, that of the run first, then that of 32-true where it was replayed.
-        start: what the replay began with.
-    """
-    console = run.console
-    (name, ours), *others = results.items()
-    step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
-    # A stream's samples have no indices that were saved.
-    samples = sum(map(len, saved.micro_batches)) or sum(map(examples_in, start.batches))
-    console.print(f"replay of step {step}: {samples} samples, weights: {start.weights}")
-    for label, result in results.items():
-        console.print(f"loss in {label}: {format_number(result.loss)}")
-    plain_rows = {row.key: row for _, result in others for row in result.rows}
-    spot = first_nonfinite(ours.rows)
-    if spot is not None:
-        console.print(_verdict(name, ours.rows[spot], plain_rows))
-        rows = ours.rows[max(0, spot - ROWS_BEFORE_FIRST) : spot + ROWS_FROM_FIRST]
-    else:
-        rows = sorted(ours.rows, key=_share_of_range, reverse=True)[:ROWS_WHEN_FINITE]
-    console.print(_table(name, rows, plain_rows))
-    if spot is None:
-        console.print(
-            "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
-            "before the step>; above is what comes nearest to the end of its range."
-        )
 
 
 def _verdict(
@@ -484,11 +467,10 @@ def states_before(
     for micros, _ in accumulation_batches(state, loaders.train, spec.train.accumulate):
         step = state.step + 1
         if step in steps:
-            restore = saved_state(state)
-            set_training(state.model)
-            # Outside the session: the caller may compute in another precision.
-            yield ReachedStep(step, state, micros)
-            restore()
+            with saved_state(state):
+                set_training(state.model)
+                # Outside the session: the caller may compute in another precision.
+                yield ReachedStep(step, state, micros)
         if step == last:
             return
         with precision.session(state.plain_model, device):

@@ -39,7 +39,7 @@ from runner.training.optimizers import check_arguments
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
 from runner.utils.console import plain_console, silent_console
-from runner.utils.errors import CheckpointError, ConfigError, RunnerError, TrackingError
+from runner.utils.errors import CheckpointError, ConfigError, RunnerError, TrackingError, refuse
 from runner.utils.files import os_error_reason, write_json
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import relative_path
@@ -49,7 +49,8 @@ from runner.utils.secrets import redact
 from runner.utils.stop_signals import Stopped, StopSignals
 
 _UNTRACKED_MODES = ("plan", "explain", "replay")
-"""Modes that record nothing in the store; each is a function in a module of its name."""
+"""Modes that print alone, and record nothing in the store; each is a function in a module of its
+name."""
 
 
 def run(
@@ -97,7 +98,9 @@ def _run(
                     f"mode={mode} works in one process, not {rank.world_size}: leave torchrun out."
                 )
             if mode in _UNTRACKED_MODES:
-                result: RunResult = getattr(import_module(f"runner.modes.{mode}"), mode)(context)
+                getattr(import_module(f"runner.modes.{mode}"), mode)(context)
+                names = (context.precision.name, context.label, str(out))
+                result = RunResult(*names, device=context.accelerator.name)
                 result.write(out)
                 return result
         result = _run_tracked(context, plan.saved)
@@ -155,8 +158,7 @@ def _check_plan(plan: PlannedRun) -> PlannedRun:
     problems += loading_problems(plan.spec.data)
     problems += task_problems(plan.spec.task)
     problems += callback_problems(plan.spec.callbacks)
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return plan
 
 

@@ -134,7 +134,7 @@ def _store_of(path: Path) -> JournalStore | None:
     """Return the store of one journal; None where it names none, as a damaged one does."""
     start = next((record for record, _ in journal.read_records(path)), {})
     progress = UploadState(path)
-    progress.read_without_lock()
+    progress.read()
     if isinstance(progress.uri, str):
         # The journal was moved: the state names its store, and its start the one before.
         uri = progress.uri

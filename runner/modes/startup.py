@@ -224,19 +224,17 @@ def check_evaluation(
     quality = task.additions.quality
     if quality is None and task.added_metrics is None:
         return
-    restore = saved_forward_state(state.plain_model, state.device)
     first = next(iter(sets.values()))
     try:
-        metrics = evaluate(state, first, batches=1) or {}
-        names = [*metrics]
-        if quality is not None and quality not in _all_names(names, sets) and hook is not None:
-            with TemporaryDirectory() as folder:
-                tried = evaluate(state, first, batches=1, hook=hook.on_trial(Path(folder)))
-            names = [*(tried or {})]
+        with saved_forward_state(state.plain_model, state.device):
+            metrics = evaluate(state, first, batches=1) or {}
+            names = [*metrics]
+            if quality is not None and quality not in _all_names(names, sets) and hook is not None:
+                with TemporaryDirectory() as folder:
+                    tried = evaluate(state, first, batches=1, hook=hook.on_trial(Path(folder)))
+                names = [*(tried or {})]
     except (ModelError, HookError) as error:
         raise ConfigError(str(error)) from error
-    finally:
-        restore()
     recorded = _all_names(names, sets)
     if quality is not None and quality not in recorded:
         raise ConfigError(
@@ -315,16 +313,13 @@ def try_batch(
 @contextmanager
 def _trial(run: RunContext, state: TrainState) -> Iterator[None]:
     """Return a context in which the model is evaluated, and which leaves it as it was."""
-    restore = saved_state(state)
-    try:
-        with (
-            torch.no_grad(),
-            evaluation_mode(state.model, state.task, state.device),
-            run.precision.eval_context(state.plain_model),
-        ):
-            yield
-    finally:
-        restore()
+    with (
+        saved_state(state),
+        torch.no_grad(),
+        evaluation_mode(state.model, state.task, state.device),
+        run.precision.eval_context(state.plain_model),
+    ):
+        yield
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from runner.modes.error_rules import Failure, precision_advice
 from runner.training.evaluation import evaluation_mode
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
-from runner.utils.errors import ConfigError, DataError, ModelError, RunnerError
+from runner.utils.errors import ConfigError, DataError, ModelError, RunnerError, first_line
 from runner.utils.formatting import first_names
 from runner.utils.module_tape import ModuleTape
 
@@ -213,7 +213,7 @@ class TrainingErrors:
         The sets are evaluated one after the other: the first with such a sample is the one that
         failed.
         """
-        reason = text.splitlines()[0].rstrip(".")
+        reason = first_line(text)
         sample = ""
         for label, loader in self.evaluated.items():
             sample = _first_bad_sample(self.run, all_targets(loader), reason)
@@ -229,7 +229,7 @@ class TrainingErrors:
             steps: of the training that may hold it.
         """
         run = self.run
-        reason = text.splitlines()[0].rstrip(".")
+        reason = first_line(text)
         accumulate = run.spec.train.accumulate
         samples = [samples_of_step(self.train, accumulate, step) for step in steps]
         where = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"

@@ -20,7 +20,7 @@ from runner.config.invocation import override_texts
 from runner.config.overrides import SWEEP_KEYS
 from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
-from runner.utils.errors import ConfigError, RunnerError, Unavailable
+from runner.utils.errors import ConfigError, RunnerError, Unavailable, refuse
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.secrets import redact_values
 from runner.utils.terminal import sanitize
@@ -132,21 +132,14 @@ class SweepCallback(Callback):
         """
         folder = Path(config.hydra.runtime.output_dir, str(config.hydra.output_subdir))
         for path in [*folder.glob("*"), Path(config.hydra.sweep.dir, "multirun.yaml")]:
-            if path.is_file():
-                _redact_yaml(path)
-
-
-def _redact_yaml(path: Path) -> None:
-    """Redact secrets in a yaml file that Hydra has written."""
-    # OmegaConf parses ten times as slowly as libyaml, and only few configs hold a secret. With
-    # every value read as text, no secret can be missed.
-    texts = yaml.load(path.read_text(), _YAML_LOADER)
-    if redact_values(texts) == texts:
-        return
-    content = OmegaConf.to_container(OmegaConf.load(path))
-    redacted = redact_values(content)
-    if redacted != content:
-        path.write_text(OmegaConf.to_yaml(OmegaConf.create(redacted)))
+            # OmegaConf parses ten times as slowly as libyaml, and only few configs hold a secret.
+            # With every value read as text, no secret can be missed.
+            texts = yaml.load(path.read_text(), _YAML_LOADER) if path.is_file() else None
+            if redact_values(texts) != texts:
+                content = OmegaConf.to_container(OmegaConf.load(path))
+                redacted = redact_values(content)
+                if redacted != content:
+                    path.write_text(OmegaConf.to_yaml(OmegaConf.create(redacted)))
 
 
 def _prepare(config: DictConfig) -> None:
@@ -273,8 +266,6 @@ def _task_direction(config: DictConfig) -> str:
     if own is not None and not added:
         return str(own)
     task: Any = OmegaConf.to_container(config.task, resolve=True)
-    problems = list(task_problems(task))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(task_problems(task))
     # A function that returns the task shows its direction only by a call.
     return str(getattr(build_task(task), "direction", ""))

@@ -60,8 +60,9 @@ def job_overrides() -> tuple[str, ...]:
 def keys_left_out_of_job() -> list[str]:
     """Return the keys under precision that HydraConfig's job runs without, as one of a sweep."""
     settings = HydraConfig.get()
-    manifest = Manifest.read(Path(settings.sweep.dir))
-    return manifest.keys_left_out(str(settings.runtime.choices.get("precision")))
+    precision = str(settings.runtime.choices.get("precision"))
+    pairs = [text.partition(" ") for text in Manifest.read(Path(settings.sweep.dir)).left_out]
+    return [key for name, _, key in pairs if name == precision]
 
 
 def job_invocation(sweeping: bool) -> Invocation:

@@ -63,11 +63,6 @@ class Manifest:
         # --config-dir, are read from the directory.
         return json.dumps(redact_values([self.cwd, *self.command]))
 
-    def keys_left_out(self, precision: str) -> list[str]:
-        """Return the keys that jobs of one precision run without."""
-        pairs = [text.partition(" ") for text in self.left_out]
-        return [key for name, _, key in pairs if name == precision]
-
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Read the manifest of a sweep's folder.

@@ -46,7 +46,7 @@ from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console
 from runner.utils.errors import RunnerError
 from runner.utils.folder_lock import folder_lock
-from runner.utils.formatting import now_ms
+from runner.utils.formatting import grouped, now_ms
 from runner.utils.layout import VERDICT
 from runner.utils.markup import markdown_code
 from runner.utils.secrets import redact, redact_override
@@ -319,14 +319,13 @@ def _print_results(console: Console, results: Sequence[RunResult]) -> None:
     """Print a row for each job, then each error with the jobs that failed by it."""
     console.print()
     console.print(sweep_table(results))
-    labels_by_error: dict[str, list[str]] = {}
+    pairs = []
     for result in results:
-        if result.error:
-            # One text for all precisions that lack the same. Later in an error, as in a command to
-            # type, the precision is meant.
-            error = re.sub(rf"^precision={re.escape(result.precision)} ", "it ", result.error)
-            labels_by_error.setdefault(error, []).append(result.label)
-    for error, labels in labels_by_error.items():
+        # One text for all precisions that lack the same. Later in an error, as in a command to
+        # type, the precision is meant.
+        error = re.sub(rf"^precision={re.escape(result.precision)} ", "it ", result.error)
+        pairs.append((error, result.label))
+    for error, labels in grouped(pair for pair in pairs if pair[0]).items():
         console.print(f"{join_names(labels)}: {error}", markup=False)
 
 

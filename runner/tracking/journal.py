@@ -192,11 +192,8 @@ def append_end_for_owner(path: Path, note: str, status: Status, error: str) -> N
     # The process may have died in the middle of a line: an empty line is skipped by readers, and
     # a partial one becomes a damaged record of its own.
     begin = "" if _last_bytes(path, 1) in (b"\n", b"") else "\n"
-    file = os.open(path, os.O_WRONLY | os.O_APPEND)
-    try:
-        os.write(file, f"{begin}{tags}\n{end}\n".encode())
-    finally:
-        os.close(file)
+    with path.open("ab", buffering=0) as file:
+        file.write(f"{begin}{tags}\n{end}\n".encode())
 
 
 def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:

@@ -1,5 +1,7 @@
 """Name the metrics of a run. Dashboards, reports and users' scripts rely on these names."""
 
+from collections.abc import Iterable
+
 METRICS = {
     "train/loss": "mean over the step's examples, unscaled",
     "train/lr": "learning rate in force in that step, of the first optimizer",
@@ -50,3 +52,17 @@ METRICS = {
 
 VAL_LOSS = "val/loss"
 LOSS_SCALE_CHANGES = "loss_scale/changes"
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """Return names of which each that is there already gets a number."""
+    distinct: dict[str, None] = {}
+    for name in names:
+        free = name
+        number = 2
+        while free in distinct:
+            # MLflow's limit is 250 characters; the rest is for the number.
+            free = f"{name[:240]}_{number}"
+            number += 1
+        distinct[free] = None
+    return [*distinct]

@@ -63,13 +63,13 @@ def journal_state(journal: Path) -> JournalState:
         none of these, so it waits to be uploaded.
     """
     state = UploadState(journal)
-    is_locked = state.read_without_lock()
+    state.read()
     # The trainer of an empty journal may be about to lock it; there is nothing to upload anyway.
     if state.done or journal.stat().st_size == 0:
         return "stored"
     if has_live_owner(journal):
         return "training"
-    if is_locked:
+    if state.is_locked():
         return "sending"
     return "refused" if state.refused else "pending"
 

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from runner.config.signature import sign
 
@@ -133,39 +133,23 @@ class UploadState:
 
     def read(self) -> bool:
         """Read the state without the lock; return False where no whole state is in the file."""
-        file = self._open_to_read()
-        if file < 0:
-            return False
-        try:
-            return self._load(os.pread(file, STATE_FILE_BYTES, 0))
-        except OSError:
-            return False
-        finally:
-            os.close(file)
-
-    def read_without_lock(self) -> bool:
-        """Read the state without the lock; return whether another process holds the lock."""
-        file = self._open_to_read()
-        if file < 0:
-            return False
-        try:
-            self._load(os.pread(file, STATE_FILE_BYTES, 0))
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # a file system without locks
-            return False
-        finally:
-            os.close(file)
+        with suppress(OSError), self._open_to_read() as file:
+            return self._load(os.pread(file.fileno(), STATE_FILE_BYTES, 0))
         return False
 
-    def _open_to_read(self) -> int:
-        """Return a descriptor of the file; -1 where it cannot be opened."""
-        try:
-            # Not to block: a pipe of this name, in a stranger's folder, must not stop the reader.
-            return os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:
-            return -1
+    def is_locked(self) -> bool:
+        """Return whether another process holds the lock."""
+        # An error of another kind: there is no file, or its file system has no locks.
+        with suppress(OSError), self._open_to_read() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def _open_to_read(self) -> IO[bytes]:
+        # Not to block: a pipe of this name, in a stranger's folder, must not stop the reader.
+        return os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK), "rb")
 
     def save(self, **changes: Any) -> None:
         """Change fields and write the file."""
@@ -264,7 +248,7 @@ def _shorten(text: str | None) -> str | None:
 def stored_run_id(journal: Path) -> str | None:
     """Return the store's id of a journal's run; None if the store never opened it."""
     state = UploadState(journal)
-    state.read_without_lock()
+    state.read()
     return state.run_id
 
 

@@ -30,7 +30,7 @@ from runner.precision.layers.conv1d import (
 )
 from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training.pretrained_folder import lora_layers
-from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.errors import ConfigError, Unavailable, refuse
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.modules import frozen_parts, matches_pattern, select_modules
 
@@ -97,8 +97,7 @@ class Lora:
                 problems.append(f"adapter.{key}={value} is out of range. Allowed: {allowed}.")
         if self.init not in INITS:
             problems.append(f"adapter.init={self.init} is not known. Allowed: {', '.join(INITS)}.")
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
         if find_spec("peft") is None:
             raise Unavailable(
                 "adapter=lora needs peft, which is not installed.",

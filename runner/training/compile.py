@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.config.schema import CUDA_GRAPH_MODES, RunSpec, TrainSpec
 from runner.precision.contract import Precision
-from runner.utils.errors import ConfigError
+from runner.utils.errors import refuse
 from runner.utils.modules import outermost_names, repeated_blocks, select_modules
 from runner.utils.tensors import TORCH_VERSION
 from runner.utils.tpu import is_tpu
@@ -57,8 +57,7 @@ def check_compile_options(
         )
     if choice and choice is not True:
         outermost_modules(model, choice)  # raises for a pattern that matches nothing
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device) -> Iterator[str]:

@@ -18,7 +18,7 @@ from runner.config.schema import RunSpec
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.utils.errors import ConfigError
-from runner.utils.formatting import first_names
+from runner.utils.formatting import first_names, grouped
 from runner.utils.modules import name_prefixes, select_modules
 from runner.utils.tensors import dtype_name
 from runner.utils.terminal import quote_command
@@ -153,9 +153,7 @@ def _missing_names(
         ConfigError: one name of a tied weight is skipped and another one is loaded, or the file has
             two values for it.
     """
-    sharers: dict[int, list[str]] = {}
-    for name, value in own.items():
-        sharers.setdefault(id(value), []).append(name)
+    sharers = grouped((id(value), name) for name, value in own.items())
     lacking: set[str] = set()
     for names in sharers.values():
         fresh = [name for name in names if name in skipped]
@@ -211,8 +209,17 @@ def _misfit(
         f"init.weights={where} does not fit the model: {'; '.join(parts)}; {fitting} of the "
         f"model's {len(own)} tensors fit."
     )
-    proposal = proposed_rename(own, selected, fitting)
-    if proposal:
+    # The one change of a prefix with which most tensors fit.
+    proposal = None
+    for old, new in dict.fromkeys(_candidates(own, selected)):
+        count = 0
+        for name, value in selected.items():
+            mine = own.get(_new_name(name, old, new))
+            count += isinstance(mine, Tensor) and getattr(value, "shape", None) == mine.shape
+        if count > (proposal.fitting if proposal else fitting):
+            proposal = Rename({old: new or None}, count)
+    # Fewer would fit by chance, as the biases of equal layers do.
+    if proposal and proposal.fitting - fitting > len(selected) / 4:
         typed = {**{str(k): v for k, v in spec.init.rename.items()}, **proposal.prefixes}
         pairs = ",".join(f"{old}:{new or 'null'}" for old, new in typed.items())
         word = quote_command([f"init.rename={{{pairs}}}"])
@@ -287,28 +294,6 @@ def _new_name(name: str, old: str, new: str) -> str:
         return name
     rest = name[len(old) :].removeprefix(".")
     return ".".join(part for part in (new, rest) if part)
-
-
-def proposed_rename(
-    own: Mapping[str, Any], theirs: Mapping[str, Any], fitting: int
-) -> Rename | None:
-    """Return the one change of a prefix with which most tensors fit; None where none helps much.
-
-    Args:
-        own: tensors of the model by name.
-        theirs: tensors of the file by name.
-        fitting: number of those that fit without it.
-    """
-    best = None
-    for old, new in dict.fromkeys(_candidates(own, theirs)):
-        count = 0
-        for name, value in theirs.items():
-            mine = own.get(_new_name(name, old, new))
-            count += isinstance(mine, Tensor) and getattr(value, "shape", None) == mine.shape
-        if count > (best.fitting if best else fitting):
-            best = Rename({old: new or None}, count)
-    # Fewer would fit by chance, as the biases of equal layers do.
-    return best if best and best.fitting - fitting > len(theirs) / 4 else None
 
 
 def _candidates(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

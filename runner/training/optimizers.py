@@ -30,7 +30,7 @@ from runner.training.parameter_groups import (
 )
 from runner.training.schedules import build_scheduler, check_scheduler
 from runner.training.state import ScheduledOptimizer, has_modes, sparse_parameters
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, first_line, refuse
 from runner.utils.formatting import first_names
 from runner.utils.tensors import TORCH_VERSION, dtype_name
 
@@ -401,7 +401,7 @@ def _check_sparse(key: str, node: Mapping[str, Any], tables: Mapping[str, nn.Par
             finish_gradients([table])
             optimizer.step()
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = first_line(error)
         raise ConfigError(
             f"{key}: {type(optimizer).__name__} refuses the sparse gradients of "
             f"{', '.join(tables)}: {reason}. Type optimizer=sgd optimizer.weight_decay=0 or "
@@ -419,9 +419,7 @@ def check_arguments(spec: RunSpec) -> None:
     dummy = [nn.Parameter(torch.zeros(2, 2))]
     for key, node in optimizer_nodes(spec.optimizer):
         optimizer = build_optimizer(key, node, dummy)
-        problems = [*group_problems(key, node, optimizer)]
-        if problems:
-            raise ConfigError(*problems)
+        refuse(group_problems(key, node, optimizer))
         attach_rules(key, node, optimizer, Nearest.name)
         # Constructors check their own keywords alone, so each group's options are tried as such.
         for i, options in enumerate(entry_options(node)):

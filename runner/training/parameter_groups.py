@@ -16,7 +16,7 @@ from runner.config.targets import GROUP_KEYS, locate, runner_keys
 from runner.precision.layers.conv1d import linear_classes
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
-from runner.utils.formatting import first_names
+from runner.utils.formatting import first_names, grouped
 from runner.utils.modules import repeated_blocks, select_modules
 from runner.utils.tensors import MIB, tensor_bytes
 
@@ -98,10 +98,9 @@ def divide_parameters(
     no_decay = settings.get("no_decay_on")
     exempt = _exempt(key, no_decay, model, named) if no_decay else set()
     depths = _depths(key, model) if "layer_decay" in settings else {}
-    rows: dict[tuple[int, int, bool], list[nn.Parameter]] = {}
-    for name, param in named.items():
-        row = (owners[name], depths.get(name, 0), name in exempt)
-        rows.setdefault(row, []).append(param)
+    rows = grouped(
+        ((owners[name], depths.get(name, 0), name in exempt), p) for name, p in named.items()
+    )
     last = max(depths.values(), default=0)
     groups: list[dict[str, Any]] = []
     for (owner, depth, is_exempt), members in sorted(rows.items()):

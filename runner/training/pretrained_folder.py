@@ -75,7 +75,13 @@ def write_pretrained(
         ValueError: the weights are not those of the model's class, as of layers that fuse two.
         OSError: the folder cannot be written.
     """
-    plain = plain_weights(model, weights)
+    # Without packing and adapter.
+    plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    plain = unpack_weights(model, plain)
+    for name, layer in lora_layers(model).items():
+        parts = merged(name, plain, layer)
+        plain = {key: value for key, value in plain.items() if not key.startswith(f"{name}.")}
+        plain |= {f"{name}.{part}": value for part, value in parts.items()}
     floats = {value.dtype for value in plain.values() if value.is_floating_point()}
     widest = max(floats, key=lambda dtype: torch.finfo(dtype).bits)
     if len(floats) > 1 and widest is not torch.float64:
@@ -95,22 +101,6 @@ def write_pretrained(
         shutil.copyfile(file, folder / name)
     sources = dict.fromkeys(file.parent for file in copied.values())
     return ", ".join([dtype_name(widest), *(f"tokenizer files of {source}" for source in sources)])
-
-
-def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict that a model has without packing and adapter.
-
-    Args:
-        model: converted, with or without an adapter.
-        weights: its state dict.
-    """
-    plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    plain = unpack_weights(model, plain)
-    for name, layer in lora_layers(model).items():
-        parts = merged(name, plain, layer)
-        plain = {key: value for key, value in plain.items() if not key.startswith(f"{name}.")}
-        plain |= {f"{name}.{part}": value for part, value in parts.items()}
-    return plain
 
 
 def _with_weights(model: Any, plain: Mapping[str, Tensor], node: Mapping[str, Any]) -> Any:
@@ -153,10 +143,8 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
     library = sys.modules.get("peft.tuners.lora")
     if library is None:
         return {}
-    layers: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, library.LoraLayer):
-            layers[name] = module
+    modules: dict[str, Any] = dict(model.named_modules())
+    layers = {name: m for name, m in modules.items() if isinstance(m, library.LoraLayer)}
     return {name: layer for name, layer in layers.items() if "default" in layer.lora_A}
 
 

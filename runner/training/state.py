@@ -1,7 +1,7 @@
 """The state of a run: everything that changes while the run trains."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -297,17 +297,15 @@ def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in tables.items() if p.requires_grad}
 
 
-def saved_state(state: TrainState) -> Callable[[], None]:
-    """Return a function that restores what a computation changes, and drops its gradients."""
+@contextmanager
+def saved_state(state: TrainState) -> Iterator[None]:
+    """Return a context at whose end what a computation changes is restored, and its gradients are
+    dropped."""
     model = state.plain_model
-    restore_modules = saved_forward_state(model, state.device)
     # Scales of FP8, which are no buffers.
     scales = tree_map_only(Tensor, Tensor.clone, state.precision.state_dict(model))
-
-    def restore() -> None:
-        for p in model.parameters():
-            p.grad = None
-        restore_modules()
-        state.precision.load_state_dict(model, scales)
-
-    return restore
+    with ExitStack() as stack:
+        stack.callback(state.precision.load_state_dict, model, scales)
+        stack.enter_context(saved_forward_state(model, state.device))
+        stack.callback(nn.Module.zero_grad, model)
+        yield

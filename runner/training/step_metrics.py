@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from runner.distributed.strategy import Strategy
+from runner.tracking.metric_names import numbered
 from runner.training.records import DeviceStepRecord, StepRecord
 from runner.training.state import TrainState
 from runner.utils.tensors import widest_float
@@ -37,16 +38,7 @@ FORBIDDEN_CHARACTERS = re.compile(r"[^\w\-. :/]")
 def legal_names(names: Iterable[str]) -> list[str]:
     """Return names with an underscore for each forbidden character; names that become equal, as
     h.* and h.? do, get a number."""
-    legal: dict[str, None] = {}
-    for name in names:
-        base = FORBIDDEN_CHARACTERS.sub("_", name)
-        free = base
-        number = 2
-        while free in legal:
-            free = f"{base}_{number}"
-            number += 1
-        legal[free] = None
-    return [*legal]
+    return numbered(FORBIDDEN_CHARACTERS.sub("_", name) for name in names)
 
 
 def stack_values(values: Sequence[Tensor], strategy: Strategy) -> Tensor:

@@ -82,7 +82,18 @@ class WeightAverage:
                 the device, None for a precision without a loss scale.
         """
         if self._views is None:
-            self._views = self._aligned_views()
+            # The weights and their averages, in the same memory layout. Once: a walk over the
+            # tensors costs host time in every step, and train.channels_last changes layouts after
+            # the average was made.
+            views: list[_Views] = []
+            for weights, averages in zip(self._weights, self._averages, strict=True):
+                is_narrow = False
+                for i, (weight, average) in enumerate(zip(weights, averages, strict=True)):
+                    is_narrow |= weight.dtype != average.dtype
+                    if weight.stride() != average.stride():
+                        averages[i] = torch.empty_like(weight, dtype=average.dtype).copy_(average)
+                views.append(_Views(_local(weights), _local(averages), is_narrow))
+            self._views = views
         for (weights, averages, is_narrow), found_inf in zip(self._views, found_infs, strict=True):
             wide = weights
             if is_narrow:
@@ -96,22 +107,6 @@ class WeightAverage:
             differences = torch._foreach_sub(wide, averages)
             torch._foreach_mul_(differences, share)
             torch._foreach_add_(averages, differences)
-
-    def _aligned_views(self) -> list["_Views"]:
-        """Return each optimizer's weights and their averages, in the same memory layout.
-
-        Called once, at the first update: a walk over the tensors costs host time in every step, and
-        train.channels_last changes layouts after the average was made.
-        """
-        views: list[_Views] = []
-        for weights, averages in zip(self._weights, self._averages, strict=True):
-            is_narrow = False
-            for i, (weight, average) in enumerate(zip(weights, averages, strict=True)):
-                is_narrow |= weight.dtype != average.dtype
-                if weight.stride() != average.stride():
-                    averages[i] = torch.empty_like(weight, dtype=average.dtype).copy_(average)
-            views.append(_Views(_local(weights), _local(averages), is_narrow))
-        return views
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

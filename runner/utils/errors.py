@@ -3,6 +3,8 @@
 Each message says what was given, what is allowed here, and what to type.
 """
 
+from collections.abc import Iterable
+
 
 class RunnerError(Exception):
     """A problem that the user can fix.
@@ -30,6 +32,18 @@ class ConfigError(RunnerError):
     def __init__(self, *problems: str) -> None:
         self.problems = problems
         super().__init__("\n".join(problems))
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ConfigError where there is a problem."""
+    messages = list(problems)
+    if messages:
+        raise ConfigError(*messages)
+
+
+def first_line(error: object) -> str:
+    """Return the first line of an error's text, without its full stop."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 class PolicyError(RunnerError):

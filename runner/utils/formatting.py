@@ -1,9 +1,13 @@
-"""Format numbers, paths and overrides as text for labels, tables and messages."""
+"""Format numbers, paths and overrides as text for labels, tables and messages, and group rows."""
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 def relative_path(path: Path) -> str:
@@ -51,6 +55,14 @@ def first_names(names: Sequence[str], limit: int = 6, separator: str = ", ") -> 
     """Return the first names of a list for a sentence, with a count of the others."""
     more = f"{separator.rstrip(', ')} and {len(names) - limit} more" if len(names) > limit else ""
     return separator.join(names[:limit]) + more
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return the second values of pairs by the first ones, in their order."""
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def now_ms() -> int:

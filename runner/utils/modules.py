@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner.utils.errors import ConfigError
+from runner.utils.errors import refuse
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
@@ -66,8 +66,7 @@ def select_modules(
                 "`*` stands for any part of one segment."
             )
         selected |= matches
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return selected
 
 

@@ -206,38 +206,33 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
         accelerator.set_device_rng_state(states[device.type].clone(), device)
 
 
-def saved_forward_state(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Return a function that restores what a forward and a backward of a model change.
+@contextmanager
+def saved_forward_state(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Return a context at whose end what a forward and a backward of a model change is restored.
 
     That is the random generators, the tensors of `own_tensors`, and of each module its mode and
     its attributes, with what lists, dicts, sets, deques and dataclasses among them hold. Attributes
-    of other objects stay as they are. The function can be called any number of times.
+    of other objects stay as they are.
 
     Args:
         model: its other weights are neither saved nor restored.
         device: whose generator is saved, too.
     """
-    drawn = rng_state(device)
-    restores: list[Callable[[], None]] = []
     own = own_tensors(model)
     # Weights that an optimizer trains, also those that an attribute holds (nn.LSTM's flat weights).
     seen = {id(p) for p in model.parameters()} - {id(tensor) for tensor in own}
-    for tensor in own:
-        _save_members(tensor, restores, seen)
-    for module in model.modules():
-        # A forward may also put another tensor in the place of a buffer.
-        _save_members(module._buffers, restores, seen)
-        attributes = plain_attributes(module)
-        for value in attributes.values():
-            _save_members(value, restores, seen)
-        restores.append(partial(_set_attributes, module, attributes))
-
-    def restore() -> None:
-        for restore_one in restores:
-            restore_one()
-        set_rng_state(drawn, device)
-
-    return restore
+    with ExitStack() as stack:
+        stack.callback(set_rng_state, rng_state(device), device)
+        for tensor in own:
+            _save_members(tensor, stack, seen)
+        for module in model.modules():
+            # A forward may also put another tensor in the place of a buffer.
+            _save_members(module._buffers, stack, seen)
+            attributes = plain_attributes(module)
+            for value in attributes.values():
+                _save_members(value, stack, seen)
+            stack.callback(_set_attributes, module, attributes)
+        yield
 
 
 def own_tensors(model: nn.Module) -> list[Tensor]:
@@ -279,33 +274,33 @@ def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     vars(module).update(attributes)
 
 
-def _save_members(value: Any, restores: list[Callable[[], None]], seen: set[int]) -> None:
-    """Append functions that restore the content of a tensor, an array, a generator or a container,
-    and of a container's members; `seen` has the ids of what is left out or done."""
+def _save_members(value: Any, stack: ExitStack, seen: set[int]) -> None:
+    """Have a stack restore the content of a tensor, an array, a generator or a container, and of a
+    container's members; `seen` has the ids of what is left out or done."""
     if id(value) in seen:
         return
     seen.add(id(value))
     members: Any = ()
     restore_generator = saved_generator(value)
     if restore_generator is not None:
-        restores.append(restore_generator)
+        stack.callback(restore_generator)
     elif isinstance(value, Tensor):
         if is_dense(value):
-            restores.append(partial(_copy_if_changed, value, value.detach().clone()))
+            stack.callback(_copy_if_changed, value, value.detach().clone())
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
-            restores.append(partial(np.copyto, value, value.copy()))
+            stack.callback(np.copyto, value, value.copy())
     elif isinstance(value, dict | list | set | deque):
         members = value.values() if isinstance(value, dict) else value
         # No copy of its class, which may refuse to be made.
         content = dict(value) if isinstance(value, dict) else [*value]
-        restores.append(partial(_refill, value, content))
+        stack.callback(_refill, value, content)
     elif isinstance(value, tuple):
         members = value
     elif is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
-        _save_members(vars(value), restores, seen)
+        _save_members(vars(value), stack, seen)
     for member in [*members]:
-        _save_members(member, restores, seen)
+        _save_members(member, stack, seen)
 
 
 def _copy_if_changed(tensor: Tensor, value: Tensor) -> None:

@@ -120,7 +120,7 @@ def test_a_journal_of_anything(tmp_path_factory, lines, state):
     path = folder / "journal.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines))
     path.with_suffix(".state").write_text(json.dumps(state))
-    UploadState(path).read_without_lock()
+    UploadState(path).read()
     list(journals.read_records(path))
     history.from_folder(folder)
 

@@ -80,7 +80,7 @@ class Trainer:
 def progress_of(folder):
     """Return the upload state of a run's journal."""
     progress = UploadState(folder / "journal.jsonl")
-    progress.read_without_lock()
+    progress.read()
     return progress
 
 

@@ -306,7 +306,7 @@ def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(
     journal.append_metrics([(1, 1, {"a": 1.0})])
     idle.turn()
     assert "does not begin with the start of a run" in idle.saved().refusal
-    assert not UploadState(journal.path).read_without_lock()
+    assert not UploadState(journal.path).is_locked()
     journal.close()
     assert pending.journal_state(journal.path) == "refused"
 

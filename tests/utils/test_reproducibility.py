@@ -162,14 +162,13 @@ class Counts(torch.nn.Module):
         return self.last
 
 
-def test_what_a_forward_changes_is_restored_any_number_of_times():
+def test_what_a_forward_changes_is_restored():
     model = torch.nn.Sequential(Counts(), torch.nn.Dropout(0.5))
-    restore = saved_forward_state(model, torch.device("cpu"))
     outputs = set()
     for _ in range(3):
-        outputs.add(float(model(torch.ones(()))))
-        model.eval()
-        restore()
+        with saved_forward_state(model, torch.device("cpu")):
+            outputs.add(float(model(torch.ones(()))))
+            model.eval()
         assert (model[0].calls, float(model[0].total), float(model[0].last)) == (0, 0, 0)
         first = model[0]
         assert (float(first.teacher), float(first.hidden), first.is_begun) == (1, 0, False)
@@ -227,9 +226,9 @@ def test_what_cannot_be_copied_in_place_stays_as_it_is(kind, precision):
     else:
         model.own = value
     state = make_state(model, precision)
-    own_state, restore = state.own_state, saved_state(state)
-    train_step(state, [regression_batch(4)])
-    restore()
+    own_state = state.own_state
+    with saved_state(state):
+        train_step(state, [regression_batch(4)])
     assert float(model.offset.sum()) == 0
     assert model.own is value or kind in ("sparse", "conjugated", "expanded")
     train_step(state, [regression_batch(4)])

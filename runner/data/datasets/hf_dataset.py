@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.data.datasets.table_columns import TableColumns, table_target
 from runner.data.splits import Splits
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +109,8 @@ def _load(path: str, key: str = "path", splits: Sequence[str] = ()) -> Mapping[s
         raise
     except Exception as error:  # of any reader's own type
         cause = error.__cause__ or error
-        reason = str(cause).split("\n")[0].rstrip(".")
-        raise ConfigError(
-            f"data=hf: {path} cannot be read: {type(cause).__name__}: {reason}. {_LAYOUT}."
-        ) from error
+        reason = f"{type(cause).__name__}: {first_line(cause)}"
+        raise ConfigError(f"data=hf: {path} cannot be read: {reason}. {_LAYOUT}.") from error
     if isinstance(content, datasets.DatasetDict):
         return {str(name): part for name, part in content.items()}
     return {"": content}

@@ -17,7 +17,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from runner.data.splits import Splits, held_out, require_at_least
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, first_line
 
 _LAYOUT = (
     "It must hold train/ and val/ with one folder for each class, or the class folders themselves. "
@@ -48,7 +48,7 @@ def decoded_image(file: Path | BinaryIO | None, where: str) -> Image.Image:
                 return _grey_levels(image)
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, TypeError) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
+        reason = first_line(error)
         if isinstance(error, UnidentifiedImageError):  # its text holds an address
             reason = "it is in no format that Pillow knows"
         raise ConfigError(

@@ -154,7 +154,12 @@ class TableColumns:
     def __post_init__(self) -> None:
         require_at_least(self.source, length=(self.length, 2), size=(self.size, 1))
         if self.image is not None:
-            self._check_image_keys()
+            if self.label is None:
+                raise self._error(f"data.image={self.image} needs classes. Type data.label=<name>")
+            others = {"text": self.text, "columns": self.columns, "target": self.target}
+            keys = ", ".join(f"data.{key}" for key, value in others.items() if value)
+            if keys:
+                raise self._error(f"data.image={self.image} is the one input; leave out {keys}")
             return
         if self.label is not None:
             raise self._error(
@@ -171,14 +176,6 @@ class TableColumns:
 
     def _error(self, reason: str) -> ConfigError:
         return ConfigError(f"data={self.source}: {reason}.")
-
-    def _check_image_keys(self) -> None:
-        if self.label is None:
-            raise self._error(f"data.image={self.image} needs classes. Type data.label=<name>")
-        others = {"text": self.text, "columns": self.columns, "target": self.target}
-        keys = ", ".join(f"data.{key}" for key, value in others.items() if value)
-        if keys:
-            raise self._error(f"data.image={self.image} is the one input; leave out {keys}")
 
     def _check_text_keys(self) -> None:
         if self.tokenizer is None:
@@ -239,7 +236,12 @@ class TableColumns:
             return self._image_splits(train, val, val_fraction)
         fields = self._fields(train)
         if self._tokenizer is not None:
-            self._log_texts(train)
+            end = self._tokenizer.end if self._ends_texts(train) else None
+            ending = f"each text ends with {end[0]}" if end else "no end token is added to texts"
+            joins = self.packing and not self.separate
+            joined = "; packed texts see each other (data.separate=false)" if joins else ""
+            value = str(self.end_token).lower()
+            log.warning("data=%s: %s (data.end_token=%s)%s", self.source, ending, value, joined)
         kind = TextPairs if self._has_target_texts(train) else TensorFields
         if val is not None:
             return Splits(kind(fields), kind(self._fields(val)))
@@ -253,15 +255,6 @@ class TableColumns:
         # What is classified is given as the tokenizer makes it.
         is_generated = self.target is None or self._has_target_texts(table)
         return self.end_token != "auto" or is_generated
-
-    def _log_texts(self, table: Any) -> None:
-        assert self._tokenizer is not None
-        end = self._tokenizer.end if self._ends_texts(table) else None
-        ending = f"each text ends with {end[0]}" if end else "no end token is added to texts"
-        joins = self.packing and not self.separate
-        joined = "; packed texts see each other (data.separate=false)" if joins else ""
-        value = str(self.end_token).lower()
-        log.warning("data=%s: %s (data.end_token=%s)%s", self.source, ending, value, joined)
 
     def _image_splits(self, train: Any, val: Any, val_fraction: float) -> Splits:
         images, labels = self._images_and_labels(train)

@@ -274,12 +274,8 @@ def _run(
 @contextmanager
 def _trial_run(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
     """Return the context of one forward and backward, which leaves the model as it was."""
-    restore = saved_state(execution.state)
-    try:
-        with _computing(execution, generators):
-            yield
-    finally:
-        restore()
+    with saved_state(execution.state), _computing(execution, generators):
+        yield
 
 
 @contextmanager

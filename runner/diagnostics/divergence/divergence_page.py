@@ -46,11 +46,11 @@ def write_page(report: DivergenceReport, path: Path) -> None:
     figures = [draw_pass("forward", forward), draw_pass("backward", backward)]
     blocks.append(Charts([svg_element(figure) for figure in figures]))
     if len(report.steps) > 1:
-        blocks.append(Heading("Error over the steps"))
-        blocks.append(Charts([svg_element(draw_steps(report.steps))]))
-    blocks.append(Heading("Modules by the error that they add"))
+        chart = svg_element(draw_steps(report.steps))
+        blocks += [Heading("Error over the steps"), Charts([chart])]
     table = _table(batch.rows)
-    blocks.append(table if table.rows else Text("No module adds an error.", "small"))
+    none = Text("No module adds an error.", "small")
+    blocks += [Heading("Modules by the error that they add"), table if table.rows else none]
     blocks.append(Items(_EXPLANATIONS, small=True))
     path.write_text(to_html(f"{report.name} against {report.against}", blocks))
 

@@ -104,8 +104,19 @@ def measure_error(
     error = torch.linalg.vector_norm(difference).item()
     norm = norm_of(reference) if norm is None else norm
     if not (math.isfinite(error) and math.isfinite(norm)):
+        # Of the numbers that are finite in both. Masks are often filled with the lowest number of
+        # their dtype: two such numbers are the same.
         largest = torch.finfo(tensor.dtype).max / scale, torch.finfo(reference.dtype).max
-        return _error_of_finite_part(value, expected, largest)
+        both = value.isfinite() & expected.isfinite()
+        both &= ~((value == -largest[0]) & (expected == -largest[1]))
+        difference = torch.where(both, value.double() - expected.double(), 0)
+        return TensorError(
+            torch.linalg.vector_norm(difference).item(),
+            torch.linalg.vector_norm(torch.where(both, expected.double(), 0)).item(),
+            nonfinite=int((~value.isfinite() & expected.isfinite()).sum()),
+            different=int((value != expected).sum()),
+            elements=value.numel(),
+        )
     if not (counts and error):
         return TensorError(error, norm, elements=elements)
     flushed = subnormal = 0
@@ -119,31 +130,6 @@ def measure_error(
         different = int(torch.count_nonzero(difference))
     peak = (torch.linalg.vector_norm(difference, math.inf).item() / error) ** 2
     return TensorError(error, norm, 0, flushed, different, elements, peak=peak, subnormal=subnormal)
-
-
-def _error_of_finite_part(
-    value: Tensor, expected: Tensor, largest: tuple[float, float]
-) -> TensorError:
-    """Return the error of tensors that hold infinite, undefined or very large numbers.
-
-    Masks are often filled with the lowest number of their dtype: two such numbers are the same.
-
-    Args:
-        value: floating.
-        expected: the reference, of the same shape and dtype.
-        largest: the largest numbers of the dtypes that `value` and `expected` were stored in.
-    """
-    both = value.isfinite() & expected.isfinite()
-    both &= ~((value == -largest[0]) & (expected == -largest[1]))
-    difference = torch.where(both, value.double() - expected.double(), 0)
-    norm = torch.linalg.vector_norm(torch.where(both, expected.double(), 0))
-    return TensorError(
-        torch.linalg.vector_norm(difference).item(),
-        norm.item(),
-        nonfinite=int((~value.isfinite() & expected.isfinite()).sum()),
-        different=int((value != expected).sum()),
-        elements=value.numel(),
-    )
 
 
 def larger_errors(

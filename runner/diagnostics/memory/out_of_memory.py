@@ -4,6 +4,7 @@ import gc
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 
 import torch
 
@@ -52,6 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATOR_ERRORS)
 
 
+@dataclass(eq=False)
 class MemoryWatch:
     """Turns an allocator's error of a run into an OutOfMemory that says what would fit.
 
@@ -63,22 +65,14 @@ class MemoryWatch:
         save_traceback: writes the traceback of the error being handled to a file.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        precision: Precision,
-        accelerator: Accelerator,
-        optimizer: str,
-        save_traceback: Callable[[], object],
-    ) -> None:
-        self.spec = spec
-        self.precision = precision
-        self.accelerator = accelerator
-        self.optimizer = optimizer
-        self.state: TrainState | None = None
-        self.loader: BatchLoader | None = None
-        self.other_bytes = 0.0
-        self._save_traceback = save_traceback
+    spec: RunSpec
+    precision: Precision
+    accelerator: Accelerator
+    optimizer: str
+    save_traceback: Callable[[], object]
+    state: TrainState | None = field(default=None, init=False)
+    loader: BatchLoader | None = field(default=None, init=False)
+    other_bytes: float = field(default=0.0, init=False)
 
     def begin_steps(self, state: TrainState, loader: BatchLoader | None = None) -> None:
         """Take note of the state that is about to run its first step.
@@ -102,7 +96,7 @@ class MemoryWatch:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._save_traceback()
+            self.save_traceback()
             raise OutOfMemory(out_of_memory_message(self, error)) from error
 
 

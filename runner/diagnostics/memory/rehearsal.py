@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from runner.utils.modules import set_training
 _REAL = nullcontext()
 
 
+@dataclass(eq=False)
 class Rehearsal:
     """Steps of a training state on any batch size, in which all that they hold is tracked.
 
@@ -45,18 +46,13 @@ class Rehearsal:
         making: what was held while the model was made.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        micro_batches: Callable[[int], list[Batch]],
-        tensors: AbstractContextManager[object] = _REAL,
-        making: Sequence[MemoryBreakdown] = (),
-    ) -> None:
-        self.state = state
+    state: TrainState
+    micro_batches: Callable[[int], list[Batch]]
+    tensors: AbstractContextManager[object] = _REAL
+    making: Sequence[MemoryBreakdown] = ()
+
+    def __post_init__(self) -> None:
         self.peak = cache(lambda size: max(self.timeline(size), key=sum))
-        self._micro_batches = micro_batches
-        self._tensors = tensors
-        self._making = making
 
     def timeline(self, size: int) -> list[MemoryBreakdown]:
         """Return what is held while the model is made and after each operator of a step.
@@ -66,8 +62,8 @@ class Rehearsal:
         """
         state = self.state
         precision = state.precision
-        with self._tensors, precision.session(state.model, state.device):
-            batches = self._micro_batches(size)
+        with self.tensors, precision.session(state.model, state.device):
+            batches = self.micro_batches(size)
             tracker = MemoryTracker(accumulates=precision.kernels() == "float32_accumulate")
             tracker.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
             tracker.add(OPTIMIZER, *state.optimizer_tensors())
@@ -85,7 +81,7 @@ class Rehearsal:
                 # Its copies of the weights are freed before the evaluation.
                 del watch
                 self._evaluate(*batches[0])
-        return [*self._making, *tracker.timeline]
+        return [*self.making, *tracker.timeline]
 
     @torch.no_grad()
     def _evaluate(self, inputs: Any, target: Any) -> None:

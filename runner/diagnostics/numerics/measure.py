@@ -321,7 +321,15 @@ def quantization_losses(counted: Sequence[ExponentCounts]) -> dict[str, Quantiza
     values = sum(c.exponents.sum() for c in counted)
     signal = sums[_LEADING.index("signal")]
     with_gradient = sums[-1 - len(STORAGE_FORMATS)]
-    below = _negligible(counted)
+    # The negligible values of each tensor: more than NEGLIGIBLE_EXPONENT_GAP powers of two below
+    # the largest of all tensors.
+    used = np.flatnonzero(np.sum([c.exponents for c in counted], axis=0))
+    largest = [c.largest for c in counted if np.isfinite(c.largest) and c.largest]
+    # frexp's mantissa is from 0.5 to 1, IEEE's from 1 to 2: a bias of 126, not of 127.
+    exponents = [math.frexp(value)[1] + 126 for value in largest]
+    highest = max([0, *used[-1:].tolist(), *exponents])
+    limit = max(0, highest - NEGLIGIBLE_EXPONENT_GAP)
+    below = np.array([c.exponents[:limit].sum() for c in counted])
 
     def share(count: float) -> float:
         return float(count / values) if values else 0.0
@@ -352,17 +360,3 @@ def quantization_losses(counted: Sequence[ExponentCounts]) -> dict[str, Quantiza
             underflow_noise=float(small / signal) if signal else 0.0,
         )
     return losses
-
-
-def _negligible(counted: Sequence[ExponentCounts]) -> NDArray[np.float64]:
-    """Count the negligible values of each tensor, [tensors].
-
-    These are more than NEGLIGIBLE_EXPONENT_GAP powers of two below the largest of all tensors.
-    """
-    used = np.flatnonzero(np.sum([c.exponents for c in counted], axis=0))
-    largest = [c.largest for c in counted if np.isfinite(c.largest) and c.largest]
-    # frexp's mantissa is from 0.5 to 1, IEEE's from 1 to 2: a bias of 126, not of 127.
-    exponents = [math.frexp(value)[1] + 126 for value in largest]
-    highest = max([0, *used[-1:].tolist(), *exponents])
-    below = max(0, highest - NEGLIGIBLE_EXPONENT_GAP)
-    return np.array([c.exponents[:below].sum() for c in counted])

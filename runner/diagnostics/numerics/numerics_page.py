@@ -98,8 +98,7 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
         head = ["worst module", "kind", "what", "share"]
         worst = Table(head, rows, frozenset({0, 1, 2}))
         blocks.append(worst if rows else Text("Nothing is lost.", "small"))
-    blocks.append(Heading("How to read this"))
-    blocks.append(Items(_explanations(numerics), small=True))
+    blocks += [Heading("How to read this"), Items(_explanations(numerics), small=True)]
     path.write_text(to_html(f"Numerics of {label}", blocks))
     return path
 

@@ -146,7 +146,16 @@ class Probe(TorchFunctionMode):
     @torch.no_grad()
     def _measure(self) -> NumericsSnapshot:
         """Measure all samples, in the order of the model's modules and of KINDS."""
-        named = self._named_samples()
+        named: list[tuple[str, str, SampledTensor]] = []
+        for samples_by_module in (self._activations, self._inner):
+            for name, samples in samples_by_module.items():
+                named += [(name, "activations", SampledTensor(sample)) for sample in samples]
+        named += [(name, "weights", SampledTensor(sample)) for name, _, sample in self._weights]
+        for name, p, weights_before in self._weights:
+            if id(p) in self._gradients:
+                gradient = self._gradients[id(p)]
+                named.append((name, "gradients", SampledTensor(gradient)))
+                named.append((name, "updates", _update(p, weights_before, gradient)))
         counted = count_exponents([tensor for _, _, tensor in named])
         counts: dict[tuple[str, str], list[ExponentCounts]] = defaultdict(list)
         has_update = False
@@ -178,20 +187,6 @@ class Probe(TorchFunctionMode):
             )
             measured.append(stats)
         return NumericsSnapshot(self.state.step, scale, tuple(measured))
-
-    def _named_samples(self) -> list[tuple[str, str, SampledTensor]]:
-        """Return the module, the kind and the sample of each tensor of the step."""
-        named: list[tuple[str, str, SampledTensor]] = []
-        for samples_by_module in (self._activations, self._inner):
-            for name, samples in samples_by_module.items():
-                named += [(name, "activations", SampledTensor(sample)) for sample in samples]
-        named += [(name, "weights", SampledTensor(sample)) for name, _, sample in self._weights]
-        for name, p, weights_before in self._weights:
-            if id(p) in self._gradients:
-                gradient = self._gradients[id(p)]
-                named.append((name, "gradients", SampledTensor(gradient)))
-                named.append((name, "updates", _update(p, weights_before, gradient)))
-        return named
 
 
 def _update(param: Tensor, before: Sample, gradient: Sample) -> SampledTensor:

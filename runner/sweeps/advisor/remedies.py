@@ -87,6 +87,7 @@ def diagnose(numbers: Numerics, precision: Precision) -> Diagnosis:
     return Diagnosis(finding, list(suspects), loses_updates)
 
 
+@dataclass(eq=False)
 class RemedySearch:
     """The search by trials for what heals the precisions that fail.
 
@@ -97,17 +98,12 @@ class RemedySearch:
         diagnoses: of each precision that failed; empty if they are not known.
     """
 
-    def __init__(
-        self,
-        request: AdviseRequest,
-        trials: Trials,
-        settings: AdviseSettings,
-        diagnoses: Mapping[str, Diagnosis],
-    ) -> None:
-        self.request = request
-        self.trials = trials
-        self.settings = settings
-        self.diagnoses = diagnoses
+    request: AdviseRequest
+    trials: Trials
+    settings: AdviseSettings
+    diagnoses: Mapping[str, Diagnosis]
+
+    def __post_init__(self) -> None:
         self.console = plain_console()
         self._longest_trial_seconds = 0.0
 
@@ -133,7 +129,18 @@ class RemedySearch:
 
         Precisions for which the user has named modules are not searched.
         """
-        tree = _module_tree(self.request)
+        node = self.request.spec.model
+        # Only names are needed: on the meta device weights take no memory and no time.
+        try:
+            with torch.device("meta"):
+                model: nn.Module = build_group("model", node)
+        except (NotImplementedError, RuntimeError):
+            # Its constructor reads values of tensors, which the meta device does not have.
+            model = build_group("model", node)
+        tree: dict[str, list[str]] = {}
+        for name, module in model.named_modules():
+            # A child of the model itself has no dot before its name.
+            tree[name] = [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
 
         def gain(verdict: PrecisionVerdict) -> float:
             ratio = verdict.comparison.speed_ratio
@@ -284,23 +291,6 @@ def _override(key: str, modules: Modules) -> str:
         is_plain = name.replace(".", "_").isidentifier()
         names.append(name if is_plain else f"'{name}'")
     return f"{key}=[{','.join(names)}]"
-
-
-def _module_tree(request: AdviseRequest) -> dict[str, list[str]]:
-    """Return the children of every module by dotted name; the model's own name is empty."""
-    node = request.spec.model
-    # Only names are needed: on the meta device weights take no memory and no time.
-    try:
-        with torch.device("meta"):
-            model: nn.Module = build_group("model", node)
-    except (NotImplementedError, RuntimeError):
-        # Its constructor reads values of tensors, which the meta device does not have.
-        model = build_group("model", node)
-    tree: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        # A child of the model itself has no dot before its name.
-        tree[name] = [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
-    return tree
 
 
 def find_minimal_set(

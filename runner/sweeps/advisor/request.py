@@ -31,7 +31,7 @@ from runner.precision.registry import (
 )
 from runner.sweeps.advisor.recorded_baseline import read_recorded_baseline
 from runner.utils.accelerator import choose_accelerator
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, refuse
 
 _NO_CHECKPOINTS = (
     "checkpoint.final=false",
@@ -228,8 +228,7 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
     spec = replace(spec, precision=precision)
     problems = [*spec.problems(), *check_targets(spec), *loading_problems(spec.data)]
     problems += task_problems(spec.task)
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return spec
 
 

@@ -143,7 +143,13 @@ class ForkServer:
         request, status, out, err = fds
         pid = os.fork()
         if pid == 0:
-            self._release_server_state()
+            signal.set_wakeup_fd(-1)
+            for number, handler in {**self._job_handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
+                signal.signal(number, handler)
+            self._requests.close()
+            # An open copy of another job's status pipe would hide that job's end from the sweep.
+            for fd in (self._wakeup_read, self._wakeup_write, *self._status_pipes.values()):
+                os.close(fd)
             # Imported before the fork where PRELOADED_MODULES names it.
             from runner.sweeps.launcher.job_main import run_job_process
 
@@ -155,16 +161,6 @@ class ForkServer:
         if not self._has_forked:
             self._has_forked = True
             self._late_modules = [*reversed(LATE_MODULES)]
-
-    def _release_server_state(self) -> None:
-        """Restore signal handling and close the fork server's files in a new job's process."""
-        signal.set_wakeup_fd(-1)
-        for number, handler in {**self._job_handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
-            signal.signal(number, handler)
-        self._requests.close()
-        # An open copy of another job's status pipe would hide that job's end from the sweep.
-        for fd in (self._wakeup_read, self._wakeup_write, *self._status_pipes.values()):
-            os.close(fd)
 
     def _report_ended_jobs(self) -> None:
         """Write the exit status of each ended job to its status pipe, and end its children."""

@@ -6,7 +6,7 @@ Hydra calls IsolatedLauncher, which runs the jobs through a JobRunner.
 import atexit
 import math
 import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import NamedTuple, final
@@ -201,34 +201,30 @@ class JobRunner:
         is_own = version != job.earlier_result or job.process.exit_status == 0
         if version is not None and is_own:
             return job_return(job.config, RunResult.read(folder))
-        sent = [signal.SIGTERM] if self._has_failed_fast else []
-        self._record_dead_job(number, job, [*stop.received_signals, *sent])
-        return job_return(job.config)
-
-    def _record_dead_job(
-        self, number: int, job: _RunningJob, stop_signals: Collection[int]
-    ) -> None:
-        """Print why a job died, write it to the job's result, and end the job's MLflow run."""
+        # It died.
         from runner.modes import notes
         from runner.sweeps.job_result import job_invocation, record_result
         from runner.sweeps.sweep_progress import print_job_line
 
-        config = job.config
+        stop_signals = [*stop.received_signals]
+        if self._has_failed_fast:
+            stop_signals.append(signal.SIGTERM)
         reason = job.process.death_reason(stop_signals)
         stopped = bool(stop_signals)
         if stopped:
             print(sanitize(f"job {number}: {reason}"), flush=True)
         else:
             print_error(f"job {number}: {reason}")
-        with job_hydra_config(config):
-            record_result(config, job_folder(config), "stopped" if stopped else "failed", reason)
-            print_job_line(job_folder(config))
+        with job_hydra_config(job.config):
+            record_result(job.config, folder, "stopped" if stopped else "failed", reason)
+            print_job_line(folder)
             command = job_invocation(sweeping=True).command_text()
         status = "KILLED" if stopped else "FAILED"
         note = notes.failed_note(command, status, reason)
         journal = job.journal.end(status, reason, note)
         if journal is not None:
             self._unsaved_journals.append(journal)
+        return job_return(job.config)
 
 
 def _result_version(folder: Path) -> int | None:

@@ -176,7 +176,14 @@ def advice_blocks(advice: Advice) -> Iterator[Block]:
     if gate is None:
         yield advice_table(advice)
         yield from _alternatives(advice)
-        yield from _unavailable(advice)
+        if advice.settings.unavailable:
+            yield Heading("Not on this machine")
+            yield Items(list(advice.settings.unavailable.items()))
+        if advice.settings.unavailable and not advice.settings.emulated:
+            yield Text(
+                "precision.emulate=true tries the numbers of those that can be emulated, "
+                "without their speed."
+            )
     yield Heading("How this was judged")
     yield Items(list(_method_notes(advice, gate)), small=True)
 
@@ -218,19 +225,6 @@ def _alternatives(advice: Advice) -> Iterator[Block]:
     if emulated:
         yield Heading("What trains as well by its numbers, where its hardware is")
         yield Commands(emulated)
-
-
-def _unavailable(advice: Advice) -> Iterator[Block]:
-    """Yield the precisions that this machine lacks, with the reasons."""
-    if not advice.settings.unavailable:
-        return
-    yield Heading("Not on this machine")
-    yield Items(list(advice.settings.unavailable.items()))
-    if not advice.settings.emulated:
-        yield Text(
-            "precision.emulate=true tries the numbers of those that can be emulated, "
-            "without their speed."
-        )
 
 
 def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str, str]]:

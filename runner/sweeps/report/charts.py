@@ -83,8 +83,9 @@ def envelope(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
     These are at most 2 * ENVELOPE_BUCKETS points. Values that are not finite are left out; a
     bucket without any other becomes a gap (NaN).
     """
+    values = np.where(np.isfinite(values), values, np.nan)
     if len(steps) <= 2 * ENVELOPE_BUCKETS:
-        return steps, np.where(np.isfinite(values), values, np.nan)
+        return steps, values
     selected: list[int] = []
     for bucket in np.array_split(np.arange(len(steps)), ENVELOPE_BUCKETS):
         finite = bucket[np.isfinite(values[bucket])]
@@ -95,8 +96,7 @@ def envelope(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
             greatest = int(finite[values[finite].argmax()])
             # A set: a bucket of one value is one point.
             selected += sorted({least, greatest})
-    index = np.array(selected)
-    return steps[index], np.where(np.isfinite(values[index]), values[index], np.nan)
+    return steps[selected], values[selected]
 
 
 def bucket_means(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:

@@ -131,16 +131,15 @@ def _group_difference(c: Comparison, facts: TableFacts) -> Cell:
 def _group_speed_ratio(c: Comparison, facts: TableFacts) -> Cell:
     """Return the ratio of speeds with its range over seeds and a bar."""
     ratios = [other.speed_ratio.value for other in facts.groups if other.speed_ratio]
-    bar = c.speed_ratio.value / max(ratios) if c.speed_ratio else None
+    bar = c.speed_ratio.value / max(ratios) if c.speed_ratio and ratios else None
     return Cell(format_ratio(c.speed_ratio), note=format_range(c.speed_ratio), bar=bar)
 
 
-def _verdict_speed_ratio(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
+def _verdict_speed_ratio(verdict: PrecisionVerdict, facts: TableFacts) -> Cell:
     """Return the ratio of speeds with its range over seeds; unknown if emulated."""
     if verdict.is_emulated:
         return Cell("unknown", "quiet", "emulated")
-    ratio = verdict.comparison.speed_ratio
-    return Cell(format_ratio(ratio), note=format_range(ratio))
+    return _group_speed_ratio(verdict.comparison, facts)
 
 
 def _group_memory_ratio(c: Comparison, facts: TableFacts) -> Cell:

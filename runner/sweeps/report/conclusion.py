@@ -33,7 +33,7 @@ from runner.sweeps.verdict.compare import (
     sweep_letter,
 )
 from runner.sweeps.verdict.statistics import Verdict, quality_difference
-from runner.utils.formatting import format_number
+from runner.utils.formatting import format_number, grouped
 from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
 from runner.utils.terminal import quote_command
 
@@ -107,10 +107,7 @@ def conclusion_sentence(comparisons: Sequence[Comparison], is_partial: bool = Fa
         return _two_sweeps_sentence(comparisons)
     if not comparisons:
         return "No job wrote a result."
-    by_device: dict[str, list[Comparison]] = {}
-    for comparison in comparisons:
-        if comparison.group.quality:
-            by_device.setdefault(comparison.group.device, []).append(comparison)
+    by_device = grouped((c.group.device, c) for c in comparisons if c.group.quality)
     if by_device:
         sentences = []
         for device, ended in by_device.items():
@@ -255,10 +252,8 @@ def _group_facts(group: Group) -> str:
 
 def _evaluation_sentence(groups: Sequence[Group]) -> str:
     """Return a sentence for each checkpoint and other setting, or the best group if many."""
-    by_checkpoint: dict[str, list[Group]] = {}
-    for group in groups:
-        if group.change:
-            by_checkpoint.setdefault(shared_settings(group.settings), []).append(group)
+    evaluated = [group for group in groups if group.change]
+    by_checkpoint = grouped((shared_settings(group.settings), group) for group in evaluated)
     if not 1 <= len(by_checkpoint) <= MAX_LISTED_NAMES:
         best = _best_group(groups)
         return f"Evaluated, nothing trained: best {best.name} with {_group_facts(best)}."
@@ -520,9 +515,7 @@ def _verdict_word(comparison: Comparison) -> str:
 
 def _counts(row: dict[str, Comparison], word_of: Callable[[Comparison], str]) -> Iterator[str]:
     """Yield each word with the number of settings that it holds for, the most frequent first."""
-    settings_by_word: dict[str, list[str]] = {}
-    for setting, comparison in row.items():
-        settings_by_word.setdefault(word_of(comparison), []).append(setting)
+    settings_by_word = grouped((word_of(each), setting) for setting, each in row.items())
     settings_by_word.pop("", None)
     for word, settings in sorted(settings_by_word.items(), key=lambda item: -len(item[1])):
         text = f"{word} in {len(settings)} of {len(row)} settings"
@@ -564,10 +557,8 @@ def _best_sentence(groups: Sequence[Group]) -> str:
     """Return the best group, and the best group of each other precision."""
     best = _best_group(groups)
     sentence = f"Best {best.jobs[0].quality}: {best.name} with {format_mean_sd(best.quality)}"
-    by_precision: dict[str, list[Group]] = {}
-    for group in groups:
-        if group.precision != best.precision:
-            by_precision.setdefault(group.precision, []).append(group)
+    rest = [group for group in groups if group.precision != best.precision]
+    by_precision = grouped((group.precision, group) for group in rest)
     others = [_best_group(of_precision) for of_precision in by_precision.values()]
     if others:
         names = join_names(f"{group.name} with {format_mean_sd(group.quality)}" for group in others)

@@ -51,7 +51,7 @@ from runner.sweeps.verdict.compare import (
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.statistics import Difference, Verdict
 from runner.utils.files import write_text
-from runner.utils.formatting import format_number
+from runner.utils.formatting import format_number, grouped
 from runner.utils.markup import (
     Block,
     Charts,
@@ -242,10 +242,8 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
 def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
     """Yield what stands under the charts: failures, every job, the commands, the method."""
     groups = [comparison.group for comparison in compared]
-    labels_by_reason: dict[str, list[str]] = {}
-    for job in data.jobs:
-        if job.result.outcome != "finished":
-            labels_by_reason.setdefault(_failure_reason(job), []).append(job.result.label)
+    failed = [job for job in data.jobs if job.result.outcome != "finished"]
+    labels_by_reason = grouped((_failure_reason(job), job.result.label) for job in failed)
     if labels_by_reason:
         failures = labels_by_reason.items()
         yield Heading("Without a result")
@@ -316,7 +314,7 @@ def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]
         yield "Keys", " ".join(omitted_key_messages(list(pairs)))
     if any(group.is_on_cpu for group in finished):
         yield "Memory on a CPU", CPU_MEMORY_NOTE
-    if any(group.peak_mib for group in finished if not group.is_on_cpu):
+    if any(group.memory_mib for group in finished if not group.is_on_cpu):
         yield "Memory on a GPU", GPU_MEMORY_NOTE
 
 

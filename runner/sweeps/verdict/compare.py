@@ -49,7 +49,7 @@ class Group:
             over all jobs that finished or were stopped as diverged.
         change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
         speed: training speed in examples/s.
-        peak_mib, weights_mib: MiB.
+        weights_mib: MiB.
         reasons: why jobs did not finish, each reason once.
     """
 
@@ -62,7 +62,6 @@ class Group:
     loss: Spread | None
     change: Spread | None
     speed: Spread | None
-    peak_mib: Spread | None
     weights_mib: Spread | None
     loss_scale: Spread | None
     skipped: Spread | None
@@ -176,7 +175,6 @@ def _group(
             change_since_training(job.quality, job, sweep_results) for job in complete
         ),
         speed=spread(lambda job: job.examples_per_second),
-        peak_mib=spread(lambda job: job.peak_memory_mib),
         weights_mib=spread(lambda job: job.weights_mib),
         loss_scale=spread(lambda job: job.loss_scale),
         skipped=spread(lambda job: job.skipped_steps),

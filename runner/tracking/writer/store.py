@@ -29,10 +29,12 @@ from mlflow.utils import validation
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
 from runner.tracking import dashboard
+from runner.tracking.metric_names import numbered
 from runner.tracking.upload_state import RefusedError, UnreachableError
 from runner.tracking.uri import active_experiment, is_database, sqlite_path
 from runner.tracking.writer.logged_model import log_model
 from runner.tracking.writer.system_metrics import SYSTEM_PREFIX
+from runner.utils.formatting import grouped
 from runner.utils.secrets import redact
 
 MetricPoint = tuple[str, float, int, int]
@@ -340,9 +342,7 @@ class Store:
         """
         # With debug.overfit the same data set is used for both, and MLflow stores one input with
         # one tag for it.
-        uses: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-        for dataset in datasets:
-            uses.setdefault((dataset["name"], dataset["digest"]), []).append(dataset)
+        uses = grouped(((dataset["name"], dataset["digest"]), dataset) for dataset in datasets)
         inputs = []
         for (name, digest), same in uses.items():
             dataset = Dataset(
@@ -436,16 +436,7 @@ def metric_name(name: str) -> str:
 def distinct_names(values: Mapping[str, str]) -> dict[str, str]:
     """Return the values under legal names; names that become equal get a number."""
     # MLflow refuses a second value for a parameter that is set.
-    named: dict[str, str] = {}
-    for key, text in values.items():
-        legal = base = legal_name(key)
-        number = 2
-        while legal in named:
-            # MLflow's limit is 250 characters; the rest is for the number.
-            legal = f"{base[:240]}_{number}"
-            number += 1
-        named[legal] = text
-    return named
+    return dict(zip(numbered(map(legal_name, values)), values.values(), strict=True))
 
 
 def truncate(text: str, limit: int) -> str:

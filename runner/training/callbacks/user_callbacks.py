@@ -24,7 +24,7 @@ from runner.training.callbacks.callback import (
 )
 from runner.training.records import EvalRecord, StepRecord
 from runner.training.state import TrainState
-from runner.utils.errors import ConfigError, HookError
+from runner.utils.errors import ConfigError, HookError, refuse
 from runner.utils.reproducibility import rng_state, set_rng_state
 from runner.utils.stop_signals import Stopped
 
@@ -105,8 +105,7 @@ def build_user_callbacks(nodes: Mapping[str, Any]) -> dict[str, RunCallback]:
         key = f"callbacks.{name}"
         built[name] = build_group(key, node)
         problems += class_problems(f"{key}: what {node['_target_']} returns", type(built[name]))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return built
 
 

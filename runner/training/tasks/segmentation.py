@@ -90,7 +90,14 @@ class Segmentation(TensorTask):
         class the pixels in both prediction and target, and for each those in either]: [3 + 2 C]."""
         logits = self._logits(output, target)
         sums = class_totals(logits, target)
-        confusion = _confusion(logits, target)
+        classes = logits.shape[1]
+        cells = target.clamp(min=0) * classes + logits.argmax(1)
+        counted = (target != IGNORED).long()
+        # Not bincount, which waits for the device to learn its result's size.
+        counts = torch.zeros(classes * classes, dtype=torch.int64, device=target.device)
+        confusion = counts.scatter_add_(0, cells.flatten(), counted.flatten()).view(
+            classes, classes
+        )
         both = confusion.diagonal()
         either = confusion.sum(0) + confusion.sum(1) - both
         return torch.cat([sums, both.to(sums.dtype), either.to(sums.dtype)])
@@ -116,13 +123,3 @@ class Segmentation(TensorTask):
                 f"{list(logits.shape)} and {list(target.shape)}"
             )
         return logits
-
-
-def _confusion(logits: Tensor, target: Tensor) -> Tensor:
-    """Return how many pixels of each class have each prediction: int64 [C, C], without a sync."""
-    classes = logits.shape[1]
-    cells = target.clamp(min=0) * classes + logits.argmax(1)
-    counted = (target != IGNORED).long()
-    # Not bincount, which waits for the device to learn its result's size.
-    counts = torch.zeros(classes * classes, dtype=torch.int64, device=target.device)
-    return counts.scatter_add_(0, cells.flatten(), counted.flatten()).view(classes, classes)
