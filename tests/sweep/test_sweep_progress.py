@@ -97,7 +97,8 @@ def test_the_line_of_a_job_that_printed_elsewhere_says_why_it_failed_and_where_i
     sweep, capsys
 ):
     folder = sweep([1.0, 1.0, 1.0], jobs=3)
-    replace(finished("b"), status="failed", error="killed\nmore").write(folder)
+    failed = replace(finished("b"), folder=str(folder), status="failed", error="killed\nmore")
+    failed.write(folder)
     print_job_line(folder, 2, is_elsewhere=True)
     line = capsys.readouterr().out
     assert line.startswith("job 2 of 3  b ")
