@@ -289,7 +289,7 @@ def run_job(config: DictConfig) -> float | None:
     sweeping = is_sweep_job()
     leaves_line = sweeping and _leaves_line(config)
     try:
-        objective = _start(config, folder, sweeping).objective
+        objective = _start(config, folder, sweeping, leaves_line).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
         from runner.modes.result import UNTRIED
@@ -345,10 +345,9 @@ def _leaves_line(config: DictConfig) -> bool:
     return not is_verbose and config.mode in ("train", "evaluate")
 
 
-def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
+def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) -> "RunResult":
     """Resolve a job's config and run it; a job that is finished already returns its result."""
     settings = HydraConfig.get()
-    leaves_line = sweeping and _leaves_line(config)
     name = one_line(" ".join(job_overrides())) if sweeping else ""
     if sweeping and not leaves_line:
         print(f"\njob {settings.job.num}: {name}", flush=True)
@@ -361,8 +360,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult":
         # The other processes find the result, too, and leave.
         torchrun.publish(torchrun.START_KEY, folder)
         if torchrun.process_rank().is_main:
-            label = f"{name}: " if name else ""
-            print(f"{label}{finished.outcome} before", flush=True)
+            line = f"{finished.outcome} before"
+            print(sanitize(f"{finished.label}: {line}") if sweeping else line, flush=True)
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None

@@ -94,6 +94,13 @@ def job_invocation(sweeping: bool) -> Invocation:
     )
 
 
+def job_words() -> list[str]:
+    """Return the name of HydraConfig's job, one of a sweep: precision and the rest."""
+    swept = job_invocation(True).swept_overrides
+    precision = str(HydraConfig.get().runtime.choices.get("precision"))
+    return [precision, *(text for text in swept if not text.startswith("precision="))]
+
+
 def record_result(config: DictConfig, folder: Path, status: "Status", message: str) -> None:
     """Write result.json for a job that failed before producing a result.
 
@@ -107,18 +114,15 @@ def record_result(config: DictConfig, folder: Path, status: "Status", message: s
     """
     from runner.modes.result import RunResult
 
-    swept = job_invocation(True).swept_overrides
-    precision = str(HydraConfig.get().runtime.choices.get("precision"))
-    others = [text for text in swept if not text.startswith("precision=")]
-    unseeded = [text for text in others if not text.startswith("seed=")]
+    words = job_words()
     RunResult(
-        precision,
-        " ".join([precision, *others]),
+        words[0],
+        " ".join(words),
         str(folder),
         status,
         message,
         job_overrides(),
-        " ".join([precision, *unseeded]),
+        " ".join(text for text in words if not text.startswith("seed=")),
         config.get("seed"),
         left_out=keys_left_out_of_job(),
     ).write(folder)

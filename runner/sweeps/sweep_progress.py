@@ -36,23 +36,26 @@ def job_label(sweep: Path, name: str) -> Callable[[], str]:
     return label
 
 
-def print_job_line(folder: Path) -> None:
+def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) -> None:
     """Print the result of a job that has ended in one line; nothing for one that left none.
 
     Args:
         folder: of the job, in its sweep's.
+        number: which one of the jobs it is, where more than those before it have ended.
+        is_elsewhere: what the job itself has printed is not on this screen.
     """
     sweep = folder.parent
     with suppress(OSError, ValueError, ConfigError):
         result = RunResult.read(folder)
         manifest = Manifest.read(sweep)
         ended = _ended_results(sweep)
-        place = _place(manifest, len(ended) + (result.status == "stopped"))
+        place = _place(manifest, number or len(ended) + (result.status == "stopped"))
         line = f"{place}  {result_line(result)}"
         # Any other job has printed why it failed.
         is_untried = result.status in UNTRIED
-        if result.error and (is_untried or (sweep / ADVICE).is_file()):
+        if result.error and (is_untried or is_elsewhere or (sweep / ADVICE).is_file()):
             reason = result.error.splitlines()[0]
+            line += f", its log is in {folder}" if is_elsewhere else ""
             line += f", because {reason}" if is_untried else f": {reason}"
         # On a terminal the bar of the next job says it.
         if not sys.stdout.isatty():

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from runner.utils.lasting_output import lasting_file
-from runner.utils.terminal import in_notebook, sanitize
+from runner.utils.terminal import sanitize
 
 _FILE_COLUMNS = 160
 """Width of tables in a file or pipe."""
@@ -80,6 +80,7 @@ def silent_console() -> Console:
 
 def plain_console() -> Console:
     """Return a console on stdout, as wide as the terminal; 160 columns wide in a file or pipe."""
-    width = None if sys.stdout.isatty() else _FILE_COLUMNS
-    # A notebook's environment has FORCE_COLOR.
-    return PlainConsole(width=width, force_terminal=False if in_notebook() else None)
+    is_terminal = sys.stdout.isatty()
+    # A bar's control characters are for a terminal alone, also where FORCE_COLOR is set, as in
+    # the processes of a notebook.
+    return PlainConsole(width=None if is_terminal else _FILE_COLUMNS, force_terminal=is_terminal)

@@ -1,9 +1,10 @@
-"""Show what a command prints in a notebook's cell: how far it is, and the log, folded."""
+"""Show in a notebook's cell how far a command is, its log, folded, and the user's own errors."""
 
+import contextlib
 import html
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -11,6 +12,8 @@ from runner.utils.terminal import in_notebook, sanitize
 
 # Seconds between two updates of a cell; a notebook's page would be slow with more of them.
 _UPDATE_SECONDS = 0.5
+_HIDDEN_FILES = (__file__.removesuffix("utils/notebook_log.py"), contextlib.__file__)
+"""How the files begin whose frames a notebook does not show: the runner's."""
 
 
 class NotebookLog(io.StringIO):
@@ -20,7 +23,7 @@ class NotebookLog(io.StringIO):
         super().__init__()
         self._title = ""
         self._bar = ""
-        self._shown_at = 0.0
+        self._next_at = 0.0
         self._handle: Any = None
 
     def write(self, text: str) -> int:
@@ -33,21 +36,21 @@ class NotebookLog(io.StringIO):
         """Set the line that the text is folded under, in place of its last one."""
         self._title = title
 
-    def show_bar(self, percent: float, text: str) -> None:
-        """Show a bar in place of the one before."""
-        bar = f'<progress value="{percent:.0f}" max="100"></progress>'
-        self._bar = f"{bar} {html.escape(sanitize(text))}"
+    def show_bar(self, text: str, percent: float | None = None) -> None:
+        """Show a line in place of the one before, beside a bar where a percentage is given."""
+        bar = "" if percent is None else f'<progress value="{percent:.0f}" max="100"></progress> '
+        self._bar = bar + html.escape(sanitize(text))
         self.show()
 
     def show(self, is_last: bool = False) -> None:
         """Show the text and the bar, if the last time is long ago; at last without the bar."""
         text = self.getvalue().strip()
-        if not text or (monotonic() - self._shown_at < _UPDATE_SECONDS and not is_last):
+        if not (text or self._bar) or (monotonic() < self._next_at and not is_last):
             return
         from IPython.display import HTML, display
 
-        self._shown_at = monotonic()
-        title = html.escape(sanitize(self._title) or text.splitlines()[-1])
+        self._next_at = monotonic() + _UPDATE_SECONDS
+        title = html.escape(sanitize(self._title) or text.rpartition("\n")[2] or "log")
         log = f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>"
         page = HTML(log if is_last else self._bar + log)
         if self._handle is None:
@@ -56,15 +59,36 @@ class NotebookLog(io.StringIO):
             self._handle.update(page)
 
 
-@contextmanager
+def _traceback_of_user(error: Exception) -> list[str]:
+    """Return what IPython shows for an error: its traceback without the frames of the runner."""
+    from IPython import get_ipython
+
+    link: Any = error.__traceback__  # its first frame is IPython's own
+    while link.tb_next:
+        if link.tb_next.tb_frame.f_code.co_filename.startswith(_HIDDEN_FILES):
+            link.tb_next = link.tb_next.tb_next
+        else:
+            link = link.tb_next
+    tracebacks: Any = get_ipython().InteractiveTB  # pyright: ignore[reportOptionalMemberAccess]
+    return tracebacks.structured_traceback(type(error), error, error.__traceback__)
+
+
+@contextlib.contextmanager
 def folded_log() -> Iterator[NotebookLog]:
-    """Return a context in which a notebook's cell shows stdout as a folded log."""
+    """Return a context in which a notebook's cell shows stdout as a folded log.
+
+    An error is shown without the frames of the runner; one of the runner has its own way.
+    """
     log = NotebookLog()
     if not in_notebook():
         yield log
         return
     try:
-        with redirect_stdout(log):
+        with contextlib.redirect_stdout(log):
             yield log
+    except Exception as error:
+        if not hasattr(error, "_render_traceback_"):
+            vars(error)["_render_traceback_"] = partial(_traceback_of_user, error)
+        raise
     finally:
         log.show(is_last=True)

@@ -1,6 +1,7 @@
 """A notebook trains the classes and objects of its own cells, and shows progress and the report."""
 
 import re
+from typing import ClassVar
 
 import nbformat
 import pytest
@@ -57,7 +58,35 @@ class Interrupt(runner.RunCallback):
 runner.sweep(["seed=0,1,2", "train.max_steps=4", "train.log_every=1", "tracking=none"],
              model=Net, data=data, out="stopped", callbacks=[Interrupt])
 """
-SOURCES = (CLASSES, RUN, SWEEP, NAMED, REFUSED, STOPPED)
+LATE = """
+calls = 0
+
+class Late(Net):
+    def forward(self, x):
+        global calls
+        calls += 1
+        return helper(x) if calls == 12 else super().forward(x)
+
+def helper(x):
+    raise ValueError("my own mistake")
+
+runner.run(["train.max_steps=40", "tracking=none"], model=Late, data=data)
+"""
+PROCESSES = """
+runner.sweep(["seed=0,1", "train.max_steps=2", "tracking=none"])
+"""
+SOURCES = (CLASSES, RUN, SWEEP, NAMED, REFUSED, STOPPED, PROCESSES, LATE)
+
+
+class Client(NotebookClient):
+    """Executes the cells, and keeps each page that one of them has shown meanwhile."""
+
+    shown: ClassVar = []
+
+    def process_message(self, message, cell, index):
+        html = message["content"].get("data", {}).get("text/html", "")
+        self.shown.append((index, html))
+        return super().process_message(message, cell, index)
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +94,11 @@ def notebook(tmp_path_factory):
     """The cells of a notebook after their execution by a real kernel."""
     cells = [nbformat.v4.new_code_cell(source) for source in SOURCES]
     for cell, source in zip(cells, SOURCES, strict=True):
-        if source in (REFUSED, STOPPED):
+        if source in (REFUSED, STOPPED, LATE):
             cell.metadata["tags"] = ["raises-exception"]
     book = nbformat.v4.new_notebook(cells=cells)
     folder = tmp_path_factory.mktemp("notebook")
-    client = NotebookClient(book, timeout=300, kernel_name="python3")
+    client = Client(book, timeout=300, kernel_name="python3")
     try:
         client.execute(cwd=str(folder))
     except CellExecutionError as error:
@@ -121,7 +150,7 @@ def test_a_class_of_the_notebook_can_be_named_as_a_target(notebook):
 def test_errors_are_shown_without_frames(notebook):
     cells, _ = notebook
     (refused,), (stopped,) = (
-        [o.traceback for o in cell.outputs if o.output_type == "error"] for cell in cells[4:]
+        [o.traceback for o in cell.outputs if o.output_type == "error"] for cell in cells[4:6]
     )
     assert len(refused) == len(stopped) == 1
     assert refused[0].startswith("ConfigError: ")
@@ -130,3 +159,27 @@ def test_errors_are_shown_without_frames(notebook):
     resume = f"runner.sweep(['sweep.resume=stopped'], {objects})"
     assert stopped == [f"Interrupted: Stopped by SIGINT. Resume with: {resume}"]
     assert "2 of the sweep&#x27;s 3 jobs had not begun" in pages(cells[5])[0]
+
+
+def test_jobs_in_processes_of_their_own_show_how_far_the_sweep_is(notebook):
+    cells, _ = notebook
+    shown = "".join(page for index, page in Client.shown if index == 6)
+    assert "job 1 of 2  32-true seed=0<details>" in shown
+    log, report = pages(cells[6])
+    text = folded(log)[1]
+    assert "\x1b" not in text
+    lines = re.findall(r"^job (\d) of 2  32-true seed=(\d) .* finished", text, re.M)
+    assert lines == [("1", "0"), ("2", "1")]
+    assert text.count("examples/s ┃") == 1
+    assert report.startswith("<iframe")
+
+
+def test_an_error_of_the_users_own_code_is_shown_with_its_own_frames(notebook):
+    cells, _ = notebook
+    (error,) = [o for o in cells[7].outputs if o.output_type == "error"]
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
+    assert re.findall(r"in (\S+)\(", text)[-2:] == ["Late.forward", "helper"]
+    assert "Cell In[8], line 13" in text
+    assert "ValueError: my own mistake" in text
+    assert "/runner/" not in text
+    assert "contextlib.py" not in text

@@ -261,6 +261,9 @@ def test_a_job_lost_with_its_process_is_reported_and_the_others_run(main, jobs):
     assert (lost["status"], well["status"]) == ("failed", "finished")
     assert lost["error"].startswith("Its LocalJob ")
     assert "32-true model.how=lost: Its LocalJob" in done.stdout
+    line = r"^job 2 of 2  32-true model.how=lost +failed, its log is in \S+/0: Its LocalJob"
+    before_table, _ = done.stdout.split("┏", 1)
+    assert re.search(line, before_table, re.MULTILINE)
     assert well["label"] == "32-true model.how=well"
     wait_for(lambda: len(living(jobs)) <= 1)
 

@@ -94,7 +94,7 @@ def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, 
     ids = [json.loads((folder / str(n) / "journal.state").read_text())["run_id"] for n in (0, 1)]
     done = main("sweep.resume=last", uri, "tracking.patience=30")
     assert done.rc == 0, done.stderr
-    assert "finished before" in done.stdout
+    assert "16-mixed seed=0: finished before\n" in done.stdout
     (step,) = re.findall(r"resumed at step (\d+) of 12", done.stdout)
     assert 6 <= int(step) < 12
     assert (folder / "0" / "result.json").read_bytes() == before

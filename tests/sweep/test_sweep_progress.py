@@ -93,6 +93,18 @@ def test_a_job_that_was_stopped_has_not_ended(sweep, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("job 2 of 2  b ")
 
 
+def test_the_line_of_a_job_that_printed_elsewhere_says_why_it_failed_and_where_its_log_is(
+    sweep, capsys
+):
+    folder = sweep([1.0, 1.0, 1.0], jobs=3)
+    failed = replace(finished("b"), folder=str(folder), status="failed", error="killed\nmore")
+    failed.write(folder)
+    print_job_line(folder, 2, is_elsewhere=True)
+    line = capsys.readouterr().out
+    assert line.startswith("job 2 of 3  b ")
+    assert line.endswith(f"failed, its log is in {folder}: killed\n")
+
+
 def test_the_line_of_a_trial_says_why_it_failed(sweep, tmp_path, capsys):
     folder = sweep([1.0], budget_end_ms=NOW)
     (tmp_path / ADVICE).write_text(json.dumps({}))

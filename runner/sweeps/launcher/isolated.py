@@ -6,7 +6,8 @@ Hydra calls IsolatedLauncher, which runs the jobs through a JobRunner.
 import atexit
 import math
 import signal
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import NamedTuple, final
@@ -19,6 +20,7 @@ from omegaconf import DictConfig
 from runner.config.hydra_plugins import register
 from runner.config.invocation import override_texts
 from runner.modes.result import RunResult
+from runner.sweeps.job_result import job_invocation, job_words, record_result
 from runner.sweeps.launcher.job_process import ForkServerClient, JobProcess
 from runner.sweeps.launcher.job_request import (
     JobRequest,
@@ -27,11 +29,13 @@ from runner.sweeps.launcher.job_request import (
     job_hydra_config,
 )
 from runner.sweeps.launcher.stop_requests import StopRequests
+from runner.sweeps.sweep_progress import job_label, print_job_line
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.writer_process import JobJournal, shared_writer
 from runner.utils.errors import ConfigError
 from runner.utils.layout import RESULT
-from runner.utils.terminal import print_error, sanitize
+from runner.utils.notebook_log import NotebookLog
+from runner.utils.terminal import one_line
 
 GRACE_SECONDS = 10.0
 """Time that jobs have to end after the second signal, before they are killed."""
@@ -89,6 +93,7 @@ class JobRunner:
         self._has_failed_fast = False
         self._running: dict[int, _RunningJob] = {}
         self._unsaved_journals: list[JournalStatus] = []
+        self._label: Callable[[], str] = str
 
     def run(self, jobs: Iterator[DictConfig]) -> Sequence[JobReturn]:
         """Run jobs, and return what Hydra expects of each, in order of their numbers.
@@ -144,6 +149,8 @@ class JobRunner:
             for running in self._running.values():
                 running.journal.find()
             shared_writer().keep_alive()
+            if isinstance(sys.stdout, NotebookLog):
+                sys.stdout.show_bar(self._label())
             if stop.seconds_since_second_signal() > GRACE_SECONDS:
                 self._forward([signal.SIGKILL])
             # A list of its own: _finish removes the job from those that run.
@@ -182,12 +189,16 @@ class JobRunner:
         if not config.hydra.callbacks.sweep.resume:
             # A result of another sweep in the same folder would be taken for this job's.
             (folder / RESULT).unlink(missing_ok=True)
-        prefix = f"[job {number}] " if self._jobs_at_once > 1 else ""
+        with job_hydra_config(config):
+            name = one_line(" ".join(job_words()))
+        prefix = f"[{name}] " if self._jobs_at_once > 1 else ""
         request = JobRequest.from_config(config, self._jobs_at_once)
         journal = JobJournal(folder)
         earlier = _result_version(folder)
         process = JobProcess(shared_fork_server(), selector, request, prefix)
         self._running[number] = _RunningJob(process, journal, config, earlier)
+        if isinstance(sys.stdout, NotebookLog):
+            self._label = job_label(Path(config.hydra.sweep.dir), name)
 
     def _finish(self, number: int, stop: StopRequests) -> JobReturn:
         """Return what Hydra expects of an ended job, and record its death if it has no result."""
@@ -201,30 +212,24 @@ class JobRunner:
         is_own = version != job.earlier_result or job.process.exit_status == 0
         if version is not None and is_own:
             return job_return(job.config, RunResult.read(folder))
-        # It died.
-        from runner.modes import notes
-        from runner.sweeps.job_result import job_invocation, record_result
-        from runner.sweeps.sweep_progress import print_job_line
+        sent = [signal.SIGTERM] if self._has_failed_fast else []
+        self._record_dead_job(job, [*stop.received_signals, *sent])
+        return job_return(job.config)
 
-        stop_signals = [*stop.received_signals]
-        if self._has_failed_fast:
-            stop_signals.append(signal.SIGTERM)
-        reason = job.process.death_reason(stop_signals)
-        stopped = bool(stop_signals)
-        if stopped:
-            print(sanitize(f"job {number}: {reason}"), flush=True)
-        else:
-            print_error(f"job {number}: {reason}")
-        with job_hydra_config(job.config):
-            record_result(job.config, folder, "stopped" if stopped else "failed", reason)
-            print_job_line(folder)
+    def _record_dead_job(self, job: _RunningJob, signals: Collection[int]) -> None:
+        """Print why a job died, write it to the job's result, and end the job's MLflow run."""
+        from runner.modes import notes
+
+        config = job.config
+        reason = job.process.death_reason(signals)
+        with job_hydra_config(config):
+            record_result(config, job_folder(config), "stopped" if signals else "failed", reason)
+            print_job_line(job_folder(config), is_elsewhere=True)
             command = job_invocation(sweeping=True).command_text()
-        status = "KILLED" if stopped else "FAILED"
-        note = notes.failed_note(command, status, reason)
-        journal = job.journal.end(status, reason, note)
+        status = "KILLED" if signals else "FAILED"
+        journal = job.journal.end(status, reason, notes.failed_note(command, status, reason))
         if journal is not None:
             self._unsaved_journals.append(journal)
-        return job_return(job.config)
 
 
 def _result_version(folder: Path) -> int | None:
@@ -333,5 +338,4 @@ def begin_launch(config: DictConfig, launched: int, at_once: int) -> None:
     if Sweep.current is not None:
         # A search launches its trials in several calls, and says in n_trials how many there are.
         planned = config.hydra.sweeper.get("n_trials", 0)
-        jobs = max(launched, planned)
-        Sweep.current.update_manifest(jobs=jobs, jobs_at_once=at_once)
+        Sweep.current.update_manifest(jobs=max(launched, planned), jobs_at_once=at_once)

@@ -230,7 +230,9 @@ class OutputStream:
         self._unfinished_line = text[end:]
         self.tail = (self.tail + shown)[-_TAIL_CHARACTERS:]
         if self._prefix:
-            shown = "".join(self._prefix + line for line in shown.splitlines(keepends=True))
+            # The line that a job leaves names it.
+            lines = shown.splitlines(keepends=True)
+            shown = "".join(x if x.startswith("job ") else self._prefix + x for x in lines)
         self._target.write(shown)
         self._target.flush()
         return bool(data)

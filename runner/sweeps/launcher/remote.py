@@ -272,17 +272,16 @@ class RemoteLauncher(Launcher):
             stale += [job_folder(jobs[number]) / RESULT for number in existing_jobs]
         for path in stale:
             path.unlink(missing_ok=True)
-        is_ray = bool(self._node.get("ray"))
-        if is_ray:
+        if self._node.get("ray"):
             # Before the signal handlers here: ray.init installs its own for SIGTERM.
             self._start_ray()
         # Ray's processes may have been started before the command, so that MLflow's variables are
         # missing there. Other launchers' processes get the command's environment.
-        prefix = "MLFLOW_" if is_ray else "HYDRA_"
+        shared = ("MLFLOW_", "HYDRA_")
         remote_job = RemoteJob(
             folder=os.getcwd(),  # noqa: PTH109
             path=[*sys.path],
-            environ={key: value for key, value in os.environ.items() if key.startswith(prefix)},
+            environ={key: value for key, value in os.environ.items() if key.startswith(shared)},
             existing_jobs=frozenset(existing_jobs),
             jobs_at_once=_jobs_at_once(self._node, len(jobs)),
             is_child=_launcher_name(self._node) == "JoblibLauncher",
@@ -423,6 +422,7 @@ def _record_missing_results(
         reasons.setdefault(reason, []).append(str(number))
         with job_hydra_config(config):
             record_result(config, folder, "stopped" if stopped else "failed", reason)
+        print_job_line(folder, is_elsewhere=True)
     for reason, numbers in reasons.items():
         print_error(f"job {', '.join(numbers)}: {reason}")
 
@@ -464,8 +464,8 @@ def _run_submitit_jobs(
                         subprocess.run(["scancel", "--state=PENDING", array], check=False)
             for number in [n for n, job in waiting.items() if job.done(force_check=asks_slurm)]:
                 del waiting[number]
-                # What the job itself prints is in a file.
-                print_job_line(job_folder(configs[number]))
+                place = min(configs) + len(configs) - len(waiting)
+                print_job_line(job_folder(configs[number]), place, is_elsewhere=True)
             time.sleep(_SLURM_POLL_SECONDS if asks_slurm else _POLL_SECONDS)
         return [_outcome(job) for job in jobs]
     except Interrupted:

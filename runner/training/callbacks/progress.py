@@ -42,6 +42,9 @@ class ProgressLines(RunCallback):
     def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
         values = evaluation_values(record, self._last)
         widths = [max(len(name), _WIDTH if "/" in name else _SHORT_WIDTH) for name in values]
+        # A terminal would wrap a longer row. The last columns matter least.
+        while self.console.is_terminal and sum(widths) + 2 * len(widths) - 2 > self.console.width:
+            widths.pop()
         header = "  ".join(map(str.rjust, values, widths))
         if header != self._header:
             self._header = header
@@ -144,7 +147,7 @@ class NotebookProgress(ProgressBar):
         steps = f"{task.description}: step {task.completed:.0f} of {task.total}"
         left = f"{format_duration(task.time_remaining)} left" if task.time_remaining else ""
         text = ", ".join(filter(None, (steps, task.fields["loss"], left)))
-        self._log.show_bar(task.percentage, text)
+        self._log.show_bar(text, task.percentage)
         return task
 
 

@@ -3,8 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from runner.training.callbacks.progress import ProgressBar, progress
-from runner.utils.console import JobConsole
+from runner.training.callbacks.progress import ProgressBar, ProgressLines, progress
+from runner.utils.console import JobConsole, plain_console
 
 
 def console(terminal, width=100):
@@ -44,10 +44,10 @@ def test_lines_hold_no_control_characters(printed):
     ]
 
 
-def rows(records, width=80):
-    """The rows about evaluations that a console of a width gets, each after a step."""
-    out = console(False, width)
-    observer = progress(out, 1000, "")
+def rows(records, terminal=False):
+    """The rows about evaluations that a console of 80 columns gets, each after a step."""
+    out = console(terminal, 80)
+    observer = ProgressLines(out)
     for last, evaluated in records:
         if last is not None:
             observer.on_steps((last,), None)
@@ -62,6 +62,20 @@ def test_rows_are_aligned_and_fit_a_terminal_of_80_columns(step, evaluation):
     head, *lines = rows(every)
     assert {len(line) for line in (head, *lines)} == {75}
     assert lines[1].split()[-2:] == ["1048576", "12345"]
+
+
+def test_a_terminal_gets_as_many_columns_of_a_longer_row_as_fit(step, evaluation):
+    metrics = {f"metric_{number}": number / 8 for number in range(8)}
+    records = [(step(2, 4.0), evaluation(2, loss=2.0, **metrics))]
+    head, row = rows(records, terminal=True)
+    assert head.split()[-1] == "val/metric_2"
+    assert row.split() == ["1", "2", "0.5", "2", "0", "0.125", "0.25"]
+    assert rows(records)[0].split()[-1] == "skipped"  # a file gets all of them
+
+
+def test_a_file_gets_no_control_characters_where_colours_are_forced(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in the processes that a notebook starts
+    assert (plain_console().is_terminal, plain_console().width) == (False, 160)
 
 
 def test_a_row_without_a_loss_scale_or_steps(evaluation):
