@@ -76,8 +76,7 @@ def built(name):
     torch.manual_seed(0)
     if name == "own":
         return Mixture()
-    sizes = SIZES | KINDS[name]
-    config = getattr(transformers, f"{name}Config")(**sizes, moe_intermediate_size=48)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **KINDS[name])
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
