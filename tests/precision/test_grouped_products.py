@@ -24,7 +24,7 @@ SIZES |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 DEEPSEEK = {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 DEEPSEEK |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
 KINDS = {"Mixtral": {}, "Qwen3Moe": {}, "DeepseekV3": DEEPSEEK, "GptOss": {}, "Olmoe": {}}
-FLOAT16 = {"loss_scale": {"init_scale": 1024.0}, "cpu_float16": "float32_accumulate"}
+FLOAT16 = {"loss_scale": {"init_scale": 1.0}, "cpu_float16": "float32_accumulate"}
 PRECISIONS = {"bf16-mixed": {}, "16-mixed": FLOAT16}
 # Of odd numbers of tokens; in the second all choose the same experts, and none the others.
 TEXTS = (torch.arange(11).reshape(1, 11), torch.full((1, 11), 5))
@@ -111,7 +111,8 @@ def test_grouped_products_are_in_half_precision_with_the_numbers_of_a_loop(kind,
     # transformers adds up a token's experts in another order, and in float32.
     eps = torch.finfo(half).eps
     assert abs(loss / expected[0] - 1) < eps
-    for parameter, gradient in expected[1].items():
+    for parameter in (name for name in gradients if "experts" in name):
+        gradient = expected[1][parameter]
         assert (gradients[parameter] - gradient).norm() <= 8 * eps * gradient.norm(), parameter
 
 

@@ -81,7 +81,7 @@ CASES = {
     "mm no columns inside": Case(torch.mm, ((3, 0), (0, 4))),
     "bmm": Case(torch.bmm, ((3, 5, 20), (3, 20, 6))),
     "bmm no batch": Case(torch.bmm, ((0, 5, 20), (0, 20, 6))),
-    "grouped": Case(grouped, ((9, 40), (3, 40, 6))),
+    "grouped": Case(grouped, ((9, 40), (3, 40, 8))),
     "addmm": Case(torch.addmm, ((7,), (5, 40), (40, 7))),
     "addmm alpha beta": Case(
         lambda *t: torch.addmm(*t, beta=0.5, alpha=-2.0), ((5, 7), (5, 40), (40, 7))
