@@ -45,7 +45,7 @@ def _operator_name(kernel: Any) -> str:
     return kernel._schema.name.split("::")[1].strip("_")
 
 
-_PRODUCTS = ("mm", "bmm", "int_mm", "grouped_mm", "linear", "mv", "dot")
+_PRODUCTS = ("mm", "bmm", "int_mm", "grouped_mm", "grouped_mm_fallback", "linear", "mv", "dot")
 _PRODUCTS_ADDED = ("addmm", "baddbmm", "addbmm", "addmm_activation", "addmv")
 """Products that are added to their first argument."""
 

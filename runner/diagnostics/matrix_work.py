@@ -99,15 +99,10 @@ def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
     if flops <= (1 - MIN_ASKED_SHARE) * sum(work.values()):
         return ""
     places = [f"{name} ({first_names(sorted(modules), 2)})" for name, modules in other.items()]
-    text = (
+    return (
         f"{format_percent(flops / sum(work.values()))} of the matrix work was not in "
         f"{precision.compute_format}: {first_names(places, 3)}."
     )
-    # transformers' kernel for all experts at once, which no autocast casts.
-    is_fused = any(name.startswith("grouped_mm") for name in other)
-    if is_fused and hasattr(getattr(probe.model, "config", None), "_experts_implementation"):
-        text += " Type +model.config._experts_implementation=eager to have it cast."
-    return text
 
 
 def _casts_caveat(model: nn.Module, precision: Precision) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 import torch
 from torch import nn
 
+from runner.precision.casting import grouped_casts
 from runner.precision.emulation.cpu_kernels import (
     KernelChoice,
     choose_kernels,
@@ -75,6 +76,8 @@ def wanted_switches(precision: "Precision", model: nn.Module, device: torch.devi
     replaced = set[Hashable]()
     if device.type == "cpu" and getattr(precision, "emulate", False):
         replaced.add("cuda_casts")
+    if precision.compute is not precision.storage:
+        replaced.add("grouped_casts")
     if emulates and precision.compute is torch.float32:
         # torch's own switch is off: the emulation rounds the operands, and sums are float32.
         matmul = "highest"
@@ -87,7 +90,7 @@ def wanted_switches(precision: "Precision", model: nn.Module, device: torch.devi
             replaced.add(precision.compute)
     concerning: set[Hashable] = {"tf32", precision.storage, precision.compute}
     if precision.compute is not precision.storage:
-        concerning.add("cuda_casts")  # without autocast they change nothing
+        concerning |= {"cuda_casts", "grouped_casts"}  # without autocast they change nothing
     return Switches(matmul, precision.reduced_precision_reduction, replaced, concerning, kernels)
 
 
@@ -100,8 +103,10 @@ def switched(switches: Switches, model: nn.Module) -> Iterator[None]:
         for key in switches.replacements:
             if isinstance(key, torch.dtype):
                 stack.enter_context(float32_accumulate(key))
+            elif key == "tf32":
+                stack.enter_context(tf32_products(model))
             else:
-                stack.enter_context(tf32_products(model) if key == "tf32" else cuda_casts())
+                stack.enter_context(cuda_casts() if key == "cuda_casts" else grouped_casts())
         yield
 
 

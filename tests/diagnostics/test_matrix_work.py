@@ -26,16 +26,19 @@ class Products(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two experts in one kernel, which no autocast casts, beside a layer that it casts."""
+    """Two experts in one kernel, under autocast or outside it, beside a layer under it."""
 
-    def __init__(self):
+    def __init__(self, autocasts):
         super().__init__()
+        self.autocasts = autocasts
         self.line = nn.Linear(16, 16)
         self.experts = nn.Parameter(torch.randn(2, 16, 48))
 
     def forward(self, x):
         ends = torch.tensor([2, len(x)], dtype=torch.int32)
-        return torch._grouped_mm(self.line(x).float(), self.experts, offs=ends)
+        hidden = self.line(x).float()
+        with torch.autocast("cpu", enabled=self.autocasts):
+            return torch._grouped_mm(hidden, self.experts, offs=ends)
 
 
 class Norm(nn.Module):
@@ -85,8 +88,11 @@ def test_complex_products_and_layers_that_a_model_declares_float32_count_as_aske
     assert not found.caveats
 
 
-def test_experts_that_autocast_leaves_in_float32_are_named_with_their_share():
-    _, found = watched(Experts(), "bf16-mixed", torch.randn(4, 16))
+def test_experts_that_compute_in_float32_are_named_with_their_share():
+    assert (
+        watched(Experts(True), "bf16-mixed", torch.randn(4, 16))[1].matrix_work == "100.0% bfloat16"
+    )
+    _, found = watched(Experts(False), "bf16-mixed", torch.randn(4, 16))
     # 16 x 48 products a row beside 16 x 16.
     assert found.matrix_work == "75.0% float32, 25.0% bfloat16"
     text = "75.0% of the matrix work was not in bfloat16: grouped_mm in float32 ((model))."

@@ -53,7 +53,9 @@ _active: dict[Hashable, tuple[int, torch.library.Library]] = {}
 
 
 @contextmanager
-def replace_kernels(key: Hashable, make_kernels: Callable[[], Kernels]) -> Iterator[None]:
+def replace_kernels(
+    key: Hashable, make_kernels: Callable[[], Kernels], namespace: str = "aten"
+) -> Iterator[None]:
     """Register other kernels while the context is open.
 
     They are process-wide: every thread and every forked worker has them, which the autograd engine
@@ -66,10 +68,11 @@ def replace_kernels(key: Hashable, make_kernels: Callable[[], Kernels]) -> Itera
     Args:
         key: identifies the kernels among the open contexts.
         make_kernels: returns the kernels; called once, while PyTorch's own are in place.
+        namespace: of the operators, which may be defined later.
     """
     with _lock:
         if key not in _active:
-            _active[key] = 0, _install(make_kernels())
+            _active[key] = 0, _install(make_kernels(), namespace)
         depth, library = _active[key]
         _active[key] = depth + 1, library
     try:
@@ -89,9 +92,9 @@ def original_kernel(name: str, key: str = "CPU") -> BoxedKernel:
     return torch.library.get_kernel(f"aten::{name}", key).call_boxed
 
 
-def _install(kernels: Kernels) -> torch.library.Library:
+def _install(kernels: Kernels, namespace: str) -> torch.library.Library:
     """Register kernels and return the library that holds them: active until it is destroyed."""
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library(namespace, "IMPL")
     try:
         with warnings.catch_warnings():
             # torch before 2.12 warns of each override.

@@ -25,13 +25,13 @@ _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpos
 conv_transpose2d.input conv_transpose3d.input prelu addmm addmv addr matmul einsum mm mv linear
 linalg_vecdot addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell lstm_cell
 _thnn_fused_gru_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
-scaled_dot_product_attention _cudnn_rnn cudnn_convolution cudnn_convolution_transpose
+scaled_dot_product_attention _cudnn_rnn cudnn_convolution cudnn_convolution_transpose _grouped_mm
 """
 _WIDEST = """
 addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """
 LOWER_PRECISION = frozenset(_LOWER_PRECISION.split())
-"""Operators whose arguments CUDA's list casts to half precision."""
+"""Operators whose arguments CUDA's list casts to half precision, and casting.grouped_casts."""
 WIDEST = frozenset(_WIDEST.split())
 """Operators whose arguments it casts to the widest dtype among them."""
 # The others of the list are in float32: their arguments, or, where they have an argument dtype, the

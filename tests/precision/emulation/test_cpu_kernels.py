@@ -55,6 +55,10 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.detach())
 
 
+def grouped(x: Tensor, weights: Tensor) -> Tensor:
+    return torch._grouped_mm(x, weights, offs=torch.tensor([4, 4, 9], dtype=torch.int32))
+
+
 def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v)
@@ -77,6 +81,7 @@ CASES = {
     "mm no columns inside": Case(torch.mm, ((3, 0), (0, 4))),
     "bmm": Case(torch.bmm, ((3, 5, 20), (3, 20, 6))),
     "bmm no batch": Case(torch.bmm, ((0, 5, 20), (0, 20, 6))),
+    "grouped": Case(grouped, ((9, 40), (3, 40, 8))),
     "addmm": Case(torch.addmm, ((7,), (5, 40), (40, 7))),
     "addmm alpha beta": Case(
         lambda *t: torch.addmm(*t, beta=0.5, alpha=-2.0), ((5, 7), (5, 40), (40, 7))
@@ -155,7 +160,9 @@ def test_an_operator_agrees_with_the_native_kernel(case: Case) -> None:
         assert close(mine, theirs), index
 
 
-@pytest.mark.parametrize("name", ["mm", "addmm alpha beta", "bmm", "conv2d", "transposed", "fold"])
+@pytest.mark.parametrize(
+    "name", ["mm", "grouped", "addmm alpha beta", "bmm", "conv2d", "transposed", "fold"]
+)
 def test_an_operator_rounds_the_result_of_the_float32_kernel(name: str) -> None:
     wide = [t.half() for t in results(CASES[name], torch.float32)]
     with float32_accumulate():
