@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -82,10 +83,28 @@ def _grouped_kernel(namespace: str, name: str, key: str) -> BoxedKernel:
             args = tuple(_autocast_operand(value, half) for value in args)
         # Defined once its library is imported.
         operator = getattr(getattr(torch.ops, namespace), name)
+        args, width = _aligned(*args)
         with torch._C._ExcludeDispatchKeyGuard(autocast_key):
-            return operator(*args)
+            return operator(*args)[..., :width]
 
     return run
+
+
+def _aligned(rows: Tensor, weight: Tensor, *rest: Any) -> tuple[tuple[Any, ...], int]:
+    """Return the arguments of a grouped product in half precision, padded with zeros to the sizes
+    that its kernels take, and the width of its output.
+
+    Args:
+        rows: [..., contracted].
+        weight: [experts, contracted, width].
+        rest: the other arguments.
+    """
+    width = weight.shape[-1]
+    contracted_missing, width_missing = -rows.shape[-1] % 8, -width % 8
+    if rows.itemsize == 2 and weight.ndim == 3 and (contracted_missing or width_missing):
+        rows = F.pad(rows, (0, contracted_missing))
+        weight = F.pad(weight, (0, width_missing, 0, contracted_missing))
+    return (rows, weight, *rest), width
 
 
 def _autocast_operand(value: Any, half: torch.dtype) -> Any:

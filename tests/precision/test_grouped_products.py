@@ -153,3 +153,16 @@ def test_grouped_products_are_cast_while_the_context_is_open_alone(orders):
         assert wide.dtype is torch._grouped_mm(x, weights, offs=ends).dtype is torch.float32
     assert dtypes() == {torch.float32}
     assert settings.cache_key_tag == tag
+
+
+def test_sizes_that_the_kernel_does_not_take_are_padded():
+    x, weights, ends = torch.randn(5, 12), torch.randn(2, 12, 20), torch.tensor([2, 5]).int()
+    x.requires_grad_()
+    with grouped_casts(), torch.autocast("cpu", dtype=torch.bfloat16):
+        output = torch._grouped_mm(x, weights, offs=ends)
+        expected = torch.cat([x[:2] @ weights[0], x[2:] @ weights[1]])
+    assert_same(output, expected)
+    (output * expected.detach()).sum().backward()
+    gradient, x.grad = x.grad, None
+    (expected * expected.detach()).sum().backward()
+    assert_same(gradient, x.grad)
