@@ -39,8 +39,8 @@ from runner.utils.tensors import stored_bytes, tensor_bytes
 
 WIDTH = 1024
 STEPS = 2  # of a round
-EMULATED = ("tf32", "float8", "transformer-engine")
-EMULATED_NARROW = ("transformer-engine", "float8")
+EMULATED = ("tf32", "float8", "torchao-", "transformer-engine")
+EMULATED_NARROW = ("transformer-engine", "float8", "torchao-")
 OPTIMIZERS = ("Adam8bit", "AdamW8bit", "Lion8bit", "AdamW4bit", "AdamWFp8")
 
 

@@ -11,7 +11,7 @@ from runner.utils.layout import CONFIG
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 DTYPE_PRECISIONS = {
     **dict.fromkeys(("tf32", "tf-32", "tensorfloat"), ("tf32",)),
-    "mxfp8": ("transformer-engine-mxfp8",),
+    "mxfp8": ("transformer-engine-mxfp8", "torchao-mxfp8"),
     "mxfp4": ("transformer-engine-nvfp4",),
     **dict.fromkeys(("bfloat16", "bfloat", "bf16"), ("bf16-mixed", "bf16-true")),
     **dict.fromkeys(("fp8", "float8"), ("transformer-engine", "float8-tensorwise")),

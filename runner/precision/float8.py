@@ -1,6 +1,7 @@
-"""float8-*: torchao's FP8 training products in a bfloat16 model.
+"""float8-* and torchao-mxfp8: torchao's FP8 training products in a bfloat16 model.
 
-torchao's Float8Linear replaces nn.Linear and Conv1D, and scales its operands anew in every step.
+torchao's Float8Linear, or a layer around its product in MXFP8, replaces nn.Linear and Conv1D, and
+scales its operands anew in every step.
 """
 
 import sys
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from runner.precision import options
 from runner.precision.casting import DefaultDtype, autocast_input
 from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
-from runner.precision.conversion import layer_class, replace_in_place
+from runner.precision.conversion import change_class, layer_class, replace_in_place
 from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths
 from runner.utils.errors import Unavailable
@@ -25,15 +26,18 @@ NAME_BY_RECIPE = {
     "tensorwise": "float8-tensorwise",
     "rowwise": "float8-rowwise",
     "rowwise_with_gw_hp": "float8-rowwise-hp",
+    "mxfp8_rceil": "torchao-mxfp8",
+    "mxfp8_rceil_wgrad_with_hp": "torchao-mxfp8",
 }
 WEIGHT_DTYPES = ("float32", "bfloat16")
 SCALED_MM_MULTIPLE = 16  # of every dimension that torch._scaled_mm takes
+MXFP8_MULTIPLE = 32  # numbers that share a scale, along any dimension that a product contracts
 
 
 @final
 @dataclass(eq=False)
 class Float8Precision(ConvertingPrecision):
-    """torchao's Float8Linear for nn.Linear and Conv1D, bfloat16 elsewhere.
+    """torchao's FP8 products for nn.Linear and Conv1D, bfloat16 elsewhere.
 
     A converted layer scales activations, weights and output gradients to FP8 anew in every step
     and accumulates its products in float32; weights stay in float32 or bfloat16.
@@ -41,8 +45,9 @@ class Float8Precision(ConvertingPrecision):
     Args:
         name: label of the run.
         recipe: torchao's: tensorwise (one scale per tensor, gradients in e5m2), rowwise (a scale
-            per row, a power of two, all in e4m3) or rowwise_with_gw_hp (the same, but the weight
-            gradient in bfloat16).
+            per row, a power of two, all in e4m3), rowwise_with_gw_hp (the same, but the weight
+            gradient in bfloat16), mxfp8_rceil (a power of two per 32 numbers along the contracted
+            dimension, all in e4m3) or mxfp8_rceil_wgrad_with_hp.
         weights: float32 (bfloat16 compute through autocast) or bfloat16 (everything in it).
         emulate: round to FP8 and multiply in float32, on any device. Its losses are those of the
             hardware up to the order of summation; its speed means nothing.
@@ -58,7 +63,8 @@ class Float8Precision(ConvertingPrecision):
     Raises:
         ConfigError: a value that is not allowed.
 
-    Source: torchao.float8 (github.com/pytorch/ao, torchao/float8/README.md).
+    Source: torchao.float8 (github.com/pytorch/ao, torchao/float8/README.md), and for MXFP8
+    torchao.prototype.moe_training, whose recipes have these names.
     """
 
     layers_compute_in = "FP8"
@@ -90,6 +96,8 @@ class Float8Precision(ConvertingPrecision):
         self.compute = torch.bfloat16
         # torchao emulates its products itself, and the others are native.
         self.emulated = self.emulate
+        self._is_mx = self.recipe.startswith("mxfp8")
+        self._multiple = MXFP8_MULTIPLE if self._is_mx else SCALED_MM_MULTIPLE
         if not self.has_autocast:
             self._plain_context = DefaultDtype(self.storage)
 
@@ -110,7 +118,9 @@ class Float8Precision(ConvertingPrecision):
         # row in CUTLASS (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
         if not self.emulated:
             remedy = options.emulation_remedy(f"{options.native_half_prefix(device)}-mixed")
-            options.require_capability(self.name, device, (8, 9), remedy)
+            # torchao's kernels that round to MXFP8 are compiled for 10.0 to 10.3.
+            least, limit = ((10, 0), (11, 0)) if self._is_mx else ((8, 9), None)
+            options.require_capability(self.name, device, least, remedy, limit)
         options.require_torchao(self.name)
 
     def find_obstacle(self, module: nn.Module) -> str:
@@ -120,8 +130,9 @@ class Float8Precision(ConvertingPrecision):
         # three products the forward contracts over `in` and yields `out`, the input's gradient the
         # reverse, and the weight's contracts over the rows (pad_rows) and
         # yields `in`. Emulation follows the same rule, to convert the layers that hardware would.
-        if out % SCALED_MM_MULTIPLE or into % SCALED_MM_MULTIPLE:
-            return f"{shape} is not in multiples of {SCALED_MM_MULTIPLE}"
+        # In MXFP8 each of them is contracted in blocks of 32.
+        if out % self._multiple or into % self._multiple:
+            return f"{shape} is not in multiples of {self._multiple}"
         if min(out, into) < self.min_features:
             return f"{shape} is below precision.min_features={self.min_features}"
         # The library refuses to convert a layer with children.
@@ -130,6 +141,13 @@ class Float8Precision(ConvertingPrecision):
         return ""
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
+        if self._is_mx:
+            with suppress_import_warnings():
+                from runner.precision.layers.mxfp8_linear import Mxfp8Linear, Mxfp8Product
+
+            product = Mxfp8Product(self.emulated, self.recipe == "mxfp8_rceil_wgrad_with_hp")
+            change_class(module, Mxfp8Linear, product=product)
+            return
         with suppress_import_warnings():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -100,7 +100,8 @@ def test_experts_that_compute_in_float32_are_named_with_their_share():
 
 
 @pytest.mark.parametrize(
-    ("name", "label"), [("float8-rowwise", "FP8"), ("transformer-engine-nvfp4", "FP4")]
+    ("name", "label"),
+    [("float8-rowwise", "FP8"), ("torchao-mxfp8", "FP8"), ("transformer-engine-nvfp4", "FP4")],
 )
 def test_converted_layers_count_as_their_format_and_kept_ones_as_asked(name, label):
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))

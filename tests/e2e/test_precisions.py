@@ -47,6 +47,7 @@ COMPUTES = {
     "float8-tensorwise": ("Float8Linear", "float32", "float8_e4m3fn"),
     "float8-rowwise": ("Float8Linear", "float32", "float8_e4m3fn"),
     "float8-rowwise-hp": ("Float8Linear", "float32", "float8_e4m3fn"),
+    "torchao-mxfp8": ("Mxfp8Linear", "float32", "float8_e4m3fn"),
     "transformer-engine": ("TELinear", "bfloat16", "float32"),
     "transformer-engine-current": ("TELinear", "bfloat16", "float32"),
     "transformer-engine-block": ("TELinear", "bfloat16", "float32"),

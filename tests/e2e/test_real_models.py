@@ -74,6 +74,7 @@ PRECISIONS = {
     "float8-tensorwise": ("t5",),
     "float8-rowwise": ("gpt2", "bert-token"),
     "float8-rowwise-hp": ("timm-vit",),
+    "torchao-mxfp8": ("llama",),
     "transformer-engine": ("gpt2", "bert-sequence"),
     "transformer-engine-current": ("vit",),
     "transformer-engine-block": ("llama",),
@@ -92,8 +93,8 @@ FAMILIES = {
     "transformer-engine-nvfp4": "timm-vit",
 }
 """The architecture in which each family of precisions is tried first."""
-CONVERTS = ("bnb-", "float8-", "qat-", "transformer-engine")
-EMULATED = ("tf32", "float8-", "transformer-engine")
+CONVERTS = ("bnb-", "float8-", "qat-", "torchao-", "transformer-engine")
+EMULATED = ("tf32", "float8-", "torchao-", "transformer-engine")
 CASES = [
     pytest.param(
         name, precision, marks=() if FAMILIES.get(precision) == name else pytest.mark.extended

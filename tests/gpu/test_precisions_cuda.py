@@ -37,7 +37,7 @@ UNIT = {
     "nvfp4": 2**-2,
     "qat-nvfp4": 2**-2,
 }
-FP8 = ("float8-", "transformer-engine")
+FP8 = ("float8-", "torchao-", "transformer-engine")
 DEVICE = torch.device("cuda", 0)
 
 

@@ -15,6 +15,7 @@ KINDS = {
     "int8 that trains": ("bnb-int8-training", {"compute_dtype": "float32"}),
     "float8 by tensor": ("float8-tensorwise", {"weights": "bfloat16"}),
     "float8 by row": ("float8-rowwise", {}),
+    "float8 by block": ("torchao-mxfp8", {}),
     "delayed scaling": ("transformer-engine", {}),
     "current scaling": ("transformer-engine-current", {}),
     "norm fused with linear": ("transformer-engine-current", {"fuse": True}),
@@ -43,23 +44,23 @@ unpacked_kinds = pytest.mark.parametrize("kind", UNPACKED)
 kinds_that_skip_tied_weights = pytest.mark.parametrize("kind", [*PACKED, *ROUNDED])
 kinds_that_take_tied_weights = pytest.mark.parametrize("kind", sorted({*UNPACKED} - {*ROUNDED}))
 
-X = torch.linspace(-1, 1, 3 * 80).view(3, 80)
+X = torch.linspace(-1, 1, 3 * 96).view(3, 96)
 
 
 def plain_model(seed=0):
     """Return a model with two linear layers.
 
-    80 is a multiple of 16 and not of 64, where bitsandbytes' own kernel on CPUs is wrong.
+    96 is a multiple of 32 and not of 64, where bitsandbytes' own kernel on CPUs is wrong.
     """
     torch.manual_seed(seed)
-    parts = {"body": nn.Linear(80, 48), "norm": nn.LayerNorm(48), "head": nn.Linear(48, 48)}
+    parts = {"body": nn.Linear(96, 32), "norm": nn.LayerNorm(32), "head": nn.Linear(32, 32)}
     return nn.Sequential(OrderedDict(parts))
 
 
 def tied_model():
     """Return a model whose last two layers share their weight."""
     model = plain_model()
-    model.add_module("twin", nn.Linear(48, 48))
+    model.add_module("twin", nn.Linear(32, 32))
     model.twin.weight = model.head.weight
     return model
 

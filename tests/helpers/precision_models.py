@@ -11,7 +11,7 @@ from runner.training.tasks.classification import Classification
 from runner.utils.errors import Unavailable
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
-EMULATED = ("tf32", "float8", "transformer-engine")
+EMULATED = ("tf32", "float8", "torchao-", "transformer-engine")
 DELAYED_SCALING = ("transformer-engine", "transformer-engine-float16")
 
 

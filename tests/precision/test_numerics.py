@@ -39,6 +39,7 @@ UNIT = {
     "float8-tensorwise": 2**-4,
     "float8-rowwise": 2**-4,
     "float8-rowwise-hp": 2**-4,
+    "torchao-mxfp8": 2**-4,
     "tf32": 2**-11,
     "transformer-engine": 2**-4,
     "transformer-engine-current": 2**-4,
@@ -140,5 +141,5 @@ def test_the_first_loss_is_float32s_and_training_lowers_it(name, exact):
     usual = "bfloat16" if name.startswith("transformer-engine") else "float32"
     assert STORES.get(name, usual) in row["stores"].split()
     computes = COMPUTES.get(name, {"bfloat16"})
-    if not name.startswith(("float8", "transformer-engine")):
+    if not name.startswith(("float8", "torchao-", "transformer-engine")):
         assert computes <= set(row["computes"].split())

@@ -72,10 +72,13 @@ OWN = {
     "int4 format=int8": "precision.format=int8 is not what int4 is. Type precision=int8.",
     "float8-tensorwise recipe=delayed weights=half emulate=maybe min_features=0": (
         "precision.recipe=delayed is not known. Allowed: tensorwise, rowwise, "
-        "rowwise_with_gw_hp.\n"
+        "rowwise_with_gw_hp, mxfp8_rceil, mxfp8_rceil_wgrad_with_hp.\n"
         "precision.weights=half is not known. Allowed: float32, bfloat16.\n"
         f"precision.emulate=maybe {SWITCH}\n"
         "precision.min_features=0 must be a whole number from 1."
+    ),
+    "torchao-mxfp8 recipe=rowwise": (
+        "precision.recipe=rowwise is not what torchao-mxfp8 is. Type precision=float8-rowwise."
     ),
     "float8-rowwise recipe=tensorwise": (
         "precision.recipe=tensorwise is not what float8-rowwise is. Type "

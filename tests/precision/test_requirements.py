@@ -54,6 +54,7 @@ REFUSED_WITHOUT_GPU = [
             ("transformer-engine", CPU, "8.9 or higher; this run is on cpu."),
             ("transformer-engine-block", MPS, "9.0 or higher; this run is on mps."),
             ("transformer-engine-mxfp8", CPU, "10.0 or higher, below 12.0; this run is on cpu."),
+            ("torchao-mxfp8", CPU, "10.0 or higher, below 11.0; this run is on cpu."),
         )
     ),
 ]
@@ -97,6 +98,8 @@ REFUSED_ON_GPU = [
     ("bnb-int8", {}, (7, 5), "compute_dtype=bfloat16 needs", "precision.compute_dtype=float16"),
     ("float8-rowwise", {}, (8, 0), "8.9 or higher; cuda:0 (NVIDIA X) has 8.0.", "bf16-mixed"),
     ("float8-rowwise", {}, (7, 5), "cuda:0 (NVIDIA X) has 7.5.", "precision=16-mixed"),
+    ("torchao-mxfp8", {}, (9, 0), "10.0 or higher, below 11.0; cuda:0", f"{EMULATE}bf16-mixed"),
+    ("torchao-mxfp8", {}, (12, 0), "cuda:0 (NVIDIA X) has 12.0.", f"{EMULATE}bf16-mixed"),
     ("transformer-engine", {}, (8, 0), "8.9 or higher; cuda:0 (NVIDIA X) has 8.0.", "bf16-mixed"),
     ("transformer-engine", {}, (7, 5), "has 7.5.", "precision=16-mixed"),
     ("transformer-engine-block", {}, (8, 9), "9.0 or higher", "bf16-mixed"),
@@ -120,9 +123,10 @@ RUNS = [
     *((name, {}, MPS, None) for name in ("32-true", "16-true", "bf16-true")),
     *((f"bnb-{mode}", {}, CPU, None) for mode in ("nf4", "fp4-dq", "int8", "int8-training")),
     *((name, {}, device, (8, 0)) for name in WEIGHT_FORMATS for device in (CPU, CUDA)),
-    ("float8-rowwise", {"emulate": True}, CPU, None),
+    *((name, {"emulate": True}, CPU, None) for name in ("float8-rowwise", "torchao-mxfp8")),
     ("float8-rowwise", {"emulate": True}, CUDA, (8, 0)),
     *(("float8-rowwise", {}, CUDA, capability) for capability in ((8, 9), (9, 0), (12, 0))),
+    *(("torchao-mxfp8", {}, CUDA, capability) for capability in ((10, 0), (10, 3))),
     ("32-true", {}, CUDA, (7, 0)),
     ("tf32", {}, CUDA, (8, 0)),
     *((name, {}, CUDA, (7, 5)) for name in ("32-true", "64-true", "16-true", "16-mixed")),

@@ -27,12 +27,12 @@ NATIVE = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"
 TE = ("current", "block", "mxfp8", "nvfp4", "float16")
 EMULATED = (
     *("tf32", "transformer-engine", *(f"transformer-engine-{recipe}" for recipe in TE)),
-    *("float8-tensorwise", "float8-rowwise", "float8-rowwise-hp"),
+    *("float8-tensorwise", "float8-rowwise", "float8-rowwise-hp", "torchao-mxfp8"),
 )
 TRAINED = (*NATIVE, *EMULATED, "bnb-int8-training", "qat-int4", "qat-int8", "qat-nvfp4")
 FROZEN = ("bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-fp4-dq", "bnb-int8")
 """Packed weights do not train; norms, biases and embeddings do."""
-CONVERTS = ("transformer-engine", "float8-", "bnb-", "qat-")
+CONVERTS = ("transformer-engine", "float8-", "torchao-", "bnb-", "qat-")
 
 
 PLAIN_RUN = (

@@ -110,7 +110,7 @@ def test_pissa_starts_with_the_largest_singular_vectors(init):
 
 
 def converted(name, node):
-    if not name.startswith(("float8", "transformer")):
+    if not name.startswith(("float8", "torchao-", "transformer")):
         return built(name, node)
     precision = registry.load_precision(name, emulate=True)
     model, _ = precision.convert(seeded())

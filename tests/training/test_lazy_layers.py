@@ -87,7 +87,7 @@ def make_spec(model="Lazy", data="images", meta=META, **changes):
 
 def make(name, spec=None):
     torch.manual_seed(0)
-    emulated = name.startswith(("float8", "transformer")) or name == "tf32"
+    emulated = name.startswith(("float8", "torchao-", "transformer")) or name == "tf32"
     precision = registry.load_precision(name, **({"emulate": True} if emulated else {}))
     return build_model(spec or make_spec(), precision, CPU)
 

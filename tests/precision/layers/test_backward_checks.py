@@ -21,7 +21,7 @@ REPEATABLE = [name for name in HERE if name not in DELAYED_SCALING]
 FIRST_ORDER = [
     name
     for name in HERE
-    if name.startswith(("transformer-engine", "float8")) or name == "bnb-int8-training"
+    if name.startswith(("transformer-engine", "float8", "torchao-")) or name == "bnb-int8-training"
 ]
 # Of qat-*, whose rounding is far above float64's, in test_qat.py.
 TWICE = [
@@ -39,6 +39,7 @@ CHECKPOINTED = (
     "bf16-mixed",
     "transformer-engine-current",
     "float8-rowwise",
+    "torchao-mxfp8",
     "bnb-nf4",
     "bnb-int8-training",
 )

@@ -28,6 +28,7 @@ FP8 = (
     "transformer-engine-nvfp4",
     "float8-tensorwise",
     "float8-rowwise",
+    "torchao-mxfp8",
 )
 PACKED = ("bnb-nf4", "bnb-fp4-dq", "bnb-int8")
 ALL = (*FP8, *PACKED, "bnb-int8-training")
@@ -95,7 +96,9 @@ def check_gradients(conv1d, linear, outputs):
         assert torch.equal(layer.bias.grad, twin.bias.grad)
 
 
-@pytest.mark.parametrize("name", ["transformer-engine-current", "float8-tensorwise"])
+@pytest.mark.parametrize(
+    "name", ["transformer-engine-current", "float8-tensorwise", "torchao-mxfp8"]
+)
 def test_a_converted_conv1d_compiles(name):
     precision, layer = load_precision(name), Conv1D(64, 32)
     layer, _ = precision.convert(layer)
