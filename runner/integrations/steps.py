@@ -223,6 +223,7 @@ class StepRecords:
         self.send()
         for block in self._buffer.flush():
             self._dispatch(block)
+        self._buffer.close()
         for callback in self.callbacks:
             callback.close()
 

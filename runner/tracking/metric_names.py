@@ -27,6 +27,13 @@ METRICS = {
     "fp8/amax/<module>": "largest magnitude in the amax history of the module's input (FP8 with "
     "delayed scaling, at each transfer)",
     "fp8/scale/<module>": "scale in force for the module's input (the same)",
+    "experts/load_max/<module>": "tokens of the layer's busiest expert, relative to an even share: "
+    "1 to the number of experts (mixtures of experts: last micro-batch, at each transfer)",
+    "experts/load_entropy/<module>": "entropy of the experts' shares of the tokens, in nats: its "
+    "largest value, ln of the number of experts, is an even load (the same)",
+    "experts/idle/<module>": "experts that no token chose (the same)",
+    "experts/entropy/<module>": "entropy of the weights of a token's chosen experts, in nats, mean "
+    "over the tokens: at most ln k, 0 where one expert has all the weight (the same)",
     "val/loss": "mean over the labels of the validation set that count (-100 does not)",
     "val/plain_loss": "the mean of the task's own loss, where val/loss is that of task.loss",
     "val/accuracy": "share of right classes, of the labels that count (tasks of classes)",

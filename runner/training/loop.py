@@ -151,6 +151,8 @@ def fit(  # noqa: PLR0913
             with suppress(Exception):  # what ended the loop must not be hidden by its last records
                 yield from blocks.flush()
         raise
+    finally:
+        blocks.close()
 
 
 def _evaluation(

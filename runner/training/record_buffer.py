@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.distributed.strategy import Single, Strategy
+from runner.training.expert_loads import ExpertLoads
 from runner.training.records import DeviceStepRecord, StepRecord, Steps
 from runner.training.state import TrainState
 from runner.training.step_metrics import device_columns
@@ -27,6 +28,7 @@ class RecordBuffer:
 
     def __init__(self, state: TrainState) -> None:
         self.state = state
+        self._expert_loads = ExpertLoads(state.plain_model)
         self._block_start = perf_counter()  # of the first step of the current block
         self._current: list[DeviceStepRecord] = []
         self._sent: deque[HostTransfer] = deque()
@@ -45,7 +47,8 @@ class RecordBuffer:
 
     def send(self) -> None:
         """End the current block and start its copy to the host."""
-        gauges = self.state.precision.gauges(self.state.plain_model)
+        shown = self.state.precision.gauges(self.state.plain_model)
+        gauges = {**shown, **self._expert_loads.gauges()}
         transfer = HostTransfer(self._current, self._block_start, gauges, self.state.strategy)
         self._sent.append(transfer)
         # Without a gap between blocks, the steps' times add up to the time of the loop.
@@ -75,6 +78,10 @@ class RecordBuffer:
         while self._sent:
             yield self._next()
 
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        self._expert_loads.close()
+
     def _next(self) -> Steps:
         block = self._sent.popleft().records(self.state.skipped)
         # None for a precision without a loss scale, which skips no step.
@@ -88,7 +95,7 @@ class HostTransfer:
     Args:
         pending: steps in order, at least one.
         start_time: perf_counter() when the first of them began, in seconds.
-        gauges: what the precision shows at the last of them; scalars on the device.
+        gauges: what the precision and the experts show at the last of them; scalars on the device.
         strategy: the processes that took the steps together; None for one process.
     """
 

@@ -57,7 +57,7 @@ class StepRecord(NamedTuple):
         loss_scale: scale in force during this step; None for a precision without one.
         overflow: 1.0 where this step's gradients were not finite and it was skipped.
         skipped_steps: skipped so far, this one included.
-        gauges: what the precision shows after it; on the last step of a block only.
+        gauges: what the precision and the experts show after it; on the last step of a block only.
         measured: values of further metrics, by field; see step_metrics.py.
         rates: learning rate in force of each named group of parameters; None without any.
     """

@@ -32,7 +32,7 @@ def test_a_stale_table_is_noticed(generate):
 def test_every_metric_that_the_code_logs_is_documented(root):
     code = "\n".join(path.read_text() for path in (root / "runner").rglob("*.py"))
     logged = set(re.findall(r'"((?:train|loss_scale|perf|memory|val|guard|numerics)/\w+)"', code))
-    per_module = {f"{stem}/<module>" for stem in re.findall(r'"(fp8/\w+)/', code)}
+    per_module = {f"{stem}/<module>" for stem in re.findall(r'"((?:experts|fp8)/\w+)/', code)}
     per_set = {"val/<name>/<metric>", "val/<name>", "test/<metric>", "train/<name>"}
     per_group = {f"{stem}/<group>" for stem in re.findall(r'"(lr)/', code)}
     assert logged | per_module | per_set | per_group == set(METRICS)
