@@ -13,6 +13,7 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import KeptInFloat32
+from runner.precision.layers.experts import Experts
 from runner.utils.formatting import first_names, format_percent
 from runner.utils.tensors import dtype_name
 
@@ -60,21 +61,34 @@ def _work(probe: DtypeProbe, precision: Precision, report: ConversionReport) -> 
     """Return the work of a forward, in which converted layers count as their format."""
     layer_format: str = getattr(precision, "layers_compute_in", "")
     seen = {module.removesuffix(".base_layer") for module, _, _ in probe.work}
-    elements = {row.module: row.elements for row in report.modules}
     # Their kernels may be a library's own, which torch does not dispatch, or emulated.
-    done = {row.module for row in report.modules if row.done}
-    counted = done if layer_format else done - seen
+    layers = _converted_elements(probe.model, report)
+    counted = {name for name in layers if layer_format or name not in seen}
     work: _Work = Counter()
     for (module, operator, kind), flops in probe.work.items():
         if module.removesuffix(".base_layer") not in counted:
             work[module, operator, kind] += flops
-    for row in report.modules:
-        if row.module in counted:
-            rows = probe.input_rows[row.module] or probe.input_rows[f"{row.module}.base_layer"]
-            kind = layer_format or dtype_name(precision.compute)
-            weights = elements.get(row.counted_with, row.elements)
-            work[row.module, "linear", kind] += 2 * weights * rows
+    for name in counted:
+        rows = probe.input_rows[name] or probe.input_rows[f"{name}.base_layer"]
+        kind = layer_format or dtype_name(precision.compute)
+        work[name, "linear", kind] += 2 * layers[name] * rows
     return work
+
+
+def _converted_elements(model: nn.Module, report: ConversionReport) -> dict[str, int]:
+    """Return the elements of the weight of each converted layer by name; of experts, of the layer
+    of each one."""
+    modules = dict(model.named_modules())
+    elements = {row.module: row.elements for row in report.modules}
+    layers: dict[str, int] = {}
+    for row in report.modules:
+        module = modules.get(row.module)
+        if row.done and isinstance(module, Experts):
+            own = module.layer_elements()
+            layers |= {f"{row.module}.{name}": size for name, size in own.items()}
+        elif row.done:
+            layers[row.module] = elements.get(row.counted_with, row.elements)
+    return layers
 
 
 def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:

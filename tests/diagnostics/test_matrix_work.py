@@ -99,6 +99,15 @@ def test_experts_that_compute_in_float32_are_named_with_their_share():
     assert found.caveats[0] == text
 
 
+def test_an_expert_counts_with_the_rows_that_it_was_given():
+    model = nn.Sequential(Experts(True))
+    keys = {"emulate": True, "experts": ["0.experts:in_out"], "ignore_modules": ["0.line"]}
+    _, found = watched(model, "float8-rowwise", torch.randn(4, 16), **keys)
+    # 16 x 48 products a row, by one of the experts, beside 16 x 16.
+    assert found.matrix_work == "75.0% FP8, 25.0% bfloat16"
+    assert not found.caveats
+
+
 @pytest.mark.parametrize(
     ("name", "label"),
     [("float8-rowwise", "FP8"), ("torchao-mxfp8", "FP8"), ("transformer-engine-nvfp4", "FP4")],

@@ -10,6 +10,7 @@ Where the precision packs weights, the layers hold the codes; otherwise the para
 each layer sees its slice of it.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -123,6 +124,14 @@ class Experts(nn.Module):
     def layers_of(self, stack: str) -> nn.ModuleList:
         """Return the layers of a stack's experts."""
         return self._modules[stack + _SUFFIXES[self.transposed[stack]]]  # type: ignore[return-value]
+
+    def layer_elements(self) -> dict[str, int]:
+        """Return the elements of the matrix of each expert's layer, by the layer's name in here."""
+        return {
+            f"{stack}{_SUFFIXES[self.transposed[stack]]}.{expert}": math.prod(matrix)
+            for stack, (count, *matrix) in self.shapes.items()
+            for expert in range(count)
+        }
 
     def products(self, stack: str, groups: Groups, contracts_last: bool) -> list[Tensor]:
         """Return the products of rows with experts' matrices.

@@ -69,7 +69,7 @@ def test_a_terminal_gets_as_many_columns_of_a_longer_row_as_fit(step, evaluation
     records = [(step(2, 4.0), evaluation(2, loss=2.0, **metrics))]
     head, row = rows(records, terminal=True)
     assert head.split()[-1] == "val/metric_1"
-    assert (len(head), len(row), row.split()[-1]) == (80, 80, "0.125")
+    assert (len(head), len(row), row.split()[-1]) == (68, 68, "0.125")
     assert rows(records)[0].split()[-1] == "skipped"  # a file gets all of them
 
 
