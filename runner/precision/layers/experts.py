@@ -13,6 +13,7 @@ each layer sees its slice of it.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,9 +63,8 @@ def expert_matrices(weight: Tensor, transposed: bool) -> Tensor:
 class ExpertLayer(nn.Module):
     """Mixin before the linear layer of one expert whose weight is a slice of the stacked one."""
 
-    _owner: tuple[
-        "Experts", str, int
-    ]  # in a tuple, so that the module is not registered as a child
+    # In a tuple, so that the module is not registered as a child of its layer.
+    _owner: tuple["Experts", str, int]
     _held: Tensor | None
 
     @property
@@ -160,8 +160,10 @@ class Experts(nn.Module):
                 outputs.append(_call(layer, rows))
                 continue
             layer._held = slices[expert]
-            outputs.append(_call(layer, rows))
-            layer._held = None
+            try:
+                outputs.append(_call(layer, rows))
+            finally:
+                layer._held = None
         return outputs
 
     def numbers(self, stack: str) -> Tensor:
@@ -231,16 +233,13 @@ def convert_experts(
                 convert(layer)
             if not packs:
                 del layer._parameters["weight"]
-                layer.__class__ = _subclass(type(layer), ExpertLayer)
+                layer.__class__ = _expert_layer_class(type(layer))
                 vars(layer).update(_owner=(module, stack, expert), _held=None)
             layers.append(layer.train(module.training))
         if packs:
             del module._parameters[stack]
         module.add_module(stack + _SUFFIXES[transposed], layers)
-    shown = {
-        stack: property(lambda self, stack=stack: ExpertWeight(self, stack)) for stack in stacks
-    }
-    module.__class__ = _subclass(type(module), Experts, **shown)
+    module.__class__ = _experts_class(type(module), tuple(stacks))
     vars(module).update(transposed=dict(stacks), shapes=shapes, watch=None)
     vars(module)["is_trial"] = convert is None
 
@@ -252,8 +251,18 @@ def linear_of(matrix: Tensor) -> nn.Linear:
     return layer
 
 
-def _subclass(kind: type, mixin: type, **members: Any) -> type:
-    return type(kind.__name__, (mixin, kind), {"__module__": mixin.__module__, **members})
+@cache
+def _expert_layer_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (ExpertLayer, kind), {"__module__": __name__})
+
+
+@cache
+def _experts_class(kind: type[nn.Module], stacks: tuple[str, ...]) -> type[nn.Module]:
+    """Return the class of a module with converted experts, which shows them as its stacks."""
+    shown = {
+        stack: property(lambda module, stack=stack: ExpertWeight(module, stack)) for stack in stacks
+    }
+    return type(kind.__name__, (Experts, kind), {"__module__": __name__, **shown})
 
 
 def stack_packed_experts(state_dict: dict[str, Any]) -> None:
