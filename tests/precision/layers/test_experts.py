@@ -16,7 +16,7 @@ from runner.utils.errors import ConfigError
 pytest.importorskip("runner.precision.layers.bnb_linear")
 pytestmark = pytest.mark.usefixtures("imitated_library")
 
-WIDTH, INNER, COUNT = 32, 48, 4
+WIDTH, INNER, COUNT = 32, 64, 4
 X = torch.linspace(-1, 1, 11 * WIDTH).view(11, WIDTH).sin()
 # One expert has no token, another one has most of them.
 CHOICE = torch.tensor([1, 1, 3, 1, 0, 1, 1, 3, 1, 1, 1])
