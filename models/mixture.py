@@ -95,14 +95,15 @@ class Mixture(nn.Module):
     Args:
         vocab_size: number of tokens, and of logits.
         context: longest sequence, in tokens.
-        layers, heads, width: size; heads divides width.
+        layers, heads, width: size; heads divides width, a multiple of 8.
         experts: of each layer.
         top_k: experts of a token, at most `experts`.
-        hidden: width within each expert.
+        hidden: width within each expert, a multiple of 8.
         aux_loss_coef: what the load-balancing loss is multiplied by in training.
 
     Raises:
-        ValueError: a size is below 1, heads does not divide width, or top_k is above experts.
+        ValueError: a size is below 1, heads does not divide width, width or hidden is no multiple
+            of 8, or top_k is above experts.
     """
 
     def __init__(  # noqa: PLR0913 - its parameters are the keys of the yaml
@@ -119,11 +120,12 @@ class Mixture(nn.Module):
     ) -> None:
         super().__init__()
         sizes = (vocab_size, context, layers, heads, width, top_k, hidden)
-        if min(sizes) < 1 or width % heads or top_k > experts:
+        # torch's grouped product takes rows of a multiple of 16 bytes.
+        if min(sizes) < 1 or width % heads or width % 8 or hidden % 8 or top_k > experts:
             raise ValueError(
-                f"Mixture needs sizes of 1 or more, heads dividing width, and top_k of at most "
-                f"experts, got {vocab_size=}, {context=}, {layers=}, {heads=}, {width=}, "
-                f"{experts=}, {top_k=}, {hidden=}"
+                f"Mixture needs sizes of 1 or more, heads dividing width, multiples of 8 for width "
+                f"and hidden, and top_k of at most experts, got {vocab_size=}, {context=}, "
+                f"{layers=}, {heads=}, {width=}, {experts=}, {top_k=}, {hidden=}"
             )
         self.aux_loss_coef = aux_loss_coef
         self.token_embedding = nn.Embedding(vocab_size, width)

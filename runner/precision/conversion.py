@@ -236,11 +236,19 @@ def find_routers(model: nn.Module, rules: ConversionRules) -> set[str]:
 
 
 def _routers_in(module: nn.Module, path: str, count: int) -> set[str]:
-    """Return the names of the parts with a single matrix of so many outputs, two levels deep."""
+    """Return the names of a module's children with a single matrix of so many outputs, or, if none
+    has one, of their children."""
     prefix = f"{path}." if path else ""
-    parts = dict(module.named_children())
-    for name, child in module.named_children():
-        parts |= {f"{name}.{part}": grandchild for part, grandchild in child.named_children()}
+    children = dict(module.named_children())
+    parts = {
+        f"{name}.{part}": grandchild
+        for name, child in children.items()
+        for part, grandchild in child.named_children()
+    }
+    return _with_outputs(children, prefix, count) or _with_outputs(parts, prefix, count)
+
+
+def _with_outputs(parts: Mapping[str, nn.Module], prefix: str, count: int) -> set[str]:
     found = set()
     for name, part in parts.items():
         shapes = [matrix.shape for matrix in weight_matrices(part).values()]
