@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from runner.config.targets import GROUP_KEYS, locate, runner_keys
 from runner.precision.layers.conv1d import linear_classes
+from runner.precision.layers.experts import expert_layers
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
@@ -60,7 +61,8 @@ def matched_names(
         return select_modules(key, _patterns(match), named, "no parameter that it could take")
     # Muon is made for the matrices of hidden layers (Jordan et al., 2024), and leaves embeddings
     # and the output layer to another optimizer.
-    linears = [module for module in model.modules() if isinstance(module, linear_classes())]
+    experts = expert_layers(model)
+    linears = [m for m in model.modules() if isinstance(m, linear_classes()) and m not in experts]
     matrices: set[str] = set()
     for name, param in named.items():
         owner = model.get_submodule(name.rpartition(".")[0])

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from nets import Mixture
 from processes import Outcome
 from run_folders import finished_run
 from states import CPU
@@ -11,10 +12,11 @@ from test_state_dict import MLP, begin, resume_halfway, save, train
 from torch import nn
 
 from runner.config.targets import check_targets
+from runner.precision.layers.experts import convert_experts
 from runner.training import state_dict
 from runner.training.model import restore_model
 from runner.training.optimizers import build_scheduled_optimizers, check_arguments
-from runner.training.parameter_groups import describe_groups, divide_parameters
+from runner.training.parameter_groups import describe_groups, divide_parameters, matched_names
 from runner.utils.errors import ConfigError
 
 RANK_JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"
@@ -106,6 +108,14 @@ def test_layer_decay_lowers_the_rate_from_the_head_to_the_first_layer():
 def test_a_pattern_that_takes_nothing_is_refused(settings, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         divide(**settings)
+
+
+def test_converted_experts_leave_the_output_layer_what_it_is():
+    model = nn.Sequential(nn.Linear(32, 32), Mixture())
+    before = matched_names("optimizer", "matrices", dict(model.named_parameters()), model)
+    convert_experts(model[1], {"first": True, "second": False}, None)
+    after = matched_names("optimizer", "matrices", dict(model.named_parameters()), model)
+    assert before == after == {"0.weight"}
 
 
 def test_matrices_of_a_model_without_any_are_refused():

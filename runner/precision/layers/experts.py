@@ -19,11 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from runner.distributed.strategy import is_sharded
 from runner.utils.errors import ConfigError
 
 # Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one.
 _SUFFIXES = {False: "_experts", True: "_experts_transposed"}
 _PACKED_KEY = re.compile(r"(.+)(_experts|_experts_transposed)\.(\d+)\.weight")
+
+# Of Experts.
+_ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "is_running")
+_METHODS = ("shown", "layers_of", "products", "numbers")
 
 Groups = Sequence[tuple[int, Tensor]]
 """Experts and the rows, [..., contracted], that each multiplies."""
@@ -44,13 +49,18 @@ def own_stacks(module: nn.Module) -> dict[str, bool]:
 def possible_stacks(module: nn.Module) -> dict[str, bool]:
     """Return the parameters of a module that may be stacked weights of experts, by name; whether
     they are, and transposed, its forward shows."""
-    if type(module).__module__.startswith("torch.nn.") or isinstance(module, Experts):
+    if type(module).__module__.startswith("torch.nn.") or clashing_names(module):
         return {}
     return {
         name: False
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3 and len(parameter) > 1 and parameter.is_floating_point()
     }
+
+
+def clashing_names(module: nn.Module) -> list[str]:
+    """Return the names that a module has and Experts would take from it."""
+    return [name for name in (*_ATTRIBUTES, *_METHODS) if hasattr(module, name)]
 
 
 def expert_matrices(weight: Tensor, transposed: bool) -> Tensor:
@@ -107,18 +117,30 @@ class Experts(nn.Module):
         is_trial: whether the layers are plain ones, until a forward has shown what is multiplied
             with the stacks.
         watch: what the forward does with the stacks while it is watched, else None.
+        is_running: whether the module's forward runs now.
     """
 
     transposed: dict[str, bool]
     shapes: dict[str, torch.Size]
     is_trial: bool
     watch: "ExpertsWatch | None"
+    is_running: bool
 
     # A loop over experts depends on the data, so that a compiler would break the graph anyway.
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return what the module's own forward returns, with products by the experts' layers."""
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        self.is_running = True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.is_running = False
+
+    def shown(self, stack: str) -> Tensor:
+        """Return what stands for a stacked weight where code reads it."""
+        plain = self._parameters.get(stack)
+        # FSDP compares the shards that it finds here.
+        return plain if is_sharded(plain) else ExpertWeight(self, stack)
 
     def layers_of(self, stack: str) -> nn.ModuleList:
         """Return the layers of a stack's experts."""
@@ -151,17 +173,19 @@ class Experts(nn.Module):
                 outputs.append(_call(layer, rows))
                 continue
             layer._held = slices[expert]
-            outputs.append(_call(layer, rows))
-            layer._held = None
+            try:
+                outputs.append(_call(layer, rows))
+            finally:  # activation checkpointing ends a forward in its midst by an exception
+                layer._held = None
         return outputs
 
     def numbers(self, stack: str) -> Tensor:
         """Return a stacked weight as it was built, for what no layer of an expert computes.
 
         Raises:
-            ConfigError: the forward is not watched, so that nobody would learn of it.
+            ConfigError: the forward runs and is not watched, so that nobody would learn of it.
         """
-        if self.watch is None:
+        if self.is_running and self.watch is None:
             name = getattr(self, "converted_name", type(self).__name__)
             raise ConfigError(
                 f"{name} computes with its {stack} in another way than in the forward that proved "
@@ -228,12 +252,30 @@ def convert_experts(
         if packs:
             del module._parameters[stack]
         module.add_module(stack + _SUFFIXES[transposed], layers)
-    shown = {
-        stack: property(lambda self, stack=stack: ExpertWeight(self, stack)) for stack in stacks
-    }
+    shown = {stack: property(lambda self, stack=stack: self.shown(stack)) for stack in stacks}
     module.__class__ = _subclass(type(module), Experts, **shown)
-    vars(module).update(transposed=dict(stacks), shapes=shapes, watch=None)
-    vars(module)["is_trial"] = convert is None
+    values = (dict(stacks), shapes, convert is None, None, False)
+    vars(module).update(zip(_ATTRIBUTES, values, strict=True))
+
+
+def restore_stacks(module: Experts) -> None:
+    """Undo convert_experts in a module that still holds the stacked weights, in place."""
+    for stack, transposed in module.transposed.items():
+        del module._modules[stack + _SUFFIXES[transposed]]
+    for name in _ATTRIBUTES:
+        del vars(module)[name]
+    module.__class__ = type(module).__bases__[1]
+
+
+def expert_layers(model: nn.Module) -> set[nn.Module]:
+    """Return the layers of a model's experts, each of which computes with a part of a stacked
+    weight."""
+    layers: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, Experts):
+            for stack in module.transposed:
+                layers.update(module.layers_of(stack))
+    return layers
 
 
 def linear_of(matrix: Tensor) -> nn.Linear:
@@ -244,7 +286,8 @@ def linear_of(matrix: Tensor) -> nn.Linear:
 
 
 def _subclass(kind: type, mixin: type, **members: Any) -> type:
-    return type(kind.__name__, (mixin, kind), {"__module__": mixin.__module__, **members})
+    # Of the module's class, by which the runner knows whose attributes the module has.
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, **members})
 
 
 def stack_packed_experts(state_dict: dict[str, Any]) -> None:
@@ -292,6 +335,7 @@ class ExpertWeight(Tensor):
             (*leading, *(matrix[::-1] if flipped else matrix)),
             dtype=torch.float32 if plain is None else plain.dtype,
             device=like.device,
+            requires_grad=plain is not None and plain.requires_grad,
         )
         shown.module, shown.stack, shown.picked, shown.flipped = module, stack, picked, flipped
         return shown
@@ -330,8 +374,8 @@ def _numbers(leaf: Any) -> Any:
     if not isinstance(leaf, ExpertWeight):
         return leaf
     weight = leaf.module.numbers(leaf.stack)
-    assert leaf.module.watch is not None
-    leaf.module.watch.misread.add(leaf.stack)
+    if leaf.module.watch is not None:
+        leaf.module.watch.misread.add(leaf.stack)
     weight = weight if leaf.picked is None else weight[leaf.picked]
     return weight.mT if leaf.flipped else weight
 
