@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from runner.distributed.strategy import is_sharded
 from runner.utils.errors import ConfigError
 
-# Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one.
-_SUFFIXES = {False: "_experts", True: "_experts_transposed"}
-_PACKED_KEY = re.compile(r"(.+)(_experts|_experts_transposed)\.(\d+)\.weight")
+# Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one. No
+# model names its own lists so, as it may name one local_experts.
+_SUFFIXES = {False: "_as_experts", True: "_as_experts_transposed"}
+_PACKED_KEY = re.compile(r"(.+)(_as_experts|_as_experts_transposed)\.(\d+)\.weight")
 
 # Of Experts.
 _ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "is_running")
@@ -291,14 +292,22 @@ def _subclass(kind: type, mixin: type, **members: Any) -> type:
 
 
 def stack_packed_experts(state_dict: dict[str, Any]) -> None:
-    """Join experts' matrices of a state dict, which are unpacked, to stacked weights, in place."""
+    """Join experts' matrices of a state dict, which are unpacked, to stacked weights, in place.
+
+    Raises:
+        ValueError: those of an expert are missing.
+    """
     found: dict[tuple[str, str], int] = {}
     for match in map(_PACKED_KEY.fullmatch, state_dict):
         if match is not None:
             key = match[1], match[2]
             found[key] = found.get(key, 0) + 1
     for (stack, suffix), count in found.items():
-        matrices = [state_dict.pop(f"{stack}{suffix}.{e}.weight") for e in range(count)]
+        names = [f"{stack}{suffix}.{expert}.weight" for expert in range(count)]
+        missing = set(names) - state_dict.keys()
+        if missing:
+            raise ValueError(f"the packed experts of {stack} lack {', '.join(sorted(missing))}")
+        matrices = [state_dict.pop(name) for name in names]
         transposed = suffix == _SUFFIXES[True]
         state_dict[stack] = expert_matrices(torch.stack(matrices), transposed).contiguous()
 

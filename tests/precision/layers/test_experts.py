@@ -247,7 +247,7 @@ class Counting(Mixture):
 def test_attributes_of_a_module_of_experts_stay_its_own():
     _, model, _ = convert("float8 by row", Counting())
     assert plain_attributes(model)["seen"] is model.seen
-    assert "_owner" not in plain_attributes(model.second_experts[0])
+    assert "_owner" not in plain_attributes(model.second_as_experts[0])
 
 
 @pytest.mark.parametrize(
@@ -279,3 +279,17 @@ def test_one_stack_in_two_modules_is_converted_in_both_or_in_neither(kind, done)
     assert (fates["0"], fates["1"]) == (done, done)
     step(precision, model)
     assert sum(parameter.ndim == 3 for parameter in model.parameters()) == 2
+
+
+def test_a_list_of_ones_own_that_is_named_experts_stays_a_list():
+    model = nn.ModuleDict({"local_experts": nn.ModuleList([nn.Linear(WIDTH, WIDTH)])})
+    names = [*model.state_dict()]
+    load("packed int4").convert(model)
+    assert sorted(unpack_state_dict(model.state_dict())) == sorted(names)
+
+
+def test_packed_experts_of_which_one_is_missing_are_refused():
+    _, model, _ = convert("packed int4", Mixture())
+    state = {name: v for name, v in model.state_dict().items() if ".1.weight" not in name}
+    with pytest.raises(ValueError, match="of first lack first_as_experts_transposed.1.weight"):
+        unpack_state_dict(state)
