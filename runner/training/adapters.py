@@ -28,7 +28,6 @@ from runner.precision.layers.conv1d import (
     unpacked_matrix,
     weight_matrix,
 )
-from runner.precision.layers.experts import expert_layers
 from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training.pretrained_folder import lora_layers
 from runner.utils.errors import ConfigError, Unavailable
@@ -262,14 +261,10 @@ class Lora:
         patterns = self.modules or ()
         candidates = [name for name in candidates if not self._is_left_frozen(name, patterns)]
         shared = find_shared_weights(model)
-        experts = expert_layers(model)
         chosen: list[str] = []
         for name, module in modules.items():
             # A root that is a linear layer has no name that peft could match.
             if not name or name not in candidates or not isinstance(module, linear_classes()):
-                continue
-            # Other precisions hold them as one parameter, and one adapter fits all of them.
-            if module in experts:
                 continue
             # nn.MultiheadAttention reads the weight of its output projection, a layer of this
             # class, and never calls the layer. torch keeps the class private.

@@ -14,8 +14,8 @@ RUN = (
 CASES = {
     "qat-int4-ddp": ("precision=qat-int4", "strategy=ddp", 1e-5),
     "qat-int4-fsdp": ("precision=qat-int4", "strategy=fsdp", 1e-5),
-    "int4-fsdp": ("precision=int4 adapter=lora", "strategy=fsdp", 1e-5),
-    "nf4-ddp": ("precision=bnb-nf4 adapter=lora", "strategy=ddp", 1e-4),
+    "int4-fsdp": ("precision=int4 adapter=lora adapter.modules=[head]", "strategy=fsdp", 1e-5),
+    "nf4-ddp": ("precision=bnb-nf4 adapter=lora adapter.modules=[head]", "strategy=ddp", 1e-4),
 }
 
 

@@ -13,10 +13,16 @@ from torch import nn
 
 from runner.config.targets import check_targets
 from runner.precision.layers.experts import convert_experts
+from runner.precision.registry import load_precision
 from runner.training import state_dict
 from runner.training.model import restore_model
 from runner.training.optimizers import build_scheduled_optimizers, check_arguments
-from runner.training.parameter_groups import describe_groups, divide_parameters, matched_names
+from runner.training.parameter_groups import (
+    describe_groups,
+    divide_parameters,
+    freeze_parameters,
+    matched_names,
+)
 from runner.utils.errors import ConfigError
 
 RANK_JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"
@@ -116,6 +122,14 @@ def test_converted_experts_leave_the_output_layer_what_it_is():
     convert_experts(model[1], {"first": True, "second": False}, None)
     after = matched_names("optimizer", "matrices", dict(model.named_parameters()), model)
     assert before == after == {"0.weight"}
+
+
+def test_packed_experts_can_be_named_among_what_is_frozen():
+    model = nn.Sequential(nn.Linear(32, 32), Mixture())
+    load_precision("int4", experts=["1.first:in_out"]).convert(model)
+    freeze_parameters(model, ["1.first", "1.second"])
+    trains = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trains == ["0.bias", "1.table", "1.router.weight"]
 
 
 def test_matrices_of_a_model_without_any_are_refused():

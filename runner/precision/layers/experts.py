@@ -268,17 +268,6 @@ def restore_stacks(module: Experts) -> None:
     module.__class__ = type(module).__bases__[1]
 
 
-def expert_layers(model: nn.Module) -> set[nn.Module]:
-    """Return the layers of a model's experts, each of which computes with a part of a stacked
-    weight."""
-    layers: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, Experts):
-            for stack in module.transposed:
-                layers.update(module.layers_of(stack))
-    return layers
-
-
 def linear_of(matrix: Tensor) -> nn.Linear:
     """Return a linear layer without a bias whose weight is a matrix [out, in]."""
     layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")

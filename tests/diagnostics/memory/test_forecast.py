@@ -199,7 +199,7 @@ def test_a_forecast_that_cannot_be_made_says_why(of, meta, said):
 
 def test_experts_of_a_module_of_ones_own_are_known(of):
     mixture = "~model +model._target_=nets.Mixes +model.in_turns=true data=digits"
-    spec, precision = of(f"{mixture} precision=bnb-nf4 adapter=lora")
+    spec, precision = of(f"{mixture} precision=bnb-nf4 adapter=lora adapter.modules=[head]")
     find_experts(spec, precision, CPU)
     found = {"body.3.first": True, "body.3.second": False}
     assert (precision.expert_layouts, precision.finds_experts) == (found, False)

@@ -291,5 +291,5 @@ def test_a_list_of_ones_own_that_is_named_experts_stays_a_list():
 def test_packed_experts_of_which_one_is_missing_are_refused():
     _, model, _ = convert("packed int4", Mixture())
     state = {name: v for name, v in model.state_dict().items() if ".1.weight" not in name}
-    with pytest.raises(ValueError, match="of first lack first_as_experts_transposed.1.weight"):
+    with pytest.raises(ValueError, match=r"of first lack first_as_experts_transposed\.1\.weight"):
         unpack_state_dict(state)
