@@ -119,7 +119,7 @@ def test_a_pattern_that_takes_nothing_is_refused(settings, message):
 def test_converted_experts_leave_the_output_layer_what_it_is():
     model = nn.Sequential(nn.Linear(32, 32), Mixture())
     before = matched_names("optimizer", "matrices", dict(model.named_parameters()), model)
-    convert_experts(model[1], {"first": True, "second": False}, None)
+    convert_experts(model[1], {"first": True, "second": False}, lambda layer: None)
     after = matched_names("optimizer", "matrices", dict(model.named_parameters()), model)
     assert before == after == {"0.weight"}
 

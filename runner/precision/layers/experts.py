@@ -115,8 +115,8 @@ class Experts(nn.Module):
     Attributes:
         transposed: the names of the stacked weights, and whether each is [experts, in, out].
         shapes: of the stacked weights, by name.
-        is_trial: whether the layers are plain ones, until a forward has shown what is multiplied
-            with the stacks.
+        is_trial: whether there are no layers yet, until a forward has shown what is multiplied with
+            the stacks.
         watch: what the forward does with the stacks while it is watched, else None.
         is_running: whether the module's forward runs now.
     """
@@ -160,7 +160,7 @@ class Experts(nn.Module):
         """
         if self.watch is not None:
             self.watch.contracted.setdefault(stack, set()).add(contracts_last)
-        if contracts_last is self.transposed[stack]:
+        if self.is_trial or contracts_last is self.transposed[stack]:
             matrices = expert_matrices(self.numbers(stack), not contracts_last)
             return [F.linear(rows, matrices[expert].to(rows.dtype)) for expert, rows in groups]
         plain = self._parameters.get(stack)
@@ -232,7 +232,8 @@ def convert_experts(
     Args:
         module: holds stacked weights.
         stacks: their names, and whether each is transposed.
-        convert: turns one nn.Linear into a layer of the precision, in place; None for plain layers.
+        convert: turns one nn.Linear into a layer of the precision, in place; None makes no layers
+            yet, see Experts.is_trial.
         packs: whether the layer holds the weight, as codes, so that the stacked one is dropped.
     """
     shapes = {}
@@ -240,11 +241,11 @@ def convert_experts(
         weight: Any = module._parameters[stack]
         shapes[stack] = weight.shape
         layers = nn.ModuleList()
-        for expert, matrix in enumerate(expert_matrices(weight.detach(), transposed)):
+        matrices = expert_matrices(weight.detach(), transposed)
+        for expert, matrix in enumerate(matrices if convert is not None else ()):
             layer: Any = linear_of(matrix)
             layer.weight.requires_grad_(weight.requires_grad)
-            if convert is not None:
-                convert(layer)
+            convert(layer)  # type: ignore[misc]
             if not packs:
                 del layer._parameters["weight"]
                 layer.__class__ = _subclass(type(layer), ExpertLayer)
@@ -545,6 +546,7 @@ def _rules() -> dict[Any, Callable[..., Any]]:
 
 _RULES = _rules()
 _NAMES = "shape dtype device ndim requires_grad is_leaf is_cuda is_sparse layout is_meta grad_fn"
+_NAMES += " is_nested itemsize is_cpu"
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _NAMES.split()}
 _QUESTIONS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
 _QUESTIONS |= {Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point}

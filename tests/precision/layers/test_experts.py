@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from runner.diagnostics.numerics.measure import is_measurable
 from runner.precision.conversion_proof import ForwardWatch, converted_layers
 from runner.precision.layers.experts import possible_stacks
 from runner.precision.layers.quantized_linear import unpack_state_dict
@@ -234,6 +235,20 @@ def test_code_outside_of_the_forward_reads_the_stacks_themselves():
     _, packed, _ = convert("packed int4", Mixture())
     wanted = Mixture().first.abs().mean()
     torch.testing.assert_close(packed.first.abs().mean(), wanted, rtol=0.1, atol=0)
+
+
+class Measured(Mixture):
+    """Is asked in its forward, as snapshots of numerics ask, what can be measured."""
+
+    def forward(self, x):
+        assert not is_measurable(self.first.mT)
+        assert not self.second.is_nested
+        return super().forward(x)
+
+
+def test_snapshots_leave_out_what_has_no_numbers():
+    precision, model, _ = convert("float8 by row", Measured())
+    step(precision, model)
 
 
 class Counting(Mixture):
