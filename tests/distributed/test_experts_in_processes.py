@@ -12,17 +12,13 @@ RUN = (
 )
 LORA = "adapter=lora adapter.modules=[head]"
 # An expert without a token in one process has some in the other one.
+QAT, INT4, NF4 = "precision=qat-int4", f"precision=int4 {LORA}", f"precision=bnb-nf4 {LORA}"
+extended = pytest.mark.extended
 CASES = [
-    pytest.param(("precision=qat-int4", "strategy=fsdp", 1e-5), id="qat-int4-fsdp"),
-    pytest.param((f"precision=bnb-nf4 {LORA}", "strategy=ddp", 1e-4), id="nf4-ddp"),
-    pytest.param(
-        ("precision=qat-int4", "strategy=ddp", 1e-5), id="qat-ddp", marks=pytest.mark.extended
-    ),
-    pytest.param(
-        (f"precision=int4 {LORA}", "strategy=fsdp", 1e-5),
-        id="int4-fsdp",
-        marks=pytest.mark.extended,
-    ),
+    pytest.param((QAT, "strategy=fsdp", 1e-5), id="qat-int4-fsdp"),
+    pytest.param((NF4, "strategy=ddp", 1e-4), id="nf4-ddp"),
+    pytest.param((QAT, "strategy=ddp", 1e-5), id="qat-int4-ddp", marks=extended),
+    pytest.param((INT4, "strategy=fsdp", 1e-5), id="int4-fsdp", marks=extended),
 ]
 """What is typed, the strategy, and by how much losses may differ: products are rounded by rows."""
 
