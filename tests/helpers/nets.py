@@ -154,6 +154,17 @@ class Mixes(nn.Module):
         return self.head(self.body(x))
 
 
+class OnlyExperts(nn.Module):
+    """Has no linear layer beside its experts and their router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Mixture()
+
+    def forward(self, x):
+        return self.experts(x.flatten(1)[:, 16:48])[:, :10]
+
+
 class Tables(nn.Module):
     """Has parameters of three dimensions that are no experts."""
 

@@ -540,6 +540,8 @@ def _rules() -> dict[Any, Callable[..., Any]]:
     rules[Tensor.T.__get__] = _flip  # type: ignore[attr-defined]
     rules[Tensor.mT.__get__] = ExpertWeight.transposed_view  # type: ignore[attr-defined]
     rules[Tensor.__rmatmul__] = lambda weight, other: _matmul(other, weight)
+    # It shares the memory of the stacked weight.
+    rules[Tensor._is_view] = lambda weight: True
     rules[Tensor.__iter__] = lambda weight: iter(_unbind(weight))
     return rules
 
