@@ -218,6 +218,7 @@ class _Comparison:
             # The run's own model is built once, before the reference is trained, which may take
             # long: its precision may convert no layer of it.
             precision: Precision = build_group("precision", self._run.spec.precision)
+            precision.finds_experts = True  # no forward follows that would refuse them
             seed_all(self._run.spec.seed)
             build_model(self._run.spec, precision, self._run.device)
         device = accelerator.device

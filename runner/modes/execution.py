@@ -29,6 +29,7 @@ from runner.precision.conversion_proof import (
 )
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import KeptInFloat32
+from runner.precision.layers.experts import Experts, restore_stacks
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import (
     BuiltModel,
@@ -127,8 +128,8 @@ def build_proven_model(
 ) -> BuiltModel:
     """Build a model, sharded where the strategy shards, whose conversion one forward proves.
 
-    Layers that the model bypasses stay unconverted and get no adapter. For that the model is built
-    a second time.
+    Layers that the model bypasses stay unconverted and get no adapter, and experts that the forward
+    finds are converted. For that the model is built a second time.
 
     Args:
         setup: its precision converts the model, and its `bypassed` names the layers that stay
@@ -151,7 +152,16 @@ def build_proven_model(
     trial = _trial(setup, built, inputs)
     # Stacked weights that a forward had to find, or whose matrices it multiplies the other way.
     is_corrected = any(experts[name] is not found for name, found in trial.experts.items())
-    if trial.bypass_reasons or is_corrected or None in experts.values():
+    rebuilds = is_corrected or bool(trial.bypass_reasons)
+    if None in experts.values() and not rebuilds:
+        # Without a converted layer the second build says so. Units of FSDP have made classes of
+        # those of their modules.
+        rebuilds = setup.strategy.shards or not _converts(built)
+        if not rebuilds:
+            for module in built.model.modules():
+                if isinstance(module, Experts) and module.is_trial:
+                    restore_stacks(module)
+    if rebuilds:
         precision.leave_unconverted(trial.bypass_reasons)
         if trial.forward_completed:
             precision.expert_layouts = trial.experts

@@ -11,6 +11,7 @@ from torch import nn
 from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
+    find_experts,
     free_memory,
     largest_fitting_batch,
     peak_forecast,
@@ -39,14 +40,16 @@ from runner.utils.tensors import GIB, MIB, count_elements, dtype_name, stored_by
 def plan(run: RunContext) -> None:
     """Print what a run would hold, from its model built on the meta device and converted.
 
-    Where a model's code reads values, it is built in memory. Nothing is trained or tracked; of
-    init.weights the names and shapes are compared with the model's.
+    Where a model's code reads values, or a forward has to find its experts, it is built in memory.
+    Nothing is trained or tracked; of init.weights the names and shapes are compared with the
+    model's.
     """
     spec = run.spec
     precision = run.precision
     device = run.accelerator.device
     seed_all(spec.seed)
     start = read_initial_weights(spec)
+    find_experts(spec, precision, device)
     built = build_on_meta(partial(build_model, spec, precision, start=start))
     model = built.model
     report = built.report

@@ -22,6 +22,7 @@ from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.experts import (
     Experts,
+    clashing_names,
     convert_experts,
     expert_matrices,
     linear_of,
@@ -108,7 +109,7 @@ def convert_modules(
     if rules.finds_experts:
         skipped = {module for row, module in pairs if not row.done and row.why not in _CHOICES}
         candidates = {module: possible_stacks(module) for module in skipped}
-    if not any(candidates.values()):
+    if chosen or not any(candidates.values()):
         _check_conversion(rules, report, chosen)
     for path, module in chosen:
         # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call their
@@ -203,7 +204,9 @@ def named_experts(model: nn.Module, patterns: Sequence[str]) -> dict[str, bool]:
     Raises:
         ConfigError: a pattern matches none.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    # Under all its names: a stacked weight may be shared.
+    named = model.named_parameters(remove_duplicate=False)
+    names = [name for name, parameter in named if parameter.ndim == 3]
     found: dict[str, bool] = {}
     for pattern in map(str, patterns):
         name, _, layout = pattern.partition(":")
@@ -263,11 +266,16 @@ def _obstacle_of_experts(
     """Return why a module's experts cannot be converted; empty where they can."""
     if isinstance(module, Experts):
         return f"is a {type(module).__name__} already"
+    clashes = clashing_names(module)
+    if clashes:
+        return f"has {', '.join(clashes)} of its own, names that converted experts take"
     others = _sharing_modules(path, module, holders)
     if others and (rules.new_weights or rules.skips_shared):
         return f"shares a parameter with {', '.join(others)}"
     for stack, transposed in rules.stacks(path, module).items():
         matrices = expert_matrices(module.get_parameter(stack).detach(), transposed)
+        if not matrices.is_floating_point():
+            return f"{stack} is {str(matrices.dtype).removeprefix('torch.')}"
         # The widths are those of one expert; the values are looked at together.
         reason = rules.find_obstacle(linear_of(matrices[0].to("meta")))
         reason = reason or rules.find_obstacle(linear_of(matrices.flatten(0, 1)))

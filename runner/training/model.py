@@ -243,11 +243,19 @@ def _load_plain_weights(
 
 
 def _load(spec: RunSpec, model: nn.Module, saved: LoadedCheckpoint) -> InitialWeights | None:
-    """Load a checkpoint; of init.weights what init.skip does not leave out."""
+    """Load a checkpoint; of init.weights what init.skip does not leave out.
+
+    Raises:
+        ConfigError: the weights do not fit the model, or packed ones lack a part.
+    """
     if not saved.source:
         load_weights(model, saved, spec.model)
         return None
-    return load_selected(model, _unpacked_weights(model, saved), spec, saved.source)
+    try:
+        weights = _unpacked_weights(model, saved)
+    except ValueError as error:
+        raise ConfigError(f"init.weights={saved.path} holds a broken weight: {error}.") from error
+    return load_selected(model, weights, spec, saved.source)
 
 
 def _construct(

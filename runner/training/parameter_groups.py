@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.config.targets import GROUP_KEYS, locate, runner_keys
+from runner.precision.conversion_proof import expert_layouts
 from runner.precision.layers.conv1d import linear_classes
+from runner.precision.layers.experts import ExpertLayer
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names, grouped
@@ -61,6 +63,7 @@ def matched_names(
     # Muon is made for the matrices of hidden layers (Jordan et al., 2024), and leaves embeddings
     # and the output layer to another optimizer.
     linears = [module for module in model.modules() if isinstance(module, linear_classes())]
+    linears = [module for module in linears if not isinstance(module, ExpertLayer)]
     matrices: set[str] = set()
     for name, param in named.items():
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -332,9 +335,11 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     named = dict(model.named_parameters())
     had_trainable = any(p.requires_grad for p in named.values())
-    for name in select_modules("train.freeze", patterns, named, "no parameter of the model"):
+    # Packed experts have taken the place of the parameter that held them.
+    names = [*named, *expert_layouts(model)]
+    for name in select_modules("train.freeze", patterns, names, "no parameter of the model"):
         # Codes of packed weights are integers, which never train.
-        if named[name].requires_grad:
+        if name in named and named[name].requires_grad:
             named[name].requires_grad_(False)
     if had_trainable and not any(p.requires_grad for p in named.values()):
         raise ConfigError(

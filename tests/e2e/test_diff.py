@@ -49,6 +49,12 @@ def test_a_comparison_is_printed_written_and_recorded(main, tmp_path, result, st
     assert run.data.metrics["diff/unexplained_modules"] == 0
 
 
+def test_experts_are_all_that_is_converted_at_a_later_step(main):
+    typed = "mode=diff ~model +model._target_=nets.OnlyExperts data=digits tracking=none".split()
+    done = main(*typed, "precision=qat-int4", "against=32-true", "diff.steps=[2]")
+    assert done.rc == 0, done.stderr
+
+
 def test_a_dump_is_compared_with_its_own_weights_and_batch_only(main, tmp_path, result):
     alone = ("tracking=none", "precision=32-true")
     diff(main, *alone, "diff.dump=true")

@@ -112,3 +112,68 @@ class Gated(nn.Module):
         for block in self.blocks:
             h = block(h)
         return self.head(h)
+
+
+class Mixture(nn.Module):
+    """Experts of which the first weight is [experts, in, out], beside a table of no experts.
+
+    Args:
+        in_turns: they take the rows in turns, whatever the router says.
+    """
+
+    def __init__(self, in_turns: bool = False) -> None:
+        super().__init__()
+        self.in_turns = in_turns
+        self.router = nn.Linear(32, 4, bias=False)
+        self.first = nn.Parameter(torch.randn(4, 32, 64) / 6)
+        self.second = nn.Parameter(torch.randn(4, 32, 64) / 6)
+        self.table = nn.Parameter(torch.zeros(2, 3, 4))
+
+    def forward(self, x):
+        weights, chosen = (self.router(x) + self.table.mean()).softmax(-1).max(-1)
+        if self.in_turns:
+            chosen = torch.arange(len(x)) % 4
+        output = torch.zeros_like(x)
+        for expert in chosen.unique():
+            rows = expert == chosen
+            inner = torch.relu(x[rows] @ self.first[expert])
+            output[rows] = nn.functional.linear(inner, self.second[expert]).to(output.dtype)
+        return x + output * weights[:, None]
+
+
+class Mixes(nn.Module):
+    """Has its experts between two linear layers."""
+
+    def __init__(self, in_turns: bool = False) -> None:
+        super().__init__()
+        experts = Mixture(in_turns)
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), experts)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class OnlyExperts(nn.Module):
+    """Has no linear layer beside its experts and their router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Mixture()
+
+    def forward(self, x):
+        return self.experts(x.flatten(1)[:, 16:48])[:, :10]
+
+
+class Tables(nn.Module):
+    """Has parameters of three dimensions that are no experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 16)
+        self.queries = nn.Parameter(torch.randn(4, 8, 16))
+        self.positions = nn.Parameter(torch.randn(2, 3, 4))
+
+    def forward(self, x):
+        queries = torch.cat([self.layer(x)[:, None], self.queries[0].expand(len(x), -1, -1)], 1)
+        return queries.sum(1) + self.positions.mean()

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from nets import Tables
 from nets_that_pass_by import Leaves, Reads
 from torch import nn
 
@@ -240,6 +241,25 @@ def test_a_second_build_begins_at_the_same_seed():
     model = built(precision, Reads).model
     torch.manual_seed(0)
     assert torch.equal(model.b.weight, Reads().b.weight)
+
+
+@pytest.mark.parametrize("name", ["bnb-nf4", "transformer-engine-current", "qat-int4"])
+def test_parameters_of_three_dimensions_cost_no_second_build(name):
+    precision = registry.load_precision(name, **({"emulate": True} if "engine" in name else {}))
+    made = []
+
+    def net():
+        made.append(Tables())
+        return made[-1]
+
+    model = built(precision, net).model
+    assert (len(made), type(model), precision.expert_layouts) == (1, Tables, {})
+    assert [*model._modules] == ["layer"]
+    torch.manual_seed(0)
+    plain = registry.load_precision(name, **({"emulate": True} if "engine" in name else {}))
+    plain, _ = plain.convert(Tables(), CPU)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    assert vars(model).keys() == vars(plain).keys()
 
 
 class Exchanged(nn.Module):

@@ -129,6 +129,10 @@ def test_packed_weights_are_loaded_as_they_are_or_unpacked(tmp_path):
     assert torch.equal(plain.head.weight, packed.head.unpacked_weight())
     refusal = refused(tmp_path / "packed.safetensors", precision="bnb-int8")
     assert "holds weights packed as bnb-nf4" in refusal
+    broken = {name: v for name, v in packed.state_dict().items() if name != "head.weight.absmax"}
+    save_file(broken, tmp_path / "broken.safetensors")
+    refusal = refused(tmp_path / "broken.safetensors")
+    assert "holds a broken weight: head.weight: it is packed, and its absmax is missing" in refusal
 
 
 def test_a_skipped_head_stays_fresh(tmp_path):

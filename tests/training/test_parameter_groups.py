@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from nets import Mixture
 from processes import Outcome
 from run_folders import finished_run
 from states import CPU
@@ -11,10 +12,17 @@ from test_state_dict import MLP, begin, resume_halfway, save, train
 from torch import nn
 
 from runner.config.targets import check_targets
+from runner.precision.layers.experts import convert_experts
+from runner.precision.registry import load_precision
 from runner.training import state_dict
 from runner.training.model import restore_model
 from runner.training.optimizers import build_scheduled_optimizers, check_arguments
-from runner.training.parameter_groups import describe_groups, divide_parameters
+from runner.training.parameter_groups import (
+    describe_groups,
+    divide_parameters,
+    freeze_parameters,
+    matched_names,
+)
 from runner.utils.errors import ConfigError
 
 RANK_JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"
@@ -106,6 +114,22 @@ def test_layer_decay_lowers_the_rate_from_the_head_to_the_first_layer():
 def test_a_pattern_that_takes_nothing_is_refused(settings, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         divide(**settings)
+
+
+def test_converted_experts_leave_the_output_layer_what_it_is():
+    model = nn.Sequential(nn.Linear(32, 32), Mixture())
+    before = matched_names("optimizer", "matrices", dict(model.named_parameters()), model)
+    convert_experts(model[1], {"first": True, "second": False}, lambda layer: None)
+    after = matched_names("optimizer", "matrices", dict(model.named_parameters()), model)
+    assert before == after == {"0.weight"}
+
+
+def test_packed_experts_can_be_named_among_what_is_frozen():
+    model = nn.Sequential(nn.Linear(32, 32), Mixture())
+    load_precision("int4", experts=["1.first:in_out"]).convert(model)
+    freeze_parameters(model, ["1.first", "1.second"])
+    trains = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trains == ["0.bias", "1.table", "1.router.weight"]
 
 
 def test_matrices_of_a_model_without_any_are_refused():

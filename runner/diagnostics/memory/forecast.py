@@ -11,7 +11,7 @@ autograd.Function saves for its backward (bnb-int8-training: a fifth too much), 
 kernels, and knows the peak alone, not the moments that lead to it.
 
 Where operators need values or addresses (4-bit weights, some optimizers), two real steps are run,
-one on REAL_STEP_EXAMPLES examples and one on twice as many. They show what an example adds to each
+one on two examples and one on twice as many. They show what an example adds to each
 moment of a step, and the peak is that of the extrapolated moments. To extrapolate the two peaks
 would mislead: with few examples another moment is the highest. A forecast says when it was made in
 this way.
@@ -38,16 +38,20 @@ from runner.config.targets import build_group
 from runner.data.loader import Batch
 from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
 from runner.diagnostics.memory.rehearsal import Rehearsal, build_rehearsal, make_optimizer_state
-from runner.precision.contract import Precision
+from runner.precision.contract import ConvertingPrecision, Precision
+from runner.precision.conversion_proof import ForwardWatch
+from runner.precision.layers.experts import own_stacks, possible_stacks
 from runner.training.example_batch import ForecastUnavailable, example_batch
-from runner.training.model import META_DEVICE, materialize_lazy_layers
+from runner.training.model import META_DEVICE, build_model, materialize_lazy_layers
+from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
 from runner.utils.tensors import GIB, float32_bytes
 from runner.utils.tpu import is_tpu
 
-REAL_STEP_EXAMPLES = 2
-"""Examples of the smaller of two real steps: batch normalisation refuses a single one."""
+REAL_STEP_EXAMPLES = (2, 8, 32)
+"""Examples of the smaller of two real steps: batch normalisation refuses a single one, and among
+few some experts of a mixture have no token, and so no operators."""
 USABLE_MEMORY_SHARE = 0.8
 """Share of the free memory that an estimate may use: allocators leave gaps, libraries load late."""
 _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2 and of version 1
@@ -114,6 +118,35 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | 
 
     count = bisect_left(sizes, True, key=lambda size: not is_fitting(size))
     return sizes[count - 1] if count else None
+
+
+def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> None:
+    """Have a precision know the stacked weights that a forward multiplies expert by expert.
+
+    A model that may hold such weights is built in memory, for a forward on random numbers in the
+    shapes of data.meta. Where that fails they stay unknown.
+
+    Args:
+        spec: its model is looked at.
+        precision: as for a run, which finds them by its first batch.
+        device: where the run computes.
+    """
+    if not isinstance(precision, ConvertingPrecision):
+        return
+    precision.finds_experts = True
+    with suppress(Exception), torch.no_grad():
+        with META_DEVICE:
+            model = build_group("model", spec.model)
+        candidates = [m for m in model.modules() if possible_stacks(m) and not own_stacks(m)]
+        fits = float32_bytes(model) < USABLE_MEMORY_SHARE * free_memory(device)
+        if candidates and fits:
+            inputs, _ = example_batch(spec, 2, device)
+            model = build_model(spec, precision, device).model.eval()
+            session = precision.session(model, device)
+            with session, precision.forward(device), ForwardWatch(model, {}) as watch:
+                call_model(model, precision.cast(inputs))
+            precision.expert_layouts = watch.experts()
+    precision.finds_experts = False
 
 
 @dataclass(frozen=True)
@@ -247,20 +280,15 @@ def _forecast(
 def _extrapolated(real: Callable[[], Rehearsal]) -> Callable[[int], MemoryBreakdown]:
     """Return the peak as a function of the batch size, by extrapolation from two real steps."""
     try:
-        rehearsal = real()
-        less = rehearsal.timeline(REAL_STEP_EXAMPLES)
-        more = rehearsal.timeline(2 * REAL_STEP_EXAMPLES)
+        examples, less, more = _paired_timelines(real())
     except RunnerError:
         raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ForecastUnavailable(f"its step does not run on random inputs: {reason}") from error
-    # Moments are paired by their operators; with others, none of one step belongs to the other's.
-    if len(less) != len(more):
-        raise ForecastUnavailable("steps of batches of two sizes differ in their operators.")
 
     def peak(size: int) -> MemoryBreakdown:
-        share = (size - REAL_STEP_EXAMPLES) / REAL_STEP_EXAMPLES
+        share = (size - examples) / examples
         moments = []
         for smaller, larger in zip(less, more, strict=True):
             pairs = zip(smaller, larger, strict=True)
@@ -268,3 +296,21 @@ def _extrapolated(real: Callable[[], Rehearsal]) -> Callable[[int], MemoryBreakd
         return max(moments, key=sum)
 
     return peak
+
+
+def _paired_timelines(
+    rehearsal: Rehearsal,
+) -> tuple[int, list[MemoryBreakdown], list[MemoryBreakdown]]:
+    """Return a number of examples, and the moments of steps on so many and on twice as many.
+
+    Raises:
+        ForecastUnavailable: the steps differ in their operators.
+    """
+    for examples in REAL_STEP_EXAMPLES:
+        less = rehearsal.timeline(examples)
+        more = rehearsal.timeline(2 * examples)
+        # Moments are paired by their operators; with others, none of one step belongs to the
+        # other's.
+        if len(less) == len(more):
+            return examples, less, more
+    raise ForecastUnavailable("steps of batches of two sizes differ in their operators.")

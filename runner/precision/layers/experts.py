@@ -21,11 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from runner.distributed.strategy import is_sharded
 from runner.utils.errors import ConfigError
 
-# Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one.
-_SUFFIXES = {False: "_experts", True: "_experts_transposed"}
-_PACKED_KEY = re.compile(r"(.+)(_experts|_experts_transposed)\.(\d+)\.weight")
+# Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one. No
+# model names its own lists so, as it may name one local_experts.
+_SUFFIXES = {False: "_as_experts", True: "_as_experts_transposed"}
+_PACKED_KEY = re.compile(r"(.+)(_as_experts|_as_experts_transposed)\.(\d+)\.weight")
+
+# Of Experts.
+_ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "is_running")
+_METHODS = ("shown", "layers_of", "products", "numbers")
 
 Groups = Sequence[tuple[int, Tensor]]
 """Experts and the rows, [..., contracted], that each multiplies."""
@@ -46,13 +52,18 @@ def own_stacks(module: nn.Module) -> dict[str, bool]:
 def possible_stacks(module: nn.Module) -> dict[str, bool]:
     """Return the parameters of a module that may be stacked weights of experts, by name; whether
     they are, and transposed, its forward shows."""
-    if type(module).__module__.startswith("torch.nn.") or isinstance(module, Experts):
+    if type(module).__module__.startswith("torch.nn.") or clashing_names(module):
         return {}
     return {
         name: False
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3 and len(parameter) > 1 and parameter.is_floating_point()
     }
+
+
+def clashing_names(module: nn.Module) -> list[str]:
+    """Return the names that a module has and Experts would take from it."""
+    return [name for name in (*_ATTRIBUTES, *_METHODS) if hasattr(module, name)]
 
 
 def expert_matrices(weight: Tensor, transposed: bool) -> Tensor:
@@ -105,21 +116,33 @@ class Experts(nn.Module):
     Attributes:
         transposed: the names of the stacked weights, and whether each is [experts, in, out].
         shapes: of the stacked weights, by name.
-        is_trial: whether the layers are plain ones, until a forward has shown what is multiplied
-            with the stacks.
+        is_trial: whether there are no layers yet, until a forward has shown what is multiplied with
+            the stacks.
         watch: what the forward does with the stacks while it is watched, else None.
+        is_running: whether the module's forward runs now.
     """
 
     transposed: dict[str, bool]
     shapes: dict[str, torch.Size]
     is_trial: bool
     watch: "ExpertsWatch | None"
+    is_running: bool
 
     # A loop over experts depends on the data, so that a compiler would break the graph anyway.
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return what the module's own forward returns, with products by the experts' layers."""
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        self.is_running = True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.is_running = False
+
+    def shown(self, stack: str) -> Tensor:
+        """Return what stands for a stacked weight where code reads it."""
+        plain = self._parameters.get(stack)
+        # FSDP compares the shards that it finds here.
+        return plain if is_sharded(plain) else ExpertWeight(self, stack)
 
     def layers_of(self, stack: str) -> nn.ModuleList:
         """Return the layers of a stack's experts."""
@@ -146,7 +169,7 @@ class Experts(nn.Module):
         """
         if self.watch is not None:
             self.watch.contracted.setdefault(stack, set()).add(contracts_last)
-        if contracts_last is self.transposed[stack]:
+        if self.is_trial or contracts_last is self.transposed[stack]:
             matrices = expert_matrices(self.numbers(stack), not contracts_last)
             return [F.linear(rows, matrices[expert].to(rows.dtype)) for expert, rows in groups]
         plain = self._parameters.get(stack)
@@ -162,7 +185,7 @@ class Experts(nn.Module):
             layer._held = slices[expert]
             try:
                 outputs.append(_call(layer, rows))
-            finally:
+            finally:  # activation checkpointing ends a forward in its midst by an exception
                 layer._held = None
         return outputs
 
@@ -170,9 +193,9 @@ class Experts(nn.Module):
         """Return a stacked weight as it was built, for what no layer of an expert computes.
 
         Raises:
-            ConfigError: the forward is not watched, so that nobody would learn of it.
+            ConfigError: the forward runs and is not watched, so that nobody would learn of it.
         """
-        if self.watch is None:
+        if self.is_running and self.watch is None:
             name = getattr(self, "converted_name", type(self).__name__)
             raise ConfigError(
                 f"{name} computes with its {stack} in another way than in the forward that proved "
@@ -218,7 +241,8 @@ def convert_experts(
     Args:
         module: holds stacked weights.
         stacks: their names, and whether each is transposed.
-        convert: turns one nn.Linear into a layer of the precision, in place; None for plain layers.
+        convert: turns one nn.Linear into a layer of the precision, in place; None makes no layers
+            yet, see Experts.is_trial.
         packs: whether the layer holds the weight, as codes, so that the stacked one is dropped.
     """
     shapes = {}
@@ -226,11 +250,11 @@ def convert_experts(
         weight: Any = module._parameters[stack]
         shapes[stack] = weight.shape
         layers = nn.ModuleList()
-        for expert, matrix in enumerate(expert_matrices(weight.detach(), transposed)):
+        matrices = expert_matrices(weight.detach(), transposed)
+        for expert, matrix in enumerate(matrices if convert is not None else ()):
             layer: Any = linear_of(matrix)
             layer.weight.requires_grad_(weight.requires_grad)
-            if convert is not None:
-                convert(layer)
+            convert(layer)  # type: ignore[misc]
             if not packs:
                 del layer._parameters["weight"]
                 layer.__class__ = _expert_layer_class(type(layer))
@@ -240,8 +264,17 @@ def convert_experts(
             del module._parameters[stack]
         module.add_module(stack + _SUFFIXES[transposed], layers)
     module.__class__ = _experts_class(type(module), tuple(stacks))
-    vars(module).update(transposed=dict(stacks), shapes=shapes, watch=None)
-    vars(module)["is_trial"] = convert is None
+    values = (dict(stacks), shapes, convert is None, None, False)
+    vars(module).update(zip(_ATTRIBUTES, values, strict=True))
+
+
+def restore_stacks(module: Experts) -> None:
+    """Undo convert_experts in a module that still holds the stacked weights, in place."""
+    for stack, transposed in module.transposed.items():
+        del module._modules[stack + _SUFFIXES[transposed]]
+    for name in _ATTRIBUTES:
+        del vars(module)[name]
+    module.__class__ = type(module).__bases__[1]
 
 
 def linear_of(matrix: Tensor) -> nn.Linear:
@@ -253,27 +286,34 @@ def linear_of(matrix: Tensor) -> nn.Linear:
 
 @cache
 def _expert_layer_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (ExpertLayer, kind), {"__module__": __name__})
+    return type(kind.__name__, (ExpertLayer, kind), {"__module__": kind.__module__})
 
 
 @cache
 def _experts_class(kind: type[nn.Module], stacks: tuple[str, ...]) -> type[nn.Module]:
     """Return the class of a module with converted experts, which shows them as its stacks."""
-    shown = {
-        stack: property(lambda module, stack=stack: ExpertWeight(module, stack)) for stack in stacks
-    }
-    return type(kind.__name__, (Experts, kind), {"__module__": __name__, **shown})
+    shown = {stack: property(lambda module, stack=stack: module.shown(stack)) for stack in stacks}
+    # Of the module's class, by which the runner knows whose attributes the module has.
+    return type(kind.__name__, (Experts, kind), {"__module__": kind.__module__, **shown})
 
 
 def stack_packed_experts(state_dict: dict[str, Any]) -> None:
-    """Join experts' matrices of a state dict, which are unpacked, to stacked weights, in place."""
+    """Join experts' matrices of a state dict, which are unpacked, to stacked weights, in place.
+
+    Raises:
+        ValueError: those of an expert are missing.
+    """
     found: dict[tuple[str, str], int] = {}
     for match in map(_PACKED_KEY.fullmatch, state_dict):
         if match is not None:
             key = match[1], match[2]
             found[key] = found.get(key, 0) + 1
     for (stack, suffix), count in found.items():
-        matrices = [state_dict.pop(f"{stack}{suffix}.{e}.weight") for e in range(count)]
+        names = [f"{stack}{suffix}.{expert}.weight" for expert in range(count)]
+        missing = set(names) - state_dict.keys()
+        if missing:
+            raise ValueError(f"the packed experts of {stack} lack {', '.join(sorted(missing))}")
+        matrices = [state_dict.pop(name) for name in names]
         transposed = suffix == _SUFFIXES[True]
         state_dict[stack] = expert_matrices(torch.stack(matrices), transposed).contiguous()
 
@@ -310,6 +350,7 @@ class ExpertWeight(Tensor):
             (*leading, *(matrix[::-1] if flipped else matrix)),
             dtype=torch.float32 if plain is None else plain.dtype,
             device=like.device,
+            requires_grad=plain is not None and plain.requires_grad,
         )
         shown.module, shown.stack, shown.picked, shown.flipped = module, stack, picked, flipped
         return shown
@@ -348,8 +389,8 @@ def _numbers(leaf: Any) -> Any:
     if not isinstance(leaf, ExpertWeight):
         return leaf
     weight = leaf.module.numbers(leaf.stack)
-    assert leaf.module.watch is not None
-    leaf.module.watch.misread.add(leaf.stack)
+    if leaf.module.watch is not None:
+        leaf.module.watch.misread.add(leaf.stack)
     weight = weight if leaf.picked is None else weight[leaf.picked]
     return weight.mT if leaf.flipped else weight
 
@@ -515,12 +556,15 @@ def _rules() -> dict[Any, Callable[..., Any]]:
     rules[Tensor.T.__get__] = _flip  # type: ignore[attr-defined]
     rules[Tensor.mT.__get__] = ExpertWeight.transposed_view  # type: ignore[attr-defined]
     rules[Tensor.__rmatmul__] = lambda weight, other: _matmul(other, weight)
+    # It shares the memory of the stacked weight.
+    rules[Tensor._is_view] = lambda weight: True
     rules[Tensor.__iter__] = lambda weight: iter(_unbind(weight))
     return rules
 
 
 _RULES = _rules()
 _NAMES = "shape dtype device ndim requires_grad is_leaf is_cuda is_sparse layout is_meta grad_fn"
+_NAMES += " is_nested itemsize is_cpu"
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _NAMES.split()}
 _QUESTIONS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
 _QUESTIONS |= {Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point}

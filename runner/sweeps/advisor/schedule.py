@@ -20,6 +20,7 @@ import torch
 
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
+    find_experts,
     free_memory,
     largest_fitting_batch,
     peak_forecast,
@@ -156,7 +157,9 @@ class TrialScheduler:
             name = verdict.group.precision
             # Precisions are judged without a forecast, too.
             with suppress(RunnerError):
-                forecast = peak_forecast(spec, self.request.load_precision(name), device)
+                precision = self.request.load_precision(name)
+                find_experts(spec, precision, device)
+                forecast = peak_forecast(spec, precision, device)
                 peak = forecast(batch_size).total / MIB
                 usable = free_memory(device) * USABLE_MEMORY_SHARE
                 largest = largest_fitting_batch(forecast, batch_size, usable)

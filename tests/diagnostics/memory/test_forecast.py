@@ -13,12 +13,16 @@ from runner.config.targets import build_group
 from runner.diagnostics.memory import forecast as forecasts
 from runner.diagnostics.memory.forecast import (
     failed_step_forecast,
+    find_experts,
     largest_fitting_batch,
     peak_forecast,
 )
+from runner.diagnostics.memory.rehearsal import build_rehearsal
+from runner.precision.layers.experts import Experts
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.model import build_model
 from runner.training.setup import TrainingSetup, build_state
+from runner.utils.tensors import stored_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -191,6 +195,24 @@ def test_a_forecast_that_cannot_be_made_says_why(of, meta, said):
     spec, precision = of("model=mlp")
     with pytest.raises(ForecastUnavailable, match=said):
         predict_peak(replace(spec, data={**spec.data, "meta": meta}), precision)
+
+
+def test_experts_of_a_module_of_ones_own_are_known(of):
+    mixture = "~model +model._target_=nets.Mixes +model.in_turns=true data=digits"
+    spec, precision = of(f"{mixture} precision=bnb-nf4 adapter=lora adapter.modules=[head]")
+    find_experts(spec, precision, CPU)
+    found = {"body.3.first": True, "body.3.second": False}
+    assert (precision.expert_layouts, precision.finds_experts) == (found, False)
+    model = build_model(spec, precision, CPU).model
+    assert isinstance(model.body[3], Experts)
+
+    def batches(size):
+        return [example_batch(spec, size, CPU)]
+
+    last = build_rehearsal(spec, precision, CPU, batches, fake=False).timeline(8)[-1]
+    assert last.weights == stored_bytes(model)
+    # Few examples leave experts without a token, and more of them are tried.
+    assert predict_peak(spec, precision, 8).total >= last.total
 
 
 def test_an_optimizer_that_keeps_more_with_every_step_is_not_predicted(of):

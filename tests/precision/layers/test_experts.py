@@ -8,10 +8,14 @@ from layer_kinds import PACKED, every_kind, load, packed_kinds
 from precision_models import reloaded, run_forward
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from runner.diagnostics.numerics.measure import is_measurable
 from runner.precision.conversion_proof import ForwardWatch, converted_layers
+from runner.precision.layers.experts import possible_stacks
 from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.utils.errors import ConfigError
+from runner.utils.reproducibility import plain_attributes
 
 pytest.importorskip("runner.precision.layers.bnb_linear")
 pytestmark = pytest.mark.usefixtures("imitated_library")
@@ -198,3 +202,109 @@ def test_a_name_that_is_no_stack_is_refused():
         load("float8 by row", experts=["first:out"]).convert(Mixture())
     with pytest.raises(ConfigError, match=r"experts: third matches no parameter"):
         load("float8 by row", experts=["third"]).convert(Mixture())
+
+
+class Last(Mixture):
+    """Its forward ends with a product of the second stack."""
+
+    def forward(self, x):
+        return F.linear(torch.relu(x @ self.first[0]), self.second[0])
+
+
+@pytest.mark.parametrize("kind", ["float8 by row", "rounded to int4", "current scaling"])
+def test_activation_checkpointing_leaves_no_weight_in_a_layer(kind):
+    # It ends the second forward by an exception as soon as the backward has what it needs.
+    precision, model, _ = convert(kind, Last())
+    with precision.session(model, X.device), precision.forward(X.device):
+        checkpoint(model, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
+    assert not any(getattr(layer, "_held", None) is not None for layer in model.modules())
+    assert not model.is_running
+    copy.deepcopy(model)
+
+
+def test_code_outside_of_the_forward_reads_the_stacks_themselves():
+    precision, model, _ = convert("float8 by row", Mixture())
+    step(precision, model)
+    assert model.first.requires_grad
+    assert torch.equal(model.first.grad, model._parameters["first"].grad)
+    with torch.no_grad():
+        model.first.mul_(2)
+    assert torch.equal(model._parameters["first"], 2 * Mixture().first)
+    model.first.requires_grad_(False)
+    assert not model._parameters["first"].requires_grad
+    _, packed, _ = convert("packed int4", Mixture())
+    wanted = Mixture().first.abs().mean()
+    torch.testing.assert_close(packed.first.abs().mean(), wanted, rtol=0.1, atol=0)
+
+
+class Measured(Mixture):
+    """Is asked in its forward, as snapshots of numerics ask, what can be measured."""
+
+    def forward(self, x):
+        assert not is_measurable(self.first.mT)
+        assert not self.second.is_nested
+        return super().forward(x)
+
+
+def test_snapshots_leave_out_what_has_no_numbers():
+    precision, model, _ = convert("float8 by row", Measured())
+    step(precision, model)
+
+
+class Counting(Mixture):
+    """Has an attribute that a forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros(COUNT)
+
+
+def test_attributes_of_a_module_of_experts_stay_its_own():
+    _, model, _ = convert("float8 by row", Counting())
+    assert plain_attributes(model)["seen"] is model.seen
+    assert "_owner" not in plain_attributes(model.second_as_experts[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"products": 3}, "has products of its own, names that converted experts take"),
+        ({"first": nn.Parameter(torch.ones(4, 32, 48) * 1j)}, "first is complex64"),
+    ],
+)
+def test_a_mixture_that_cannot_be_converted_stays_as_it_is(changes, why):
+    model = Mixture()
+    for name, value in changes.items():
+        setattr(model, name, value)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), model)
+    precision = load("float8 by row", experts=["1.first:in_out", "1.second"])
+    _, report = precision.convert(model)
+    assert {row.module: row.why for row in report.modules}["1"] == why
+    assert type(model[1]) is Mixture
+    assert possible_stacks(model[1]).keys() <= {"first", "second"}
+
+
+@pytest.mark.parametrize(("kind", "done"), [("float8 by row", True), ("packed int4", False)])
+def test_one_stack_in_two_modules_is_converted_in_both_or_in_neither(kind, done):
+    models = [Mixture("loop"), Mixture("grouped")]
+    models[1].first, models[1].second = models[0].first, models[0].second
+    precision = load(kind, experts=["*.first:in_out", "*.second"])
+    model, report = precision.convert(nn.Sequential(*models, nn.Linear(WIDTH, WIDTH)))
+    fates = {row.module: row.done for row in report.modules}
+    assert (fates["0"], fates["1"]) == (done, done)
+    step(precision, model)
+    assert sum(parameter.ndim == 3 for parameter in model.parameters()) == 2
+
+
+def test_a_list_of_ones_own_that_is_named_experts_stays_a_list():
+    model = nn.ModuleDict({"local_experts": nn.ModuleList([nn.Linear(WIDTH, WIDTH)])})
+    names = [*model.state_dict()]
+    load("packed int4").convert(model)
+    assert sorted(unpack_state_dict(model.state_dict())) == sorted(names)
+
+
+def test_packed_experts_of_which_one_is_missing_are_refused():
+    _, model, _ = convert("packed int4", Mixture())
+    state = {name: v for name, v in model.state_dict().items() if ".1.weight" not in name}
+    with pytest.raises(ValueError, match=r"of first lack first_as_experts_transposed\.1\.weight"):
+        unpack_state_dict(state)
