@@ -11,8 +11,8 @@ each layer sees its slice of it.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,15 @@ from runner.utils.errors import ConfigError
 
 # Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one.
 _SUFFIXES = {False: "_experts", True: "_experts_transposed"}
-_PACKED_KEY = re.compile(r"(.+)(_experts|_experts_transposed)\.(\d+)\.weight")
+_PACKED_KEY = re.compile(r"(.+)(_experts|_experts_transposed)\.(\d+)\.(base_layer\.)?weight")
 
 Groups = Sequence[tuple[int, Tensor]]
 """Experts and the rows, [..., contracted], that each multiplies."""
+
+
+def is_known_mixture(model: nn.Module) -> bool:
+    """Return whether a model has experts of transformers' use_experts_implementation."""
+    return any(hasattr(module, "has_gate") for module in model.modules())
 
 
 def own_stacks(module: nn.Module) -> dict[str, bool]:
@@ -150,9 +155,10 @@ class Experts(nn.Module):
             if slices is None:
                 outputs.append(_call(layer, rows))
                 continue
-            layer._held = slices[expert]
+            held = _without_adapter(layer)
+            held._held = slices[expert]
             outputs.append(_call(layer, rows))
-            layer._held = None
+            held._held = None
         return outputs
 
     def numbers(self, stack: str) -> Tensor:
@@ -165,12 +171,14 @@ class Experts(nn.Module):
             name = getattr(self, "converted_name", type(self).__name__)
             raise ConfigError(
                 f"{name} computes with its {stack} in another way than in the forward that proved "
-                f"its conversion. Type precision.ignore_modules=[{name}]."
+                f"its conversion. Type precision.ignore_modules=[{name}], and leave it out of "
+                "adapter.modules."
             )
         plain = self._parameters.get(stack)
         if plain is not None:
             return plain
-        matrices = torch.stack([layer.unpacked_weight() for layer in self.layers_of(stack)])  # type: ignore[operator]
+        layers = map(_without_adapter, self.layers_of(stack))
+        matrices = torch.stack([layer.unpacked_weight() for layer in layers])
         return expert_matrices(matrices, self.transposed[stack])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
@@ -194,6 +202,11 @@ def _call(layer: nn.Module, rows: Tensor) -> Tensor:
     if rows.numel():
         return layer(rows)
     return rows.new_zeros(*rows.shape[:-1], layer.out_features)  # type: ignore[arg-type]
+
+
+def _without_adapter(layer: nn.Module) -> Any:
+    """Return the layer of an expert, of one with an adapter the layer that the adapter adds to."""
+    return getattr(layer, "base_layer", layer)
 
 
 def convert_experts(
@@ -236,6 +249,40 @@ def convert_experts(
     vars(module)["is_trial"] = convert is None
 
 
+def restore_stacks(module: Experts) -> None:
+    """Undo convert_experts in a module that still holds the stacked weights, in place."""
+    for stack, transposed in module.transposed.items():
+        del module._modules[stack + _SUFFIXES[transposed]]
+    module.__class__ = type(module).__bases__[1]
+
+
+class Stack(NamedTuple):
+    """A stacked weight of experts that have a layer each.
+
+    Attributes:
+        name: dotted name of the weight.
+        module: that holds it.
+        transposed: whether it is [experts, in, out].
+        layers: dotted names of the experts' layers.
+    """
+
+    name: str
+    module: Experts
+    transposed: bool
+    layers: list[str]
+
+
+def expert_stacks(model: nn.Module) -> Iterator[Stack]:
+    """Yield the stacked weights of a model whose experts have a layer each."""
+    for path, module in model.named_modules():
+        if not isinstance(module, Experts):
+            continue
+        for stack, transposed in module.transposed.items():
+            name = f"{path}.{stack}".removeprefix(".")
+            layers = [f"{name}{_SUFFIXES[transposed]}.{e}" for e in range(module.shapes[stack][0])]
+            yield Stack(name, module, transposed, layers)
+
+
 def linear_of(matrix: Tensor) -> nn.Linear:
     """Return a linear layer without a bias whose weight is a matrix [out, in]."""
     layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
@@ -249,13 +296,13 @@ def _subclass(kind: type, mixin: type, **members: Any) -> type:
 
 def stack_packed_experts(state_dict: dict[str, Any]) -> None:
     """Join experts' matrices of a state dict, which are unpacked, to stacked weights, in place."""
-    found: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str, str], int] = {}
     for match in map(_PACKED_KEY.fullmatch, state_dict):
         if match is not None:
-            key = match[1], match[2]
+            key = match[1], match[2], match[4] or ""
             found[key] = found.get(key, 0) + 1
-    for (stack, suffix), count in found.items():
-        matrices = [state_dict.pop(f"{stack}{suffix}.{e}.weight") for e in range(count)]
+    for (stack, suffix, base), count in found.items():
+        matrices = [state_dict.pop(f"{stack}{suffix}.{e}.{base}weight") for e in range(count)]
         transposed = suffix == _SUFFIXES[True]
         state_dict[stack] = expert_matrices(torch.stack(matrices), transposed).contiguous()
 
