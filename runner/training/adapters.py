@@ -245,15 +245,18 @@ class Lora:
             bypassed: names of layers whose forward the model never calls; they get no addition.
         """
         stacks = _stacks_by_layer(model)
+        for stack in expert_stacks(model):
+            if stack.name in self._plain_weights:
+                matrices = expert_matrices(self._plain_weights[stack.name], stack.transposed)
+                self._plain_weights.update(zip(stack.layers, matrices, strict=True))
         for name in self._chosen_layers(model, bypassed):
             layer = model.get_submodule(name)
             if self.use_dora:
                 check_dora(name, layer, name in stacks)
             if self.init in CHANGES_BASE:
                 check_rank(self.init, self.rank, name, weight_matrix(layer))
-            elif self.init == "loftq" and name in stacks:
-                plain = self._plain_weight(name, stacks[name])
-                check_rank(self.init, self.rank, name, plain)
+            elif self.init == "loftq":
+                check_rank(self.init, self.rank, name, self._plain_weights[name])
         self.add_for_checkpoint(model, dtype, bypassed)
         for name, layer in lora_layers(model).items():
             if self.init in CHANGES_BASE:
@@ -262,15 +265,8 @@ class Lora:
                 if self.use_dora:
                     start_magnitudes(layer)
             elif self.init == "loftq" and is_packed(layer.get_base_layer()):
-                start_from_packing_error(layer, self._plain_weight(name, stacks.get(name)))
+                start_from_packing_error(layer, self._plain_weights[name])
         self._plain_weights.clear()
-
-    def _plain_weight(self, name: str, stack: Stack | None) -> Tensor:
-        """Return the weight [out, in] of a layer before it was packed."""
-        if stack is None:
-            return self._plain_weights[name]
-        matrices = expert_matrices(self._plain_weights[stack.name], stack.transposed)
-        return matrices[stack.layers.index(name)]
 
     def add_for_checkpoint(
         self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()
@@ -317,7 +313,9 @@ class Lora:
                 "adapter=lora would add to the inputs of layers that compute their norm "
                 "themselves. Type precision.fuse=false."
             )
-        _inject(config, model, chosen)
+        # None in a trial that is to find the experts.
+        if chosen:
+            _inject(config, model, chosen)
         # peft has frozen everything else, and made the additions in the layers' compute dtype.
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -346,30 +344,27 @@ class Lora:
         modules = dict(model.named_modules())
         stacks = _stacks_by_layer(model)
         # An expert's layer goes by the name of the stacked weight.
-        names = [name for name in modules if name not in stacks]
-        candidates = {*names}
+        called = {name: stacks[name].name if name in stacks else name for name in modules}
+        later = {*later, *(stack.name for stack in stacks.values() if stack.module.is_trial)}
+        candidates = modules.keys() - stacks.keys()
         if self.modules is not None:
-            later = {*later, *(s.name for s in stacks.values() if s.module.is_trial)}
-            named = [*names, *later, *(stack.name for stack in stacks.values())]
-            candidates = select_modules("adapter.modules", self.modules, named)
-            candidates |= {
-                name
-                for name, stack in stacks.items()
-                if stack.name in candidates and stack.name not in later
-            }
+            names = [*called.values(), *later]
+            candidates = select_modules("adapter.modules", self.modules, names)
         patterns = self.modules or ()
-        candidates = {name for name in candidates if not self._is_left_frozen(name, patterns)}
+        candidates = {n for n in candidates - later if not self._is_left_frozen(n, patterns)}
         shared = find_shared_weights(model)
         chosen: list[str] = []
         for name, module in modules.items():
             # A root that is a linear layer has no name that peft could match.
-            if not name or name not in candidates or not isinstance(module, linear_classes()):
+            if not name or called[name] not in candidates:
+                continue
+            if not isinstance(module, linear_classes()):
                 continue
             # nn.MultiheadAttention reads the weight of its output projection, a layer of this
             # class, and never calls the layer. torch keeps the class private.
             if type(module).__name__ == "NonDynamicallyQuantizableLinear":
                 continue
-            holder = stacks[name].name.rpartition(".")[0] if name in stacks else name
+            holder = called[name].rpartition(".")[0] if name in stacks else name
             if holder in shared and self.modules is not None:
                 others = ", ".join(shared[holder])
                 raise ConfigError(
@@ -380,8 +375,7 @@ class Lora:
                 chosen.append(name)
         typed = [str(pattern) for pattern in self.modules or ()]
         # A run says of layers that are never called that they get none.
-        known = {stacks[name].name if name in stacks else name for name in chosen}
-        known |= {*bypassed, *later}
+        known = [*(called[name] for name in chosen), *bypassed, *later]
         idle = [p for p in typed if not any(matches_pattern(p, name) for name in known)]
         if idle or not (chosen or later):
             place = "the model" if self.modules is None else f"adapter.modules={idle or typed}"

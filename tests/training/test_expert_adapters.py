@@ -182,6 +182,8 @@ def test_a_run_is_evaluated_in_other_precisions_and_resumed(tmp_path, capsys):
     assert "the adapter leaves out the 4,096 weights of experts; adapter.modules=[*.moe," in (
         capsys.readouterr().out
     )
+    words = [*own, *lora, "adapter.modules=[moe]", "mode=diff", "against=bf16-true"]
+    assert runner.run(words, **given, out=tmp_path / "diff").status == "finished"
     for name in ("32-true", "bnb-nf4"):
         words = (f"precision={name}", "adapter.modules=[moe]")
         trained = train(name, *words)

@@ -543,6 +543,8 @@ def _rules() -> dict[Any, Callable[..., Any]]:
         rules[function] = _grouped_mm
     rules[Tensor.T.__get__] = _flip  # type: ignore[attr-defined]
     rules[Tensor.mT.__get__] = ExpertWeight.transposed_view  # type: ignore[attr-defined]
+    # mode=diff asks: it has the dtype of the weight that it shows.
+    rules[Tensor._is_view] = lambda weight: True
     rules[Tensor.__rmatmul__] = lambda weight, other: _matmul(other, weight)
     rules[Tensor.__iter__] = lambda weight: iter(_unbind(weight))
     return rules
