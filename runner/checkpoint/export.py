@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unfl
 from runner.data.batch_layout import PositionalInputs
 from runner.precision.casting import cast_nest
 from runner.precision.contract import CPU_DEVICE, Precision
+from runner.precision.layers.experts import Experts
 from runner.utils.files import os_error_reason, write_with_torch
 from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import EXPORTED_MODEL
@@ -140,6 +141,8 @@ def _check_layers(model: nn.Module, precision: Precision) -> None:
             f"torch.export cannot write the layers of precision={precision.name} "
             f"({precision.storage_format} weights, {precision.compute_format})"
         )
+    if any(isinstance(module, Experts) for module in model.modules()):
+        raise ExportError("torch.export cannot write the additions of an adapter to experts")
     # An LSTM is the only layer whose float16 kernel comes from this package: torch itself has
     # kernels for the others, which run where the program is loaded. See
     # runner.precision.emulation.cpu_kernels.

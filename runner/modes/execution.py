@@ -29,7 +29,7 @@ from runner.precision.conversion_proof import (
 )
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import KeptInFloat32
-from runner.precision.layers.experts import Experts, restore_stacks
+from runner.precision.layers.experts import Experts, expert_stacks, restore_stacks
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import (
     BuiltModel,
@@ -169,6 +169,9 @@ def build_proven_model(
         seed_all(setup.spec.seed)
         built = _build(setup, make, saved)
         trial = _trial(setup, built, inputs)
+    known = [stack for stack in expert_stacks(built.model) if not stack.module.is_trial]
+    found = {stack.name: stack.transposed for stack in known}
+    precision.expert_layouts = {**precision.expert_layouts, **found}
     if trial.bypass_reasons:
         reasons = _reasons_text(trial.bypass_reasons)
         ignored = sorted({*precision.bypassed, *trial.bypass_reasons})

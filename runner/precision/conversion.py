@@ -81,9 +81,9 @@ class ConversionRules:
         transposed; the path is the module's name in reports."""
         prefix = "" if path == ROOT_NAME else f"{path}."
         found = {
-            name.removeprefix(prefix): transposed
-            for name, transposed in self.experts.items()
-            if name.removeprefix(prefix) in module._parameters
+            name: self.experts[f"{prefix}{name}"]
+            for name in module._parameters
+            if f"{prefix}{name}" in self.experts
         }
         return own_stacks(module) | found
 

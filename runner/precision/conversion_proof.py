@@ -17,7 +17,7 @@ from runner.distributed.strategy import is_sharded
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.layers.conv1d import is_packed
-from runner.precision.layers.experts import Experts, ExpertsWatch
+from runner.precision.layers.experts import Experts, ExpertsWatch, expert_stacks
 from runner.precision.layers.quantized_linear import PackedWeight
 from runner.utils.module_tape import ModuleTape
 
@@ -49,10 +49,8 @@ def expert_layouts(model: nn.Module) -> dict[str, bool | None]:
     """Return the dotted names of a model's stacked weights, and whether each is transposed; None
     where it is not converted, and stands for one that a forward is to find."""
     return {
-        f"{name}.{stack}".removeprefix("."): None if module.is_trial else transposed
-        for name, module in model.named_modules()
-        if isinstance(module, Experts)
-        for stack, transposed in module.transposed.items()
+        stack.name: None if stack.module.is_trial else stack.transposed
+        for stack in expert_stacks(model)
     }
 
 

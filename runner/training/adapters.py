@@ -20,13 +20,23 @@ from torch import Tensor, nn
 
 from runner.config.targets import instantiate
 from runner.precision.contract import Precision
-from runner.precision.conversion import find_shared_weights
+from runner.precision.conversion import ROOT_NAME, ConversionRules, find_shared_weights
 from runner.precision.layers.conv1d import (
     is_packed,
     is_transposed,
     linear_classes,
     unpacked_matrix,
     weight_matrix,
+)
+from runner.precision.layers.experts import (
+    Experts,
+    Stack,
+    convert_experts,
+    expert_matrices,
+    expert_stacks,
+    is_known_mixture,
+    possible_stacks,
+    restore_stacks,
 )
 from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training.pretrained_folder import lora_layers
@@ -62,7 +72,8 @@ class Lora:
         rank: of each addition.
         alpha: the addition is scaled by alpha / rank, with use_rslora by alpha / sqrt(rank).
         dropout: probability on the addition's input, in [0, 1).
-        modules: patterns of linear layers; None: every one that shares its weight with no other.
+        modules: patterns of linear layers and of stacked weights of experts; None: every linear
+            layer that shares its weight with no other, and no experts.
         train: patterns of modules that also train, in full (norms, a head).
         use_dora: train the norm of each row of a weight, and its direction by the addition.
         use_rslora: scale so that the size of updates does not depend on the rank.
@@ -161,11 +172,64 @@ class Lora:
         """
         if self.init != "loftq":
             return
-        for name in self._chosen_layers(model, bypassed):
+        stacks = {
+            name: parameter.detach()
+            for name, parameter in model.named_parameters()
+            if parameter.ndim == 3 and self._names_experts(name)
+        }
+        self._plain_weights.update(stacks)
+        for name in self._chosen_layers(model, bypassed, stacks):
             # The tensor and not the parameter, whose data the conversion moves to the device.
             matrix = weight_matrix(model.get_submodule(name)).detach()
             check_rank(self.init, self.rank, name, matrix)
             self._plain_weights[name] = matrix
+
+    def _names_experts(self, stack: str) -> bool:
+        """Return whether adapter.modules names a stacked weight, by its dotted name."""
+        patterns = [*map(str, self.modules or ())]
+        named = any(matches_pattern(pattern, stack) for pattern in patterns)
+        return named and not self._is_left_frozen(stack, patterns)
+
+    def find_left_experts(self, model: nn.Module, layouts: Mapping[str, bool]) -> dict[str, int]:
+        """Return the modules of experts that get no addition for lack of adapter.modules, by dotted
+        name, and how many weights each has.
+
+        Args:
+            model: not converted; unchanged.
+            layouts: as for split_experts().
+        """
+        rules = ConversionRules("adapter", experts=layouts)
+        left: dict[str, int] = {}
+        for path, module in model.named_modules() if self.modules is None else ():
+            stacks = rules.stacks(path or ROOT_NAME, module)
+            if stacks:
+                left[path] = sum(module.get_parameter(stack).numel() for stack in stacks)
+        return left
+
+    def split_experts(
+        self, model: nn.Module, layouts: Mapping[str, bool], finds: bool = False
+    ) -> None:
+        """Give the experts that adapter.modules names a layer each, as a precision does that
+        converts them, in place.
+
+        Args:
+            model: after its conversion; its outputs stay the same.
+            layouts: dotted names of stacked weights of experts, and whether each is transposed,
+                beside those that modules say they have.
+            finds: a forward follows that shows which of the other stacked weights are experts.
+        """
+        rules = ConversionRules("adapter", experts=layouts)
+        for path, module in [*model.named_modules()]:
+            if isinstance(module, Experts):
+                continue
+            known = rules.stacks(path or ROOT_NAME, module)
+            stacks = known or (possible_stacks(module) if finds else {})
+            prefix = f"{path}." if path else ""
+            named = {s: stacks[s] for s in stacks if self._names_experts(prefix + s)}
+            if named and known:
+                convert_experts(module, named, lambda layer: None)
+            elif named:
+                convert_experts(module, stacks, None)
 
     def add(self, model: nn.Module, dtype: torch.dtype, bypassed: Collection[str] = ()) -> None:
         """Freeze the model and add trainable parameters.
@@ -179,12 +243,19 @@ class Lora:
             dtype: of the additions.
             bypassed: names of layers whose forward the model never calls; they get no addition.
         """
+        stacks = _stacks_by_layer(model)
+        for stack in expert_stacks(model):
+            if stack.name in self._plain_weights:
+                matrices = expert_matrices(self._plain_weights[stack.name], stack.transposed)
+                self._plain_weights.update(zip(stack.layers, matrices, strict=True))
         for name in self._chosen_layers(model, bypassed):
             layer = model.get_submodule(name)
             if self.use_dora:
-                check_dora(name, layer)
+                check_dora(name, layer, name in stacks)
             if self.init in CHANGES_BASE:
                 check_rank(self.init, self.rank, name, weight_matrix(layer))
+            elif self.init == "loftq":
+                check_rank(self.init, self.rank, name, self._plain_weights[name])
         self.add_for_checkpoint(model, dtype, bypassed)
         for name, layer in lora_layers(model).items():
             if self.init in CHANGES_BASE:
@@ -210,13 +281,19 @@ class Lora:
         selected = select_modules("adapter.train", self.train, names)
         trained = [name for name in selected if not self._is_left_frozen(name, self.train)]
         chosen = self._chosen_layers(model, bypassed)
+        stacks = _stacks_by_layer(model)
+        # The experts of a stack all have one, and are many.
+        patterns = dict.fromkeys(
+            re.escape(name.rpartition(".")[0]) + r"\.\d+" if name in stacks else re.escape(name)
+            for name in chosen
+        )
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
             # A regular expression, which peft matches with full names; of a list it would match
             # the ends of names, too.
-            target_modules="|".join(re.escape(name) for name in chosen),
+            target_modules="|".join(patterns),
             use_dora=self.use_dora,
             use_rslora=self.use_rslora,
             init_lora_weights="gaussian" if self.init == "gaussian" else True,
@@ -235,7 +312,9 @@ class Lora:
                 "adapter=lora would add to the inputs of layers that compute their norm "
                 "themselves. Type precision.fuse=false."
             )
-        _inject(config, model, chosen)
+        # None in a trial that is to find the experts.
+        if chosen:
+            _inject(config, model, chosen)
         # peft has frozen everything else, and made the additions in the layers' compute dtype.
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -251,37 +330,53 @@ class Lora:
         for parameter in trained_in_full:
             parameter.requires_grad_(True)
 
-    def _chosen_layers(self, model: nn.Module, bypassed: Collection[str]) -> list[str]:
-        """Return the dotted names of the linear layers that get an addition."""
+    def _chosen_layers(
+        self, model: nn.Module, bypassed: Collection[str], later: Collection[str] = ()
+    ) -> list[str]:
+        """Return the dotted names of the linear layers that get an addition.
+
+        Args:
+            model: unchanged.
+            bypassed: as for add().
+            later: names of stacked weights whose experts have no layers yet.
+        """
         modules = dict(model.named_modules())
-        candidates: Collection[str] = modules
+        stacks = _stacks_by_layer(model)
+        # An expert's layer goes by the name of the stacked weight.
+        called = {name: stacks[name].name if name in stacks else name for name in modules}
+        later = {*later, *(stack.name for stack in stacks.values() if stack.module.is_trial)}
+        candidates = modules.keys() - stacks.keys()
         if self.modules is not None:
-            candidates = select_modules("adapter.modules", self.modules, [*modules])
+            names = [*called.values(), *later]
+            candidates = select_modules("adapter.modules", self.modules, names)
         patterns = self.modules or ()
-        candidates = [name for name in candidates if not self._is_left_frozen(name, patterns)]
+        candidates = {n for n in candidates - later if not self._is_left_frozen(n, patterns)}
         shared = find_shared_weights(model)
         chosen: list[str] = []
         for name, module in modules.items():
             # A root that is a linear layer has no name that peft could match.
-            if not name or name not in candidates or not isinstance(module, linear_classes()):
+            if not name or called[name] not in candidates:
+                continue
+            if not isinstance(module, linear_classes()):
                 continue
             # nn.MultiheadAttention reads the weight of its output projection, a layer of this
             # class, and never calls the layer. torch keeps the class private.
             if type(module).__name__ == "NonDynamicallyQuantizableLinear":
                 continue
-            if name in shared and self.modules is not None:
-                others = ", ".join(shared[name])
+            holder = called[name].rpartition(".")[0] if name in stacks else name
+            if holder in shared and self.modules is not None:
+                others = ", ".join(shared[holder])
                 raise ConfigError(
-                    f"adapter.modules names {name}, which shares its weight with {others}: what is "
-                    "added to one would be merged into both. Leave it out."
+                    f"adapter.modules names {holder}, which shares its weight with {others}: what "
+                    "is added to one would be merged into both. Leave it out."
                 )
             if name not in shared and name not in bypassed:
                 chosen.append(name)
         typed = [str(pattern) for pattern in self.modules or ()]
         # A run says of layers that are never called that they get none.
-        known = [*chosen, *bypassed]
+        known = [*(called[name] for name in chosen), *bypassed, *later]
         idle = [p for p in typed if not any(matches_pattern(p, name) for name in known)]
-        if idle or not chosen:
+        if idle or not (chosen or later):
             place = "the model" if self.modules is None else f"adapter.modules={idle or typed}"
             if self._frozen_parts:
                 parts = ",".join(self._frozen_parts)
@@ -305,8 +400,15 @@ class Lora:
                 module.merge()  # type: ignore[operator]
                 parent, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(parent), attribute, module.get_base_layer())
+        for module in {stack.module for stack in expert_stacks(model)}:
+            restore_stacks(module)
         # peft leaves its config on the model, where its other functions would find it.
         vars(model).pop("peft_config", None)
+
+
+def _stacks_by_layer(model: nn.Module) -> dict[str, Stack]:
+    """Return the stacked weights of a model's experts by the dotted names of their layers."""
+    return {name: stack for stack in expert_stacks(model) for name in stack.layers}
 
 
 def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
@@ -318,10 +420,16 @@ def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
     with suppress_import_warnings():
         from peft import inject_adapter_in_model
 
+    shown = model
+    if is_known_mixture(model):
+        # By the model's config peft would take a regular expression for the ends of the names that
+        # it matches: q_proj of one layer for that of every layer.
+        shown = nn.Module()
+        shown._modules, shown._parameters = model._modules, model._parameters
     try:
         # peft warns of a Conv1D, for which it transposes the addition by itself.
         with suppress_import_warnings():
-            inject_adapter_in_model(config, model)
+            inject_adapter_in_model(config, shown)
     except ValueError as error:
         refused = re.search(r"Module '([\w.]+)' is incompatible", str(error))
         if refused is None:
@@ -416,13 +524,19 @@ def _set_addition(layer: Any, down: Tensor, up: Tensor) -> None:
     layer.lora_B[ADAPTER].weight.copy_(up)
 
 
-def check_dora(name: str, layer: nn.Module) -> None:
+def check_dora(name: str, layer: nn.Module, is_expert: bool = False) -> None:
     """Raise ConfigError for a layer that cannot be trained by DoRA.
 
     Args:
         name: its dotted name.
         layer: before peft wraps it.
+        is_expert: whether it is the layer of an expert.
     """
+    if is_expert:
+        raise ConfigError(
+            f"adapter.use_dora=true: peft has no DoRA for experts, of which {name} is one. Type "
+            "adapter.use_dora=false, or leave the experts out of adapter.modules."
+        )
     if any(kind.__module__.startswith("transformer_engine.") for kind in type(layer).__mro__):
         raise ConfigError(
             f"adapter.use_dora=true: peft has no DoRA for TransformerEngine's layers, of which "

@@ -36,6 +36,7 @@ from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import find_kept_tensors
+from runner.precision.layers.conv1d import is_packed
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.initial_weights import InitialWeights, load_selected, unpack_weights
@@ -120,14 +121,16 @@ def build_model(
     # pack them while they are loaded.
     if start is not None and loads_packed:
         precision.leave_unconverted(start.content.get("bypassed", {}))
-        precision.expert_layouts = start.content.get("experts", precision.expert_layouts)
+        precision.expert_layouts = {**start.content.get("experts", {}), **precision.expert_layouts}
     adapter = adapters.build_adapter(spec.adapter)
     held = start.content["model"] if start is not None and loads_packed else ()
-    notes = _notes_on_parts(model, adapter, held)
+    notes = _notes_on_parts(model, adapter, held, precision.expert_layouts)
     if adapter is not None and not loads_packed:
         adapter.read_plain_weights(model, precision.bypassed)
     model, report = precision.convert(model, device)
     if adapter is not None:
+        finds = precision.finds_experts and not loads_packed
+        adapter.split_experts(model, precision.expert_layouts, finds)
         add = adapter.add_for_checkpoint if loads_packed else adapter.add
         add(model, precision.storage, precision.bypassed)
     # Packed weights fit the converted layers only, and an adapter's only the adapted ones.
@@ -141,7 +144,10 @@ def build_model(
 
 
 def _notes_on_parts(
-    model: nn.Module, adapter: adapters.Lora | None, held: Collection[str]
+    model: nn.Module,
+    adapter: adapters.Lora | None,
+    held: Collection[str],
+    layouts: Mapping[str, bool],
 ) -> list[str]:
     """Note what a model did to its parts, where training and an adapter obey it; return lines for
     the console."""
@@ -154,6 +160,13 @@ def _notes_on_parts(
         notes.append(
             f"the adapter leaves out what the model froze: {first_names(left)}; "
             f"adapter.modules=[{left[0]}] adds to it"
+        )
+    experts = adapter.find_left_experts(model, layouts) if adapter is not None else {}
+    if experts:
+        kind = next(iter(experts)).rpartition(".")[2] or "<stack>"
+        notes.append(
+            f"the adapter leaves out the {sum(experts.values()):,} weights of experts; "
+            f"adapter.modules=[*.{kind},<other layers>] adds to them"
         )
     return notes
 
@@ -234,6 +247,7 @@ def _load_plain_weights(
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     wide = torch.float64 if precision.storage is torch.float64 else torch.float32
     adapter.note_frozen_parts(model, saved.content["model"])
+    adapter.split_experts(model, saved.content.get("experts", {}))
     adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))
     initial = _load(spec, model, saved)
     adapter.merge(model)
@@ -323,7 +337,7 @@ def _unpacked_weights(model: nn.Module, saved: LoadedCheckpoint) -> Mapping[str,
         ValueError: a packed weight lacks its scales.
     """
     weights = saved.content["model"]
-    if not saved.content.get("layout") or any(map(is_converted, model.modules())):
+    if not saved.content.get("layout") or any(map(is_packed, model.modules())):
         return weights
     return unpack_weights(model, weights)
 

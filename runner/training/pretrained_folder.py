@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.layers.conv1d import is_transposed
+from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
 from runner.training.initial_weights import unpack_weights
 from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.modules import name_prefixes
 from runner.utils.tensors import dtype_name
 
 PRETRAINED_FOLDER = "pretrained"
@@ -75,13 +77,7 @@ def write_pretrained(
         ValueError: the weights are not those of the model's class, as of layers that fuse two.
         OSError: the folder cannot be written.
     """
-    # Without packing and adapter.
-    plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    plain = unpack_weights(model, plain)
-    for name, layer in lora_layers(model).items():
-        parts = merged(name, plain, layer)
-        plain = {key: value for key, value in plain.items() if not key.startswith(f"{name}.")}
-        plain |= {f"{name}.{part}": value for part, value in parts.items()}
+    plain = plain_weights(model, weights)
     floats = {value.dtype for value in plain.values() if value.is_floating_point()}
     widest = max(floats, key=lambda dtype: torch.finfo(dtype).bits)
     if len(floats) > 1 and widest is not torch.float64:
@@ -101,6 +97,44 @@ def write_pretrained(
         shutil.copyfile(file, folder / name)
     sources = dict.fromkeys(file.parent for file in copied.values())
     return ", ".join([dtype_name(widest), *(f"tokenizer files of {source}" for source in sources)])
+
+
+def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict that a model has without packing and adapter.
+
+    Args:
+        model: converted, with or without an adapter.
+        weights: its state dict.
+    """
+    plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    plain = unpack_weights(model, plain)
+    layers = lora_layers(model)
+    changed: dict[str, Tensor] = {}
+    experts: set[str] = set()
+    for stack in expert_stacks(model):
+        if stack.layers[0] in layers:
+            experts.update(stack.layers)
+            changed[stack.name] = _merged_experts(stack, plain, layers)
+    for name in layers.keys() - experts:
+        parts = merged(name, plain, layers[name])
+        changed |= {f"{name}.{part}": value for part, value in parts.items()}
+    kept = {k: v for k, v in plain.items() if layers.keys().isdisjoint(name_prefixes(k))}
+    return kept | changed
+
+
+def _merged_experts(
+    stack: Stack, weights: Mapping[str, Tensor], layers: Mapping[str, Any]
+) -> Tensor:
+    """Return a stacked weight with the additions of its experts in it, see merged()."""
+    total = weights[stack.name].clone()
+    matrices = expert_matrices(total, stack.transposed)
+    for name, matrix in zip(stack.layers, matrices, strict=True):
+        parts = {f"{name}.base_layer.weight": matrix}
+        for part in ("lora_A", "lora_B"):
+            key = f"{name}.{part}.default.weight"
+            parts[key] = weights[key]
+        matrix.copy_(merged(name, parts, layers[name])["weight"])
+    return total
 
 
 def _with_weights(model: Any, plain: Mapping[str, Tensor], node: Mapping[str, Any]) -> Any:
@@ -159,7 +193,8 @@ def write_adapter(
 
     Additions that started from a part of the base weights (adapter.init=pissa, olora) are written
     for the original ones, with twice the rank: what they started with is subtracted. Modules that
-    train in full beside the adapter are in the folder, too.
+    train in full beside the adapter are in the folder, too. Those of experts are written as peft
+    has them of a stacked weight (target_parameters).
 
     Args:
         model: with its adapter.
@@ -179,9 +214,12 @@ def write_adapter(
 
     layers = lora_layers(model)
     whole = _modules_in_full(model)
-    adapted = [name for name in layers if name not in whole]
-    named: dict[str, Tensor] = {}
-    for (part, module), tensor in _adapter_tensors(weights).items():
+    stacks = [stack for stack in expert_stacks(model) if stack.layers[0] in layers]
+    experts = {name for stack in stacks for name in stack.layers}
+    adapted = [name for name in layers if name not in whole and name not in experts]
+    additions = _adapter_tensors(weights)
+    named = _expert_tensors(stacks, additions)
+    for (part, module), tensor in additions.items():
         if module in adapted:
             # peft's files have DoRA's magnitudes without the name of the tensor.
             end = "" if part == "lora_magnitude_vector" else ".weight"
@@ -197,16 +235,20 @@ def write_adapter(
     if hasattr(layer, "start_A"):
         # At twice the rank, the factor that makes the scale the same.
         rank, alpha = 2 * rank, alpha * (math.sqrt(2) if uses_rslora else 2)
+    expression = "|".join(re.escape(name) for name in adapted)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        lora_dropout=float(getattr(layer.lora_dropout["default"], "p", 0.0)),
+        # peft has none for experts; the folder is for evaluation.
+        lora_dropout=0.0 if stacks else float(getattr(layer.lora_dropout["default"], "p", 0.0)),
         use_dora=layer.use_dora["default"],
         use_rslora=uses_rslora,
         # Not "pissa" or "olora", by which peft would change the base again when it loads them.
         init_lora_weights="gaussian" if init == "gaussian" else True,
         # A regular expression, which peft compares with full names; a list also fits their ends.
-        target_modules="|".join(re.escape(name) for name in adapted),
+        # Of a mixture of transformers peft takes an expression for the ends of what it matches.
+        target_modules=adapted if is_known_mixture(model) or not adapted else expression,
+        target_parameters=[stack.name for stack in stacks] or None,
         modules_to_save=whole or None,
         fan_in_fan_out=any(is_transposed(layers[name].get_base_layer()) for name in adapted),
         task_type=_TASK_TYPES.get(str(node.get("kind"))) if generates else None,
@@ -236,6 +278,32 @@ def _adapter_tensors(weights: Mapping[str, Tensor]) -> dict[tuple[str, str], Ten
             tensor = torch.cat([tensor, -weights[f"{layer}.start_B"].to(tensor)], 1)
         tensors[part, layer] = tensor
     return tensors
+
+
+def _expert_tensors(
+    stacks: Sequence[Stack], additions: Mapping[tuple[str, str], Tensor]
+) -> dict[str, Tensor]:
+    """Return the additions of experts by the names that they have in a file of peft.
+
+    Source: peft, ParamWrapper: lora_A [experts * rank, in], lora_B [out, rank * experts], where the
+    experts are outermost in the one and innermost in the other; of several stacked weights of a
+    module the last one is wrapped last.
+    """
+    named: dict[str, Tensor] = {}
+    for index, stack in enumerate(stacks):
+        module = stack.name.rpartition(".")[0]
+        if not module:
+            raise ValueError(f"{stack.name} is in no module that peft could wrap")
+        inside = sum(other.module is stack.module for other in stacks[index + 1 :])
+        prefix = f"{_PREFIX}{module}{'.base_layer' * inside}"
+        down = [additions["lora_A", name] for name in stack.layers]
+        up = [additions["lora_B", name] for name in stack.layers]
+        # Without this attribute peft takes a stacked weight for [experts, out, in].
+        if stack.transposed is not getattr(stack.module, "is_transposed", False):
+            down, up = [b.t() for b in up], [a.t() for a in down]
+        named[f"{prefix}.lora_A.weight"] = torch.cat(down)
+        named[f"{prefix}.lora_B.weight"] = torch.stack(up, dim=-1).flatten(1)
+    return named
 
 
 def _modules_in_full(model: nn.Module) -> list[str]:

@@ -36,6 +36,37 @@ def llama():
     return transformers.LlamaForCausalLM(config).eval()
 
 
+def mixtral():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(**sizes, **heads, num_hidden_layers=2, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+class Mixture(nn.Module):
+    """Experts of no library, whose first weight is [experts, in, out]."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(3, 7, 8))
+        self.second = nn.Parameter(torch.randn(3, 2, 8))
+
+    def forward(self, x):
+        inner = torch.relu(torch.einsum("ti,eio->eto", x, self.first))
+        return torch.einsum("eto,edo->etd", inner, self.second).sum(0)
+
+
+def mixture():
+    torch.manual_seed(0)
+    return nn.Sequential(Float(), Mixture()).eval()
+
+
+class Float(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
 class Normed(nn.Module):
     """A model of no library, whose statistics run while an adapter trains."""
 
@@ -58,7 +89,9 @@ def adapted(make, precision="32-true", **settings):
     """A converted model with an adapter whose trainable numbers have moved, and its precision."""
     policy = registry.load_precision(precision)
     model, _ = policy.convert(make(), CPU)
-    Lora(rank=4, alpha=6.0, **settings).add(model, torch.float32)
+    lora = Lora(rank=4, alpha=6.0, **settings)
+    lora.split_experts(model, {"1.first": True, "1.second": False})
+    lora.add(model, torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -89,6 +122,10 @@ def logits(model):
         (llama, {"init": "pissa", "use_dora": True, "use_rslora": True}),
         (llama, {"init": "pissa", "train": ["model.layers.0.mlp.up_proj"]}),
         (llama, {"init": "olora", "modules": ["*.q_proj"]}),
+        (mixtral, {"modules": ["*.1.mlp.experts", "model.layers.0.self_attn.q_proj"]}),
+        (mixtral, {"modules": ["*.down_proj"], "dropout": 0.1, "use_rslora": True}),
+        (mixture, {"modules": ["1"]}),
+        (mixture, {"modules": ["1.first"], "init": "pissa"}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -12,9 +12,9 @@ each layer sees its slice of it.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from runner.utils.errors import ConfigError
 # Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one. No
 # model names its own lists so, as it may name one local_experts.
 _SUFFIXES = {False: "_as_experts", True: "_as_experts_transposed"}
-_PACKED_KEY = re.compile(r"(.+)(_as_experts|_as_experts_transposed)\.(\d+)\.weight")
+_PACKED_KEY = re.compile(r"(.+)(_as_experts|_as_experts_transposed)\.(\d+)\.(base_layer\.)?weight")
 
 # Of Experts.
 _ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "is_running")
@@ -35,6 +35,11 @@ _METHODS = ("shown", "layers_of", "products", "numbers")
 
 Groups = Sequence[tuple[int, Tensor]]
 """Experts and the rows, [..., contracted], that each multiplies."""
+
+
+def is_known_mixture(model: nn.Module) -> bool:
+    """Return whether a model has experts of transformers' use_experts_implementation."""
+    return any(hasattr(module, "has_gate") for module in model.modules())
 
 
 def own_stacks(module: nn.Module) -> dict[str, bool]:
@@ -182,11 +187,12 @@ class Experts(nn.Module):
             if slices is None:
                 outputs.append(_call(layer, rows))
                 continue
-            layer._held = slices[expert]
+            held = _without_adapter(layer)
+            held._held = slices[expert]
             try:
                 outputs.append(_call(layer, rows))
             finally:  # activation checkpointing ends a forward in its midst by an exception
-                layer._held = None
+                held._held = None
         return outputs
 
     def numbers(self, stack: str) -> Tensor:
@@ -199,12 +205,14 @@ class Experts(nn.Module):
             name = getattr(self, "converted_name", type(self).__name__)
             raise ConfigError(
                 f"{name} computes with its {stack} in another way than in the forward that proved "
-                f"its conversion. Type precision.ignore_modules=[{name}]."
+                f"its conversion. Type precision.ignore_modules=[{name}], and leave it out of "
+                "adapter.modules."
             )
         plain = self._parameters.get(stack)
         if plain is not None:
             return plain
-        matrices = torch.stack([layer.unpacked_weight() for layer in self.layers_of(stack)])  # type: ignore[operator]
+        layers = map(_without_adapter, self.layers_of(stack))
+        matrices = torch.stack([layer.unpacked_weight() for layer in layers])
         return expert_matrices(matrices, self.transposed[stack])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
@@ -228,6 +236,11 @@ def _call(layer: nn.Module, rows: Tensor) -> Tensor:
     if rows.numel():
         return layer(rows)
     return rows.new_zeros(*rows.shape[:-1], layer.out_features)  # type: ignore[arg-type]
+
+
+def _without_adapter(layer: nn.Module) -> Any:
+    """Return the layer of an expert, of one with an adapter the layer that the adapter adds to."""
+    return getattr(layer, "base_layer", layer)
 
 
 def convert_experts(
@@ -277,6 +290,33 @@ def restore_stacks(module: Experts) -> None:
     module.__class__ = type(module).__bases__[1]
 
 
+class Stack(NamedTuple):
+    """A stacked weight of experts that have a layer each.
+
+    Attributes:
+        name: dotted name of the weight.
+        module: that holds it.
+        transposed: whether it is [experts, in, out].
+        layers: dotted names of the experts' layers.
+    """
+
+    name: str
+    module: Experts
+    transposed: bool
+    layers: list[str]
+
+
+def expert_stacks(model: nn.Module) -> Iterator[Stack]:
+    """Yield the stacked weights of a model whose experts have a layer each."""
+    for path, module in model.named_modules():
+        if not isinstance(module, Experts):
+            continue
+        for stack, transposed in module.transposed.items():
+            name = f"{path}.{stack}".removeprefix(".")
+            layers = [f"{name}{_SUFFIXES[transposed]}.{e}" for e in range(module.shapes[stack][0])]
+            yield Stack(name, module, transposed, layers)
+
+
 def linear_of(matrix: Tensor) -> nn.Linear:
     """Return a linear layer without a bias whose weight is a matrix [out, in]."""
     layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
@@ -303,13 +343,13 @@ def stack_packed_experts(state_dict: dict[str, Any]) -> None:
     Raises:
         ValueError: those of an expert are missing.
     """
-    found: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str, str], int] = {}
     for match in map(_PACKED_KEY.fullmatch, state_dict):
         if match is not None:
-            key = match[1], match[2]
+            key = match[1], match[2], match[4] or ""
             found[key] = found.get(key, 0) + 1
-    for (stack, suffix), count in found.items():
-        names = [f"{stack}{suffix}.{expert}.weight" for expert in range(count)]
+    for (stack, suffix, base), count in found.items():
+        names = [f"{stack}{suffix}.{expert}.{base}weight" for expert in range(count)]
         missing = set(names) - state_dict.keys()
         if missing:
             raise ValueError(f"the packed experts of {stack} lack {', '.join(sorted(missing))}")
