@@ -48,6 +48,12 @@ def write_page(report: DivergenceReport, path: Path) -> None:
     if len(report.steps) > 1:
         blocks.append(Heading("Error over the steps"))
         blocks.append(Charts([svg_element(draw_steps(report.steps))]))
+    if batch.flips:
+        blocks.append(Heading("Tokens that go to other experts"))
+        flips = sorted(batch.flips.items(), key=lambda one: -one[1])
+        lines = [[Cell(name), Cell(format_share(share), bar=share)] for name, share in flips]
+        names = f"{report.name} against {report.against}"
+        blocks.append(Table(["layer", names], lines[:MAX_ROWS], frozenset({0})))
     blocks.append(Heading("Modules by the error that they add"))
     blocks.append(_table(batch.rows))
     blocks.append(Items(_EXPLANATIONS, small=True))

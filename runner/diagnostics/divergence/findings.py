@@ -14,6 +14,7 @@ from runner.diagnostics.divergence.reference import Reference
 from runner.diagnostics.divergence.roundoffs import Execution, Roundoffs, with_rounding
 from runner.diagnostics.divergence.tensor_error import TensorError
 from runner.precision.conversion import is_converted
+from runner.precision.layers.experts import Experts
 from runner.utils.tensors import dtype_name, unit_roundoff
 
 LARGEST_EXPLAINED = 2.0
@@ -44,6 +45,8 @@ class AddedError:
         limit: error of many elements that rounding explains, as a multiple of `expected`.
         operation: name of the function in which the module's code goes wrong first; empty where
             that was not looked for or found.
+        expert: number of the expert whose tokens alone have the error; None where it is no layer
+            of experts, or several have it.
         is_known_sum: whether KNOWN_SUM holds of it, so that its error is none of the model's code.
     """
 
@@ -55,6 +58,7 @@ class AddedError:
     limit: float = LARGEST_EXPLAINED
     operation: str = ""
     is_known_sum: bool = False
+    expert: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -146,7 +150,8 @@ def build_network(
     layers = set()
     for name, module in modules.items():
         is_plain = type(module).__module__.startswith("torch.nn.")
-        if is_converted(module) or (is_plain and next(module.children(), None) is None):
+        is_layer = is_converted(module) and not isinstance(module, Experts)
+        if is_layer or (is_plain and next(module.children(), None) is None):
             layers.add(name)
     widths: defaultdict[str, int] = defaultdict(lambda: 1)
     rows: defaultdict[str, int] = defaultdict(lambda: 1)
@@ -310,7 +315,7 @@ def _backward_errors(
             network.rows[module],
         )
         name = f"gradient of its {own_name}"
-        dtype = network.state_dtypes.get(parameter, "")
+        dtype = network.state_dtypes.get(parameter.partition("[")[0], "")
         # A sum over all rows, which kernels add up in several ways.
         limit = LARGEST_EXPLAINED_OF_CODE
         taken = network.dtypes.get(Boundary(module, 0, "in", 0))

@@ -11,7 +11,7 @@ each layer sees its slice of it.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,41 @@ def possible_stacks(module: nn.Module) -> dict[str, bool]:
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3 and len(parameter) > 1 and parameter.is_floating_point()
     }
+
+
+def stack_names(model: nn.Module) -> set[str]:
+    """Return the dotted names of the stacked weights that are, or may be, those of experts, also of
+    those that were packed."""
+    names = set()
+    for path, module in model.named_modules():
+        stacks = module.transposed if isinstance(module, Experts) else possible_stacks(module)
+        names |= {f"{path}.{stack}" if path else stack for stack in stacks}
+    return names
+
+
+def expert_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules inside one with stacked weights that each of its implementations calls in
+    another way: the experts' own layers, and modules without parameters."""
+    if isinstance(module, Experts):
+        for stack in module.transposed:
+            yield from module.layers_of(stack).modules()
+    elif not possible_stacks(module):
+        return
+    for part in module.modules():
+        if part is not module and next(part.parameters(), None) is None:
+            yield part
+
+
+def by_expert(
+    name: str, tensor: Tensor, stacks: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the part of each expert in a parameter, or in what is as large, as `name[expert]`; a
+    parameter that is not among the stacks whole, under its name."""
+    if name not in stacks:
+        yield name, tensor
+        return
+    for expert, matrix in enumerate(tensor):
+        yield f"{name}[{expert}]", matrix
 
 
 def expert_matrices(weight: Tensor, transposed: bool) -> Tensor:
@@ -506,4 +541,4 @@ _NAMES = "shape dtype device ndim requires_grad is_leaf is_cuda is_sparse layout
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _NAMES.split()}
 _QUESTIONS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
 _QUESTIONS |= {Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point}
-_QUESTIONS |= {Tensor.__repr__}
+_QUESTIONS |= {Tensor.__repr__, Tensor._is_view}
