@@ -3,21 +3,25 @@
 Nothing is trained, and nothing is recorded in the store.
 """
 
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, nullcontext
 
 from rich.table import Table
 from torch import nn
 
 from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.diagnostics.numerics.probe import Probe
+from runner.diagnostics.numerics.results import NumericsSnapshot, losses_by_experts
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.result import RunResult
 from runner.modes.startup import try_batch
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.conversion_report import ModuleConversion
+from runner.precision.emulation.formats import FORMATS
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, KeptInFloat32
+from runner.precision.layers.experts import expert_parts, stack_names
 from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model
 from runner.training.model import BuiltModel
@@ -57,13 +61,16 @@ def explain(run: RunContext) -> RunResult:
         setup = TrainingSetup(spec, precision, run.task, device)
         built, state = build_execution(setup, starting_model(setup), lambda: batch[0])
         modules = dict(built.model.named_modules())
+        snapshots: list[NumericsSnapshot] = []
         # A pattern selects the modules inside those that it names, too.
         names = select_modules("explain", [spec.explain], modules)
         with precision.session(built.model, device):
             try_batch(run, state, train_loader, says_layout=False)
             prepare_model(spec, precision, device, built.model)
             # A training step without its update.
-            with DtypeProbe(built.model) as probe:
+            has_experts = bool(stack_names(built.model))
+            numbers = Probe(state, snapshots.append) if has_experts else nullcontext()
+            with DtypeProbe(built.model) as probe, numbers:
                 set_training(state.model)
                 loss = loss_of(state, *batch)
                 # Where weights are frozen, nothing may have a gradient.
@@ -80,9 +87,45 @@ def explain(run: RunContext) -> RunResult:
         )
     if precision.emulated:
         run.say(f"emulated ({precision.compute_format}): kernels compute on rounded numbers")
-    chosen = {name: module for name, module in modules.items() if name in names}
+    # The layers of experts' matrices would fill the table with equal rows.
+    hidden = {part for module in modules.values() for part in expert_parts(module)}
+    chosen = {
+        name: module for name, module in modules.items() if name in names and module not in hidden
+    }
     run.console.print(_module_table(chosen, probe, built))
+    for snapshot in snapshots:
+        for line in _expert_lines(snapshot, chosen):
+            run.say(line)
     return RunResult(precision.name, run.label, str(run.out), device=run.accelerator.name)
+
+
+def _expert_lines(snapshot: NumericsSnapshot, chosen: Collection[str]) -> Iterator[str]:
+    """Yield for each format the expert among the chosen modules whose weight it rounds most, and
+    what to type to spare it."""
+    layers = []
+    for fmt in FORMATS:
+        stacks = losses_by_experts(snapshot.measured, fmt)
+        weights = [
+            loss
+            for (stack, kind), losses in stacks.items()
+            if kind == "weights" and stack.rpartition(".")[0] in chosen
+            for loss in losses
+        ]
+        if weights:
+            worst = min(weights)
+            middle = sorted(weights)[len(weights) // 2]
+            layers.append(worst.name.rpartition("[")[0].rpartition(".")[0])
+            yield (
+                f"{fmt}: hurts the weight of expert {worst.name} most, SQNR {worst.sqnr_db:.1f} dB; "
+                f"the median of {len(weights)} is {middle.sqnr_db:.1f} dB"
+            )
+    if layers:
+        names = ",".join(dict.fromkeys(layers))
+        yield (
+            "one expert of a stack cannot be left out alone; all of its layer can: type "
+            f"precision.ignore_modules=[{names}]. Updates that a format would swallow, by expert: "
+            "numerics.every=<steps> mode=train"
+        )
 
 
 def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: BuiltModel) -> Table:

@@ -105,11 +105,7 @@ class ConversionReport:
         if not self.modules:
             return {}
         converted, weights = self.weight_counts
-        return {
-            "converted": str(self),
-            "converted_weights": f"{converted}/{weights}",
-            "converted_share": f"{format_part(converted, weights)} of weights",
-        }
+        return {"converted": str(self), "converted_weights": f"{converted}/{weights}"}
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return the rows as conversion.json has them."""

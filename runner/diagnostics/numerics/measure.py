@@ -26,6 +26,7 @@ from runner.precision.emulation.formats import (
     Format,
     round_to_format,
 )
+from runner.precision.layers.experts import ExpertWeight
 
 MAX_SAMPLE_ELEMENTS = 2**14
 """Elements of a tensor that are measured at most."""
@@ -119,6 +120,8 @@ class ExponentCounts:
 def is_measurable(tensor: Tensor) -> bool:
     """Return whether a tensor is dense, has floating or complex numbers of 16 bits or more, and is
     in no wrapper of a library's."""
+    if isinstance(tensor, ExpertWeight):  # without numbers
+        return False
     numbers = tensor.is_floating_point() or tensor.is_complex()
     dense = tensor.layout is torch.strided and not tensor.is_nested
     if not (numbers and dense) or is_traceable_wrapper_subclass(tensor):
