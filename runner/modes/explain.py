@@ -3,6 +3,7 @@
 Nothing is trained, and nothing is recorded in the store.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, nullcontext
 
@@ -12,7 +13,7 @@ from torch import nn
 from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.probe import Probe
-from runner.diagnostics.numerics.results import NumericsSnapshot, losses_by_experts
+from runner.diagnostics.numerics.results import NumericsSnapshot
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.result import RunResult
@@ -100,32 +101,33 @@ def explain(run: RunContext) -> RunResult:
 
 
 def _expert_lines(snapshot: NumericsSnapshot, chosen: Collection[str]) -> Iterator[str]:
-    """Yield for each format the expert among the chosen modules whose weight it rounds most, and
-    what to type to spare it."""
-    layers = []
+    """Yield for each format the expert of the chosen modules whose weight it changes most, and what
+    to type to spare it."""
+    layers: dict[str, None] = {}
     for fmt in FORMATS:
-        stacks = losses_by_experts(snapshot.measured, fmt)
-        weights = [
-            loss
-            for (stack, kind), losses in stacks.items()
-            if kind == "weights" and stack.rpartition(".")[0] in chosen
-            for loss in losses
-        ]
-        if weights:
-            worst = min(weights)
-            middle = sorted(weights)[len(weights) // 2]
-            layers.append(worst.name.rpartition("[")[0].rpartition(".")[0])
-            yield (
-                f"{fmt}: hurts the weight of expert {worst.name} most, SQNR {worst.sqnr_db:.1f} dB; "
-                f"the median of {len(weights)} is {middle.sqnr_db:.1f} dB"
-            )
-    if layers:
-        names = ",".join(dict.fromkeys(layers))
+        ranked = []
+        for stats in snapshot.measured:
+            stack, bracket, _ = stats.module.rpartition("[")
+            layer = stack.rpartition(".")[0]
+            if bracket and stats.kind == "weights" and layer in chosen:
+                # None where rounding changes nothing.
+                sqnr_db = stats.formats[fmt].sqnr_db or math.inf
+                ranked.append((sqnr_db, stats.module, layer))
+        if not ranked:
+            return
+        ranked.sort()
+        worst, name, layer = ranked[0]
+        middle, _, _ = ranked[len(ranked) // 2]
+        layers[layer] = None
         yield (
-            "one expert of a stack cannot be left out alone; all of its layer can: type "
-            f"precision.ignore_modules=[{names}]. Updates that a format would swallow, by expert: "
-            "numerics.every=<steps> mode=train"
+            f"{fmt} hurts the weight of expert {name} most: SQNR {worst:.1f} dB, of the middle one "
+            f"of {len(ranked)} {middle:.1f} dB"
         )
+    yield (
+        "One expert of a stack cannot be left out alone. To leave out its layer, type "
+        f"precision.ignore_modules=[{','.join(layers)}]. numerics.every=<steps> shows by expert "
+        "which updates a format would swallow."
+    )
 
 
 def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: BuiltModel) -> Table:

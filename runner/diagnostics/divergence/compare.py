@@ -16,7 +16,6 @@ from runner.diagnostics.divergence.boundaries import (
     FunctionListener,
     comparable_modules,
     functions_are_seen,
-    is_choice_of_experts,
     visited_modules,
 )
 from runner.diagnostics.divergence.findings import (
@@ -30,7 +29,6 @@ from runner.diagnostics.divergence.passes import (
     ComparingVisitor,
     PassErrors,
     Substitution,
-    layers_of_experts,
     other_weights,
     pass_errors,
 )
@@ -59,10 +57,6 @@ _KINK_PEAK = 0.05
 where a ReLU's input is near 0, its gradient is all there or not at all."""
 _KINK_DRAWS = 20
 """Perturbations whose largest error explains a kink's: in one alone no element may be near it."""
-
-_WORSE_EXPERT = 10.0
-"""Squared error of an expert's tokens, relative to that of all others, from which on it alone is
-named."""
 
 
 @dataclass(frozen=True)
@@ -225,50 +219,13 @@ def _with_operation(
         return rows
     module = first.row.module
     traces = []
-    expert = None
     for execution, one in zip(executions, passes, strict=True):
         trace: list[tuple[str, Tensor]] = []
-        visitor = _OutputErrors(module, reference, execution)
-        _run(visitor, one, partial(_record, module, trace))
+        _run(Substitution(reference, execution, copies=True), one, partial(_record, module, trace))
         traces.append(trace)
-        expert = visitor.worst_expert()
     name = _first_different_operation(traces[1], traces[0], first.added.found.relative)
-    added = replace(first.added, operation=name, expert=expert)
+    added = replace(first.added, operation=name)
     return [replace(row, added=added) if row.module == module else row for row in rows]
-
-
-class _OutputErrors(Substitution):
-    """Keeps, of the first call of a layer of experts, each token's error and its experts."""
-
-    def __init__(self, module: str, reference: Reference, execution: Execution) -> None:
-        super().__init__(reference, execution, copies=True)
-        is_mixture = module in layers_of_experts(execution.state.plain_model)
-        self._module = module if is_mixture else None
-        self._chosen: Tensor | None = None
-        self._errors: Tensor | None = None
-
-    def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
-        """Keep the numbers of experts that come in, and the squared errors of what goes out."""
-        given = super().visit(boundary, owner, user, tensor)
-        if boundary.module == self._module and boundary.call == 0:
-            if is_choice_of_experts(boundary, given):
-                self._chosen = given.flatten(0, -2)
-            elif boundary.side == "out" and boundary.number == 0 and tensor.ndim > 1:
-                difference = tensor.detach().float() - given.detach().float()
-                self._errors = difference.flatten(0, -2).square().sum(-1)
-        return given
-
-    def worst_expert(self) -> int | None:
-        """Return the expert whose tokens alone are off; None where there is none."""
-        chosen, errors = self._chosen, self._errors
-        if chosen is None or errors is None or len(chosen) != len(errors):
-            return None
-        for expert in chosen.unique().tolist():
-            is_its = (chosen == expert).any(-1)
-            # NaN, the mean of no others, is not below anything.
-            if errors[~is_its].mean() * _WORSE_EXPERT < errors[is_its].mean():
-                return expert
-        return None
 
 
 def _record(
@@ -277,8 +234,8 @@ def _record(
     """Record the floating tensors that a function of torch returns in one module's own code."""
     if running == module:
         for leaf in tree_leaves(result):
-            is_tensor = isinstance(leaf, Tensor) and not isinstance(leaf, ExpertWeight)
-            if is_tensor and leaf.is_floating_point():
+            has_numbers = isinstance(leaf, Tensor) and not isinstance(leaf, ExpertWeight)
+            if has_numbers and leaf.is_floating_point():
                 trace.append((name, leaf.detach()))
 
 

@@ -157,6 +157,7 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
             record = {
                 "module": row.module,
                 "class": row.kind,
+                "experts": sorted(row.experts),
                 "arrived": _number(row.arrived),
                 "gradient_arrived": _number(row.gradient_arrived),
                 "added": _error_record(row.added),
@@ -187,7 +188,6 @@ def _error_record(added: AddedError | None) -> dict[str, Any] | None:
     found = added.found
     return {
         "tensor": added.tensor,
-        "expert": added.expert,
         "dtype": added.dtype,
         "relative": _number(found.relative),
         "expected": _number(added.expected),
@@ -222,7 +222,8 @@ def describe_divergence(batch: BatchComparison, name: str, against: str) -> str:
     if first is None:
         return _agreement(batch, name, against)
     row = first.row
-    expert = "" if first.added.expert is None else f"[{first.added.expert}]"
+    # A fault in one expert is named by it; one in all of them is the layer's.
+    expert = "".join(row.experts) if len(row.experts) == 1 else ""
     where = "the loss" if row.module == LOSS else f"`{row.module}{expert}`"
     what, arrived = "what comes in", row.arrived
     if first.is_backward:

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -14,7 +14,6 @@ from runner.diagnostics.divergence.reference import Reference
 from runner.diagnostics.divergence.roundoffs import Execution, Roundoffs, with_rounding
 from runner.diagnostics.divergence.tensor_error import TensorError
 from runner.precision.conversion import is_converted
-from runner.precision.layers.experts import Experts
 from runner.utils.tensors import dtype_name, unit_roundoff
 
 LARGEST_EXPLAINED = 2.0
@@ -45,8 +44,6 @@ class AddedError:
         limit: error of many elements that rounding explains, as a multiple of `expected`.
         operation: name of the function in which the module's code goes wrong first; empty where
             that was not looked for or found.
-        expert: number of the expert whose tokens alone have the error; None where it is no layer
-            of experts, or several have it.
         is_known_sum: whether KNOWN_SUM holds of it, so that its error is none of the model's code.
     """
 
@@ -58,7 +55,6 @@ class AddedError:
     limit: float = LARGEST_EXPLAINED
     operation: str = ""
     is_known_sum: bool = False
-    expert: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -150,8 +146,7 @@ def build_network(
     layers = set()
     for name, module in modules.items():
         is_plain = type(module).__module__.startswith("torch.nn.")
-        is_layer = is_converted(module) and not isinstance(module, Experts)
-        if is_layer or (is_plain and next(module.children(), None) is None):
+        if is_converted(module) or (is_plain and next(module.children(), None) is None):
             layers.add(name)
     widths: defaultdict[str, int] = defaultdict(lambda: 1)
     rows: defaultdict[str, int] = defaultdict(lambda: 1)
@@ -190,6 +185,7 @@ class ModuleErrors:
         added: of the tensors that its own code computes in the forward the first that rounding
             does not explain, else the one with the largest error; None where it computes none.
         gradient_added: of the gradients that it computes the same, in the order of the backward.
+        experts: numbers of the experts with gradients that rounding does not explain, as "[3]".
     """
 
     module: str
@@ -198,6 +194,7 @@ class ModuleErrors:
     gradient_arrived: float = 0.0
     added: AddedError | None = None
     gradient_added: AddedError | None = None
+    experts: set[str] = field(default_factory=set)
 
 
 def module_errors(
@@ -226,6 +223,9 @@ def module_errors(
     for name, one in _backward_errors(network, added, explained):
         if name in rows:
             rows[name].gradient_added = _worse(rows[name].gradient_added, one, 1)
+            _, bracket, number = one.tensor.rpartition("[")
+            if bracket and one.is_unexplained:
+                rows[name].experts.add(bracket + number)
     return [row for row in rows.values() if row.added or row.gradient_added]
 
 

@@ -102,11 +102,11 @@ class Arrival(ComparingVisitor):
         expected = self.reference.values.get(boundary)
         if expected is None:
             return tensor
-        if boundary.module in self._layers_of_experts and is_choice_of_experts(boundary, tensor):
-            if boundary.call == 0 and tensor.shape == expected.shape:
-                # A set of experts: their order changes nothing.
-                flipped = tensor.sort(-1).values != expected.sort(-1).values
-                self.flips[boundary.module] = flipped.any(-1).float().mean().item()
+        is_mixture = boundary.module in self._layers_of_experts and boundary.call == 0
+        if is_mixture and is_choice_of_experts(boundary, tensor) and tensor.shape == expected.shape:
+            # A set of experts: their order changes nothing.
+            flipped = tensor.sort(-1).values != expected.sort(-1).values
+            self.flips[boundary.module] = flipped.any(-1).float().mean().item()
         source = self._source(tensor, expected)
         if source is not None:
             self.forward[boundary] = self.forward[source]

@@ -19,7 +19,6 @@ from runner.diagnostics.numerics.results import (
     Complaint,
     Numerics,
     loss_scales,
-    losses_by_experts,
     suitable_range,
 )
 from runner.precision.emulation.formats import FORMATS
@@ -100,20 +99,6 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
         head = ["worst module", "kind", "what", "share"]
         worst = Table(head, rows, frozenset({0, 1, 2}))
         blocks.append(worst if rows else Text("Nothing is lost.", "small"))
-        experts = [
-            [
-                Cell(losses[0].name),
-                Cell(kind),
-                Cell(f"{losses[0].sqnr_db:.1f}"),
-                Cell(f"{losses[-1].sqnr_db:.1f}"),
-                Cell(f"{min(one.elements for one in losses):,}"),
-                Cell(f"{max(one.elements for one in losses):,}"),
-            ]
-            for (_, kind), losses in losses_by_experts(numerics.probes[-1].measured, fmt).items()
-        ]
-        if experts:
-            head = ["worst expert", "kind", "SQNR dB", "best", "fewest numbers", "most"]
-            blocks.append(Table(head, experts, frozenset({0, 1})))
     blocks.append(Heading("How to read this"))
     blocks.append(Items(_explanations(numerics), small=True))
     path.write_text(to_html(f"Numerics of {label}", blocks))
@@ -203,9 +188,8 @@ def _explanations(numerics: Numerics) -> list[tuple[str, str]]:
         "would do with a loss scale": "only gradients lack range, and there are loss scales that "
         "make all of them fit",
         "gradients": f"before clipping, multiplied by the loss scale ({scaled})",
-        "experts": "of a stacked weight, as experts.down_proj[3], each by itself; experts[3] has the "
-        "tokens that come in, as many numbers as tokens times their width. Of a stack the worst "
-        "expert is shown, all are in numerics.json; SQNR is of the last look",
+        "experts": "experts.down_proj[3] is the matrix of expert 3 of a stacked weight, experts[3] "
+        "the tokens that come to the expert; of all experts the worst is shown",
         "FP8": "after a scale per tensor to the largest value of the format",
         "heat maps": "underflow and overflow together, for updates what is swallowed; without "
         f"colour is less than {MIN_COLOURED_SHARE:g}, and modules that never lose more are left "

@@ -120,10 +120,13 @@ class Probe(TorchFunctionMode):
     def _record_tokens(self, name: str, inputs: Any) -> None:
         """Copy what a layer of experts takes: the tokens, and the numbers of their experts."""
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        if len(tensors) > 1 and tensors[1].dtype is torch.int64 and tensors[1].ndim == 2:
-            if len(tensors[0]) == len(tensors[1]) and is_measurable(tensors[0]):
-                # They are split at the end of the step: the counts are on the device.
-                self._routed[name] = (tensors[0].detach().clone(), tensors[1])
+        if len(tensors) < 2:
+            return
+        tokens, chosen, *_ = tensors
+        is_routed = chosen.dtype is torch.int64 and chosen.ndim == 2 and len(chosen) == len(tokens)
+        if is_routed and is_measurable(tokens):
+            # They are split at the end of the step: how many there are is known on the device.
+            self._routed[name] = (tokens.detach().clone(), chosen)
 
     def _samples(self, p: Tensor, tensor: Tensor) -> list[Sample]:
         """Return samples of a parameter or what is as large: of a stacked weight of each expert."""

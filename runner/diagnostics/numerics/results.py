@@ -296,32 +296,6 @@ def _mean(losses: Sequence[QuantizationLoss]) -> QuantizationLoss:
     return QuantizationLoss(**means, sqnr_db=sqnr_db, swallowed=mean_swallowed)
 
 
-class ExpertLoss(NamedTuple):
-    """The loss of one expert's numbers, rounded to a format: SQNR in dB, infinite where rounding
-    changes nothing; its name; how many numbers there are."""
-
-    sqnr_db: float
-    name: str
-    elements: int
-
-
-def losses_by_experts(
-    measured: Sequence[TensorStats], fmt: str
-) -> dict[tuple[str, str], list[ExpertLoss]]:
-    """Return what a format loses of the experts of each stack, by stack and kind, the worst expert
-    first; without updates, which are lost by being swallowed."""
-    groups: dict[tuple[str, str], list[ExpertLoss]] = defaultdict(list)
-    for stats in measured:
-        stack, bracket, _ = stats.module.rpartition("[")
-        if bracket and stats.kind != "updates":
-            sqnr_db = stats.formats[fmt].sqnr_db
-            loss = ExpertLoss(
-                math.inf if sqnr_db is None else sqnr_db, stats.module, stats.elements
-            )
-            groups[stack, stats.kind].append(loss)
-    return {key: sorted(losses) for key, losses in groups.items()}
-
-
 class LossScaleRange(NamedTuple):
     """The lowest and the highest power of two that would do."""
 

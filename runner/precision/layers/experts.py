@@ -76,9 +76,7 @@ def expert_parts(module: nn.Module) -> Iterator[nn.Module]:
             yield part
 
 
-def by_expert(
-    name: str, tensor: Tensor, stacks: Collection[str]
-) -> Iterator[tuple[str, Tensor]]:
+def by_expert(name: str, tensor: Tensor, stacks: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the part of each expert in a parameter, or in what is as large, as `name[expert]`; a
     parameter that is not among the stacks whole, under its name."""
     if name not in stacks:

@@ -49,7 +49,7 @@ def sweep():
             job("bf16-mixed", s, q, examples_per_second=150.0)
             for s, q in enumerate((0.905, 0.908, 0.921))
         ),
-        job("16-mixed", loss_scale=16384.0, skipped_steps=2, converted="53/54", converted_weights="82/100"),
+        job("16-mixed", loss_scale=16384.0, skipped_steps=2, converted="53/54"),
         job("16-true", quality=math.nan),
         lost("tf32", "unavailable", "tf32 needs a GPU. Type precision=32-true."),
         lost("64-true", "failed", "a | b\nsecond"),
