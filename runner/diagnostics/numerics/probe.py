@@ -20,7 +20,7 @@ from runner.diagnostics.numerics.measure import (
     take_sample,
 )
 from runner.diagnostics.numerics.results import KINDS, NumericsSnapshot, TensorStats
-from runner.precision.layers.experts import by_expert, stack_names
+from runner.precision.layers.experts import by_expert, expert_names, stack_names
 from runner.training.state import TrainState
 from runner.utils.module_tape import ROOT, ModuleTape
 
@@ -90,8 +90,9 @@ class Probe(TorchFunctionMode):
                     self._tape.watch_gradient(p, self._record_gradient)
         # The modules that are not torch's own.
         self._user_code: set[str] = set()
+        names_of_experts = expert_names(model)
         for dotted_name, module in model.named_modules():
-            name = dotted_name or ROOT
+            name = names_of_experts.get(module, dotted_name or ROOT)
             if not type(module).__module__.startswith("torch."):
                 self._user_code.add(name)
             # The whole model is called once for each micro-batch.

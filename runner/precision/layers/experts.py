@@ -76,6 +76,17 @@ def expert_parts(module: nn.Module) -> Iterator[nn.Module]:
             yield part
 
 
+def expert_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers of converted experts with their names, as experts.down_proj[3]."""
+    names: dict[nn.Module, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            for stack in module.transposed:
+                for expert, layer in enumerate(module.layers_of(stack)):
+                    names[layer] = f"{path}.{stack}[{expert}]".lstrip(".")
+    return names
+
+
 def by_expert(name: str, tensor: Tensor, stacks: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the part of each expert in a parameter, or in what is as large, as `name[expert]`; a
     parameter that is not among the stacks whole, under its name."""
