@@ -3,20 +3,25 @@
 Nothing is trained, and nothing is recorded in the store.
 """
 
-from collections.abc import Mapping
-from contextlib import closing
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, nullcontext
 
 from rich.table import Table
 from torch import nn
 
 from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
+from runner.diagnostics.numerics.probe import Probe
+from runner.diagnostics.numerics.results import NumericsSnapshot
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.startup import try_batch
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.conversion_report import ModuleConversion
+from runner.precision.emulation.formats import FORMATS
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, KeptInFloat32
+from runner.precision.layers.experts import expert_parts, stack_names
 from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model
 from runner.training.model import BuiltModel
@@ -56,13 +61,16 @@ def explain(run: RunContext) -> None:
         setup = TrainingSetup(spec, precision, run.task, device)
         built, state = build_execution(setup, starting_model(setup), lambda: batch[0])
         modules = dict(built.model.named_modules())
+        snapshots: list[NumericsSnapshot] = []
         # A pattern selects the modules inside those that it names, too.
         names = select_modules("explain", [spec.explain], modules)
         with precision.session(built.model, device):
             try_batch(run, state, train_loader, says_layout=False)
             prepare_model(spec, precision, device, built.model)
             # A training step without its update.
-            with DtypeProbe(built.model) as probe:
+            has_experts = bool(stack_names(built.model))
+            numbers = Probe(state, snapshots.append) if has_experts else nullcontext()
+            with DtypeProbe(built.model) as probe, numbers:
                 set_training(state.model)
                 loss = loss_of(state, *batch)
                 # Where weights are frozen, nothing may have a gradient.
@@ -79,8 +87,45 @@ def explain(run: RunContext) -> None:
         )
     if precision.emulated:
         run.say(f"emulated ({precision.compute_format}): kernels compute on rounded numbers")
-    chosen = {name: module for name, module in modules.items() if name in names}
+    # The layers of experts' matrices would fill the table with equal rows.
+    hidden = {part for module in modules.values() for part in expert_parts(module)}
+    chosen = {
+        name: module for name, module in modules.items() if name in names and module not in hidden
+    }
     run.console.print(_module_table(chosen, probe, built))
+    for snapshot in snapshots:
+        for line in _expert_lines(snapshot, chosen):
+            run.say(line)
+
+
+def _expert_lines(snapshot: NumericsSnapshot, chosen: Collection[str]) -> Iterator[str]:
+    """Yield for each format the expert of the chosen modules whose weight it changes most, and what
+    to type to spare it."""
+    layers: dict[str, None] = {}
+    for fmt in FORMATS:
+        ranked = []
+        for stats in snapshot.measured:
+            stack, bracket, _ = stats.module.rpartition("[")
+            layer = stack.rpartition(".")[0]
+            if bracket and stats.kind == "weights" and layer in chosen:
+                # None where rounding changes nothing.
+                sqnr_db = stats.formats[fmt].sqnr_db or math.inf
+                ranked.append((sqnr_db, stats.module, layer))
+        if not ranked:
+            return
+        ranked.sort()
+        worst, name, layer = ranked[0]
+        middle, _, _ = ranked[len(ranked) // 2]
+        layers[layer] = None
+        yield (
+            f"{fmt} hurts the weight of expert {name} most: SQNR {worst:.1f} dB, of the middle one "
+            f"of {len(ranked)} {middle:.1f} dB"
+        )
+    yield (
+        "One expert of a stack cannot be left out alone. To leave out its layer, type "
+        f"precision.ignore_modules=[{','.join(layers)}]. numerics.every=<steps> shows by expert "
+        "which updates a format would swallow."
+    )
 
 
 def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: BuiltModel) -> Table:

@@ -21,7 +21,7 @@ from runner.tracking.metric_names import VAL_LOSS
 from runner.tracking.uri import resolve_experiment, resolve_uri
 from runner.utils.errors import ConfigError
 from runner.utils.files import read_json, write_json
-from runner.utils.formatting import format_number, now_ms
+from runner.utils.formatting import format_number, format_part, now_ms
 from runner.utils.layout import RESULT
 from runner.utils.secrets import redact
 from runner.utils.terminal import quote_command, sanitize
@@ -59,6 +59,7 @@ FIXED_COLUMNS = {
     "plain_weights_mib": "parameters and buffers in float32, MiB",
     "optimizer_mib": "state of the optimizers, MiB",
     "converted": "converted layers of all, such as 53/54",
+    "converted_weights": "converted elements of all elements of matrix weights",
     "matrix_work": "share of each format in the matrix products of the first step",
     "fused_rounding": "rounding between fused operations: fused or eager; empty if not compiled",
     "trains": "share of the parameters' elements that train, 0 to 1",
@@ -192,6 +193,13 @@ class RunResult:
         if self.diverged or (self.status == "finished" and not is_finite):
             return "diverged"
         return self.status
+
+    @property
+    def converted_share(self) -> str:
+        """Return the converted share of the matrix weights, as "82 % of weights"; of a result
+        without their counts the converted layers of all."""
+        converted, _, total = self.converted_weights.partition("/")
+        return f"{format_part(int(converted), int(total))} of weights" if total else self.converted
 
     @property
     def is_on_cpu(self) -> bool:
@@ -441,8 +449,8 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
     ]
     if result.converted:
         weights = f"{format_number(result.weights_mib)} MiB, {memory_saving(result)} saved"
+        rows.append(("converted", result.converted_share))
         rows.append(("converted layers", result.converted))
-        rows.append(("converted matrix weights", result.converted_weights))
         rows.append(("weights", weights))
     if result.optimizer_mib:
         rows.append(("optimizer state", f"{format_number(result.optimizer_mib)} MiB"))

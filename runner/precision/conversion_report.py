@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from runner.utils.formatting import first_names
+from runner.utils.formatting import first_names, format_part
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ConversionReport:
         converted, weights = self.weight_counts
         text = (
             f"{done} of {layers} layers, {converted:,} of {weights:,} matrix weights "
-            f"({_percent(converted, weights)})"
+            f"({format_part(converted, weights)})"
         )
         # A converted module without matrix weights of its own or shared ones is a norm.
         norms = sum(row.done and not row.elements and not row.counted_with for row in self.modules)
@@ -132,14 +132,3 @@ def summarize_modules(rows: Iterable[ModuleConversion]) -> list[str]:
         else:
             texts.append(f"{names} ({kind}{size}): {why}")
     return texts
-
-
-def _percent(part: int, total: int) -> str:
-    """Return a share in whole percent; "100 %" only where nothing is missing."""
-    share = 100 * part / max(total, 1)
-    # A share that rounds to 0 or to 100 would say "nothing" or "all".
-    if 0 < share < 1:
-        return "under 1 %"
-    if part >= total:
-        return "100 %"
-    return f"{min(round(share), 99)} %"

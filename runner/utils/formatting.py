@@ -44,6 +44,17 @@ def format_share(value: float) -> str:
     return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"
 
 
+def format_part(part: int, total: int) -> str:
+    """Return a part of a total in whole percent; "100 %" only where nothing is missing."""
+    share = 100 * part / max(total, 1)
+    # A share that rounds to 0 or to 100 would say "nothing" or "all".
+    if 0 < share < 1:
+        return "under 1 %"
+    if part >= total:
+        return "100 %"
+    return f"{min(round(share), 99)} %"
+
+
 def format_duration(seconds: float) -> str:
     """Return a time in the unit that suits it: `40 s`, `12 min`, `3.5 h`; 0 s for one below 0."""
     if seconds < 90:

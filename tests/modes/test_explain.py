@@ -10,6 +10,12 @@ HF = (
     "vocab_size:64,n_positions:64,bos_token_id:0,eos_token_id:0} data=synthetic_tokens "
     "train.batch_size=4"
 )
+MIXTURE = (
+    "model=hf model.kind=causal_lm model.config={model_type:mixtral,num_hidden_layers:1,"
+    "hidden_size:32,intermediate_size:64,num_attention_heads:2,num_key_value_heads:2,head_dim:16,"
+    "num_local_experts:4,vocab_size:64,max_position_embeddings:64} data=synthetic_tokens "
+    "train.batch_size=4"
+)
 RESNET = "model=resnet data=digits train.batch_size=4"
 EMULATED = "precision.emulate=true"
 
@@ -82,6 +88,17 @@ def test_the_row_of_a_module(main, tmp_path, command, row, line):
     assert ", ".join(cells(done.stdout, name)) == row
     assert line in done.stdout
     assert not (tmp_path / "outputs" / "mlflow.db").exists()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "qat-int4"])
+def test_the_expert_that_a_format_hurts_most_is_named(main, precision):
+    done = main("explain", "*.mlp", f"precision={precision}", *MIXTURE.split())
+    assert done.rc == 0, done.stderr
+    matrix = r"model\.layers\.0\.mlp\.experts\.(gate_up|down)_proj\[\d\] most: SQNR 3\d\.\d dB"
+    assert re.search(f"float8_e4m3fn hurts the weight of expert {matrix}", done.stdout)
+    assert "type precision.ignore_modules=[model.layers.0.mlp.experts]" in done.stdout
+    assert cells(done.stdout, "model.layers.0.mlp.experts")[0] == "MixtralExperts"
+    assert "_experts" not in done.stdout
 
 
 def test_modules_that_store_nothing_and_do_not_run_have_no_row(main):

@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from runner.precision.layers.experts import expert_parts
 from runner.utils.module_tape import ROOT, ModuleTape
 
 LOSS = "(loss)"
@@ -51,6 +53,14 @@ class Boundary(NamedTuple):
         """Return the boundary that `key` names."""
         module, call, side, number = key.rsplit("|", 3)
         return cls(module, int(call), side, int(number))
+
+
+def is_choice_of_experts(boundary: Boundary, tensor: Tensor) -> bool:
+    """Return whether a tensor that a layer of experts takes, or chooses itself, has the numbers of
+    each token's experts, int [..., tokens, k]."""
+    is_chosen = boundary.side in ("in", "topk", "multinomial")
+    is_number = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    return is_chosen and is_number and tensor.ndim > 1
 
 
 FunctionListener = Callable[[str, str, Any, Any], None]
@@ -97,10 +107,11 @@ class Visitor(ABC):
 
 
 def comparable_modules(model: nn.Module) -> set[str]:
-    """Return the names of the modules whose calls can be seen: all but those inside a compiled
-    module, which run as one program."""
+    """Return the names of the modules whose calls can be seen and mean the same in two executions:
+    all but those inside a compiled module, which run as one program, and the parts of experts."""
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     inside = {part for module in compiled for part in module.modules() if part is not module}
+    inside |= {part for module in model.modules() for part in expert_parts(module)}
     return {name or ROOT for name, module in model.named_modules() if module not in inside}
 
 

@@ -47,6 +47,7 @@ from runner.diagnostics.divergence.roundoffs import (
 )
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error
 from runner.precision.contract import Precision
+from runner.precision.layers.experts import ExpertWeight
 from runner.training.state import saved_state
 from runner.training.step import backpropagate, loss_of
 from runner.utils.modules import set_training
@@ -71,6 +72,8 @@ class BatchComparison:
         scale: loss scale of the other execution.
         is_exact: whether both computed the same bits when they ran freely.
         same_format: whether both compute in the same precision.
+        flips: by layer of experts, share of the tokens that go to other experts when the execution
+            runs freely.
         uneven_calls: by module, how often the other execution and the reference call it, where
             that is not the same.
         other_weights: modules whose parameters differ by more than their formats' rounding.
@@ -84,6 +87,7 @@ class BatchComparison:
     scale: float
     is_exact: bool
     same_format: bool
+    flips: dict[str, float]
     uneven_calls: dict[str, tuple[int, int]]
     other_weights: list[str]
 
@@ -196,6 +200,7 @@ def compare_batch(
         execution.scale,
         not any(error.error or error.nonfinite for error in every_error),
         reference_execution.precision.name == execution.precision.name,
+        arrival.flips,
         {name: pair for name, pair in calls.items() if pair[0] != pair[1]},
         other_weights(execution.state.plain_model, reference_execution.state.plain_model),
     )
@@ -229,7 +234,8 @@ def _record(
     """Record the floating tensors that a function of torch returns in one module's own code."""
     if running == module:
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            has_numbers = isinstance(leaf, Tensor) and not isinstance(leaf, ExpertWeight)
+            if has_numbers and leaf.is_floating_point():
                 trace.append((name, leaf.detach()))
 
 

@@ -48,6 +48,12 @@ def write_page(report: DivergenceReport, path: Path) -> None:
     if len(report.steps) > 1:
         chart = svg_element(draw_steps(report.steps))
         blocks += [Heading("Error over the steps"), Charts([chart])]
+    if batch.flips:
+        flips = sorted(batch.flips.items(), key=lambda one: -one[1])
+        lines = [[Cell(name), Cell(format_share(share), bar=share)] for name, share in flips]
+        names = f"{report.name} against {report.against}"
+        by_layer = Table(["layer", names], lines[:MAX_ROWS], frozenset({0}))
+        blocks += [Heading("Tokens that go to other experts"), by_layer]
     table = _table(batch.rows)
     none = Text("No module adds an error.", "small")
     blocks += [Heading("Modules by the error that they add"), table if table.rows else none]

@@ -85,6 +85,12 @@ class DivergenceReport:
 def _remarks(batch: BatchComparison) -> str:
     """Return sentences on what a reader must know of a comparison beside its first divergence."""
     text = ""
+    if any(batch.flips.values()):
+        worst = max(batch.flips, key=batch.flips.__getitem__)
+        text += (
+            f" {format_share(batch.flips[worst])} of tokens go to other experts in `{worst}`"
+            f"{', the most of all layers' if len(batch.flips) > 1 else ''}."
+        )
     if batch.uneven_calls:
         counts = []
         for name, (count, expected) in batch.uneven_calls.items():
@@ -120,6 +126,8 @@ def metrics(step: StepComparison) -> dict[str, float]:
         "diff/gradient_error": batch.gradient_error,
         "diff/unexplained_modules": float(len(unexplained(batch.rows))),
     }
+    if batch.flips:
+        values["diff/flips"] = max(batch.flips.values())
     if step.log_probabilities is not None:
         values["diff/log_probability_rms"] = step.log_probabilities.rms
         values["diff/argmax_changed"] = step.log_probabilities.changed
@@ -149,6 +157,7 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
             record = {
                 "module": row.module,
                 "class": row.kind,
+                "experts": sorted(row.experts),
                 "arrived": _number(row.arrived),
                 "gradient_arrived": _number(row.gradient_arrived),
                 "added": _error_record(row.added),
@@ -156,7 +165,7 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
             }
             modules.append(record)
         numbers = {name: _number(value) for name, value in metrics(step).items()}
-        scale = {"step": step.step, "loss_scale": step.batch.scale}
+        scale = {"step": step.step, "loss_scale": step.batch.scale, "flips": step.batch.flips}
         steps.append({**scale, **numbers, "modules": modules})
     content = {
         "format": FORMAT,
@@ -213,7 +222,9 @@ def describe_divergence(batch: BatchComparison, name: str, against: str) -> str:
     if first is None:
         return _agreement(batch, name, against)
     row = first.row
-    where = "the loss" if row.module == LOSS else f"`{row.module}`"
+    # A fault in one expert is named by it; one in all of them is the layer's.
+    expert = "".join(row.experts) if len(row.experts) == 1 else ""
+    where = "the loss" if row.module == LOSS else f"`{row.module}{expert}`"
     what, arrived = "what comes in", row.arrived
     if first.is_backward:
         where = f"the backward of {where}"

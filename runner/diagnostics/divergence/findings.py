@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -185,6 +185,7 @@ class ModuleErrors:
         added: of the tensors that its own code computes in the forward the first that rounding
             does not explain, else the one with the largest error; None where it computes none.
         gradient_added: of the gradients that it computes the same, in the order of the backward.
+        experts: numbers of the experts with gradients that rounding does not explain, as "[3]".
     """
 
     module: str
@@ -193,6 +194,7 @@ class ModuleErrors:
     gradient_arrived: float = 0.0
     added: AddedError | None = None
     gradient_added: AddedError | None = None
+    experts: set[str] = field(default_factory=set)
 
 
 def module_errors(
@@ -221,6 +223,9 @@ def module_errors(
     for name, one in _backward_errors(network, added, explained):
         if name in rows:
             rows[name].gradient_added = _worse(rows[name].gradient_added, one, 1)
+            _, bracket, number = one.tensor.rpartition("[")
+            if bracket and one.is_unexplained:
+                rows[name].experts.add(bracket + number)
     return [row for row in rows.values() if row.added or row.gradient_added]
 
 
@@ -310,7 +315,7 @@ def _backward_errors(
             network.rows[module],
         )
         name = f"gradient of its {own_name}"
-        dtype = network.state_dtypes.get(parameter, "")
+        dtype = network.state_dtypes.get(parameter.partition("[")[0], "")
         # A sum over all rows, which kernels add up in several ways.
         limit = LARGEST_EXPLAINED_OF_CODE
         taken = network.dtypes.get(Boundary(module, 0, "in", 0))

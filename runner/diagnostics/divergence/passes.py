@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.diagnostics.divergence.boundaries import LOSS, ROOT, Boundary, Visitor
+from runner.diagnostics.divergence.boundaries import (
+    LOSS,
+    ROOT,
+    Boundary,
+    Visitor,
+    is_choice_of_experts,
+)
 from runner.diagnostics.divergence.reference import (
     Call,
     GivenTensors,
@@ -26,6 +32,7 @@ from runner.diagnostics.divergence.reference import (
 )
 from runner.diagnostics.divergence.roundoffs import Execution, Perturber
 from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors, measure_error
+from runner.precision.layers.experts import by_expert, stack_names
 from runner.utils.tensors import unit_roundoff
 
 
@@ -60,11 +67,15 @@ class Arrival(ComparingVisitor):
         dtypes: dtypes of the tensors by boundary.
         calls: that the execution made.
         outputs: what the model returned, by boundary.
+        flips: by layer of experts, share of the tokens that go to other experts than in the
+            reference, in the layer's first call.
         writes_in_place: whether the model wrote into what crosses boundaries.
     """
 
     def __init__(self, reference: Reference, execution: Execution) -> None:
         super().__init__(reference, execution)
+        self.flips: dict[str, float] = {}
+        self._layers_of_experts = layers_of_experts(execution.state.plain_model)
         self.dtypes: dict[Boundary, torch.dtype] = {}
         self.calls: set[Call] = set()
         self.outputs: dict[Boundary, Tensor] = {}
@@ -91,6 +102,11 @@ class Arrival(ComparingVisitor):
         expected = self.reference.values.get(boundary)
         if expected is None:
             return tensor
+        is_mixture = boundary.module in self._layers_of_experts and boundary.call == 0
+        if is_mixture and is_choice_of_experts(boundary, tensor) and tensor.shape == expected.shape:
+            # A set of experts: their order changes nothing.
+            flipped = tensor.sort(-1).values != expected.sort(-1).values
+            self.flips[boundary.module] = flipped.any(-1).float().mean().item()
         source = self._source(tensor, expected)
         if source is not None:
             self.forward[boundary] = self.forward[source]
@@ -335,13 +351,16 @@ def pass_errors(visitor: ComparingVisitor) -> PassErrors:
     execution, reference = visitor.execution, visitor.reference
     model = execution.state.plain_model
     gradients = {}
+    stacks = stack_names(model)
     for name, parameter in model.named_parameters():
         expected = reference.parameter_gradients.get(name)
         gradient = parameter.grad
         if gradient is None and parameter.requires_grad:
             gradient = torch.zeros_like(parameter)  # the model does not use it, or cuts it off
         if expected is not None and gradient is not None:
-            gradients[name] = measure_error(gradient, expected, execution.scale)
+            pairs = (by_expert(name, each, stacks) for each in (gradient, expected))
+            for (part, own), (_, other) in zip(*pairs, strict=True):
+                gradients[part] = measure_error(own, other, execution.scale)
     buffers = {}
     for name, buffer in model.named_buffers():
         expected = reference.buffers.get(name)
@@ -351,17 +370,27 @@ def pass_errors(visitor: ComparingVisitor) -> PassErrors:
 
 
 def other_weights(model: nn.Module, reference: nn.Module) -> list[str]:
-    """Return the modules whose parameters differ from a reference's by more than their formats'
-    rounding, in order; without those that a conversion has packed."""
+    """Return the modules, and the experts' matrices, whose parameters differ from a reference's by
+    more than their formats' rounding, in order; without those that a conversion has packed."""
     others = dict(reference.named_parameters())
+    stacks = stack_names(model)
     modules = []
     for name, parameter in model.named_parameters():
         other = others.get(name)
-        if other is not None and _is_comparable(parameter, other):
-            error = measure_error(parameter, other.to(parameter.device), counts=False)
-            if error.relative > max(unit_roundoff(parameter.dtype), unit_roundoff(other.dtype)):
-                modules.append(name.rpartition(".")[0] or ROOT)
+        if other is None or not _is_comparable(parameter, other):
+            continue
+        roundoff = max(unit_roundoff(parameter.dtype), unit_roundoff(other.dtype))
+        pairs = (by_expert(name, each.detach(), stacks) for each in (parameter, other))
+        for (part, own), (_, expected) in zip(*pairs, strict=True):
+            error = measure_error(own, expected.to(own.device), counts=False)
+            if error.relative > roundoff:
+                modules.append(part if name in stacks else name.rpartition(".")[0] or ROOT)
     return [*dict.fromkeys(modules)]
+
+
+def layers_of_experts(model: nn.Module) -> set[str]:
+    """Return the names of the modules that hold, or may hold, stacked weights of experts."""
+    return {name.rpartition(".")[0] or ROOT for name in stack_names(model)}
 
 
 def _is_comparable(tensor: Tensor, other: Tensor) -> bool:

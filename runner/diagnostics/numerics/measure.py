@@ -120,8 +120,7 @@ class ExponentCounts:
 def is_measurable(tensor: Tensor) -> bool:
     """Return whether a tensor is dense, has floating or complex numbers of 16 bits or more, and is
     in no wrapper of a library's."""
-    # What converted experts show has no numbers, and to ask for some is an error.
-    if isinstance(tensor, ExpertWeight):
+    if isinstance(tensor, ExpertWeight):  # without numbers
         return False
     numbers = tensor.is_floating_point() or tensor.is_complex()
     dense = tensor.layout is torch.strided and not tensor.is_nested

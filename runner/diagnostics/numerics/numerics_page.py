@@ -16,6 +16,7 @@ from runner.diagnostics.numerics.results import (
     NOISE_SHARE_LIMIT,
     SWALLOWED_SHARE_LIMIT,
     VANISHING_SHARE_LIMIT,
+    Complaint,
     Numerics,
     loss_scales,
     suitable_range,
@@ -92,8 +93,8 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
         maps = [heat_maps(numerics, fmt, [kind]) for kind in KINDS]
         blocks.append(Charts([svg_element(figure) for figure in maps if figure.axes]))
         rows = [
-            [Cell(module), Cell(kind), Cell(what), Cell(format_share(value), bar=value)]
-            for module, kind, what, value in numerics.worst(fmt, WORST_TABLE_ROWS)
+            [Cell(module, note=note), Cell(kind), Cell(what), Cell(format_share(value), bar=value)]
+            for (module, kind, what, value), note in _worst_of_stacks(numerics.worst(fmt))
         ]
         head = ["worst module", "kind", "what", "share"]
         worst = Table(head, rows, frozenset({0, 1, 2}))
@@ -101,6 +102,27 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
     blocks += [Heading("How to read this"), Items(_explanations(numerics), small=True)]
     path.write_text(to_html(f"Numerics of {label}", blocks))
     return path
+
+
+def _worst_of_stacks(complaints: Sequence[Complaint]) -> list[tuple[Complaint, str]]:
+    """Return the worst losses, the worst first; of the experts of a stack only the worst one, with
+    a note on the others."""
+    groups: dict[tuple[str, str, str], list[Complaint]] = {}
+    for complaint in complaints:
+        module, kind, what, _ = complaint
+        groups.setdefault((_stack_of(module), kind, what), []).append(complaint)
+    rows = []
+    for group in list(groups.values())[:WORST_TABLE_ROWS]:
+        least = format_share(group[-1][3])
+        note = f"the most of {len(group)} experts, the least {least}" if len(group) > 1 else ""
+        rows.append((group[0], note))
+    return rows
+
+
+def _stack_of(module: str) -> str:
+    """Return the name of an expert's stack; of another module its own."""
+    stack, bracket, _ = module.rpartition("[")
+    return f"{stack}[…]" if bracket else module
 
 
 def draw_heat_maps(numerics: Numerics, path: Path) -> Path:
@@ -165,6 +187,8 @@ def _explanations(numerics: Numerics) -> list[tuple[str, str]]:
         "would do with a loss scale": "only gradients lack range, and there are loss scales that "
         "make all of them fit",
         "gradients": f"before clipping, multiplied by the loss scale ({scaled})",
+        "experts": "experts.down_proj[3] is the matrix of expert 3 of a stacked weight, experts[3] "
+        "the tokens that come to the expert; of all experts the worst is shown",
         "FP8": "after a scale per tensor to the largest value of the format",
         "heat maps": "underflow and overflow together, for updates what is swallowed; without "
         f"colour is less than {MIN_COLOURED_SHARE:g}, and modules that never lose more are left "
@@ -182,7 +206,7 @@ def lost_shares(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDA
     """
     measured = [stats for snapshot in numerics.probes for stats in snapshot.measured]
     # A dict keeps the order and, unlike a set, drops repetitions with it.
-    names = list(dict.fromkeys(stats.module for stats in measured))
+    names = list(dict.fromkeys(_stack_of(stats.module) for stats in measured))
     shares = np.full((len(names), len(numerics.probes)), np.nan)
     for column, snapshot in enumerate(numerics.probes):
         for stats in snapshot.measured:
@@ -193,7 +217,9 @@ def lost_shares(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDA
                 lost.swallowed if kind == "updates" else min(1.0, lost.vanishing + lost.overflow)
             )
             if share is not None:
-                shares[names.index(stats.module), column] = share
+                # Of the experts of a stack the worst.
+                row = names.index(_stack_of(stats.module))
+                shares[row, column] = np.fmax(shares[row, column], share)
     return names, shares
 
 

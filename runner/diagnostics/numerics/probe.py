@@ -20,6 +20,7 @@ from runner.diagnostics.numerics.measure import (
     take_sample,
 )
 from runner.diagnostics.numerics.results import KINDS, NumericsSnapshot, TensorStats
+from runner.precision.layers.experts import by_expert, expert_names, stack_names
 from runner.training.state import TrainState
 from runner.utils.module_tape import ROOT, ModuleTape
 
@@ -66,27 +67,38 @@ class Probe(TorchFunctionMode):
         self._activations: dict[str, list[Sample]] = defaultdict(list)
         self._inner: dict[str, list[Sample]] = defaultdict(list)
         self._inner_tensors: dict[str, list[Tensor]] = defaultdict(list)
-        self._gradients: dict[int, Sample] = {}
-        self._weights: list[tuple[str, Tensor, Sample]] = []
+        self._gradients: dict[int, list[Sample]] = {}
+        self._weights: list[tuple[Tensor, list[Sample]]] = []
+        self._routed: dict[str, tuple[Tensor, Tensor]] = {}
         model = self.state.plain_model
         trainable = {id(p) for p in self.state.trainable_parameters}
         holders = set()
+        # By id of a parameter the name of its module, and of a stacked weight its own.
+        self._names: dict[int, str] = {}
+        self._stacks = stack_names(model)
+        layers_of_experts = {name.rpartition(".")[0] for name in self._stacks}
+        own_names = {id(p): name for name, p in model.named_parameters()}
         for name, module, params in modules_holding_tensors(model):
             holders.add(module)
             for p in filter(is_measurable, params):
                 # Before the step: the update is the difference to a second sample after it, so no
                 # optimizer has to cooperate.
-                self._weights.append((name, p, take_sample(p)))
+                own = own_names[id(p)]
+                self._names[id(p)] = own if own in self._stacks else name
+                self._weights.append((p, self._samples(p, p)))
                 if id(p) in trainable:
                     self._tape.watch_gradient(p, self._record_gradient)
         # The modules that are not torch's own.
         self._user_code: set[str] = set()
+        names_of_experts = expert_names(model)
         for dotted_name, module in model.named_modules():
-            name = dotted_name or ROOT
+            name = names_of_experts.get(module, dotted_name or ROOT)
             if not type(module).__module__.startswith("torch."):
                 self._user_code.add(name)
             # The whole model is called once for each micro-batch.
             begin = self._begin_forward if module is model else None
+            if dotted_name in layers_of_experts:
+                begin = self._record_tokens
             end = self._record_output if module in holders else None
             self._tape.watch_calls(name, module, begin, end)
         return super().__enter__()
@@ -97,6 +109,7 @@ class Probe(TorchFunctionMode):
         snapshot = self._measure() if error[0] is None else None
         # Samples are freed now: a probe lives as long as its run.
         del self._activations, self._inner, self._inner_tensors, self._gradients, self._weights
+        del self._routed
         if snapshot:
             self.record(snapshot)
 
@@ -104,6 +117,22 @@ class Probe(TorchFunctionMode):
         """Drop the activations of the micro-batch before: the last one of a step is measured."""
         self._activations.clear()
         self._inner.clear()
+
+    def _record_tokens(self, name: str, inputs: Any) -> None:
+        """Copy what a layer of experts takes: the tokens, and the numbers of their experts."""
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        if len(tensors) < 2:
+            return
+        tokens, chosen, *_ = tensors
+        is_routed = chosen.dtype is torch.int64 and chosen.ndim == 2 and len(chosen) == len(tokens)
+        if is_routed and is_measurable(tokens):
+            # They are split at the end of the step: how many there are is known on the device.
+            self._routed[name] = (tokens.detach().clone(), chosen)
+
+    def _samples(self, p: Tensor, tensor: Tensor) -> list[Sample]:
+        """Return samples of a parameter or what is as large: of a stacked weight of each expert."""
+        parts = by_expert(self._names[id(p)], tensor.detach(), self._stacks)
+        return [take_sample(part) for _, part in parts]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -141,21 +170,12 @@ class Probe(TorchFunctionMode):
             grad = grad.detach().to_dense()
         if grad is not None and is_measurable(grad):
             # Of several micro-batches the last call overwrites the others, with the whole sum.
-            self._gradients[id(param)] = take_sample(grad)
+            self._gradients[id(param)] = self._samples(param, grad)
 
     @torch.no_grad()
     def _measure(self) -> NumericsSnapshot:
         """Measure all samples, in the order of the model's modules and of KINDS."""
-        named: list[tuple[str, str, SampledTensor]] = []
-        for samples_by_module in (self._activations, self._inner):
-            for name, samples in samples_by_module.items():
-                named += [(name, "activations", SampledTensor(sample)) for sample in samples]
-        named += [(name, "weights", SampledTensor(sample)) for name, _, sample in self._weights]
-        for name, p, weights_before in self._weights:
-            if id(p) in self._gradients:
-                gradient = self._gradients[id(p)]
-                named.append((name, "gradients", SampledTensor(gradient)))
-                named.append((name, "updates", _update(p, weights_before, gradient)))
+        named = self._named_samples()
         counted = count_exponents([tensor for _, _, tensor in named])
         counts: dict[tuple[str, str], list[ExponentCounts]] = defaultdict(list)
         has_update = False
@@ -165,6 +185,7 @@ class Probe(TorchFunctionMode):
         # Where the optimizer skipped the step, updates of zero would read as swallowed ones.
         kinds = [kind for kind in KINDS if has_update or kind != "updates"]
         names = [name or ROOT for name, _ in self.state.plain_model.named_modules()]
+        names = list(dict.fromkeys((*names, *(name for name, _ in counts))))
         order = [(name, kind) for name in names for kind in kinds if (name, kind) in counts]
         scale = None if self._scale is None else self._scale.item()
         measured = []
@@ -187,6 +208,26 @@ class Probe(TorchFunctionMode):
             )
             measured.append(stats)
         return NumericsSnapshot(self.state.step, scale, tuple(measured))
+
+    def _named_samples(self) -> list[tuple[str, str, SampledTensor]]:
+        """Return the module, the kind and the sample of each tensor of the step."""
+        named: list[tuple[str, str, SampledTensor]] = []
+        for samples_by_module in (self._activations, self._inner):
+            for name, samples in samples_by_module.items():
+                named += [(name, "activations", SampledTensor(sample)) for sample in samples]
+        for module, (tokens, chosen) in self._routed.items():
+            for expert in chosen.unique().tolist():
+                sample = take_sample(tokens[(chosen == expert).any(-1)])
+                named.append((f"{module}[{expert}]", "activations", SampledTensor(sample)))
+        for p, samples in self._weights:
+            gradients = self._gradients.get(id(p), [None] * len(samples))
+            parts = by_expert(self._names[id(p)], p, self._stacks)
+            for (name, part), before, gradient in zip(parts, samples, gradients, strict=True):
+                named.append((name, "weights", SampledTensor(before)))
+                if gradient is not None:
+                    named.append((name, "gradients", SampledTensor(gradient)))
+                    named.append((name, "updates", _update(part, before, gradient)))
+        return named
 
 
 def _update(param: Tensor, before: Sample, gradient: Sample) -> SampledTensor:

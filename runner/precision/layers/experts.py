@@ -12,7 +12,7 @@ each layer sees its slice of it.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -69,6 +69,39 @@ def possible_stacks(module: nn.Module) -> dict[str, bool]:
 def clashing_names(module: nn.Module) -> list[str]:
     """Return the names that a module has and Experts would take from it."""
     return [name for name in (*_ATTRIBUTES, *_METHODS) if hasattr(module, name)]
+
+
+def stack_names(model: nn.Module) -> set[str]:
+    """Return the dotted names of the stacked weights that are, or may be, those of experts, also of
+    those that were packed."""
+    names = set()
+    for path, module in model.named_modules():
+        stacks = module.transposed if isinstance(module, Experts) else possible_stacks(module)
+        names |= {f"{path}.{stack}" if path else stack for stack in stacks}
+    return names
+
+
+def expert_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules inside one with stacked weights that each of its implementations calls in
+    another way: the experts' own layers, and modules without parameters."""
+    if isinstance(module, Experts):
+        for stack in module.transposed:
+            yield from module.layers_of(stack).modules()
+    elif not possible_stacks(module):
+        return
+    for part in module.modules():
+        if part is not module and next(part.parameters(), None) is None:
+            yield part
+
+
+def by_expert(name: str, tensor: Tensor, stacks: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the part of each expert in a parameter, or in what is as large, as `name[expert]`; a
+    parameter that is not among the stacks whole, under its name."""
+    if name not in stacks:
+        yield name, tensor
+        return
+    for expert, matrix in enumerate(tensor):
+        yield f"{name}[{expert}]", matrix
 
 
 def expert_matrices(weight: Tensor, transposed: bool) -> Tensor:
@@ -315,6 +348,15 @@ def expert_stacks(model: nn.Module) -> Iterator[Stack]:
             name = f"{path}.{stack}".removeprefix(".")
             layers = [f"{name}{_SUFFIXES[transposed]}.{e}" for e in range(module.shapes[stack][0])]
             yield Stack(name, module, transposed, layers)
+
+
+def expert_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers of converted experts with their names, as experts.down_proj[3]."""
+    return {
+        layer: f"{stack.name}[{expert}]"
+        for stack in expert_stacks(model)
+        for expert, layer in enumerate(stack.module.layers_of(stack.name.rpartition(".")[2]))
+    }
 
 
 def linear_of(matrix: Tensor) -> nn.Linear:
@@ -608,4 +650,4 @@ _NAMES += " is_nested itemsize is_cpu"
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _NAMES.split()}
 _QUESTIONS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
 _QUESTIONS |= {Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point}
-_QUESTIONS |= {Tensor.__repr__}
+_QUESTIONS |= {Tensor.__repr__, Tensor._is_view}

@@ -306,7 +306,7 @@ COLUMNS = (
         # A CPU has no allocator to ask: its peak is the resident set of the process.
         title=lambda facts: f"{'process' if any(j.is_on_cpu for j in facts.jobs) else 'peak'} MiB",
     ),
-    Column("converted", job=lambda job, _: job.converted),
+    Column("converted", job=lambda job, _: job.converted_share),
     Column(
         "matrix work",
         job=lambda job, _: job.matrix_work,

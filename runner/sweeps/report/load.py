@@ -335,6 +335,7 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
         step_ms=timed.get("perf/mean_step_ms", timed.get("perf/step_ms")),
         kernels="emulated" if is_emulated else "",
         converted=run.tags.get("converted", ""),
+        converted_weights=run.tags.get("converted_weights", ""),
         matrix_work=run.tags.get("matrix_work", ""),
         caveats=list(filter(None, [run.tags.get("caveats", "")])),
         fused_rounding=run.tags.get("fused_rounding", ""),

@@ -178,7 +178,7 @@ def _group(
         weights_mib=spread(lambda job: job.weights_mib),
         loss_scale=spread(lambda job: job.loss_scale),
         skipped=spread(lambda job: job.skipped_steps),
-        converted=", ".join(dict.fromkeys(job.converted for job in ended if job.converted)),
+        converted=", ".join(dict.fromkeys(job.converted_share for job in ended if job.converted)),
         reasons=tuple(dict.fromkeys(job.error for job in jobs if job.error)),
     )
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from compared_models import compare, extended, replace_forward
+from compared_models import compare, extended, replace_forward, sentence
 from torch import nn
 
 from runner.diagnostics.divergence.findings import first_divergence
@@ -142,3 +142,79 @@ def test_noise_in_what_is_chosen_among_is_named(chooses, precision):
 
     name = "layers.1.router" + ("" if chooses else ".score")
     assert first_found(chooses, precision, replace_forward(name, noisy)).row.module == name
+
+
+class Experts(nn.Module):
+    """Experts whose matrices are two parameters, computed in a loop or all at once."""
+
+    loops = False
+
+    def __init__(self):
+        super().__init__()
+        self.expand = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 6)
+        self.contract = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 6)
+        self.gelu = nn.GELU()
+
+    def forward(self, rows, numbers, weights):
+        if not self.loops:
+            inner = self.gelu(torch.einsum("th,eih->tei", rows, self.expand))
+            outputs = torch.einsum("tei,ehi->teh", inner, self.contract)
+            chosen = outputs.gather(1, numbers[..., None].expand(-1, -1, WIDTH))
+            return (chosen * weights[..., None]).sum(1)
+        output = torch.zeros_like(rows)
+        for number in range(EXPERTS):
+            token, place = torch.where(numbers == number)
+            inner = self.gelu(F.linear(rows[token], self.expand[number]))
+            found = F.linear(inner, self.contract[number]) * weights[token, place, None]
+            output = output.index_add(0, token, found.to(output.dtype))
+        return output
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = Router()
+        self.experts = Experts()
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        weights, numbers = self.router(rows)
+        return self.experts(rows, numbers, weights).view_as(x)
+
+
+def compare_stacked(precision, plant=None, **options):
+    torch.manual_seed(0)
+    net = Net(False)
+    net.layers = nn.ModuleList(Stacked() for _ in range(2))
+    tokens = torch.randint(VOCABULARY, (8, 33))
+    return compare((net, (tokens[:, :-1], tokens[:, 1:]), Language()), precision, plant, **options)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_bug_in_one_of_stacked_experts_is_named(precision):
+    def plant(net):
+        with torch.no_grad():
+            net.layers[1].experts.contract[2] *= 1.3
+
+    text = sentence(compare_stacked(precision, plant))
+    assert "parts from other in `layers.1.experts[2]`: its output" in text
+    assert "other weights in 1 module" in text
+    assert "`layers.1.experts.contract[2]`" in text
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "int4"])
+def test_stacked_experts_may_be_computed_in_another_way(precision):
+    def plant(net):
+        for layer in net.layers:
+            layer.experts.loops = True
+
+    names = ["layers.*.experts.expand", "layers.*.experts.contract"]
+    options = {"experts": names} if precision == "int4" else {}
+    found = compare_stacked(precision, plant, **options)
+    assert first_divergence(found.rows) is None
+    assert not found.uneven_calls
+    flips = found.flips["layers.1.experts"]
+    assert found.flips.keys() == {"layers.0.experts", "layers.1.experts"}
+    assert (flips > 0) is (precision != "32-true")
+    assert flips < 0.3
+    assert ("of tokens go to other experts in `layers." in sentence(found)) is (flips > 0)

@@ -110,6 +110,19 @@ def test_a_page_names_the_worst_as_it_is_and_needs_nothing_else(tmp_path):
     assert order == ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "How to read this"]
 
 
+def test_the_experts_of_a_stack_have_one_row_and_one_line_of_a_map(tmp_path):
+    spots = {(f"experts.w[{i}]", 1): 0.08 * (i + 1) for i in range(3)}
+    numerics = make_numerics(modules=100, looks=1, spots=spots, name="experts.w[{}]")
+    page = write_page(numerics, "x", tmp_path / "numerics.html").read_text()
+    assert "the most of 3 experts, the least 8 %" in page
+    assert "the most of 100 experts, the least 100 %" in page
+    assert "experts.w[2]" in page
+    assert "experts.w[1]" not in page
+    names, shares = lost_shares(numerics, "float16", "gradients")
+    assert names == ["experts.w[…]"]
+    assert shares.tolist() == [[0.24]]
+
+
 def test_a_picture_of_one_look_where_nothing_is_lost(tmp_path):
     nothing = Numerics(5, "32-true", "float32", "float32", make_numerics(1, 1, {}).probes)
     assert draw_heat_maps(nothing, tmp_path / "numerics.png").read_bytes()[1:4] == b"PNG"

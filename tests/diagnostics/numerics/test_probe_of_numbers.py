@@ -201,3 +201,37 @@ def test_a_step_that_fails_is_not_measured_and_the_next_one_is():
         train_step(state, [batch()])
     assert len(found) == 1
     assert count_hooks(state.model) == 0
+
+
+class Mixture(nn.Module):
+    """Two matrices of experts in one parameter, of which no token chooses the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x):
+        chosen = (torch.arange(len(x)) % 2)[:, None]
+        return self.experts(x, chosen)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2, 4))
+
+    def forward(self, x, chosen):
+        return torch.stack([self.weight[e] @ row for row, e in zip(x, chosen[:, 0], strict=True)])
+
+
+def test_each_expert_by_itself():
+    found = by_key(look(state_of(Mixture()), [batch(rows=5)]))
+    names = [f"experts.weight[{expert}]" for expert in range(3)]
+    assert [found[name, "weights"].elements for name in names] == [8, 8, 8]
+    assert ("experts", "weights") not in found
+    # As many numbers as tokens times their width of 4.
+    assert [found[f"experts[{e}]", "activations"].elements for e in range(2)] == [12, 8]
+    assert ("experts[2]", "activations") not in found
+    swallowed = [found[name, "updates"].formats["bfloat16"].swallowed for name in names]
+    assert swallowed[2] is None  # without a token there is no update to swallow
+    assert None not in swallowed[:2]

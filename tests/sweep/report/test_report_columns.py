@@ -34,10 +34,12 @@ def test_the_terminal_lacks_what_the_report_has_last() -> None:
         ([SCALED, FAILED, lost("tf32", "unavailable")], ["finished", "failed", "unavailable"]),
         ([SCALED, FAILED], ["val/accuracy", "0.91", "final scale", "32768"]),
         ([SCALED, replace(SCALED, quality="val/loss")], ["quality"]),
+        ([replace(SCALED, converted="2/3", converted_weights="82/100")], ["82 % of weights"]),
+        ([replace(SCALED, converted="2/3")], ["2/3"]),
         # Not taken for rich's markup.
         ([replace(PLAIN, label="a precision.keep_fp32=[head]")], ["a precision.keep_fp32=[head]"]),
     ],
-    ids=["a row per job", "loss scales", "different qualities", "brackets"],
+    ids=["a row per job", "loss scales", "different qualities", "weights", "old", "brackets"],
 )
 def test_the_terminals_table_shows(results: list[RunResult], shown: list[str]) -> None:
     text = text_of(*results)
