@@ -130,19 +130,20 @@ def is_measurable(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def take_sample(tensor: Tensor, masked: bool = False) -> Sample:
+def take_sample(tensor: Tensor, masked: bool = False, most: int = MAX_SAMPLE_ELEMENTS) -> Sample:
     """Copy some of a tensor's elements.
 
     Args:
         tensor: one for which `is_measurable` is true.
         masked: minus infinity and the lowest finite value of the dtype are entries of an attention
             mask, which every format can hold: they are counted as zeros.
+        most: elements that are copied at most.
     """
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.reshape(-1)
-    stride = -(-flat.numel() // MAX_SAMPLE_ELEMENTS)
+    stride = -(-flat.numel() // most)
     # Without a common factor with the number of elements, so that it falls on every channel.
     while math.gcd(stride, flat.numel()) > 1:
         stride += 1

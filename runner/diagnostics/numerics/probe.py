@@ -11,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from runner.diagnostics.numerics.measure import (
+    BLOCK_ELEMENTS,
+    MAX_SAMPLE_ELEMENTS,
     ExponentCounts,
     Sample,
     SampledTensor,
@@ -132,7 +134,14 @@ class Probe(TorchFunctionMode):
     def _samples(self, p: Tensor, tensor: Tensor) -> list[Sample]:
         """Return samples of a parameter or what is as large: of a stacked weight of each expert."""
         parts = by_expert(self._names[id(p)], tensor.detach(), self._stacks)
-        return [take_sample(part) for _, part in parts]
+        return [take_sample(part, most=self._sample_size(p)) for _, part in parts]
+
+    def _sample_size(self, p: Tensor) -> int:
+        """Return how many elements are measured of a parameter; of one expert fewer the more there
+        are, so that a layer of many takes about the time of any other."""
+        if self._names[id(p)] not in self._stacks:
+            return MAX_SAMPLE_ELEMENTS
+        return max(MAX_SAMPLE_ELEMENTS // len(p), BLOCK_ELEMENTS)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -226,19 +235,22 @@ class Probe(TorchFunctionMode):
                 named.append((name, "weights", SampledTensor(before)))
                 if gradient is not None:
                     named.append((name, "gradients", SampledTensor(gradient)))
-                    named.append((name, "updates", _update(part, before, gradient)))
+                    named.append(
+                        (name, "updates", _update(part, before, gradient, self._sample_size(p)))
+                    )
         return named
 
 
-def _update(param: Tensor, before: Sample, gradient: Sample) -> SampledTensor:
+def _update(param: Tensor, before: Sample, gradient: Sample, most: int) -> SampledTensor:
     """Return the change that the step made to a parameter.
 
     Args:
         param: after the step.
         before: sample of the parameter from before the step.
         gradient: sample of its gradient, of the same elements.
+        most: elements of these samples at most.
     """
-    after = take_sample(param)
+    after = take_sample(param, most=most)
     # float64 weights differ by less than float32 resolves: subtract before narrowing.
     wide = torch.float64 if before.values.dtype is torch.float64 else torch.float32
     update = (after.values.to(wide) - before.values.to(wide)).float()
