@@ -143,8 +143,10 @@ def build_proven_model(
     """
     precision = setup.precision
     precision.finds_experts = True
-    built = _build(setup, make, saved)
-    precision.finds_experts = False
+    try:
+        built = _build(setup, make, saved)
+    finally:
+        precision.finds_experts = False
     built = _find_wide_inputs(setup, built, inputs)
     experts = expert_layouts(built.model)
     if not (experts or _converts(built) or adapted_layers(built.model)):
@@ -156,7 +158,9 @@ def build_proven_model(
     if None in experts.values() and not rebuilds:
         # Without a converted layer the second build says so. Units of FSDP have made classes of
         # those of their modules.
-        rebuilds = setup.strategy.shards or not _converts(built)
+        # An adapter was given none of them, though its patterns may name no other layer.
+        has_adapter = bool(setup.spec.adapter.get("_target_"))
+        rebuilds = setup.strategy.shards or has_adapter or not _converts(built)
         if not rebuilds:
             for module in built.model.modules():
                 if isinstance(module, Experts) and module.is_trial:
@@ -219,10 +223,11 @@ def _names_text(names: Iterable[str]) -> str:
 
 def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
     """Return why layers count as not converted, by name."""
-    return {
+    reasons = {
         name: CODES_REASON if name in watch.executed else BYPASSED_REASON
         for name in sorted(watch.bypassed)
     }
+    return reasons | watch.misread
 
 
 def _reasons_text(bypassed: Mapping[str, str]) -> str:

@@ -108,12 +108,17 @@ class ForwardWatch(TorchFunctionMode):
         """Return the names of the layers that must not be converted: a plain weight may be read by
         other code as long as the layer runs too, a packed one may not."""
         packed = {name for name in self.read_elsewhere if is_packed(self.layers[name])}
-        misread = {
-            name
+        return (self.read_elsewhere - self.executed) | packed | self.misread.keys()
+
+    @property
+    def misread(self) -> dict[str, str]:
+        """Return why the forward cannot compute with converted experts, by their module's name."""
+        watches = {
+            name: self._watches[module]
             for name, module in self.layers.items()
-            if name in self.executed and isinstance(module, Experts) and self._is_misread(module)
+            if isinstance(module, Experts)
         }
-        return (self.read_elsewhere - self.executed) | packed | misread
+        return {name: watch.obstacle() for name, watch in watches.items() if watch.obstacle()}
 
     def experts(self) -> dict[str, bool]:
         """Return the dotted names of the stacked weights whose products the forward computed with
@@ -124,11 +129,6 @@ class ForwardWatch(TorchFunctionMode):
             if isinstance(module, Experts)
             for stack, transposed in self._watches[module].transposed().items()
         }
-
-    def _is_misread(self, module: Experts) -> bool:
-        """Return whether a stack was used otherwise than in products of one kind; in a forward that
-        contracts the other dimension throughout, it is converted anew."""
-        return module.transposed.keys() != self._watches[module].transposed().keys()
 
     def __enter__(self) -> "ForwardWatch":
         names = {id(layer): name for name, layer in self.layers.items()}
@@ -155,6 +155,10 @@ class ForwardWatch(TorchFunctionMode):
         self._tape.close()
         for module in self._watches:
             module.watch = None
+        # The module around experts may multiply with their weights.
+        for name, layer in self.layers.items():
+            if isinstance(layer, Experts) and self._watches[layer].contracted:
+                self.executed.add(name)
 
     def _weight_names(self) -> dict[int, str]:
         """Return the names of the layers that hold a weight, by the weight's id."""

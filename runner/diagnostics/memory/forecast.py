@@ -131,7 +131,8 @@ def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> N
         precision: as for a run, which finds them by its first batch.
         device: where the run computes.
     """
-    if not isinstance(precision, ConvertingPrecision):
+    # An adapter adds to them in every precision.
+    if not isinstance(precision, ConvertingPrecision) and not spec.adapter.get("_target_"):
         return
     precision.finds_experts = True
     with suppress(Exception), torch.no_grad():

@@ -13,7 +13,8 @@ each layer sees its slice of it.
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -132,12 +133,12 @@ class ExpertsWatch:
     Attributes:
         contracted: by a stack's name, which of its dimensions products contracted: whether the
             last one.
-        misread: names of the stacks that were used in another way than in products.
+        misread: functions that used a stack in another way than in products, by its name.
     """
 
     def __init__(self) -> None:
         self.contracted: dict[str, set[bool]] = {}
-        self.misread: set[str] = set()
+        self.misread: dict[str, str] = {}
 
     def transposed(self) -> dict[str, bool]:
         """Return the stacks that are experts, and whether each is transposed."""
@@ -146,6 +147,15 @@ class ExpertsWatch:
             for stack, found in self.contracted.items()
             if stack not in self.misread and len(found) == 1
         }
+
+    def obstacle(self) -> str:
+        """Return why the module's experts cannot be converted; empty where they can."""
+        for stack, function in self.misread.items():
+            return f"its forward uses {stack} in {function}, which is no product with each expert"
+        for stack, found in self.contracted.items():
+            if len(found) > 1:
+                return f"its forward multiplies both dimensions of {stack}"
+        return ""
 
 
 class Experts(nn.Module):
@@ -208,11 +218,13 @@ class Experts(nn.Module):
         if self.watch is not None:
             self.watch.contracted.setdefault(stack, set()).add(contracts_last)
         if self.is_trial or contracts_last is self.transposed[stack]:
-            matrices = expert_matrices(self.numbers(stack), not contracts_last)
+            matrices = expert_matrices(self.numbers(stack, "linear"), not contracts_last)
             return [F.linear(rows, matrices[expert].to(rows.dtype)) for expert, rows in groups]
         plain = self._parameters.get(stack)
-        # Not expert by expert: the gradient of each slice would be a stack of zeros.
-        slices = None if plain is None else expert_matrices(plain, self.transposed[stack]).unbind(0)
+        slices: Any = None if plain is None else expert_matrices(plain, self.transposed[stack])
+        if slices is not None and len(groups) > 1:
+            # Not expert by expert: the gradient of each slice would be a stack of zeros.
+            slices = slices.unbind(0)
         layers: Any = self.layers_of(stack)
         outputs = []
         for expert, rows in groups:
@@ -228,8 +240,9 @@ class Experts(nn.Module):
                 held._held = None
         return outputs
 
-    def numbers(self, stack: str) -> Tensor:
-        """Return a stacked weight as it was built, for what no layer of an expert computes.
+    def numbers(self, stack: str, function: str) -> Tensor:
+        """Return a stacked weight as it was built, for a function that no layer of an expert
+        computes.
 
         Raises:
             ConfigError: the forward runs and is not watched, so that nobody would learn of it.
@@ -237,9 +250,9 @@ class Experts(nn.Module):
         if self.is_running and self.watch is None:
             name = getattr(self, "converted_name", type(self).__name__)
             raise ConfigError(
-                f"{name} computes with its {stack} in another way than in the forward that proved "
-                f"its conversion. Type precision.ignore_modules=[{name}], and leave it out of "
-                "adapter.modules."
+                f"{name} uses its {stack} in {function}. Allowed: products with each expert, by "
+                f"linear, matmul, bmm, einsum or grouped_mm. Type "
+                f"precision.ignore_modules=[{name}], and leave it out of adapter.modules."
             )
         plain = self._parameters.get(stack)
         if plain is not None:
@@ -268,7 +281,9 @@ def _call(layer: nn.Module, rows: Tensor) -> Tensor:
     """Return a layer's outputs, also on no rows: [..., in] to [..., out]."""
     if rows.numel():
         return layer(rows)
-    return rows.new_zeros(*rows.shape[:-1], layer.out_features)  # type: ignore[arg-type]
+    # Of a row of zeros, for the dtype and the gradients that are zero.
+    output = layer(F.pad(rows.reshape(0, rows.shape[-1]), (0, 0, 0, 1)))[:0]
+    return output.reshape(*rows.shape[:-1], output.shape[-1])
 
 
 def _without_adapter(layer: nn.Module) -> Any:
@@ -441,24 +456,29 @@ class ExpertWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(func)
-        if rule is not None:
+        if rule is not None and _takes(rule, kwargs):
             result = rule(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         if func in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        args, kwargs = tree_map(_numbers, (args, kwargs))
+        name = getattr(func, "__name__", "a function")
+        args, kwargs = tree_map(partial(_numbers, function=name), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below autograd there are no numbers to ask for.
-        args, kwargs = tree_map(_numbers, (args, kwargs or {}))
+        name = func.overloadpacket.__name__
+        args, kwargs = tree_map(partial(_numbers, function=name), (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ExpertWeight({self.stack}, shape={list(self.shape)})"
+
     def transposed_view(self) -> "ExpertWeight":
-        """Return it with its last two dimensions exchanged."""
+        """Return the weight with its last two dimensions exchanged."""
         return ExpertWeight(self.module, self.stack, self.picked, not self.flipped)
 
     def products(self, groups: Groups, contracts_last: bool) -> list[Tensor]:
@@ -467,17 +487,24 @@ class ExpertWeight(Tensor):
         return self.module.products(self.stack, groups, contracts_last is not self.flipped)
 
 
-def _numbers(leaf: Any) -> Any:
+def _numbers(leaf: Any, function: str) -> Any:
+    """Return the numbers of an ExpertWeight that a function, by its name, computes with."""
     if not isinstance(leaf, ExpertWeight):
         return leaf
-    weight = leaf.module.numbers(leaf.stack)
+    weight = leaf.module.numbers(leaf.stack, function)
     if leaf.module.watch is not None:
-        leaf.module.watch.misread.add(leaf.stack)
+        leaf.module.watch.misread.setdefault(leaf.stack, function)
     weight = weight if leaf.picked is None else weight[leaf.picked]
     return weight.mT if leaf.flipped else weight
 
 
 # Rules of functions: each returns the function's result, or NotImplemented where it has none.
+
+
+def _takes(rule: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
+    """Return whether a rule has all of these keywords, as it may lack `out`."""
+    parameters = signature(rule).parameters if keywords else {}
+    return keywords.keys() <= parameters.keys()
 
 
 def _multiply(rows: Tensor, weight: ExpertWeight, contracts_last: bool) -> Any:
@@ -488,7 +515,11 @@ def _multiply(rows: Tensor, weight: ExpertWeight, contracts_last: bool) -> Any:
     count = weight.shape[0]
     batches = rows.unsqueeze(-3) if rows.ndim == 2 else rows
     batches = batches.movedim(-3, 0)
+    if len(batches) not in (1, count):
+        return NotImplemented
     batches = batches.expand(count, *batches.shape[1:])
+    if not count:
+        return weight.products([(0, batches)], contracts_last)[0].movedim(0, -3)
     if weight.picked is None:
         outputs = weight.products([*enumerate(batches)], contracts_last)
         return torch.stack(outputs).movedim(0, -3)
@@ -513,7 +544,8 @@ def _matmul(input: Tensor, other: Tensor) -> Any:
             return NotImplemented
         if other.ndim == 1:
             return _multiply(other, input, True) if input.ndim == 2 else NotImplemented
-        return _multiply(other.mT, input, contracts_last=True).mT
+        output = _multiply(other.mT, input, contracts_last=True)
+        return output if output is NotImplemented else output.mT
     is_vector = input.ndim == 1 and other.ndim > 2
     return NotImplemented if is_vector else _multiply(input, other, contracts_last=False)  # type: ignore[arg-type]
 
@@ -537,15 +569,14 @@ def _grouped_mm(
         groups = [
             (e, input[a:b]) for e, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a
         ]
-        outputs = mat2.products(groups, contracts_last=False)
-        rest = len(input) - (ends[-1] if ends else 0)
-        like = outputs[0] if outputs else input
-        output = torch.cat([*outputs, like.new_zeros(rest, mat2.shape[-1])])
+        outputs = mat2.products(groups or [(0, input[:0])], contracts_last=False)
+        rest = outputs[0].new_zeros(len(input) - ends[-1], mat2.shape[-1])
+        output = torch.cat([*outputs, rest])
     return output if out_dtype is None else output.to(out_dtype)
 
 
 def _einsum(equation: Any, *operands: Any) -> Any:
-    """Return a product by einsum of one tensor and all experts, as in "eci,eio->eco"."""
+    """Return a product by einsum of one tensor and all experts, as in "eci,eio->eco", or one."""
     if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
         return NotImplemented
     inputs, result = equation.replace(" ", "").split("->")
@@ -553,24 +584,27 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     if isinstance(operands[0], ExpertWeight):
         terms, operands = terms[::-1], operands[::-1]
     rows, weight = operands
-    if isinstance(rows, ExpertWeight) or weight.picked is not None or "." in equation:
+    if isinstance(rows, ExpertWeight) or (weight.picked is not None and weight.ndim > 2):
         return NotImplemented
-    of_rows, (expert, *matrix) = terms
+    of_rows, of_weight = terms
+    expert, matrix = of_weight[:-2], of_weight[-2:]
+    if "." in equation:
+        return NotImplemented
     summed = [label for label in matrix if label not in result]
     kept = [label for label in matrix if label in result]
     others = [label for label in of_rows if label not in (expert, *summed)]
     if len(summed) != 1 or summed[0] not in of_rows or expert not in result:
         return NotImplemented
-    if {*others, expert, *kept} != {*result} or kept[0] in of_rows:
+    if {*others, *expert, *kept} != {*result} or kept[0] in of_rows:
         return NotImplemented
     contracts_last = matrix[1] == summed[0]
-    batch = [expert] if expert in of_rows else []
+    batch = [expert] if expert and expert in of_rows else []
     ordered = rows.permute([of_rows.index(label) for label in (*batch, *others, *summed)])
     flat = ordered.reshape(*ordered.shape[: len(batch)], -1, ordered.shape[-1])
     output = _multiply(flat, weight, contracts_last)
     sizes = ordered.shape[len(batch) : -1]
-    labels = (expert, *others, *kept)
-    output = output.reshape(len(output), *sizes, output.shape[-1])
+    labels = (*expert, *others, *kept)
+    output = output.reshape(*weight.shape[:-2], *sizes, output.shape[-1])
     return output.permute([labels.index(label) for label in result])
 
 
@@ -578,6 +612,8 @@ def _getitem(weight: Any, index: Any) -> Any:
     """Return one expert, or those that a tensor of one dimension names."""
     if not isinstance(weight, ExpertWeight) or weight.picked is not None:
         return NotImplemented
+    if isinstance(index, tuple) and all(part == slice(None) for part in index[1:]):
+        index = index[0]  # as w[expert, :, :]
     if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32):
         if index.ndim == 1:
             return ExpertWeight(weight.module, weight.stack, index, weight.flipped)
@@ -593,12 +629,11 @@ def _unbind(weight: Any, dim: int = 0) -> Any:
     return tuple(weight[e] for e in range(len(weight))) if is_all else NotImplemented
 
 
-def _transpose(weight: Any, *dims: int) -> Any:
-    """Return it with its last two dimensions exchanged; other exchanges are not known."""
-    last_two = {weight.ndim - 2, weight.ndim - 1}
-    return (
-        weight.transposed_view() if {d % weight.ndim for d in dims} == last_two else NotImplemented
-    )
+def _transpose(weight: Any, dim0: int, dim1: int) -> Any:
+    """Return a weight with its last two dimensions exchanged; other exchanges are not known."""
+    count = weight.ndim
+    is_known = {dim0 % count, dim1 % count} == {count - 2, count - 1}
+    return weight.transposed_view() if is_known else NotImplemented
 
 
 def _permute(weight: Any, *dims: Any) -> Any:
@@ -612,9 +647,12 @@ def _flip(weight: Any) -> Any:
 
 
 def _keep(weight: Any, *target: Any, **keywords: Any) -> Any:
-    """Return it unchanged: a layer has its own dtype, whatever it is cast to."""
-    is_weight = isinstance(weight, ExpertWeight)
-    return weight if is_weight and "device" not in keywords else NotImplemented
+    """Return a weight unchanged: a layer has its own dtype, whatever it is cast to. Another tensor
+    gets the dtype and the device of the weight that is its target."""
+    if not isinstance(weight, ExpertWeight):
+        (like,) = target
+        return weight.to(like.device, like.dtype)
+    return NotImplemented if "device" in keywords else weight
 
 
 def _rules() -> dict[Any, Callable[..., Any]]:
@@ -650,4 +688,4 @@ _NAMES += " is_nested itemsize is_cpu"
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _NAMES.split()}
 _QUESTIONS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
 _QUESTIONS |= {Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point}
-_QUESTIONS |= {Tensor.__repr__, Tensor._is_view}
+_QUESTIONS |= {Tensor.is_contiguous, Tensor.stride, Tensor._is_view}

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.diagnostics.numerics.measure import is_measurable
 from runner.precision.conversion_proof import ForwardWatch, converted_layers
-from runner.precision.layers.experts import possible_stacks
+from runner.precision.layers.experts import convert_experts, possible_stacks
 from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import plain_attributes
@@ -193,7 +193,7 @@ def test_a_forward_shows_what_it_does_with_the_stacks(kind):
         with watch:
             run_forward(precision, model, X)
         assert (watch.experts(), watch.bypassed) == (found, bypassed)
-    with pytest.raises(ConfigError, match="computes with its first in another way"):
+    with pytest.raises(ConfigError, match=r"uses its first in mean\. Allowed"):
         run_forward(precision, model, X)
 
 
@@ -308,3 +308,75 @@ def test_packed_experts_of_which_one_is_missing_are_refused():
     state = {name: v for name, v in model.state_dict().items() if ".1.weight" not in name}
     with pytest.raises(ValueError, match=r"of first lack first_as_experts_transposed\.1\.weight"):
         unpack_state_dict(state)
+
+
+class Holder(nn.Module):
+    """Holds a stack that the module around it multiplies with."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(COUNT, WIDTH, INNER) / 6)
+
+
+NONE = torch.zeros(0, dtype=torch.long)
+FORMS = {
+    "w[e, :, :]": lambda x, w: x @ w[1, :, :],
+    "negative": lambda x, w: x @ w[-1],
+    "iterated": lambda x, w: torch.stack([x @ matrix for matrix in w]),
+    "keywords": lambda x, w: x @ w.transpose(dim0=1, dim1=2).mT[0],
+    "mat2": lambda x, w: torch.bmm(x[None].expand(COUNT, -1, -1), mat2=w),
+    "one expert by einsum": lambda x, w: torch.einsum("td,df->tf", x, w[2]),
+    "one gathered": lambda x, w: torch.matmul(torch.stack([x, x]), w[torch.tensor([1])]),
+    "none gathered": lambda x, w: torch.bmm(x[:0, None], w[NONE]),
+    "no rows": lambda x, w: x[:0] @ w[1],
+    "no groups": lambda x, w: F.grouped_mm(x, w, offs=torch.zeros(COUNT).int()),
+    "cast to it": lambda x, w: x.double().type_as(w) @ w[0],
+    "summed": lambda x, w: (x @ w[0]) * w.mean(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_ways_to_multiply_have_the_numbers_of_plain_tensors(form):
+    torch.manual_seed(0)
+    holder = Holder()
+    plain = holder.stack
+    x = X.clone().requires_grad_()
+    expected = FORMS[form](x, plain)
+    wanted = torch.autograd.grad(expected.sum(), (x, plain), allow_unused=True)
+    convert_experts(holder, {"stack": True}, lambda layer: None)
+    assert "stack" in repr(holder.stack)
+    output = FORMS[form](x, holder.stack)
+    if form == "no groups":  # torch leaves rows of no group as they were
+        output, expected = output[:0], expected[:0]
+    torch.testing.assert_close(output, expected)
+    assert output.requires_grad
+    found = torch.autograd.grad(output.sum(), (x, plain), allow_unused=True)
+    for tensor, gradient, each in zip((x, plain), found, wanted, strict=True):
+        zeros = torch.zeros_like(tensor)
+        gradients = (zeros if value is None else value for value in (gradient, each))
+        torch.testing.assert_close(*gradients)
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = Holder()
+
+    def forward(self, x):
+        return x @ self.experts.stack[1]
+
+
+def test_a_stack_that_another_module_multiplies_with_counts_as_run():
+    precision = load("int8 products", experts=["experts.stack:in_out"])
+    model, report = precision.convert(Around())
+    watch = ForwardWatch(model, converted_layers(model, report))
+    with watch:
+        run_forward(precision, model, X)
+    assert (watch.executed, watch.bypassed) == ({"experts"}, set())
+
+
+def test_an_expert_without_rows_has_the_dtype_of_one_with_rows():
+    precision, model, _ = convert("float8 by row", Mixture())
+    with precision.forward(torch.device("cpu")):
+        assert (X[:0] @ model.first[0]).dtype is (X @ model.first[0]).dtype is torch.bfloat16
