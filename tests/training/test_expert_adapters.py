@@ -157,7 +157,7 @@ def test_loftq_starts_an_expert_from_what_the_packing_rounds_away():
         (
             "4-bit",
             {"init": "loftq", "rank": 17},
-            "of moe.first_experts_transposed.0, 16 -> 32, has",
+            "of moe.first_as_experts_transposed.0, 16 -> 32, has",
         ),
         ("32-true", {"modules": ["moe.shift"]}, "moe.shift matches no module"),
         ("4-bit", {"modules": ["*.3"]}, r"\*\.3 matches no module"),
