@@ -94,7 +94,7 @@ def test_training_is_that_of_additions_by_hand_to_the_unpacked_weights(name):
     def forward(x):
         weights = dict(base)
         for stack, transposed in LAYOUTS.items():
-            kind = "_experts_transposed" if transposed else "_experts"
+            kind = "_as_experts_transposed" if transposed else "_as_experts"
             parts = [
                 [own[f"{stack}{kind}.{e}.lora_{part}.default.weight"] for e in range(COUNT)]
                 for part in "AB"
