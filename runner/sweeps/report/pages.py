@@ -76,7 +76,7 @@ SCHEMA_VERSION = 1
 """Version of report.json; a new column does not change it."""
 TEST_SOURCES = {
     "paired t": "paired t, Student 1908, over equal seeds",
-    "Welch": "Welch 1947; paired t where the seeds of both are the same",
+    "Welch": "Welch 1947; paired t where both have the same seeds, or three in common",
 }
 QUALITY_NOTE = """the last evaluation's, mean ± sample standard deviation (number of seeds);
 diverged jobs are not in the mean. Seeds: {seeds}."""

@@ -98,8 +98,8 @@ class Difference:
 
     Attributes:
         ci_half_width: half-width of its confidence interval; infinite with too few seeds.
-        test: "paired t" if the seeds of both match (Student 1908), else "Welch" (1947).
-        n: seeds of the precision.
+        test: "paired t" over the seeds that both have (Student 1908), or "Welch" (1947) over all.
+        n: seeds of the precision; of a paired test, the pairs.
         margin: tolerated difference.
     """
 
@@ -116,6 +116,8 @@ def quality_difference(
 ) -> Difference:
     """Return the difference of two groups' mean qualities, by a two-sided 95 % interval.
 
+    Where both have the same seeds, or MIN_SEEDS in common, these alone are compared, in pairs.
+
     Args:
         group: (seed, quality) of the group; finite, not empty.
         baseline: (seed, quality) of the baseline; finite, not empty.
@@ -123,13 +125,19 @@ def quality_difference(
     """
     values = _known_values(group)
     others = _known_values(baseline)
+    pairs = pair_by_seed(group, baseline) or []
+    # Two pairs among more seeds have an interval that is wider than without pairs.
+    is_paired = len(pairs) >= MIN_SEEDS or len(pairs) == len(values) == len(others)
+    if is_paired:
+        # A seed that only one of them has says more of the seed than of the precision.
+        values = [value for value, _ in pairs]
+        others = [value for _, value in pairs]
     n = len(values)
     difference = fmean(values) - fmean(others)
     if n < 2 or len(others) < 2:
         return Difference(Verdict.UNJUDGED, difference, n)
 
-    pairs = pair_by_seed(group, baseline) or []
-    if len(pairs) == n == len(others):
+    if is_paired:
         test = "paired t"
         half_width = paired_half_width([a - b for a, b in pairs], ERROR_RATE / 2)
     else:

@@ -47,6 +47,15 @@ def test_an_interval_scales_with_its_values(size: float) -> None:
     assert "worse by" not in difference_words(got)[0]
 
 
+@pytest.mark.parametrize("lacks", ["group", "baseline"])
+def test_a_seed_that_one_side_lacks_leaves_the_others_in_pairs(lacks: str) -> None:
+    base = [(0, 0.90), (1, 0.95), (2, 0.80), (3, 0.99)]
+    mine = [(seed, value - 0.001 * (seed + 1)) for seed, value in base]
+    sides = (mine[:3], base) if lacks == "group" else (mine, base[:3])
+    got = quality_difference(*sides, "max")
+    assert (got.test, got.n, got.value) == ("paired t", 3, pytest.approx(-0.002))
+
+
 @pytest.mark.parametrize("keys", [[None, None], [1, 1], [3, 4]])
 def test_seeds_that_do_not_match_are_not_paired(keys: list[int | None]) -> None:
     mine = list(zip(keys, [0.9, 0.8], strict=True))
