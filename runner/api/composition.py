@@ -84,7 +84,7 @@ def compose_run(
             spec = resolve_spec(composed, allow_unresolved=reads_checkpoint)
     except COMPOSE_ERRORS as error:
         text = explain(error, words)
-        several = re.match(r"Ambiguous value for argument '(.+)'", text)
+        several = re.match("(.+) is a list of values, ", text)
         if several:
             text = (
                 f"{several[1]} lists several values. Call runner.sweep([...]) for a run of each; "

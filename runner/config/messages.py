@@ -22,7 +22,8 @@ from yaml import YAMLError
 from runner.config.annotations import annotation_words
 from runner.config.commands import COMMANDS
 from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
-from runner.utils.errors import first_line
+from runner.utils.errors import first_line, nearest_names
+from runner.utils.terminal import quote_command
 
 # Options whose plugin is installed by an extra of this package, and that extra.
 _EXTRAS = {
@@ -71,7 +72,14 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     # Hydra raises a TypeError for group=[[x]].
     if isinstance(error, TypeError):
         return f"The overrides do not compose ({error}). A group takes a name, as in model=mlp."
+    ambiguous = _AMBIGUOUS.match(str(error))
+    if ambiguous:
+        words = quote_command(["python", "-m", "runner", "-m", *map(as_typed, argv)])
+        return f"{ambiguous[1]} is a list of values, and a run takes one. Type {words}."
     return str(error).strip()
+
+
+_AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'\n")
 
 
 def _wrong_override(override: str, reason: str) -> str:
@@ -162,14 +170,7 @@ def _missing_option(error: MissingConfigException) -> str:
         return f"{group}={option} needs a package that is missing. Type pip install '{package}'."
     if not options:
         return f"{group}={option} is not known: there is no option in {group}/."
-    name = option.lower().replace("_", "-")
-    # Nearly an option's whole name, the dtype in it, or any likeness.
-    near = get_close_matches(name, options, n=1, cutoff=0.91)
-    meant = [names for dtype, names in DTYPE_PRECISIONS.items() if dtype in name]
-    if group == "precision" and meant and not near:
-        near = [f" or {group}=".join(meant[0])]
-    near = near or get_close_matches(name, options, n=1, cutoff=0.5)
-    hint = f" Type {group}={near[0]}." if near else ""
+    hint = option_hint(group, option, options)
     if group == "callbacks":
         hint = (
             " A callback of your own is callbacks.<name>._target_=package.module.Name, or a yaml "
@@ -177,6 +178,21 @@ def _missing_option(error: MissingConfigException) -> str:
         )
     # Before the list, which is long for a precision.
     return f"{group}={option} is not known.{hint} Allowed: {', '.join(options)}."
+
+
+def option_hint(group: str, option: str, options: Sequence[str]) -> str:
+    """Return which option to type in place of an unknown one; empty if none is like it."""
+    name = option.lower().replace("_", "-")
+    # Nearly an option's whole name, the dtype in it, any likeness, or a likeness of its beginning.
+    near = get_close_matches(name, options, n=1, cutoff=0.91)
+    meant = [names for dtype, names in DTYPE_PRECISIONS.items() if dtype in name]
+    if group == "precision" and meant and not near:
+        near = [*meant[0]]
+    near = near or nearest_names(name, options)
+    begun = {each: each[: len(name)] for each in options}
+    near = near or [each for each in begun if get_close_matches(name, [begun[each]], cutoff=0.75)]
+    typed = " or ".join(f"{group}={each}" for each in near[:3])
+    return f" Type {typed}." if near else ""
 
 
 def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
@@ -190,7 +206,7 @@ def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
     parent, _, name = full.rpartition(".")
     keys = [str(key) for key in node] if isinstance(node, DictConfig) else []
     prefix = f"{parent}." if parent else ""
-    near = [f"{prefix}{key}" for key in get_close_matches(name, keys, n=1, cutoff=0.5)]
+    near = [f"{prefix}{key}" for key in nearest_names(name, keys)]
     # The exact name in another group is a better guess than a similar name in this one: lr=1e-3
     # means optimizer.lr.
     elsewhere: list[str] = []

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.config.annotations import typed_value
+from runner.utils.errors import nearest_names
 
 RUN_MODES = ("train", "evaluate", "plan", "explain", "replay", "diff", "advise", "gate")
 ADVISE_MODES = ("advise", "gate")
@@ -452,7 +453,8 @@ class RunSpec:
     def _mode_problems(self) -> Iterator[str]:
         """Yield a message for each key that contradicts the mode."""
         if self.mode not in RUN_MODES:
-            yield f"mode={self.mode} is not known. Allowed: {', '.join(RUN_MODES)}."
+            near = "".join(f" Type mode={name}." for name in nearest_names(self.mode, RUN_MODES))
+            yield f"mode={self.mode} is not known.{near} Allowed: {', '.join(RUN_MODES)}."
         if self.mode == "evaluate" and self.checkpoint.path is None:
             yield "mode=evaluate needs a checkpoint: checkpoint=<file, folder or run id>."
         if self.mode == "evaluate" and self.init.weights is not None:

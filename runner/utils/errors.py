@@ -3,7 +3,8 @@
 Each message says what was given, what is allowed here, and what to type.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 
 class RunnerError(Exception):
@@ -99,3 +100,10 @@ class Diverged(RunnerError):
 
     exit_status = 1
     finished = True
+
+
+def nearest_names(name: str, known: Sequence[str]) -> list[str]:
+    """Return the known name that a mistyped one most likely means; empty if none is like it."""
+    # difflib counts letters in another order as lost: modle would be nearer to mode than to model.
+    reordered = [each for each in known if sorted(each) == sorted(name)]
+    return reordered[:1] or get_close_matches(name, known, n=1, cutoff=0.5)

@@ -84,7 +84,12 @@ tracking=mlflow tracking.uri=mysql://u@127.0.0.1:1/db => mysql://***@127.0.0.1:1
     No module named 'MySQLdb'. Install the package
 mode=evaluate checkpoint=/no/such.pt => checkpoint=/no/such.pt | outputs/runs/<time>
 mode=evaluate checkpoint=0123abcd => checkpoint=0123abcd is neither a file
-precision=32-true,bf16-mixed => precision=32-true,bf16-mixed | --multirun
+precision=32-true,bf16-mixed => precision=32-true,bf16-mixed is a list of values
+    Type python -m runner -m model=mlp
+mode=advice => mode=advice is not known | Type mode=advise.
+precision=bf15 => Type precision=bf16-mixed or precision=bf16-true.
+mode=advise precision=bf15 -m => Type precision=bf16-mixed or precision=bf16-true.
+modle=mlp => modle=mlp is not known | Type model=<value>.
 --config-dir /no/such => --config-dir=/no/such is no folder
 --config-dir => --config-dir | expected one argument
 adapter=lora +adapter.r=4 => adapter.r=4: | Write rank in place of r.

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.invocation import override_texts
+from runner.config.messages import option_hint
 from runner.config.overrides import PRECISION_ALIASES, as_typed
 from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
@@ -274,7 +275,9 @@ def _typed_precisions(
     names = list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in plain))
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"precision={unknown[0]} is not known. Allowed: {', '.join(known)}.")
+        given = f"precision={unknown[0]} is not known."
+        hint = option_hint("precision", unknown[0], known)
+        raise ConfigError(f"{given}{hint} Allowed: {', '.join(known)}.")
     if mode == "gate" and len(names) > 1:
         raise ConfigError(
             f"mode=gate asks about one precision, and precision={','.join(names)} names "
