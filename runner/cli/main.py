@@ -101,7 +101,7 @@ def _run_command(argv: Sequence[str]) -> int:
             return 0
         check_config_dir(config_dir(argv))
     except RunnerError as error:
-        _print_error_once(str(error))
+        _print_error_once(error)
         return error.exit_status
     except torchrun.MainRankFailed:
         return 2
@@ -170,10 +170,10 @@ def check_config_dir(folder: str | Path | None) -> Path | None:
     return path
 
 
-def _print_error_once(text: str) -> None:
-    """Print an error in one of the processes that torchrun started."""
-    if torchrun.claim_message(text):
-        print_error(text)
+def _print_error_once(error: RunnerError) -> None:
+    """Print an error, or that a signal stopped the run, in one of torchrun's processes."""
+    if torchrun.claim_message(str(error)):
+        print_error(str(error), mark="" if error.exit_status > 128 else "error: ")
 
 
 def expand_resumed_sweep(argv: Sequence[str]) -> Sequence[str]:
@@ -298,7 +298,7 @@ def run_job(config: DictConfig) -> float | None:
         status = _error_status(error, skips)
         # The line of a trial, or of a job that was not tried, says why.
         if not (leaves_line and (_is_trial() or status in UNTRIED)):
-            _print_error_once(str(error))
+            _print_error_once(error)
         failure = _Failure(status, str(error), error.exit_status, error.finished)
     except KeyboardInterrupt as error:
         failure = _Failure("stopped", str(error) or "Interrupted.", interrupt_status(error))

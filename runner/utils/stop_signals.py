@@ -62,11 +62,16 @@ class Interrupted(KeyboardInterrupt):
 
 def end_by_signal(number: int) -> NoReturn:
     """Exit this process at once, with the exit status of a signal."""
+    _write_line(str(Stopped(number)))
+    _exit_now(128 + number)
+
+
+def _write_line(text: str) -> None:
+    """Write a line to stderr from a handler of signals."""
     # Of the processes that torchrun starts, rank 0 prints the message.
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
-            os.write(2, f"error: {Stopped(number)}\n".encode())
-    _exit_now(128 + number)
+            os.write(2, f"{text}\n".encode())
 
 
 def _exit_now(status: int) -> NoReturn:
@@ -208,6 +213,8 @@ class StopSignals(SignalHandler):
         if self.number is None:
             self.number = number
             self._requested_at = now
+            if number == signal.SIGINT and not self._interrupts:
+                _write_line("Stopping after this step. Ctrl-C again stops at once.")
         elif number == signal.SIGINT and now - self._requested_at > COALESCE_SECONDS:
             self._second_sigints += 1
             raise KeyboardInterrupt

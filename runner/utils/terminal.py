@@ -57,10 +57,10 @@ def one_line(text: str) -> str:
     return sanitize(" ".join(text.split()))
 
 
-def print_error(text: str) -> None:
-    """Print a text to stderr, with `error: ` before each line."""
+def print_error(text: str, mark: str = "error: ") -> None:
+    """Print a text to stderr, with a mark before each line."""
     for line in sanitize(text).splitlines() or [""]:
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        print(f"{mark}{line}", file=sys.stderr, flush=True)
 
 
 class PlainFormatter(logging.Formatter):

@@ -88,7 +88,7 @@ def test_a_signal_ends_a_run_soon_also_without_a_server(dead_address, tmp_path, 
     run.send_signal(signal.SIGTERM)
     _, stderr = run.communicate(timeout=SOON)
     assert run.returncode == 143
-    assert stderr.splitlines()[-1] == "error: Stopped by SIGTERM."
+    assert stderr.splitlines()[-1] == "Stopped by SIGTERM."
 
 
 def test_what_sync_does_not_take(main, tmp_path):

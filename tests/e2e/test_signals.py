@@ -135,7 +135,7 @@ def test_a_signal_leaves_a_checkpoint_and_a_killed_run(start, store, reader, run
     for number, (process, folder) in zip(numbers, running, strict=True):
         wait_for(lambda folder=folder: steps_taken(folder), process)
         os.killpg(process.pid, number)  # as a terminal and a batch system do it
-        assert last_error(process, number) == f"error: Stopped by {number.name}."
+        assert last_error(process, number) == f"Stopped by {number.name}."
         step = checkpoint_step(folder)
         wait_for(is_killed(run_named, number.name))
         run = run_named(number.name)
@@ -176,7 +176,7 @@ def test_a_signal_in_every_phase(start, store, run_named, phases):
         wait_for(reached(name, process, folder), process)
         sent = (signal.SIGINT, signal.SIGTERM)[number % 2]
         os.killpg(process.pid, sent)
-        assert last_error(process, sent) == f"error: Stopped by {sent.name}.", name
+        assert last_error(process, sent) == f"Stopped by {sent.name}.", name
     for name, (typed, steps) in phases.items():
         assert checkpoint_step(started[name][1]) in steps, name
         if "{store}" in typed:
@@ -200,7 +200,7 @@ def test_a_second_ctrl_c_ends_a_step_that_does_not(start):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)  # a signal within half a second would count as the first
     os.killpg(process.pid, signal.SIGINT)
-    assert last_error(process, signal.SIGINT) == "error: Stopped by SIGINT."
+    assert last_error(process, signal.SIGINT) == "Stopped by SIGINT."
 
 
 @pytest.mark.slow
@@ -217,6 +217,6 @@ def test_a_command_that_is_typed_again_continues(start):
     wait_for(lambda: newest_step(folder) > step, process)
     os.killpg(process.pid, signal.SIGHUP)
     out, err = process.communicate(timeout=SECONDS)
-    assert (process.returncode, err.splitlines()[-1]) == (129, "error: Stopped by SIGHUP.")
+    assert (process.returncode, err.splitlines()[-1]) == (129, "Stopped by SIGHUP.")
     assert f"resumed at step {step} of" in out
     assert newest_step(folder) > step

@@ -58,12 +58,13 @@ def test_a_second_signal_interrupts_at_once_if_it_is_ctrl_c(
         assert signals.number == first
 
 
-def test_signals_of_one_ctrl_c_count_as_one(monkeypatch):
+def test_signals_of_one_ctrl_c_count_as_one(monkeypatch, capfd):
     """The terminal and a launcher both pass one Ctrl-C on."""
     monkeypatch.setattr(stop_signals, "COALESCE_SECONDS", 600.0)  # however loaded the machine is
     with StopSignals() as signals:
         send(signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT)
         assert signals.number == signal.SIGINT
+    assert capfd.readouterr().err == "Stopping after this step. Ctrl-C again stops at once.\n"
 
 
 def test_a_signal_that_was_ignored_stays_ignored():
@@ -160,7 +161,7 @@ def test_a_second_ctrl_c_ends_a_call_that_does_not_return():
         with suppress(subprocess.TimeoutExpired):
             process.wait(stop_signals.COALESCE_SECONDS + 0.5)
     assert process.returncode == 130
-    assert process.communicate()[1] == "error: Stopped by SIGINT.\n"
+    assert process.communicate()[1] == "Stopped by SIGINT.\n"
 
 
 COMMAND = """
@@ -180,7 +181,7 @@ with CommandSignals(lambda: {open}) as signals:
 @pytest.mark.parametrize(
     ("open", "status", "rc", "out", "err"),
     [
-        (False, None, 138, "", "error: Stopped by SIGUSR1.\n"),
+        (False, None, 138, "", "Stopped by SIGUSR1.\n"),
         (True, None, 138, "Stopped by SIGUSR1.\n", ""),
         (True, 0, 0, "", ""),
     ],
