@@ -26,7 +26,7 @@ from runner.precision.emulation.formats import (
     Format,
     round_to_format,
 )
-from runner.precision.layers.experts import ExpertWeight
+from runner.precision.layers.expert_weight import ExpertWeight
 
 MAX_SAMPLE_ELEMENTS = 2**14
 """Elements of a tensor that are measured at most."""

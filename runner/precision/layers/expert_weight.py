@@ -1,0 +1,293 @@
+"""Show a stacked weight to a model's forward, and have experts' layers compute its products.
+
+Each way to multiply with experts has a rule, which torch calls in place of its function.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+Groups = Sequence[tuple[int, Tensor]]
+"""Experts and the rows, [..., contracted], that each multiplies."""
+
+
+class ExpertWeight(Tensor):
+    """What converted experts show as a stacked weight, or as some of its matrices.
+
+    It has the weight's shape, dtype and device, and no numbers: its products are computed by the
+    experts' layers.
+
+    Attributes:
+        module: layers.experts.Experts, which holds the experts.
+        stack: name of the stacked weight.
+        picked: an expert, a tensor of experts (int [n]), or None for all.
+        flipped: whether the last two dimensions are exchanged.
+    """
+
+    module: Any
+    stack: str
+    picked: int | Tensor | None
+    flipped: bool
+
+    def __new__(
+        cls, module: Any, stack: str, picked: int | Tensor | None = None, flipped: bool = False
+    ) -> "ExpertWeight":
+        count, *matrix = module.shapes[stack]
+        leading = [count] if picked is None else []
+        if isinstance(picked, Tensor):
+            leading = [len(picked)]
+        plain = module._parameters.get(stack)
+        like = plain if plain is not None else next(module.layers_of(stack).parameters())
+        shown = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            (*leading, *(matrix[::-1] if flipped else matrix)),
+            dtype=torch.float32 if plain is None else plain.dtype,
+            device=like.device,
+            requires_grad=plain is not None and plain.requires_grad,
+        )
+        shown.module, shown.stack, shown.picked, shown.flipped = module, stack, picked, flipped
+        return shown
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is not None and _takes(rule, kwargs):
+            result = rule(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", "a function")
+        args, kwargs = tree_map(partial(_numbers, function=name), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Below autograd there are no numbers to ask for.
+        name = func.overloadpacket.__name__
+        args, kwargs = tree_map(partial(_numbers, function=name), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ExpertWeight({self.stack}, shape={list(self.shape)})"
+
+    def transposed_view(self) -> "ExpertWeight":
+        """Return the weight with its last two dimensions exchanged."""
+        return ExpertWeight(self.module, self.stack, self.picked, not self.flipped)
+
+    def products(self, groups: Groups, contracts_last: bool) -> list[Tensor]:
+        """Return the products of rows with experts, see Experts.products; contracts_last is as this
+        weight shows its dimensions."""
+        return self.module.products(self.stack, groups, contracts_last is not self.flipped)
+
+
+def _numbers(leaf: Any, function: str) -> Any:
+    """Return the numbers of an ExpertWeight that a function, by its name, computes with."""
+    if not isinstance(leaf, ExpertWeight):
+        return leaf
+    weight = leaf.module.numbers(leaf.stack, function)
+    if leaf.module.watch is not None:
+        leaf.module.watch.misread.setdefault(leaf.stack, function)
+    weight = weight if leaf.picked is None else weight[leaf.picked]
+    return weight.mT if leaf.flipped else weight
+
+
+# Rules of functions: each returns the function's result, or NotImplemented where it has none.
+
+
+def _takes(rule: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
+    """Return whether a rule has all of these keywords, as it may lack `out`."""
+    parameters = signature(rule).parameters if keywords else {}
+    return keywords.keys() <= parameters.keys()
+
+
+def _multiply(rows: Tensor, weight: ExpertWeight, contracts_last: bool) -> Any:
+    """Return the product of rows [..., n, contracted] with a matrix, or with one for each element
+    of the dimension before n: [..., n, out]."""
+    if isinstance(weight.picked, int):
+        return weight.products([(weight.picked, rows)], contracts_last)[0]
+    count = weight.shape[0]
+    batches = rows.unsqueeze(-3) if rows.ndim == 2 else rows
+    batches = batches.movedim(-3, 0)
+    if len(batches) not in (1, count):
+        return NotImplemented
+    batches = batches.expand(count, *batches.shape[1:])
+    if not count:
+        return weight.products([(0, batches)], contracts_last)[0].movedim(0, -3)
+    if weight.picked is None:
+        outputs = weight.products([*enumerate(batches)], contracts_last)
+        return torch.stack(outputs).movedim(0, -3)
+    # Rows of one expert together.
+    order = weight.picked.argsort(stable=True)
+    experts, counts = weight.picked.unique(return_counts=True)
+    parts = batches[order].split(counts.tolist())
+    outputs = weight.products([*zip(experts.tolist(), parts, strict=True)], contracts_last)
+    return torch.cat(outputs)[order.argsort()].movedim(0, -3)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not isinstance(weight, ExpertWeight) or weight.ndim != 2 or isinstance(input, ExpertWeight):
+        return NotImplemented
+    output = _multiply(input, weight, contracts_last=True)
+    return output if bias is None else output + bias.to(output.dtype)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Any:
+    if isinstance(input, ExpertWeight):
+        if isinstance(other, ExpertWeight):
+            return NotImplemented
+        if other.ndim == 1:
+            return _multiply(other, input, True) if input.ndim == 2 else NotImplemented
+        output = _multiply(other.mT, input, contracts_last=True)
+        return output if output is NotImplemented else output.mT
+    is_vector = input.ndim == 1 and other.ndim > 2
+    return NotImplemented if is_vector else _multiply(input, other, contracts_last=False)  # type: ignore[arg-type]
+
+
+def _grouped_mm(
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    if not isinstance(mat2, ExpertWeight) or isinstance(input, ExpertWeight):
+        return NotImplemented
+    if mat2.picked is not None or bias is not None:
+        return NotImplemented
+    if offs is None:
+        output = _multiply(input, mat2, contracts_last=False)
+    else:
+        ends = offs.tolist()
+        starts = [0, *ends[:-1]]
+        groups = [
+            (e, input[a:b]) for e, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a
+        ]
+        outputs = mat2.products(groups or [(0, input[:0])], contracts_last=False)
+        rest = outputs[0].new_zeros(len(input) - ends[-1], mat2.shape[-1])
+        output = torch.cat([*outputs, rest])
+    return output if out_dtype is None else output.to(out_dtype)
+
+
+def _einsum(equation: Any, *operands: Any) -> Any:
+    """Return a product by einsum of one tensor and all experts, as in "eci,eio->eco", or one."""
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
+        return NotImplemented
+    inputs, result = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    if isinstance(operands[0], ExpertWeight):
+        terms, operands = terms[::-1], operands[::-1]
+    rows, weight = operands
+    if isinstance(rows, ExpertWeight) or (weight.picked is not None and weight.ndim > 2):
+        return NotImplemented
+    of_rows, of_weight = terms
+    expert, matrix = of_weight[:-2], of_weight[-2:]
+    if "." in equation:
+        return NotImplemented
+    summed = [label for label in matrix if label not in result]
+    kept = [label for label in matrix if label in result]
+    others = [label for label in of_rows if label not in (expert, *summed)]
+    if len(summed) != 1 or summed[0] not in of_rows or expert not in result:
+        return NotImplemented
+    if {*others, *expert, *kept} != {*result} or kept[0] in of_rows:
+        return NotImplemented
+    contracts_last = matrix[1] == summed[0]
+    batch = [expert] if expert and expert in of_rows else []
+    ordered = rows.permute([of_rows.index(label) for label in (*batch, *others, *summed)])
+    flat = ordered.reshape(*ordered.shape[: len(batch)], -1, ordered.shape[-1])
+    output = _multiply(flat, weight, contracts_last)
+    sizes = ordered.shape[len(batch) : -1]
+    labels = (*expert, *others, *kept)
+    output = output.reshape(*weight.shape[:-2], *sizes, output.shape[-1])
+    return output.permute([labels.index(label) for label in result])
+
+
+def _getitem(weight: Any, index: Any) -> Any:
+    """Return one expert, or those that a tensor of one dimension names."""
+    if not isinstance(weight, ExpertWeight) or weight.picked is not None:
+        return NotImplemented
+    if isinstance(index, tuple) and all(part == slice(None) for part in index[1:]):
+        index = index[0]  # as w[expert, :, :]
+    if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32):
+        if index.ndim == 1:
+            return ExpertWeight(weight.module, weight.stack, index, weight.flipped)
+        index = int(index) if index.ndim == 0 else index
+    if isinstance(index, int) and not isinstance(index, bool):
+        expert = range(len(weight))[index]
+        return ExpertWeight(weight.module, weight.stack, expert, weight.flipped)
+    return NotImplemented
+
+
+def _unbind(weight: Any, dim: int = 0) -> Any:
+    is_all = weight.picked is None and dim == 0
+    return tuple(weight[e] for e in range(len(weight))) if is_all else NotImplemented
+
+
+def _transpose(weight: Any, dim0: int, dim1: int) -> Any:
+    """Return a weight with its last two dimensions exchanged; other exchanges are not known."""
+    count = weight.ndim
+    is_known = {dim0 % count, dim1 % count} == {count - 2, count - 1}
+    return weight.transposed_view() if is_known else NotImplemented
+
+
+def _permute(weight: Any, *dims: Any) -> Any:
+    order = [d % weight.ndim for d in tree_leaves(dims)]
+    exchanged = [*range(weight.ndim - 2), weight.ndim - 1, weight.ndim - 2]
+    return weight.transposed_view() if order == exchanged else NotImplemented
+
+
+def _flip(weight: Any) -> Any:
+    return weight.transposed_view() if weight.ndim == 2 else NotImplemented
+
+
+def _keep(weight: Any, *target: Any, **keywords: Any) -> Any:
+    """Return a weight unchanged: a layer has its own dtype, whatever it is cast to. Another tensor
+    gets the dtype and the device of the weight that is its target."""
+    if not isinstance(weight, ExpertWeight):
+        (like,) = target
+        return weight.to(like.device, like.dtype)
+    return NotImplemented if "device" in keywords else weight
+
+
+def _rules() -> dict[Any, Callable[..., Any]]:
+    rules: dict[Any, Callable[..., Any]] = {F.linear: _linear, torch.einsum: _einsum}
+    of_tensors = {
+        _matmul: "__matmul__ matmul mm bmm mv",
+        _transpose: "transpose swapaxes swapdims",
+        _permute: "permute",
+        _flip: "t",
+        _getitem: "__getitem__",
+        _unbind: "unbind",
+        _keep: "to float bfloat16 half double type_as contiguous",
+    }
+    for rule, names in of_tensors.items():
+        for name in names.split():
+            rules[getattr(Tensor, name)] = rule
+            # Most are functions of torch, too.
+            rules[getattr(torch, name, None)] = rule
+    for function in (torch._grouped_mm, getattr(F, "grouped_mm", None)):
+        rules[function] = _grouped_mm
+    rules[Tensor.T.__get__] = _flip  # type: ignore[attr-defined]
+    rules[Tensor.mT.__get__] = ExpertWeight.transposed_view  # type: ignore[attr-defined]
+    rules[Tensor.__rmatmul__] = lambda weight, other: _matmul(other, weight)
+    # It shares the memory of the stacked weight.
+    rules[Tensor._is_view] = lambda weight: True
+    rules[Tensor.__iter__] = lambda weight: iter(_unbind(weight))
+    return rules
+
+
+_RULES = _rules()
+_NAMES = "shape dtype device ndim requires_grad is_leaf is_cuda is_sparse layout is_meta grad_fn"
+_NAMES += " is_nested itemsize is_cpu"
+_QUESTIONS = {getattr(Tensor, name).__get__ for name in _NAMES.split()}
+_QUESTIONS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
+_QUESTIONS |= {Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point}
+_QUESTIONS |= {Tensor.is_contiguous, Tensor.stride, Tensor._is_view}
