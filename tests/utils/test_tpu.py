@@ -28,6 +28,7 @@ OUGHT = {  # what is typed in place of a precision that a TPU lacks
     "16-true": "precision=bf16-true",
     "bnb": "precision=bf16-true",
     "float8": "precision=bf16-mixed",
+    "torchao": "precision=bf16-mixed",
     "transformer": "precision=bf16-mixed",
     **dict.fromkeys(("qat", "int4", "int8", "nvfp4"), "precision=bf16-true"),
 }
