@@ -358,7 +358,7 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
         advice_page.print_advice(console, data.advice)
         return
     compared = compare_with_baselines(data.results)
-    console.print(conclusion_text(compared, data.missing_jobs_clause))
+    console.print(conclusion_text(compared, data.missing_jobs_clause, data.no_answer))
 
 
 def end_if_failed(folder: Path) -> bool:
