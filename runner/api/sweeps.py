@@ -59,7 +59,8 @@ class SweepResult:
     @property
     def conclusion(self) -> str:
         """Return what the comparison of the jobs says, as the command prints it."""
-        return conclusion_text(compare_with_baselines(self.runs), self.data.missing_jobs_clause)
+        compared = compare_with_baselines(self.runs)
+        return conclusion_text(compared, self.data.missing_jobs_clause, self.data.no_answer)
 
     def table(self) -> "pandas.DataFrame":
         """Return a table with a row for each job; docs/sweeps.md describes its columns."""

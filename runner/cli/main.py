@@ -17,6 +17,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from shutil import rmtree
 from textwrap import shorten
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
@@ -300,6 +301,9 @@ def run_job(config: DictConfig) -> float | None:
         if not (leaves_line and (_is_trial() or status in UNTRIED)):
             _print_error_once(error)
         failure = _Failure(status, str(error), error.exit_status, error.finished)
+        # A single run that was refused leaves no folder with nothing but Hydra's record of it.
+        if not sweeping and {path.name for path in folder.iterdir()} <= {".hydra"}:
+            rmtree(folder, ignore_errors=True)
     except KeyboardInterrupt as error:
         failure = _Failure("stopped", str(error) or "Interrupted.", interrupt_status(error))
     except Exception as error:

@@ -4,6 +4,7 @@ Hydra calls it in the command's process before the first job, and in every job's
 """
 
 import logging
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
@@ -130,6 +131,10 @@ class SweepCallback(Callback):
         Args:
             config: the job's.
         """
+        # Hydra's own launcher runs the jobs in the process of the sweep.
+        module = sys.modules.get("runner.sweeps.sweep")
+        if module and module.Sweep.current:
+            module.Sweep.current.begin()
         folder = Path(config.hydra.runtime.output_dir, str(config.hydra.output_subdir))
         for path in [*folder.glob("*"), Path(config.hydra.sweep.dir, "multirun.yaml")]:
             # OmegaConf parses ten times as slowly as libyaml, and only few configs hold a secret.

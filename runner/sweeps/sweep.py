@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 from uuid import uuid4
 
@@ -122,6 +123,8 @@ class Sweep:
         self.folder = folder
         self._accepts_untried = False
         self._early_end = ""
+        self._has_begun = False
+        self._has_new_folder = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         # Released at once where the sweep is refused: a notebook keeps the error, and with it this
         # object.
@@ -141,9 +144,15 @@ class Sweep:
             self.tracker: Tracker = build_group("tracking", tracking)
             self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
             self.tracker.check_store()
-            if not self.joins_other_sweep:
-                self._open_parent_run(name, former)
+            self._name = name
+            self._former = former
             self._lock = lock.pop_all()
+
+    def begin(self) -> None:
+        """Open the parent run before the first job: a sweep that is refused leaves none."""
+        if not self._has_begun and not self.joins_other_sweep:
+            self._open_parent_run(self._name, self._former)
+        self._has_begun = True
 
     def _open_parent_run(self, name: str, former: Manifest | None) -> None:
         """Open the parent run of a new sweep, or of the sweep with this former manifest."""
@@ -196,6 +205,9 @@ class Sweep:
         """
         is_stopped = status > 128 or bool(self._early_end)
         data = load_from_folder(self.folder, is_stopped)
+        if status and not (self._has_begun or data.jobs):
+            return self._leave_nothing(status)
+        self.begin()
         self.manifest = replace(self.manifest, finished=not data.is_unfinished)
         results = data.results
         statuses = [result.status for result in results]
@@ -237,6 +249,13 @@ class Sweep:
         if gate is not None:
             return gate.exit_status
         return 2 if is_untried else 0
+
+    def _leave_nothing(self, status: int) -> int:
+        """Remove the folder of a sweep that was refused before its first job; return the status."""
+        if self._has_new_folder:
+            rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+        return status
 
     def _is_rejected(self) -> bool:
         """Return whether the store rejected the sweep, after printing why."""
@@ -339,7 +358,7 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
         advice_page.print_advice(console, data.advice)
         return
     compared = compare_with_baselines(data.results)
-    console.print(conclusion_text(compared, data.missing_jobs_clause))
+    console.print(conclusion_text(compared, data.missing_jobs_clause, data.no_answer))
 
 
 def end_if_failed(folder: Path) -> bool:

@@ -106,6 +106,8 @@ def test_a_mistake_gets_one_message(quick, typed, parts):
             pytest.skip(f"this machine has a {kind} device")
     check_refused(quick(*typed.split(" ")), *parts)
     assert not list(Path().glob("outputs/runs/*/result.json"))
+    folders = Path().glob("outputs/runs/*")
+    assert not [each for each in folders if [*each.iterdir()] == [each / ".hydra"]]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ NONE = {"_target_": "runner.tracking.tracker.NoTracker"}
 def begun(folder, precision, tracking, **more):
     """A sweep whose only job has ended."""
     sweep = Sweep(folder, [f"precision={precision}"], tracking)
+    sweep.begin()
     replace(finished(precision, **more), folder=str(folder / "0")).write(folder / "0")
     return sweep
 
@@ -94,7 +95,7 @@ def test_what_all_jobs_share_are_params_without_credentials(tmp_path, monkeypatc
     opened = []
     monkeypatch.setattr(NoTracker, "open", lambda self, info: opened.append(info))
     uri = "tracking.uri=postgresql://me:pass@host/db"
-    Sweep(tmp_path, ["precision=32-true,tf32", "++optimizer.lr=0.1", uri], NONE, name="n")
+    Sweep(tmp_path, ["precision=32-true,tf32", "++optimizer.lr=0.1", uri], NONE, name="n").begin()
     (info,) = opened
     assert (info.name, info.tags["swept"]) == ("n", "precision")
     assert info.params == {"optimizer.lr": "0.1", "tracking.uri": "postgresql://***@host/db"}
@@ -105,6 +106,7 @@ def test_a_sweep_whose_list_got_longer_has_its_name_now(tmp_path, monkeypatch):
     monkeypatch.setattr(NoTracker, "open", lambda self, info: opened.append(info))
     for words in ("seed=0,1", "seed=0,1", "seed=0,1,2"):
         sweep = Sweep(tmp_path, [words], NONE, resume=bool(opened), name=words)
+        sweep.begin()
         sweep.end(130)
     assert [info.tags.get("mlflow.runName") for info in opened] == [None, None, "seed=0,1,2"]
 

@@ -79,16 +79,19 @@ def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | Non
     return _fastest(candidates)
 
 
-def conclusion_text(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
+def conclusion_text(
+    comparisons: Sequence[Comparison], missing_jobs: str = "", no_answer: str = ""
+) -> str:
     """Return the result of a sweep and, in sentences of their own, what did not end well and what
     was not computed as asked.
 
     Args:
         comparisons: as compare_with_baselines() returns them.
         missing_jobs: which of the sweep's jobs did not begin; see SweepData.missing_jobs_clause.
+        no_answer: takes the place of the result; see SweepData.no_answer.
     """
     sentences = [
-        conclusion_sentence(comparisons, bool(missing_jobs)),
+        no_answer or conclusion_sentence(comparisons, bool(missing_jobs)),
         failure_sentence(comparisons, missing_jobs),
         *caveats_of(comparison.group for comparison in comparisons),
     ]

@@ -154,6 +154,15 @@ class SweepData:
         return rank_precisions(self.results, self.advise_settings)
 
     @property
+    def no_answer(self) -> str:
+        """Return that the sweep has no answer before it is resumed; empty if every job began."""
+        if not self.missing_jobs_clause or self.advise_settings:
+            return ""
+        finished = [result for result in self.results if result.status == "finished"]
+        count = f"{len(finished)} of {self.job_count}" if self.job_count else str(len(finished))
+        return f"No answer yet: {count} jobs finished. Resume the sweep."
+
+    @property
     def missing_jobs_clause(self) -> str:
         """Return a clause on the jobs that did not begin; empty if every job began."""
         if self.job_count > len(self.jobs):

@@ -161,7 +161,8 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         failures = failure_sentence(compared, data.missing_jobs_clause)
         # The command is in the run's tag, caveats are in the report.
         rest = [links, markdown_text(failures)]
-        conclusion = markdown(Text(conclusion_sentence(compared), "answer"))
+        answer = data.no_answer or conclusion_sentence(compared)
+        conclusion = markdown(Text(answer, "answer"))
         parts = [conclusion, " · ".join(filter(None, rest))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -219,14 +220,14 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     yield Text(" · ".join(filter(None, [count, devices, sweep])), "small")
     for note in data.notes:
         yield Text(note)
-    yield Text(conclusion_sentence(compared, bool(data.missing_jobs_clause)), "answer")
+    yield Text(data.no_answer or conclusion_sentence(compared), "answer")
     failures = failure_sentence(compared, data.missing_jobs_clause)
     for text in filter(None, (failures, *caveats_of(groups))):
         yield Text(text)
     if not compared:
         return
     yield from settings_blocks(compared)
-    yield groups_table(compared, recommended_precision(compared))
+    yield groups_table(compared, None if data.no_answer else recommended_precision(compared))
     verdict = common_verdict(compared)
     if verdict:
         yield Text(f"Against the baseline, each one with a result: {verdict}.", "small")

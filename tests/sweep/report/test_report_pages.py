@@ -287,3 +287,14 @@ def test_the_note_is_the_answer_then_links_and_what_failed(sweep):
 
 def test_the_summary_names_failed_jobs(sweep):
     assert "Diverged: 16-true; failed: 64-true; unavailable here: tf32." in summary_markdown(sweep)
+
+
+def test_a_sweep_with_jobs_that_have_not_begun_recommends_nothing():
+    results = [finished(name, seed) for name in ("32-true", "b") for seed in range(3)]
+    stopped = SweepData([Job(result) for result in results], job_count=9, is_stopped=True)
+    headline = "No answer yet: 6 of 9 jobs finished. Resume the sweep."
+    assert stopped.no_answer == headline
+    note = summary_markdown(stopped)
+    assert headline in note
+    assert "Stay with" not in note
+    assert not replace(stopped, job_count=6).no_answer
