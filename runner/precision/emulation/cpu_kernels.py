@@ -177,8 +177,15 @@ def native_is_fast() -> bool:
         return False
     # The CPU's units do not decide it: with AVX512-FP16 a convolution's backward still is a loop,
     # 60 times slower than float32's (torch 2.15).
-    float16_seconds = _convolution_seconds(torch.float16)
-    return float16_seconds < MAX_NATIVE_SLOWDOWN * _convolution_seconds(torch.float32)
+    threads = torch.get_num_threads()
+    # On one thread: where other programs are busy, threads wait for each other by time slices, many
+    # times as long as either kernel takes, and the two would seem equal.
+    torch.set_num_threads(1)
+    try:
+        float16_seconds = _convolution_seconds(torch.float16)
+        return float16_seconds < MAX_NATIVE_SLOWDOWN * _convolution_seconds(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _convolution_seconds(dtype: torch.dtype) -> float:

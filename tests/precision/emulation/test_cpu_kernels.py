@@ -512,13 +512,23 @@ def test_units_are_read_from_the_cpu(monkeypatch: pytest.MonkeyPatch, unit: str)
 
 def test_units_alone_are_not_taken_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {torch.float32: 1e-4, torch.float16: 5e-3}
-    monkeypatch.setattr(cpu_kernels, "_convolution_seconds", taken.get)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    def seconds(dtype: torch.dtype) -> float:
+        # Threads that wait for each other on a busy machine would hide the kernels' times.
+        assert torch.get_num_threads() == 1
+        return taken[dtype]
+
+    monkeypatch.setattr(cpu_kernels, "_convolution_seconds", seconds)
     monkeypatch.setattr(cpu_kernels, "has_native_float16", lambda: True)
     assert not cpu_kernels.native_is_fast.__wrapped__()
     taken[torch.float16] = 1e-4
     assert cpu_kernels.native_is_fast.__wrapped__()
     monkeypatch.setattr(cpu_kernels, "has_native_float16", lambda: False)
     assert not cpu_kernels.native_is_fast.__wrapped__()
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
 
 
 def test_products_in_bfloat16_are_refused() -> None:
