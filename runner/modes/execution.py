@@ -227,7 +227,7 @@ def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
         name: CODES_REASON if name in watch.executed else BYPASSED_REASON
         for name in sorted(watch.bypassed)
     }
-    return reasons | watch.misread
+    return reasons | watch.obstacles
 
 
 def _reasons_text(bypassed: Mapping[str, str]) -> str:

@@ -108,10 +108,10 @@ class ForwardWatch(TorchFunctionMode):
         """Return the names of the layers that must not be converted: a plain weight may be read by
         other code as long as the layer runs too, a packed one may not."""
         packed = {name for name in self.read_elsewhere if is_packed(self.layers[name])}
-        return (self.read_elsewhere - self.executed) | packed | self.misread.keys()
+        return (self.read_elsewhere - self.executed) | packed | self.obstacles.keys()
 
     @property
-    def misread(self) -> dict[str, str]:
+    def obstacles(self) -> dict[str, str]:
         """Return why the forward cannot compute with converted experts, by their module's name."""
         watches = {
             name: self._watches[module]

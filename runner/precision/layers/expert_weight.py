@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from runner.utils.errors import ConfigError
+
 Groups = Sequence[tuple[int, Tensor]]
 """Experts and the rows, [..., contracted], that each multiplies."""
 
@@ -26,32 +28,36 @@ class ExpertWeight(Tensor):
     Attributes:
         module: layers.experts.Experts, which holds the experts.
         stack: name of the stacked weight.
-        picked: an expert, a tensor of experts (int [n]), or None for all.
-        flipped: whether the last two dimensions are exchanged.
+        index: an expert, a tensor of experts (int [n]), or None for all.
+        is_transposed: whether the last two dimensions are exchanged.
     """
 
     module: Any
     stack: str
-    picked: int | Tensor | None
-    flipped: bool
+    index: int | Tensor | None
+    is_transposed: bool
 
     def __new__(
-        cls, module: Any, stack: str, picked: int | Tensor | None = None, flipped: bool = False
+        cls, module: Any, stack: str, index: int | Tensor | None = None, is_transposed: bool = False
     ) -> "ExpertWeight":
         count, *matrix = module.shapes[stack]
-        leading = [count] if picked is None else []
-        if isinstance(picked, Tensor):
-            leading = [len(picked)]
+        leading = [count] if index is None else []
+        if isinstance(index, Tensor):
+            leading = [len(index)]
         plain = module._parameters.get(stack)
         like = plain if plain is not None else next(module.layers_of(stack).parameters())
         shown = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
-            (*leading, *(matrix[::-1] if flipped else matrix)),
+            (*leading, *(matrix[::-1] if is_transposed else matrix)),
             dtype=torch.float32 if plain is None else plain.dtype,
             device=like.device,
             requires_grad=plain is not None and plain.requires_grad,
         )
-        shown.module, shown.stack, shown.picked, shown.flipped = module, stack, picked, flipped
+        shown.module, shown.stack = module, stack
+        shown.index, shown.is_transposed = index, is_transposed
+        with torch._C.DisableTorchFunctionSubclass():
+            if shown.requires_grad:
+                shown.register_hook(partial(_refuse_gradient, stack))
         return shown
 
     @classmethod
@@ -81,12 +87,21 @@ class ExpertWeight(Tensor):
 
     def transposed_view(self) -> "ExpertWeight":
         """Return the weight with its last two dimensions exchanged."""
-        return ExpertWeight(self.module, self.stack, self.picked, not self.flipped)
+        return ExpertWeight(self.module, self.stack, self.index, not self.is_transposed)
 
     def products(self, groups: Groups, contracts_last: bool) -> list[Tensor]:
         """Return the products of rows with experts, see Experts.products; contracts_last is as this
         weight shows its dimensions."""
-        return self.module.products(self.stack, groups, contracts_last is not self.flipped)
+        return self.module.products(self.stack, groups, contracts_last is not self.is_transposed)
+
+
+def _refuse_gradient(stack: str, gradient: Tensor) -> None:
+    """Raise ConfigError where a gradient arrives at an ExpertWeight, past the weight itself."""
+    raise ConfigError(
+        f"A torch.autograd.Function of the model takes {stack}, and the gradient that its backward "
+        "returns would be lost, for the products of experts are computed by layers. Type "
+        "precision.ignore_modules=[<the module that holds it>]."
+    )
 
 
 def _numbers(leaf: Any, function: str) -> Any:
@@ -95,9 +110,9 @@ def _numbers(leaf: Any, function: str) -> Any:
         return leaf
     weight = leaf.module.numbers(leaf.stack, function)
     if leaf.module.watch is not None:
-        leaf.module.watch.misread.setdefault(leaf.stack, function)
-    weight = weight if leaf.picked is None else weight[leaf.picked]
-    return weight.mT if leaf.flipped else weight
+        leaf.module.watch.other_uses.setdefault(leaf.stack, function)
+    weight = weight if leaf.index is None else weight[leaf.index]
+    return weight.mT if leaf.is_transposed else weight
 
 
 # Rules of functions: each returns the function's result, or NotImplemented where it has none.
@@ -112,8 +127,8 @@ def _takes(rule: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
 def _multiply(rows: Tensor, weight: ExpertWeight, contracts_last: bool) -> Any:
     """Return the product of rows [..., n, contracted] with a matrix, or with one for each element
     of the dimension before n: [..., n, out]."""
-    if isinstance(weight.picked, int):
-        return weight.products([(weight.picked, rows)], contracts_last)[0]
+    if isinstance(weight.index, int):
+        return weight.products([(weight.index, rows)], contracts_last)[0]
     count = weight.shape[0]
     batches = rows.unsqueeze(-3) if rows.ndim == 2 else rows
     batches = batches.movedim(-3, 0)
@@ -122,12 +137,12 @@ def _multiply(rows: Tensor, weight: ExpertWeight, contracts_last: bool) -> Any:
     batches = batches.expand(count, *batches.shape[1:])
     if not count:
         return weight.products([(0, batches)], contracts_last)[0].movedim(0, -3)
-    if weight.picked is None:
+    if weight.index is None:
         outputs = weight.products([*enumerate(batches)], contracts_last)
         return torch.stack(outputs).movedim(0, -3)
     # Rows of one expert together.
-    order = weight.picked.argsort(stable=True)
-    experts, counts = weight.picked.unique(return_counts=True)
+    order = weight.index.argsort(stable=True)
+    experts, counts = weight.index.unique(return_counts=True)
     parts = batches[order].split(counts.tolist())
     outputs = weight.products([*zip(experts.tolist(), parts, strict=True)], contracts_last)
     return torch.cat(outputs)[order.argsort()].movedim(0, -3)
@@ -161,7 +176,7 @@ def _grouped_mm(
 ) -> Any:
     if not isinstance(mat2, ExpertWeight) or isinstance(input, ExpertWeight):
         return NotImplemented
-    if mat2.picked is not None or bias is not None:
+    if mat2.index is not None or bias is not None:
         return NotImplemented
     if offs is None:
         output = _multiply(input, mat2, contracts_last=False)
@@ -186,7 +201,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     if isinstance(operands[0], ExpertWeight):
         terms, operands = terms[::-1], operands[::-1]
     rows, weight = operands
-    if isinstance(rows, ExpertWeight) or (weight.picked is not None and weight.ndim > 2):
+    if isinstance(rows, ExpertWeight) or (weight.index is not None and weight.ndim > 2):
         return NotImplemented
     of_rows, of_weight = terms
     expert, matrix = of_weight[:-2], of_weight[-2:]
@@ -212,22 +227,24 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 def _getitem(weight: Any, index: Any) -> Any:
     """Return one expert, or those that a tensor of one dimension names."""
-    if not isinstance(weight, ExpertWeight) or weight.picked is not None:
+    if not isinstance(weight, ExpertWeight) or weight.index is not None:
         return NotImplemented
-    if isinstance(index, tuple) and all(part == slice(None) for part in index[1:]):
+    if isinstance(index, tuple) and all(isinstance(part, slice) for part in index[1:]):
+        if any(part != slice(None) for part in index[1:]):
+            return NotImplemented
         index = index[0]  # as w[expert, :, :]
     if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32):
         if index.ndim == 1:
-            return ExpertWeight(weight.module, weight.stack, index, weight.flipped)
+            return ExpertWeight(weight.module, weight.stack, index, weight.is_transposed)
         index = int(index) if index.ndim == 0 else index
     if isinstance(index, int) and not isinstance(index, bool):
         expert = range(len(weight))[index]
-        return ExpertWeight(weight.module, weight.stack, expert, weight.flipped)
+        return ExpertWeight(weight.module, weight.stack, expert, weight.is_transposed)
     return NotImplemented
 
 
 def _unbind(weight: Any, dim: int = 0) -> Any:
-    is_all = weight.picked is None and dim == 0
+    is_all = weight.index is None and dim == 0
     return tuple(weight[e] for e in range(len(weight))) if is_all else NotImplemented
 
 

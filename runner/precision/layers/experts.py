@@ -31,7 +31,7 @@ _PACKED_KEY = re.compile(r"(.+)(_as_experts|_as_experts_transposed)\.(\d+)\.(bas
 
 # Of Experts.
 _ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "is_running")
-_METHODS = ("shown", "layers_of", "products", "numbers")
+_METHODS = ("view_of", "layers_of", "products", "numbers")
 
 
 def is_known_mixture(model: nn.Module) -> bool:
@@ -111,13 +111,13 @@ class ExpertLayer(nn.Module):
 
     # In a tuple, so that the module is not registered as a child of its layer.
     _owner: tuple["Experts", str, int]
-    _held: Tensor | None
+    _slice: Tensor | None
 
     @property
     def weight(self) -> Tensor:
         """Return the expert's matrix, float [out, in]."""
-        if self._held is not None:
-            return self._held
+        if self._slice is not None:
+            return self._slice
         module, stack, expert = self._owner
         weight: Any = module._parameters[stack]
         return expert_matrices(weight[expert], module.transposed[stack])
@@ -129,24 +129,24 @@ class ExpertsWatch:
     Attributes:
         contracted: by a stack's name, which of its dimensions products contracted: whether the
             last one.
-        misread: functions that used a stack in another way than in products, by its name.
+        other_uses: functions that used a stack in another way than in products, by its name.
     """
 
     def __init__(self) -> None:
         self.contracted: dict[str, set[bool]] = {}
-        self.misread: dict[str, str] = {}
+        self.other_uses: dict[str, str] = {}
 
     def transposed(self) -> dict[str, bool]:
         """Return the stacks that are experts, and whether each is transposed."""
         return {
             stack: True not in found
             for stack, found in self.contracted.items()
-            if stack not in self.misread and len(found) == 1
+            if stack not in self.other_uses and len(found) == 1
         }
 
     def obstacle(self) -> str:
         """Return why the module's experts cannot be converted; empty where they can."""
-        for stack, function in self.misread.items():
+        for stack, function in self.other_uses.items():
             return f"its forward uses {stack} in {function}, which is no product with each expert"
         for stack, found in self.contracted.items():
             if len(found) > 1:
@@ -182,7 +182,7 @@ class Experts(nn.Module):
         finally:
             self.is_running = False
 
-    def shown(self, stack: str) -> Tensor:
+    def view_of(self, stack: str) -> Tensor:
         """Return what stands for a stacked weight where code reads it."""
         plain = self._parameters.get(stack)
         # FSDP compares the shards that it finds here.
@@ -229,11 +229,11 @@ class Experts(nn.Module):
                 outputs.append(_call(layer, rows))
                 continue
             held = _without_adapter(layer)
-            held._held = slices[expert]
+            held._slice = slices[expert]
             try:
                 outputs.append(_call(layer, rows))
             finally:  # activation checkpointing ends a forward in its midst by an exception
-                held._held = None
+                held._slice = None
         return outputs
 
     def numbers(self, stack: str, function: str) -> Tensor:
@@ -315,7 +315,7 @@ def convert_experts(
             if not packs:
                 del layer._parameters["weight"]
                 layer.__class__ = _expert_layer_class(type(layer))
-                vars(layer).update(_owner=(module, stack, expert), _held=None)
+                vars(layer).update(_owner=(module, stack, expert), _slice=None)
             layers.append(layer.train(module.training))
         if packs:
             del module._parameters[stack]
@@ -385,7 +385,7 @@ def _expert_layer_class(kind: type[nn.Module]) -> type[nn.Module]:
 @cache
 def _experts_class(kind: type[nn.Module], stacks: tuple[str, ...]) -> type[nn.Module]:
     """Return the class of a module with converted experts, which shows them as its stacks."""
-    shown = {stack: property(lambda module, stack=stack: module.shown(stack)) for stack in stacks}
+    shown = {stack: property(lambda module, stack=stack: module.view_of(stack)) for stack in stacks}
     # Of the module's class, by which the runner knows whose attributes the module has.
     return type(kind.__name__, (Experts, kind), {"__module__": kind.__module__, **shown})
 

@@ -197,6 +197,25 @@ def test_a_forward_shows_what_it_does_with_the_stacks(kind):
         run_forward(precision, model, X)
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.x = x
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, ctx.x.t() @ gradient
+
+
+def test_a_gradient_that_a_function_of_the_model_would_lose_is_refused():
+    precision, model, _ = convert("rounded to int4", Mixture())
+    with precision.forward(torch.device("cpu")):
+        output = Product.apply(X, model.first[1])
+    with pytest.raises(ConfigError, match=r"Function of the model takes first, and the gradient"):
+        output.sum().backward()
+
+
 def test_a_name_that_is_no_stack_is_refused():
     with pytest.raises(ConfigError, match=r"ends in :out\. Allowed: first, of a weight"):
         load("float8 by row", experts=["first:out"]).convert(Mixture())
