@@ -28,22 +28,26 @@ class ExpertWeight(Tensor):
     Attributes:
         module: layers.experts.Experts, which holds the experts.
         stack: name of the stacked weight.
-        index: an expert, a tensor of experts (int [n]), or None for all.
+        experts: an expert, a tensor of experts (int [n]), or None for all.
         is_transposed: whether the last two dimensions are exchanged.
     """
 
     module: Any
     stack: str
-    index: int | Tensor | None
+    experts: int | Tensor | None
     is_transposed: bool
 
     def __new__(
-        cls, module: Any, stack: str, index: int | Tensor | None = None, is_transposed: bool = False
+        cls,
+        module: Any,
+        stack: str,
+        experts: int | Tensor | None = None,
+        is_transposed: bool = False,
     ) -> "ExpertWeight":
         count, *matrix = module.shapes[stack]
-        leading = [count] if index is None else []
-        if isinstance(index, Tensor):
-            leading = [len(index)]
+        leading = [count] if experts is None else []
+        if isinstance(experts, Tensor):
+            leading = [len(experts)]
         plain = module._parameters.get(stack)
         like = plain if plain is not None else next(module.layers_of(stack).parameters())
         shown = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -54,7 +58,7 @@ class ExpertWeight(Tensor):
             requires_grad=plain is not None and plain.requires_grad,
         )
         shown.module, shown.stack = module, stack
-        shown.index, shown.is_transposed = index, is_transposed
+        shown.experts, shown.is_transposed = experts, is_transposed
         with torch._C.DisableTorchFunctionSubclass():
             if shown.requires_grad:
                 shown.register_hook(partial(_refuse_gradient, stack))
@@ -87,7 +91,7 @@ class ExpertWeight(Tensor):
 
     def transposed_view(self) -> "ExpertWeight":
         """Return the weight with its last two dimensions exchanged."""
-        return ExpertWeight(self.module, self.stack, self.index, not self.is_transposed)
+        return ExpertWeight(self.module, self.stack, self.experts, not self.is_transposed)
 
     def products(self, groups: Groups, contracts_last: bool) -> list[Tensor]:
         """Return the products of rows with experts, see Experts.products; contracts_last is as this
@@ -111,7 +115,7 @@ def _numbers(leaf: Any, function: str) -> Any:
     weight = leaf.module.numbers(leaf.stack, function)
     if leaf.module.watch is not None:
         leaf.module.watch.other_uses.setdefault(leaf.stack, function)
-    weight = weight if leaf.index is None else weight[leaf.index]
+    weight = weight if leaf.experts is None else weight[leaf.experts]
     return weight.mT if leaf.is_transposed else weight
 
 
@@ -127,8 +131,8 @@ def _takes(rule: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
 def _multiply(rows: Tensor, weight: ExpertWeight, contracts_last: bool) -> Any:
     """Return the product of rows [..., n, contracted] with a matrix, or with one for each element
     of the dimension before n: [..., n, out]."""
-    if isinstance(weight.index, int):
-        return weight.products([(weight.index, rows)], contracts_last)[0]
+    if isinstance(weight.experts, int):
+        return weight.products([(weight.experts, rows)], contracts_last)[0]
     count = weight.shape[0]
     batches = rows.unsqueeze(-3) if rows.ndim == 2 else rows
     batches = batches.movedim(-3, 0)
@@ -137,12 +141,12 @@ def _multiply(rows: Tensor, weight: ExpertWeight, contracts_last: bool) -> Any:
     batches = batches.expand(count, *batches.shape[1:])
     if not count:
         return weight.products([(0, batches)], contracts_last)[0].movedim(0, -3)
-    if weight.index is None:
+    if weight.experts is None:
         outputs = weight.products([*enumerate(batches)], contracts_last)
         return torch.stack(outputs).movedim(0, -3)
     # Rows of one expert together.
-    order = weight.index.argsort(stable=True)
-    experts, counts = weight.index.unique(return_counts=True)
+    order = weight.experts.argsort(stable=True)
+    experts, counts = weight.experts.unique(return_counts=True)
     parts = batches[order].split(counts.tolist())
     outputs = weight.products([*zip(experts.tolist(), parts, strict=True)], contracts_last)
     return torch.cat(outputs)[order.argsort()].movedim(0, -3)
@@ -176,7 +180,7 @@ def _grouped_mm(
 ) -> Any:
     if not isinstance(mat2, ExpertWeight) or isinstance(input, ExpertWeight):
         return NotImplemented
-    if mat2.index is not None or bias is not None:
+    if mat2.experts is not None or bias is not None:
         return NotImplemented
     if offs is None:
         output = _multiply(input, mat2, contracts_last=False)
@@ -201,7 +205,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     if isinstance(operands[0], ExpertWeight):
         terms, operands = terms[::-1], operands[::-1]
     rows, weight = operands
-    if isinstance(rows, ExpertWeight) or (weight.index is not None and weight.ndim > 2):
+    if isinstance(rows, ExpertWeight) or (weight.experts is not None and weight.ndim > 2):
         return NotImplemented
     of_rows, of_weight = terms
     expert, matrix = of_weight[:-2], of_weight[-2:]
@@ -227,7 +231,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 def _getitem(weight: Any, index: Any) -> Any:
     """Return one expert, or those that a tensor of one dimension names."""
-    if not isinstance(weight, ExpertWeight) or weight.index is not None:
+    if not isinstance(weight, ExpertWeight) or weight.experts is not None:
         return NotImplemented
     if isinstance(index, tuple) and all(isinstance(part, slice) for part in index[1:]):
         if any(part != slice(None) for part in index[1:]):
@@ -244,7 +248,7 @@ def _getitem(weight: Any, index: Any) -> Any:
 
 
 def _unbind(weight: Any, dim: int = 0) -> Any:
-    is_all = weight.index is None and dim == 0
+    is_all = weight.experts is None and dim == 0
     return tuple(weight[e] for e in range(len(weight))) if is_all else NotImplemented
 
 
