@@ -49,11 +49,13 @@ site: .venv/dev
 bench: .venv/dev
 	$(BIN)/python -m bench.peers
 
-# Not compiled by pip: a run compiles the modules that it imports, which are few of all.
+# Not compiled by pip: a run compiles the modules that it imports, which are few of all. torchao's
+# are compiled here, for compiling them prints a warning of its source, and fails a test.
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing PyTorch and what runs need into .venv: about 6 GB, 2 to 5 minutes (docs/install.md: less without CUDA)."
 	$(PIP) --progress-bar on --no-compile -e .
+	-$(BIN)/python -W ignore -m compileall -q .venv/lib/python3*/site-packages/torchao
 	touch $@
 
 # What tests, checks and benchmarks need, too. rxnmapper is 3 MB with a pretrained ALBERT for the

@@ -140,13 +140,13 @@ def python(code):
 
 
 BLOCKED = """
-import signal, time
+import ctypes, signal
 from runner.utils.stop_signals import StopSignals
+sleep = ctypes.CDLL(None).sleep
 with StopSignals():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # another thread takes it
     print("ready", flush=True)
-    import ctypes
-    ctypes.CDLL(None).sleep(600)
+    sleep(600)
 """
 
 
@@ -161,7 +161,8 @@ def test_a_second_ctrl_c_ends_a_call_that_does_not_return():
         with suppress(subprocess.TimeoutExpired):
             process.wait(stop_signals.COALESCE_SECONDS + 0.5)
     assert process.returncode == 130
-    assert process.communicate()[1] == "Stopped by SIGINT.\n"
+    # A loaded machine may deliver the first one before the call, where its handler writes a line.
+    assert process.communicate()[1].endswith("Stopped by SIGINT.\n")
 
 
 COMMAND = """
