@@ -20,7 +20,6 @@ from runner.sweeps.report.conclusion import conclusion_text
 from runner.sweeps.report.load import SweepData, load_from_folder
 from runner.sweeps.sweep import Sweep, finish_sweep
 from runner.sweeps.sweep_resume import resume_text
-from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.ranking import Advice
 from runner.tracking.history import to_frame
 from runner.training.callbacks.callback import RunCallback
@@ -59,8 +58,7 @@ class SweepResult:
     @property
     def conclusion(self) -> str:
         """Return what the comparison of the jobs says, as the command prints it."""
-        compared = compare_with_baselines(self.runs)
-        return conclusion_text(compared, self.data.missing_jobs_clause, self.data.no_answer)
+        return conclusion_text(self.data)
 
     def table(self) -> "pandas.DataFrame":
         """Return a table with a row for each job; docs/sweeps.md describes its columns."""

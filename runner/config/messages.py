@@ -34,6 +34,12 @@ _EXTRAS = {
     "hydra/launcher=joblib": "joblib",
 }
 
+CPU_CASTS = (
+    "autocast followed torch's list for CPUs, which leaves norms, softmax, pow, exp, log and sums "
+    "in half precision, where CUDA's list has them in float32."
+)
+"""What every mixed run on a CPU says, unless it emulates CUDA's casts."""
+
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, TypeError)
 """What Hydra and OmegaConf raise while they compose a config."""
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from runner.config.messages import CPU_CASTS
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.conversion_report import ConversionReport
@@ -19,13 +20,6 @@ from runner.utils.tensors import dtype_name
 
 MIN_ASKED_SHARE = 0.9
 """Share of the work in the format that was asked for, below which a run warns."""
-
-
-CPU_CASTS = (
-    "autocast followed torch's list for CPUs, which leaves norms, softmax, pow, exp, log and sums "
-    "in half precision, where CUDA's list has them in float32."
-)
-"""What every mixed run on a CPU says, unless it emulates CUDA's casts."""
 
 
 class Computation(NamedTuple):

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from runner.checkpoint.export import ExportedModel, ExportError, error_line, export
+from runner.config.messages import CPU_CASTS
 from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.matrix_work import CPU_CASTS, computation
+from runner.diagnostics.matrix_work import computation
 from runner.modes.context import RunContext, RunOutput
 from runner.precision.conversion_report import ConversionReport
 from runner.training.callbacks.callback import CallbackOutput

@@ -39,7 +39,6 @@ from runner.sweeps.report.pages import answer_record, summary_markdown, write_re
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_text, with_longer_lists
-from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.tracking.dashboard import sweep_links
 from runner.tracking.journal import latest_journal
@@ -50,6 +49,7 @@ from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import grouped, now_ms
 from runner.utils.layout import VERDICT
 from runner.utils.markup import markdown_code
+from runner.utils.other_programs import OtherPrograms
 from runner.utils.secrets import redact, redact_override
 from runner.utils.terminal import print_error, quote_command, sanitize
 
@@ -138,21 +138,24 @@ class Sweep:
                 sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
                 manifest = Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms())
                 manifest = manifest.signed()
-            # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
             self.manifest = replace(manifest, left_out=left_out, finished=False)
-            self.manifest.write(folder)
             self.tracker: Tracker = build_group("tracking", tracking)
             self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
             self.tracker.check_store()
+            # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
+            self.manifest.write(folder)
             self._name = name
             self._former = former
             self._lock = lock.pop_all()
 
     def begin(self) -> None:
         """Open the parent run before the first job: a sweep that is refused leaves none."""
-        if not self._has_begun and not self.joins_other_sweep:
-            self._open_parent_run(self._name, self._former)
+        if self._has_begun:
+            return
         self._has_begun = True
+        self._others = OtherPrograms()
+        if not self.joins_other_sweep:
+            self._open_parent_run(self._name, self._former)
 
     def _open_parent_run(self, name: str, former: Manifest | None) -> None:
         """Open the parent run of a new sweep, or of the sweep with this former manifest."""
@@ -208,7 +211,10 @@ class Sweep:
         if status and not (self._has_begun or data.jobs):
             return self._leave_nothing(status)
         self.begin()
-        self.manifest = replace(self.manifest, finished=not data.is_unfinished)
+        # Where other machines run the jobs, their number at once is not known.
+        busy = self._others.share() if self.manifest.jobs_at_once else 0.0
+        self.manifest = replace(self.manifest, finished=not data.is_unfinished, busy=busy)
+        data = replace(data, busy=busy)
         results = data.results
         statuses = [result.status for result in results]
         failed = statuses.count("failed") + statuses.count("stopped")
@@ -287,7 +293,7 @@ class Sweep:
             ids = (self.tracker.experiment_id, self.tracker.run_id)
             note = summary_markdown(data, sweep_links(*ids, self.manifest.id))
             if data.is_unfinished:
-                command = resume_text(self.folder)
+                command = data.resume_command
                 note = f"{note.rstrip()} · Resume with: {markdown_code(command)}\n"
             self.tracker.note(note)
         return jobs_file
@@ -357,8 +363,7 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
     if data.advice:
         advice_page.print_advice(console, data.advice)
         return
-    compared = compare_with_baselines(data.results)
-    console.print(conclusion_text(compared, data.missing_jobs_clause, data.no_answer))
+    console.print(conclusion_text(data))
 
 
 def end_if_failed(folder: Path) -> bool:

@@ -4,7 +4,7 @@ It is read from the sweep's folder, which the jobs of every launcher share.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +14,7 @@ from runner.sweeps.manifest import Manifest
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_duration, now_ms
-from runner.utils.layout import ADVICE, MANIFEST, RESULT
+from runner.utils.layout import ADVICE, CONFIG, MANIFEST, RESULT
 
 
 def job_label(sweep: Path, name: str) -> Callable[[], str]:
@@ -26,12 +26,13 @@ def job_label(sweep: Path, name: str) -> Callable[[], str]:
     """
     manifest = Manifest.read(sweep)
     ended = _ended_results(sweep)
+    job_seconds = _mean_job_seconds(sweep, manifest.jobs_at_once, ended)
+    place = _place(manifest, len(ended) + 1)
     began_ms = now_ms()
 
     def label() -> str:
-        place = _place(manifest, len(ended) + 1)
-        left = _time_left(manifest, ended, (now_ms() - began_ms) / 1e3)
-        return f"{place}{left}  {name}"
+        elapsed = (now_ms() - began_ms) / 1e3
+        return f"{place}{_time_left(manifest, len(ended), job_seconds, elapsed)}  {name}"
 
     return label
 
@@ -59,7 +60,8 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
             line += f", because {reason}" if is_untried else f": {reason}"
         # On a terminal the bar of the next job says it.
         if not sys.stdout.isatty():
-            line += _time_left(manifest, ended)
+            job_seconds = _mean_job_seconds(sweep, manifest.jobs_at_once, ended)
+            line += _time_left(manifest, len(ended), job_seconds)
         plain_console().print(line, soft_wrap=True)
 
 
@@ -73,9 +75,38 @@ def _ended_results(sweep: Path) -> list[RunResult]:
         is_final = result.status == "finished" or result.diverged
         if not result.precision or result.status == "stopped":
             continue
-        if is_final or (Path(result.folder) / RESULT).stat().st_mtime >= begun:
+        if is_final or _written(result, RESULT) >= begun:
             ended.append(result)
     return ended
+
+
+def _written(result: RunResult, name: str) -> float:
+    """Return when a file of a job's folder was written, Unix time in seconds."""
+    return (Path(result.folder) / name).stat().st_mtime
+
+
+def _mean_job_seconds(sweep: Path, places: int, ended: Sequence[RunResult]) -> float:
+    """Return how long a job takes one of the sweep's places; 0 where that is not known.
+
+    That is from the end of the job before it there, with what a process does before and after its
+    run. Of the first job in a place it is the run alone: the start of the sweep does not count.
+
+    Args:
+        sweep: folder of the sweep.
+        places: how many jobs run at once; 0 where that is not known.
+        ended: results of the jobs that have ended.
+    """
+    begun = (sweep / MANIFEST).stat().st_mtime
+    ordered = sorted(ended, key=lambda result: _written(result, RESULT))
+    seconds = []
+    for number, result in enumerate(ordered):
+        # A job that failed before it trained took no time.
+        if not (result.seconds and places):
+            continue
+        before = _written(ordered[number - places], RESULT) if number >= places else 0.0
+        since = before if before >= begun else _written(result, CONFIG)
+        seconds.append(_written(result, RESULT) - since)
+    return fmean(seconds) if seconds else 0.0
 
 
 def _place(manifest: Manifest, number: int) -> str:
@@ -86,21 +117,20 @@ def _place(manifest: Manifest, number: int) -> str:
     return f"job {number} of {manifest.jobs}" if manifest.jobs else f"job {number}"
 
 
-def _time_left(manifest: Manifest, ended: list[RunResult], elapsed: float = 0.0) -> str:
+def _time_left(manifest: Manifest, ended: int, job_seconds: float, elapsed: float = 0.0) -> str:
     """Return the time left of a sweep or of a budget; empty where it is not known.
 
     Args:
         manifest: of the sweep.
-        ended: results of the jobs that have ended.
+        ended: number of the jobs that have ended.
+        job_seconds: that a job takes.
         elapsed: seconds since the next job began.
     """
     if manifest.budget_end_ms:
         left = (manifest.budget_end_ms - now_ms()) / 1e3
         return f", {format_duration(left)} of the budget left"
-    # A job that failed before it trained took no time.
-    seconds = [result.seconds for result in ended if result.seconds]
-    rest = manifest.jobs - len(ended)
-    if not (seconds and rest > 0 and manifest.jobs_at_once):
+    rest = manifest.jobs - ended
+    if not job_seconds or rest <= 0:
         return ""
-    left = fmean(seconds) * rest / manifest.jobs_at_once - elapsed
+    left = job_seconds * rest / manifest.jobs_at_once - elapsed
     return f", about {format_duration(left)} left"

@@ -7,8 +7,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5ForConditionalGeneration
 
+from runner.config.messages import CPU_CASTS
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.matrix_work import CPU_CASTS, computation
+from runner.diagnostics.matrix_work import computation
 from runner.precision import precision
 
 

@@ -1,6 +1,7 @@
 """How far a sweep is, from the files in its folder."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ from job_results import finished
 from runner.sweeps import sweep_progress
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.sweep_progress import job_label, print_job_line
-from runner.utils.layout import ADVICE
+from runner.utils.layout import ADVICE, CONFIG, MANIFEST, RESULT
 
 NOW = 1_000_000
+BEGUN = 1000.0
 CASES = {
     # manifest, seconds of the jobs that have ended: beside the bar of the next job, in the last
     # line
@@ -22,8 +24,13 @@ CASES = {
     ),
     "the mean of the jobs that have ended": (
         {"jobs": 8, "jobs_at_once": 1},
-        [100.0, 140.0],
+        [100.0, 110.0],
         ("job 3 of 8, about 12 min left", ", about 12 min left"),
+    ),
+    "what a process does around its run counts": (
+        {"jobs": 6, "jobs_at_once": 1},
+        [20.0, 70.0, 70.0],  # 20, 100 and 100 with it
+        ("job 4 of 6, about 4 min left", ", about 4 min left"),
     ),
     "places share what is left": (
         {"jobs": 8, "jobs_at_once": 3},
@@ -33,7 +40,7 @@ CASES = {
     "a batch system does not say how many run": ({"jobs": 8}, [100.0, 140.0], ("job 3 of 8", "")),
     "a job that failed at once took no time": (
         {"jobs": 3, "jobs_at_once": 1},
-        [0.0, 40.0],
+        [0.0, 10.0],
         ("job 3 of 3, about 40 s left", ", about 40 s left"),
     ),
     "the last job": ({"jobs": 2, "jobs_at_once": 1}, [1.0, 1.0], ("job 3 of 2", "")),
@@ -53,14 +60,25 @@ CASES = {
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
-    """Make the folder of a sweep whose jobs took so many seconds each; return its last job's."""
+    """Make the folder of a sweep whose jobs took so many seconds each; return its last job's.
+
+    Of its places, each job but the first in one waited 30 s before its run.
+    """
     monkeypatch.setattr(sweep_progress, "now_ms", lambda: NOW)
 
     def make(seconds, **manifest):
         Manifest("id", ["python"], **manifest).write(tmp_path)
+        os.utime(tmp_path / MANIFEST, (BEGUN, BEGUN))
+        places = manifest.get("jobs_at_once", 1)
+        ends = [BEGUN + 10.0] * places
         for number, each in enumerate(seconds):
             folder = tmp_path / str(number)
-            replace(finished("b"), seconds=each).write(folder)
+            replace(finished("b"), seconds=each, folder=str(folder)).write(folder)
+            (folder / CONFIG).touch()
+            begun = ends[-places] + 30.0 * (number >= places)
+            ends.append(begun + each)
+            os.utime(folder / CONFIG, (begun, begun))
+            os.utime(folder / RESULT, (ends[-1], ends[-1]))
         return tmp_path / str(len(seconds) - 1)
 
     return make
@@ -108,7 +126,7 @@ def test_the_line_of_a_job_that_printed_elsewhere_says_why_it_failed_and_where_i
 def test_the_line_of_a_trial_says_why_it_failed(sweep, tmp_path, capsys):
     folder = sweep([1.0], budget_end_ms=NOW)
     (tmp_path / ADVICE).write_text(json.dumps({}))
-    failed = replace(finished("b"), status="failed", diverged=True, error="the loss is nan\nmore")
-    failed.write(folder)
+    failed = replace(finished("b"), folder=str(folder), status="failed", diverged=True)
+    replace(failed, error="the loss is nan\nmore").write(folder)
     print_job_line(folder)
     assert capsys.readouterr().out.endswith("diverged: the loss is nan, 0 s of the budget left\n")

@@ -7,16 +7,11 @@ rejected.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from time import perf_counter
-
-import psutil
-import torch
 
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
@@ -42,6 +37,7 @@ from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.formatting import format_duration
+from runner.utils.other_programs import OtherPrograms
 from runner.utils.tensors import MIB
 
 BASELINE_BUDGET_SHARE = 0.05
@@ -50,8 +46,6 @@ JOB_OVERHEAD_SECONDS = 0.7
 """Time of a job before and after its run: process, imports, the end of its record."""
 _UNREACHED_STEP = 10**9
 """Step of an evaluation that never comes."""
-LOAD_SECONDS = 0.5
-"""Time that a measurement of other programs takes: the kernel counts in hundredths of a second."""
 _TRAINED = (Verdict.BASELINE, Verdict.RECOMMENDED)
 """Ratings of a baseline that trained in every trial."""
 TRIALS_BUDGET_SHARE = 0.6
@@ -98,9 +92,10 @@ class TrialScheduler:
             SystemExit: a signal has stopped the sweep.
         """
         self.trials.announce(0)
+        others = OtherPrograms()
         # A resumed command keeps the length of its finished trials, to compare further ones.
         if self._written is None:
-            self._set_budget(self._measure_baseline())
+            self._set_budget(self._measure_baseline(), others)
         request = self.request
         pairs = product(request.precisions, request.trial_seeds(self.settings.seeds))
         self.trials.announce(sum(request.recorded_result(*pair) is None for pair in pairs))
@@ -245,11 +240,12 @@ class TrialScheduler:
         affordable = _round_down(seconds / step_seconds)
         return min(planned, max(least, affordable))
 
-    def _set_budget(self, timed: RunResult) -> None:
+    def _set_budget(self, timed: RunResult, others: OtherPrograms) -> None:
         """Set the length of the trials, and write the settings.
 
         Args:
             timed: result of the baseline.
+            others: watched since before it was timed.
 
         Raises:
             ConfigError: the baseline does not measure what precisions are judged by.
@@ -283,8 +279,8 @@ class TrialScheduler:
             emulated=request.emulated_precisions,
             overrides={name: words for name, words in request.precision_overrides.items() if words},
             unavailable=request.missing_precisions,
-            # No job runs now, so that what is measured are other programs.
-            busy=other_programs_load(request.device),
+            # The processors' load changes a CPU's step times only.
+            busy=others.share() if request.device.type == "cpu" else 0.0,
             metric=metric,
             direction=timed.direction if is_named else "min",
             mode="gate" if request.spec.mode == "gate" else "advise",
@@ -482,40 +478,3 @@ def _checked_verdict(
         reason = verdict.reason if verdict else "no trial wrote a result"
         raise ConfigError(f"mode=gate has no answer for {request.precisions[1]}: {reason}.")
     return verdict
-
-
-def other_programs_load(device: torch.device) -> float:
-    """Return the share of this process's processors that other programs keep busy, from 0 to 1.
-
-    This process and its descendants do not count. The share is 0 for a device that is no CPU.
-
-    Args:
-        device: that trials run on.
-    """
-    # The processors' load changes a CPU's step times only.
-    if device.type != "cpu":
-        return 0.0
-    own_before = _own_cpu_seconds()
-    began = perf_counter()
-    percents = psutil.cpu_percent(LOAD_SECONDS, percpu=True)
-    seconds = perf_counter() - began
-    # This command's tracking writer may be at work meanwhile.
-    own_seconds = _own_cpu_seconds() - own_before
-    # Linux only: elsewhere a process may use every processor.
-    if hasattr(os, "sched_getaffinity"):
-        usable = os.sched_getaffinity(0)
-        percents = [percent for n, percent in enumerate(percents) if n in usable]
-    busy = sum(percents) / 100 - own_seconds / seconds
-    return min(1.0, max(0.0, busy / max(len(percents), 1)))
-
-
-def _own_cpu_seconds() -> float:
-    """Return the CPU seconds so far of this process and its descendants."""
-    process = psutil.Process()
-    total = 0.0
-    for member in (process, *process.children(recursive=True)):
-        # A child may end between the listing and the reading.
-        with suppress(psutil.Error):
-            times = member.cpu_times()
-            total += times.user + times.system
-    return total

@@ -7,7 +7,13 @@ from rich.console import Console
 
 from runner.config.invocation import given_keys, python_call
 from runner.sweeps.report.columns import advice_table
-from runner.sweeps.report.wording import format_interval, memory_name, memory_words, speed_words
+from runner.sweeps.report.wording import (
+    cast_notes,
+    format_interval,
+    memory_name,
+    memory_words,
+    speed_words,
+)
 from runner.sweeps.verdict.compare import caveats_of
 from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
@@ -26,10 +32,9 @@ from runner.utils.markup import (
     terminal_table,
     to_html,
 )
+from runner.utils.other_programs import busy_sentence
 from runner.utils.terminal import quote_command
 
-BUSY_SHARE = 0.25
-"""Share of the processors used by other programs above which speeds are doubtful."""
 # What the recommended precision would have to be, by advise.objective.
 GAIN_WORDS = {"time": "faster", "memory": "smaller", "quality": "better"}
 _GATE_TONES: dict[str, Tone] = {"accepted": "good", "rejected": "bad", "undecided": "quiet"}
@@ -118,11 +123,7 @@ def other_sentences(advice: Advice) -> str:
             "measure the speed."
         )
     sentences += caveats_of(verdict.group for verdict in advice.verdicts)
-    if advice.settings.busy > BUSY_SHARE:
-        sentences.append(
-            f"Other programs kept {advice.settings.busy:.0%} of the processors busy when this "
-            "began; speeds may differ on a quiet machine."
-        )
+    sentences.append(busy_sentence(advice.settings.busy))
     return " ".join(filter(None, sentences))
 
 
@@ -261,6 +262,7 @@ def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[st
         yield "Indistinguishable", INDISTINGUISHABLE_NOTE
         if any(verdict.forecast for verdict in advice.verdicts):
             yield "Predicted peak", PEAK_NOTE
+    yield from cast_notes(verdict.group for verdict in advice.verdicts)
     steps = f"{settings.steps} steps are not a whole training"
     yield "What this is not", f"{steps}: what goes wrong later is not seen."
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from runner.modes.result import shared_settings
+from runner.sweeps.report.load import SweepData
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     OUTCOME_WORDS,
@@ -28,6 +29,7 @@ from runner.sweeps.verdict.compare import (
     Comparison,
     Group,
     caveats_of,
+    compare_with_baselines,
     has_several_models,
     qualities_by_seed,
     sweep_letter,
@@ -35,6 +37,7 @@ from runner.sweeps.verdict.compare import (
 from runner.sweeps.verdict.statistics import Verdict, quality_difference
 from runner.utils.formatting import format_number, grouped
 from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
+from runner.utils.other_programs import busy_sentence
 from runner.utils.terminal import quote_command
 
 NO_BASELINE_REASON = f"no {BASELINE} job to compare with; add precision={BASELINE}"
@@ -79,33 +82,31 @@ def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | Non
     return _fastest(candidates)
 
 
-def conclusion_text(
-    comparisons: Sequence[Comparison], missing_jobs: str = "", no_answer: str = ""
-) -> str:
-    """Return the result of a sweep and, in sentences of their own, what did not end well and what
-    was not computed as asked.
+def conclusion_text(data: SweepData) -> str:
+    """Return the result of a sweep and, in a sentence each, the reservations about it."""
+    compared = compare_with_baselines(data.results)
+    return " ".join(
+        [data.no_answer or conclusion_sentence(compared), *reservations(data, compared)]
+    )
 
-    Args:
-        comparisons: as compare_with_baselines() returns them.
-        missing_jobs: which of the sweep's jobs did not begin; see SweepData.missing_jobs_clause.
-        no_answer: takes the place of the result; see SweepData.no_answer.
-    """
+
+def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
+    """Return sentences on what did not end well, what was not computed as asked, and a busy
+    machine."""
     sentences = [
-        no_answer or conclusion_sentence(comparisons, bool(missing_jobs)),
-        failure_sentence(comparisons, missing_jobs),
-        *caveats_of(comparison.group for comparison in comparisons),
+        failure_sentence(compared, data.missing_jobs_clause),
+        *caveats_of(comparison.group for comparison in compared),
+        busy_sentence(data.busy) if any(result.is_on_cpu for result in data.results) else "",
     ]
-    return " ".join(filter(None, sentences))
+    return [*filter(None, sentences)]
 
 
-def conclusion_sentence(comparisons: Sequence[Comparison], is_partial: bool = False) -> str:
+def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return what the numbers show, one sentence per device.
 
     Args:
         comparisons: as compare_with_baselines() returns them.
-        is_partial: some jobs of the sweep have not begun.
     """
-    is_partial |= any(comparison.group.counts.get("stopped") for comparison in comparisons)
     if any(sweep_letter(comparison.group.name) for comparison in comparisons):
         return _two_sweeps_sentence(comparisons)
     if not comparisons:
@@ -115,7 +116,7 @@ def conclusion_sentence(comparisons: Sequence[Comparison], is_partial: bool = Fa
         sentences = []
         for device, ended in by_device.items():
             every = [c for c in comparisons if c.group.device == device]
-            sentence = _device_sentence(ended, every, is_partial)
+            sentence = _device_sentence(ended, every)
             place = f"On {device or 'an unknown device'}: " if len(by_device) > 1 else ""
             sentences.append(f"{place}{sentence}")
         return " ".join(sentences)
@@ -162,15 +163,12 @@ def _capitalised_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _device_sentence(
-    ended: Sequence[Comparison], every: Sequence[Comparison], is_partial: bool
-) -> str:
+def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
     """Return the sentence on the groups of one device that ended with a quality.
 
     Args:
         ended: those groups.
         every: all groups of the device.
-        is_partial: jobs of the sweep are still to run, which there would be to compare with.
     """
     # From the situation that says least to the one that says most: each test may assume that the
     # situations before it are excluded.
@@ -178,7 +176,7 @@ def _device_sentence(
     if any(group.is_evaluation for group in groups):
         return _evaluation_sentence(groups)
     if len(ended) == 1 and (ended[0].is_baseline or ended[0].baseline is None):
-        return _only_sentence(ended[0], is_partial)
+        return _only_sentence(ended[0])
     if len({group.settings for group in groups}) > 1:
         return _settings_sentence(ended, every)
     others = [comparison for comparison in ended if not comparison.is_baseline]
@@ -191,17 +189,10 @@ def _device_sentence(
     return _unjudged_sentence(ended)
 
 
-def _only_sentence(comparison: Comparison, is_partial: bool) -> str:
-    """Return the result of the only group with one, and what to type to compare it.
-
-    Args:
-        comparison: of the group.
-        is_partial: jobs of the sweep are still to run, which there would be to compare with.
-    """
+def _only_sentence(comparison: Comparison) -> str:
+    """Return the result of the only group with one, and what to type to compare it."""
     name = comparison.group.name
     facts = _group_facts(comparison.group)
-    if is_partial:
-        return f"Only {name} finished: {facts}."
     if comparison.is_baseline:
         return f"Stay with {BASELINE}: no other precision finished. It reached {facts}."
     other = "bf16-mixed" if name == BASELINE else name

@@ -19,6 +19,8 @@ import yaml
 from runner.config.resolve import leaves
 from runner.modes.result import RunResult, Status, read_results
 from runner.sweeps.manifest import Manifest
+from runner.sweeps.report.wording import join_names
+from runner.sweeps.sweep_resume import resume_text
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.settings import AdviseSettings
 from runner.tracking import history
@@ -115,6 +117,9 @@ class SweepData:
         advise_settings: of mode=advise; None for a sweep that the user laid out.
         fetch_failures: artifacts of the store that could not be fetched, and why.
         notes: sentences on the jobs of two sweeps, see join_sweeps.
+        busy: share of the processors that other programs kept busy, where jobs trained on a CPU.
+        swept_precisions: precisions that the command lists.
+        resume_command: what resumes it here.
     """
 
     jobs: Sequence[Job]
@@ -125,6 +130,9 @@ class SweepData:
     advise_settings: AdviseSettings | None = None
     fetch_failures: Sequence[str] = ()
     notes: Sequence[str] = ()
+    busy: float = 0.0
+    swept_precisions: Sequence[str] = ()
+    resume_command: str = ""
 
     @property
     def results(self) -> list[RunResult]:
@@ -155,11 +163,13 @@ class SweepData:
 
     @property
     def no_answer(self) -> str:
-        """Return that the sweep has no answer before it is resumed; empty if every job began."""
-        if not self.missing_jobs_clause or self.advise_settings:
+        """Return that the sweep has no answer before it is resumed; empty if every job ended."""
+        statuses = [result.status for result in self.results]
+        was_cut = self.is_stopped and "stopped" in statuses
+        if self.advise_settings or not (self.missing_jobs_clause or was_cut):
             return ""
-        finished = [result for result in self.results if result.status == "finished"]
-        count = f"{len(finished)} of {self.job_count}" if self.job_count else str(len(finished))
+        count = str(statuses.count("finished"))
+        count += f" of {self.job_count}" if self.job_count else ""
         return f"No answer yet: {count} jobs finished. Resume the sweep."
 
     @property
@@ -167,7 +177,10 @@ class SweepData:
         """Return a clause on the jobs that did not begin; empty if every job began."""
         if self.job_count > len(self.jobs):
             missing = self.job_count - len(self.jobs)
-            return f"{missing} of the sweep's {self.job_count} jobs had not begun"
+            begun = {result.precision for result in self.results}
+            names = [name for name in self.swept_precisions if name not in begun]
+            among = f", among them all of {join_names(names)}" if names else ""
+            return f"{missing} of the sweep's {self.job_count} jobs had not begun{among}"
         if self.is_stopped and not self.job_count:
             return "the sweep was stopped before its last job"
         return ""
@@ -184,7 +197,18 @@ def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
         jobs.append(Job(result, curves, partial(read_settings, job_folder)))
     commands = [quote_command(manifest.command)]
     settings = AdviseSettings.read(folder)
-    return SweepData(jobs, commands, manifest.id, is_stopped, manifest.jobs, settings)
+    lists = [text.partition("=")[2] for text in manifest.overrides if text.startswith("precision=")]
+    return SweepData(
+        jobs,
+        commands,
+        manifest.id,
+        is_stopped,
+        manifest.jobs,
+        settings,
+        busy=manifest.busy,
+        swept_precisions=lists[-1].split(",") if lists else (),
+        resume_command=resume_text(folder),
+    )
 
 
 def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
@@ -195,6 +219,7 @@ def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
     content = {
         "commands": list(data.commands),
         "stopped": data.is_stopped,
+        "busy": data.busy,
         "requested_jobs": data.job_count,
         "request": asdict(data.advise_settings) if data.advise_settings else None,
         "results": [asdict(job.result) for job in data.jobs],
@@ -211,6 +236,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     results: list[RunResult] = []
     commands: list[str] = []
     job_count = 0
+    busy = 0.0
     settings = None
     for content in contents:
         for values in content.get("results", ()):
@@ -222,6 +248,8 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
                 results.append(replace(result, run_id=run_id))
         commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
         is_stopped |= bool(content.get("stopped"))
+        share = content.get("busy")
+        busy = max(busy, share) if isinstance(share, float) else busy
         settings = AdviseSettings.from_json(content.get("request")) or settings
         count = content.get("requested_jobs")
         job_count += count if isinstance(count, int) else 0
@@ -248,6 +276,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
         job_count,
         settings,
         tuple(reader.notices),
+        busy=busy,
     )
 
 

@@ -29,11 +29,13 @@ from runner.sweeps.report.conclusion import (
     conclusion_sentence,
     failure_sentence,
     recommended_precision,
+    reservations,
     settings_blocks,
 )
 from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.wording import (
     OUTCOME_WORDS,
+    cast_notes,
     common_verdict,
     join_names,
     rating_words,
@@ -44,7 +46,6 @@ from runner.sweeps.verdict.compare import (
     MIN_GAIN_ONE_SEED,
     MIN_GAIN_SEEDS,
     Comparison,
-    caveats_of,
     compare_with_baselines,
     sweep_letter,
 )
@@ -221,9 +222,9 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     for note in data.notes:
         yield Text(note)
     yield Text(data.no_answer or conclusion_sentence(compared), "answer")
-    failures = failure_sentence(compared, data.missing_jobs_clause)
-    for text in filter(None, (failures, *caveats_of(groups))):
-        yield Text(text)
+    if data.no_answer and data.resume_command:
+        yield Commands([data.resume_command])
+    yield from map(Text, reservations(data, compared))
     if not compared:
         return
     yield from settings_blocks(compared)
@@ -301,10 +302,11 @@ def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]
         yield "Speed", SPEED_NOTE.format(several=MIN_GAIN_SEEDS, single=MIN_GAIN_ONE_SEED)
     if any(sweep_letter(group.name) for group in finished):
         yield "Two sweeps", TWO_SWEEPS_NOTE
-    names_by_rounding: dict[str, list[str]] = {}
-    for group in finished:
-        for rounding in sorted({job.fused_rounding or "uncompiled" for job in group.jobs}):
-            names_by_rounding.setdefault(rounding, []).append(group.name)
+    names_by_rounding = grouped(
+        (rounding, group.name)
+        for group in finished
+        for rounding in sorted({job.fused_rounding or "uncompiled" for job in group.jobs})
+    )
     if names_by_rounding.keys() - {"uncompiled"}:
         groups = [f"{name}: {', '.join(names)}" for name, names in names_by_rounding.items()]
         yield "Rounding between fused operations", f"{'; '.join(groups)}. {ROUNDING_NOTE}"
@@ -313,6 +315,7 @@ def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]
     pairs = dict.fromkeys(f"{job.precision} {key}" for job in jobs for key in job.left_out)
     if pairs:
         yield "Keys", " ".join(omitted_key_messages(list(pairs)))
+    yield from cast_notes(finished)
     if any(group.is_on_cpu for group in finished):
         yield "Memory on a CPU", CPU_MEMORY_NOTE
     if any(group.memory_mib for group in finished if not group.is_on_cpu):

@@ -1,9 +1,9 @@
 """Word verdicts, ratios and numbers, for the tables and sentences of reports and of mode=advise."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
+from runner.sweeps.verdict.compare import BASELINE, Comparison, Group, caveats_of
 from runner.sweeps.verdict.ranking import PrecisionVerdict
 from runner.sweeps.verdict.settings import TIMEOUT_WORDS
 from runner.sweeps.verdict.statistics import MIN_SEEDS, Difference, Ratio, Spread, Verdict
@@ -210,3 +210,10 @@ def health_words(verdict: PrecisionVerdict) -> str:
     if stagnant >= MIN_STAGNANT_SHARE:
         parts.append(f"{stagnant:.0%} of the weights did not move")
     return "; ".join(parts)
+
+
+def cast_notes(groups: Iterable[Group]) -> Iterator[tuple[str, str]]:
+    """Yield (term, explanation) of casts that followed torch's list for CPUs."""
+    notes = caveats_of(groups, of_casts=True)
+    if notes:
+        yield "Autocast", " ".join(notes)

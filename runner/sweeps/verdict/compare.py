@@ -11,6 +11,7 @@ from itertools import chain
 from statistics import median
 from typing import Literal
 
+from runner.config.messages import CPU_CASTS
 from runner.modes.result import RunResult, change_since_training, shared_settings
 from runner.sweeps.verdict.statistics import (
     Difference,
@@ -120,13 +121,18 @@ def group_jobs(results: Sequence[RunResult]) -> list[Group]:
     return [_group(*key, jobs, results) for key, jobs in grouped.items()]
 
 
-def caveats_of(groups: Iterable[Group]) -> list[str]:
-    """Return what the groups' jobs did not compute as asked, or otherwise than a GPU, in sentences
-    that name the precisions."""
+def caveats_of(groups: Iterable[Group], of_casts: bool = False) -> list[str]:
+    """Return what the groups' jobs did not compute as asked, in sentences that name the precisions.
+
+    Args:
+        groups: of the jobs.
+        of_casts: return what every mixed precision on a CPU says instead.
+    """
     precisions: dict[str, dict[str, None]] = {}
     for job in chain.from_iterable(group.jobs for group in groups):
         for text in job.caveats:
-            precisions.setdefault(text, {})[job.precision] = None
+            if text.startswith(CPU_CASTS) == of_casts:
+                precisions.setdefault(text, {})[job.precision] = None
     return [f"{', '.join(names)}: {text}" for text, names in precisions.items()]
 
 

@@ -46,7 +46,8 @@ class AdviseSettings:
         diagnoses: what float32's numbers say of each precision that fails.
         memory: forecast for each precision that trains as well: peak_mib, at the peak of a step,
             and largest_batch, the largest batch size that fits, 0 if it is unknown.
-        busy: share of the processors that other programs kept busy when the command began, 0 to 1.
+        busy: share of the processors that other programs kept busy while the baseline was timed,
+            0 to 1.
         metric: that precisions are judged by: val/loss, or the one that task.quality names.
         direction: max where more of it is better, else min.
         mode: advise or gate.

@@ -215,7 +215,7 @@ RESERVATIONS = {
     "a busy machine": (
         GOOD,
         0.6,
-        "Other programs kept 60% of the processors busy when this began; speeds may differ on a "
+        "Other programs kept 60% of the processors busy; speeds may differ on a "
         "quiet machine.",
     ),
     "a stop": (

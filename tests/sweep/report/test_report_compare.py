@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from job_results import CPU, GPU, finished, lost
@@ -6,6 +7,7 @@ from job_results import CPU, GPU, finished, lost
 from runner.modes.result import RunResult
 from runner.sweeps.report.columns import groups_table, sweep_table
 from runner.sweeps.report.conclusion import conclusion_text, recommended_precision
+from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.wording import difference_words, format_interval
 from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs
 from runner.sweeps.verdict.statistics import Spread
@@ -142,8 +144,8 @@ def test_the_baseline_has_the_same_settings_and_device():
 NOISY, SAME, WORSE = (0.90, 0.91, 0.92), (0.905, 0.908, 0.921), (0.70, 0.711, 0.72)
 
 
-def conclusion_of(*results, missing=""):
-    return conclusion_text(compare_with_baselines(results), missing)
+def conclusion_of(*results, **fields):
+    return conclusion_text(SweepData([*map(Job, results)], **fields))
 
 
 def test_the_work_that_was_not_in_the_asked_format_is_a_sentence_and_a_column():
@@ -264,8 +266,11 @@ def test_the_conclusion_of(jobs, text):
 
 
 def test_the_conclusion_names_the_jobs_that_did_not_begin():
-    text = conclusion_of(lost("b"), missing="only 9 of 12 began")
-    assert text == "No job finished with a finite result. Only 9 of 12 began; failed: b."
+    swept = {"job_count": 12, "swept_precisions": ["b", "c", "d"]}
+    assert conclusion_of(lost("b"), **swept) == (
+        "No answer yet: 0 of 12 jobs finished. Resume the sweep. 11 of the sweep's 12 jobs had not "
+        "begun, among them all of c, d; failed: b."
+    )
 
 
 def test_a_long_table_is_sorted_and_folds_what_has_no_result():
@@ -285,16 +290,18 @@ def test_a_long_table_is_sorted_and_folds_what_has_no_result():
     assert few.folded == 0
 
 
-@pytest.mark.parametrize(
-    ("jobs", "missing", "rest"),
-    [
-        ([finished("b"), lost("c", "stopped")], "", "Stopped: c."),
-        ([finished("b")], "2 of the sweep's 3 jobs had not begun", None),
-    ],
-)
-def test_jobs_that_a_stop_kept_from_ending_are_no_missing_precision(jobs, missing, rest):
-    text = conclusion_of(*jobs, missing=missing)
-    assert text == f"Only b finished: val/accuracy 0.9, 100 examples/s. {rest or f'{missing}.'}"
+def test_a_job_that_a_stop_kept_from_ending_leaves_no_answer():
+    jobs = [*seeds("32-true", SAME), *seeds("b", SAME), lost("c", "stopped")]
+    text = conclusion_of(*jobs, is_stopped=True, job_count=7)
+    assert text == "No answer yet: 6 of 7 jobs finished. Resume the sweep. Stopped: c."
+
+
+def test_a_busy_machine_is_a_reservation_about_what_trained_on_its_processors():
+    speeds = {"32-true": 100.0, "b": 200.0}
+    jobs = [finished(name, device=CPU, examples_per_second=v) for name, v in speeds.items()]
+    assert "Other programs kept 60% of the processors busy" in conclusion_of(*jobs, busy=0.6)
+    on_gpu = [replace(job, device=GPU, device_type="cuda") for job in jobs]
+    assert "Other programs" not in conclusion_of(*on_gpu, busy=0.6)
 
 
 def test_one_seed_recommends_nothing():
