@@ -4,9 +4,9 @@
 
 held: bytes of a packed stack of 8 experts of 256 x 256 weights, read from its tensors. paper: those
 of its codes and its scales, for each expert alone. step: CPU time of forward and backward of a
-mixture (8 experts, 128 to 256 to 128 wide, 512 tokens) whose stacks are converted, over that of the
-same mixture of unfused nn.Linears, converted too, and over that of the stacks in bf16-mixed;
-contenders in turn, one thread.
+mixture (8 experts, 128 to 256 to 128 wide, 512 tokens, each for one at random) whose stacks are
+converted, over that of the same mixture of unfused nn.Linears, converted too, and over that of the
+stacks in bf16-mixed; contenders in turn, one thread.
 """
 
 from collections.abc import Callable
@@ -35,18 +35,24 @@ PAPER = {
 TIMED = (*PAPER, "float8-rowwise", "transformer-engine-current", "qat-int4", "bnb-int8-training")
 
 
+def random_ends() -> Tensor:
+    """Return the row after the last one of each expert: other numbers of tokens in each step."""
+    tokens = torch.randint(COUNT, (TOKENS,)).bincount(minlength=COUNT)
+    return tokens.cumsum(0).to(torch.int32)
+
+
 class Stacks(nn.Module):
-    """Experts in two stacks, of which each computes an equal part of the tokens."""
+    """Experts in two stacks, among which the tokens are shared at random."""
 
     def __init__(self, width: int = WIDTH, inner: int = INNER) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.randn(COUNT, inner, width) / width**0.5)
         self.second = nn.Parameter(torch.randn(COUNT, width, inner) / inner**0.5)
-        self.ends = torch.arange(1, COUNT + 1, dtype=torch.int32) * (TOKENS // COUNT)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = torch.relu(F.grouped_mm(x, self.first.mT, offs=self.ends))
-        return F.grouped_mm(inner, self.second.mT, offs=self.ends)
+        ends = random_ends()
+        inner = torch.relu(F.grouped_mm(x, self.first.mT, offs=ends))
+        return F.grouped_mm(inner, self.second.mT, offs=ends)
 
 
 class Unfused(nn.Module):
@@ -58,7 +64,8 @@ class Unfused(nn.Module):
         self.second = nn.ModuleList(nn.Linear(INNER, WIDTH, bias=False) for _ in range(COUNT))
 
     def forward(self, x: Tensor) -> Tensor:
-        pairs = zip(self.first, self.second, x.chunk(COUNT), strict=True)
+        parts = x.tensor_split(random_ends()[:-1].long())
+        pairs = zip(self.first, self.second, parts, strict=True)
         return torch.cat([second(torch.relu(first(rows))) for first, second, rows in pairs])
 
 

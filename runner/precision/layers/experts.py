@@ -19,15 +19,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from runner.distributed.strategy import is_sharded
 from runner.precision.layers.expert_weight import ExpertWeight, Groups
 from runner.utils.errors import ConfigError
+from runner.utils.tensors import is_narrow
 
 # Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one. No
 # model names its own lists so, as it may name one local_experts.
 _SUFFIXES = {False: "_as_experts", True: "_as_experts_transposed"}
 _PACKED_KEY = re.compile(r"(.+)(_as_experts|_as_experts_transposed)\.(\d+)\.(base_layer\.)?weight")
+
+KERNEL_ROWS = 64
+"""Multiple of rows that an expert's products in 16 bits are padded to on a CPU."""
 
 # Of Experts.
 _ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "is_running")
@@ -275,10 +280,18 @@ class Experts(nn.Module):
 
 def _call(layer: nn.Module, rows: Tensor) -> Tensor:
     """Return a layer's outputs, also on no rows: [..., in] to [..., out]."""
-    if rows.numel():
+    flat = rows.reshape(-1, rows.shape[-1])
+    # Of no rows one of zeros, for the dtype and the gradients that are zero.
+    missing = int(not len(flat))
+    is_half = is_narrow(rows) or torch.is_autocast_enabled("cpu")
+    # A mode that watches kernels counts the rows of the model.
+    if rows.is_cpu and is_half and _get_current_dispatch_mode() is None:
+        # oneDNN compiles a kernel in 16 bits for each new number of rows, in the time of twenty
+        # products of 256 x 128 x 128, and the tokens of an expert differ in each step.
+        missing = -len(flat) % KERNEL_ROWS or missing * KERNEL_ROWS
+    if not missing:
         return layer(rows)
-    # Of a row of zeros, for the dtype and the gradients that are zero.
-    output = layer(F.pad(rows.reshape(0, rows.shape[-1]), (0, 0, 0, 1)))[:0]
+    output = layer(F.pad(flat, (0, 0, 0, missing)))[: len(flat)]
     return output.reshape(*rows.shape[:-1], output.shape[-1])
 
 

@@ -1,6 +1,7 @@
 """Experts of a mixture: each computes as a linear layer of its own, in every kind of layer."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,11 +9,12 @@ from layer_kinds import PACKED, every_kind, load, packed_kinds
 from precision_models import reloaded, run_forward
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from runner.diagnostics.numerics.measure import is_measurable
 from runner.precision.conversion_proof import ForwardWatch, converted_layers
-from runner.precision.layers.experts import convert_experts, possible_stacks
+from runner.precision.layers.experts import KERNEL_ROWS, convert_experts, possible_stacks
 from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.utils.errors import ConfigError
 from runner.utils.reproducibility import plain_attributes
@@ -400,3 +402,26 @@ def test_an_expert_without_rows_has_the_dtype_of_one_with_rows():
         without_groups = F.grouped_mm(X, model.first, offs=torch.zeros(COUNT).int())
         assert without_groups.dtype is torch.bfloat16
         assert not without_groups.any()
+
+
+class _Kernels(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["loop", "grouped", "batched"])
+def test_rows_that_spare_the_cpu_new_kernels_change_no_number_and_no_count(way):
+    """oneDNN compiles one for each number of rows in 16 bits; what watches kernels sees no more."""
+    precision, model, _ = convert("4-bit with nested scales", Mixture(way))
+    rows = set()
+    for layer in model.layers_of("first"):
+        layer.register_forward_hook(lambda _, inputs, output: rows.add(len(inputs[0])))
+    results = []
+    for watch in (nullcontext(), _Kernels()):
+        x = X.clone().requires_grad_()
+        with precision.forward(torch.device("cpu")), watch:
+            output = model(x)
+        results.append((output.detach(), *torch.autograd.grad(output.sum(), x)))
+        assert all(count % KERNEL_ROWS == 0 for count in rows) == (len(results) == 1)
+    for padded, plain in zip(*results, strict=True):
+        assert torch.equal(padded, plain)

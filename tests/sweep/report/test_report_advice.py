@@ -215,8 +215,7 @@ RESERVATIONS = {
     "a busy machine": (
         GOOD,
         0.6,
-        "Other programs kept 60% of the processors busy; speeds may differ on a "
-        "quiet machine.",
+        "Other programs kept 60% of the processors busy; speeds may differ on a quiet machine.",
     ),
     "a stop": (
         changed(trials("bf16-mixed", seeds=1), status="stopped"),
